@@ -1,0 +1,52 @@
+# The one door. Every target does its own set-up in .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lock fmt check test campaign bench demo clean
+
+help: ## what each target does
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## install everything into .venv
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Everwarm needs Python 3.11 or newer, this is " + sys.version)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lock: ## renew requirements.lock from pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --no-header --no-annotate --extra dev pyproject.toml requirements.build.in -o requirements.lock
+	rm -rf $(VENV)-lock
+
+fmt: $(STAMP) ## format the code
+	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench
+
+check: $(STAMP) ## what a reviewer should not have to say: style, types, structure
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/structure
+
+test: $(STAMP) ## the whole suite, under ten minutes on two cores
+	$(BIN)/python -m pytest
+
+campaign: $(STAMP) ## the long forms of the random tests
+	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200
+
+bench: $(STAMP) ## measure, beside llama-server
+	$(BIN)/python -m bench
+
+demo: $(STAMP) ## the main job on the embedded model, in under a minute
+	$(BIN)/everwarm demo
+
+clean: ## remove what make made
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,106 @@
+"""Frozen settings for opening a model and a context, and for sampling. Checked once, here; nothing below re-checks.
+
+Knows no libllama and no files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from everwarm.errors import BadRequest
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+FlashAttention = Literal["auto", "on", "off"]
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse a setting with a sentence that says what would be right."""
+    if not condition:
+        raise BadRequest(message)
+
+
+def default_threads() -> int:
+    """Physical cores are what decoding can use; this counts the CPUs this process may run on."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How the weights are opened."""
+
+    n_gpu_layers: int = -1  # negative: all that a GPU build can take
+    use_mmap: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOptions:
+    """The shape of one libllama context. ``n_ctx`` cells are shared by all sequences (unified KV)."""
+
+    n_ctx: int = 4096
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_seq_max: int = 1
+    n_threads: int = field(default_factory=default_threads)
+    n_threads_batch: int = field(default_factory=default_threads)
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
+    flash_attention: FlashAttention = "auto"
+
+    def __post_init__(self) -> None:
+        require(1 <= self.n_ctx <= 1 << 26, f"n_ctx is {self.n_ctx}; give 1 to {1 << 26} cells")
+        require(1 <= self.n_ubatch <= self.n_batch, f"n_ubatch is {self.n_ubatch}; give 1 to n_batch ({self.n_batch})")
+        require(self.n_batch <= 1 << 16, f"n_batch is {self.n_batch}; give at most {1 << 16}")
+        require(1 <= self.n_seq_max <= 256, f"n_seq_max is {self.n_seq_max}; libllama takes 1 to 256 sequences")
+        require(1 <= self.n_threads <= 1024, f"n_threads is {self.n_threads}; give 1 to 1024")
+        require(1 <= self.n_threads_batch <= 1024, f"n_threads_batch is {self.n_threads_batch}; give 1 to 1024")
+
+
+def _finite(name: str, value: float, low: float, high: float) -> None:
+    require(math.isfinite(value) and low <= value <= high, f"{name} is {value}; give a number from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is picked. The defaults are llama-server's; the same seed gives the same tokens."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = 64
+    seed: int | None = None  # None: a fresh random one for every request
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        _finite("temperature", self.temperature, 0.0, 100.0)
+        require(0 <= self.top_k <= 1 << 24, f"top_k is {self.top_k}; give 0 (off) or more")
+        _finite("top_p", self.top_p, 0.0, 1.0)
+        _finite("min_p", self.min_p, 0.0, 1.0)
+        require(0.0 < self.repeat_penalty <= 100.0, f"repeat_penalty is {self.repeat_penalty}; give 0 < p <= 100")
+        _finite("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _finite("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        require(0 <= self.penalty_last_n <= 1 << 16, f"penalty_last_n is {self.penalty_last_n}; give 0 to {1 << 16}")
+        require(self.seed is None or 0 <= self.seed < 1 << 32, f"seed is {self.seed}; give 0 to {(1 << 32) - 1}")
+        require(len(self.logit_bias) <= 4096, f"logit_bias has {len(self.logit_bias)} entries; give at most 4096")
+        for token, bias in self.logit_bias.items():
+            require(not math.isnan(bias) and bias < math.inf, f"logit_bias of token {token} is {bias}; give a number")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        changed = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        return changed and self.penalty_last_n > 0
+
+
+GREEDY = Sampling(temperature=0.0)

@@ -1,0 +1,1 @@
+"""Everything the demonstration needs that a real deployment does not: tiny models and scripted clients."""

@@ -1,0 +1,11 @@
+"""Tiny models with real architectures: a seeded writer of GGUF files that libllama loads and decodes.
+
+Knows hyperparameters, tensor shapes and how to draw weights. Does not know libllama, servers or what the files are for;
+the models have random weights, so what they say means nothing.
+"""
+
+from everwarm.demo.tiny.plans import Plan, Tensor, plan_tiny
+from everwarm.demo.tiny.spec import ARCHITECTURES, TinySpec
+from everwarm.demo.tiny.write import write_tiny
+
+__all__ = ["ARCHITECTURES", "Plan", "Tensor", "TinySpec", "plan_tiny", "write_tiny"]

@@ -1,0 +1,376 @@
+"""The hyperparameters and tensors of each architecture, as plain data.
+
+Knows which keys and shapes libllama expects and how sizes follow from the width. Does not draw weights or write files.
+Shapes are in ggml order: the first number is the row length, that is, what a matrix takes in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from everwarm.demo.tiny.spec import TinySpec
+
+Kind = Literal["embedding", "output", "matrix", "small_matrix", "norm", "conv", "bias", "step_bias", "decay", "skip"]
+Value = int | float | tuple[int, ...] | tuple[bool, ...]
+Hyper = dict[str, Value]
+
+CONV_KERNEL = 4
+SLIDING_WINDOW = 64
+_RMS_EPSILON = 1e-6
+_MAMBA1_STATE = 16  # the sizes that the CUDA scan kernels know, so that nothing falls back to the CPU
+_MAMBA2_STATE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor to draw: `kind` decides its distribution and whether it may be quantised."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole model before any number is drawn. Keys of `hyper` lack the architecture prefix."""
+
+    arch: str
+    hyper: Hyper
+    tensors: tuple[Tensor, ...]
+    attention_layers: tuple[int, ...]
+    recurrent_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What one layer holds, and how it remembers."""
+
+    tensors: tuple[Tensor, ...]
+    attends: bool = False
+    recurs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Head and state sizes that follow from the width."""
+
+    width: int
+    head: int
+    n_heads: int
+    n_kv_heads: int
+    inner: int
+    feed_forward: int
+
+
+def _sizes(width: int) -> _Sizes:
+    head = 32 if width < 256 else 64 if width < 1024 or width % 128 else 128
+    n_heads = width // head
+    n_kv_heads = _divisor_up_to(n_heads, n_heads // 2 if n_heads < 8 else n_heads // 4)
+    return _Sizes(width, head, n_heads, n_kv_heads, inner=2 * width, feed_forward=2 * width)
+
+
+def _divisor_up_to(n: int, limit: int) -> int:
+    """The largest divisor of `n` that is not above `limit` (1 if there is none)."""
+    return next((d for d in range(limit, 1, -1) if n % d == 0), 1)
+
+
+def _layer(index: int, *parts: tuple[str, tuple[int, ...], Kind]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(f"blk.{index}.{name}", shape, kind) for name, shape, kind in parts)
+
+
+def _attention_hyper(s: _Sizes, n_kv_heads: int | tuple[int, ...]) -> Hyper:
+    return {
+        "attention.head_count": s.n_heads,
+        "attention.head_count_kv": n_kv_heads,
+        "attention.key_length": s.head,
+        "attention.value_length": s.head,
+        "rope.dimension_count": s.head,
+        "rope.freq_base": 1e6,
+    }
+
+
+def _attention(i: int, s: _Sizes, query_factor: int = 1) -> tuple[Tensor, ...]:
+    queries, keys = s.head * s.n_heads, s.head * s.n_kv_heads
+    return _layer(
+        i,
+        ("attn_q.weight", (s.width, queries * query_factor), "matrix"),
+        ("attn_k.weight", (s.width, keys), "matrix"),
+        ("attn_v.weight", (s.width, keys), "matrix"),
+        ("attn_output.weight", (queries, s.width), "matrix"),
+    )
+
+
+def _query_key_norms(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+    return _layer(i, ("attn_q_norm.weight", (s.head,), "norm"), ("attn_k_norm.weight", (s.head,), "norm"))
+
+
+def _norms(i: int, s: _Sizes, *names: str) -> tuple[Tensor, ...]:
+    return _layer(i, *((name, (s.width,), "norm") for name in names))
+
+
+def _gated_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+    return _layer(i, ("ffn_gate.weight", (s.width, s.feed_forward), "matrix")) + _plain_feed_forward(i, s)
+
+
+def _plain_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+    return _layer(
+        i,
+        ("ffn_up.weight", (s.width, s.feed_forward), "matrix"),
+        ("ffn_down.weight", (s.feed_forward, s.width), "matrix"),
+    )
+
+
+def _mamba2_hyper(s: _Sizes, n_groups: int) -> Hyper:
+    return {
+        "ssm.conv_kernel": CONV_KERNEL,
+        "ssm.inner_size": s.inner,
+        "ssm.state_size": _MAMBA2_STATE,
+        "ssm.time_step_rank": s.inner // s.head,
+        "ssm.group_count": n_groups,
+    }
+
+
+def _mamba2(i: int, s: _Sizes, n_groups: int) -> tuple[Tensor, ...]:
+    n_heads, n_conv = s.inner // s.head, s.inner + 2 * n_groups * _MAMBA2_STATE
+    return _layer(
+        i,
+        ("ssm_in.weight", (s.width, s.inner + n_conv + n_heads), "matrix"),
+        ("ssm_conv1d.weight", (CONV_KERNEL, n_conv), "conv"),
+        ("ssm_conv1d.bias", (n_conv,), "bias"),
+        ("ssm_dt.bias", (n_heads,), "step_bias"),
+        ("ssm_a", (1, n_heads), "decay"),
+        ("ssm_d", (1, n_heads), "skip"),
+        ("ssm_norm.weight", (s.inner // n_groups, n_groups), "norm"),
+        ("ssm_out.weight", (s.inner, s.width), "matrix"),
+    )
+
+
+def _mamba1_hyper(s: _Sizes) -> Hyper:
+    return {
+        "ssm.conv_kernel": CONV_KERNEL,
+        "ssm.inner_size": s.inner,
+        "ssm.state_size": _MAMBA1_STATE,
+        "ssm.time_step_rank": _mamba1_rank(s),
+    }
+
+
+def _mamba1_rank(s: _Sizes) -> int:
+    return max(8, s.width // 16)
+
+
+def _mamba1(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+    rank = _mamba1_rank(s)
+    return _layer(
+        i,
+        ("ssm_in.weight", (s.width, 2 * s.inner), "matrix"),
+        ("ssm_conv1d.weight", (CONV_KERNEL, s.inner), "conv"),
+        ("ssm_conv1d.bias", (s.inner,), "bias"),
+        ("ssm_x.weight", (s.inner, rank + 2 * _MAMBA1_STATE), "matrix"),
+        ("ssm_dt_norm.weight", (rank,), "norm"),
+        ("ssm_dt.weight", (rank, s.inner), "small_matrix"),
+        ("ssm_dt.bias", (s.inner,), "step_bias"),
+        ("ssm_b_norm.weight", (_MAMBA1_STATE,), "norm"),
+        ("ssm_c_norm.weight", (_MAMBA1_STATE,), "norm"),
+        ("ssm_a", (_MAMBA1_STATE, s.inner), "decay"),
+        ("ssm_d", (s.inner,), "skip"),
+        ("ssm_out.weight", (s.inner, s.width), "matrix"),
+    )
+
+
+def _delta_net(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+    n_values, n_keys = _delta_heads(s)
+    n_conv = 2 * n_keys * s.head + s.inner
+    return _layer(
+        i,
+        ("attn_qkv.weight", (s.width, n_conv), "matrix"),
+        ("attn_gate.weight", (s.width, s.inner), "matrix"),
+        ("ssm_conv1d.weight", (CONV_KERNEL, n_conv), "conv"),
+        ("ssm_dt.bias", (n_values,), "step_bias"),
+        ("ssm_a", (n_values,), "decay"),
+        ("ssm_beta.weight", (s.width, n_values), "matrix"),
+        ("ssm_alpha.weight", (s.width, n_values), "matrix"),
+        ("ssm_norm.weight", (s.head,), "norm"),
+        ("ssm_out.weight", (s.inner, s.width), "matrix"),
+    )
+
+
+def _delta_heads(s: _Sizes) -> tuple[int, int]:
+    """How many value heads and how many key heads a Gated DeltaNet layer has."""
+    n_values = s.inner // s.head
+    return n_values, _divisor_up_to(n_values, n_values // 2)
+
+
+def _mid_period(i: int) -> bool:
+    """Where interleaved models attend: never first, and with recurrent layers on both sides."""
+    return i % 4 == 2
+
+
+def _kv_heads_by_layer(n_layers: int, s: _Sizes) -> tuple[int, ...]:
+    return tuple(s.n_kv_heads if _mid_period(i) else 0 for i in range(n_layers))
+
+
+def _qwen35(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    n_rotated, (n_values, n_keys) = s.head // 4, _delta_heads(s)
+    half = n_rotated // 2
+    hyper: Hyper = _attention_hyper(s, s.n_kv_heads) | {
+        "feed_forward_length": s.feed_forward,
+        "rope.dimension_count": n_rotated,
+        "rope.dimension_sections": ((half + 2) // 3, (half + 1) // 3, half // 3, 0),
+        "rope.freq_base": 1e7,
+        "ssm.conv_kernel": CONV_KERNEL,
+        "ssm.inner_size": s.inner,
+        "ssm.state_size": s.head,
+        "ssm.time_step_rank": n_values,
+        "ssm.group_count": n_keys,
+        "full_attention_interval": 4,
+    }
+
+    def block(i: int) -> _Block:
+        outer = _norms(i, s, "attn_norm.weight", "post_attention_norm.weight") + _gated_feed_forward(i, s)
+        if (i + 1) % 4:
+            return _Block(outer + _delta_net(i, s), recurs=True)
+        return _Block(outer + _attention(i, s, query_factor=2) + _query_key_norms(i, s), attends=True)
+
+    return hyper, [block(i) for i in range(spec.n_layers)]
+
+
+def _jamba(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s)) | _mamba1_hyper(s)
+    return hyper | {"feed_forward_length": s.feed_forward}, _mid_period_blocks(spec, s, _mamba1)
+
+
+def _granitehybrid(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s)) | _mamba2_hyper(s, n_groups=1)
+    blocks = _mid_period_blocks(spec, s, lambda i, sizes: _mamba2(i, sizes, n_groups=1))
+    return hyper | {"feed_forward_length": s.feed_forward}, blocks
+
+
+def _mid_period_blocks(
+    spec: TinySpec, s: _Sizes, recurrence: Callable[[int, _Sizes], tuple[Tensor, ...]]
+) -> list[_Block]:
+    def block(i: int) -> _Block:
+        outer = _norms(i, s, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, s)
+        if _mid_period(i):
+            return _Block(outer + _attention(i, s), attends=True)
+        return _Block(outer + recurrence(i, s), recurs=True)
+
+    return [block(i) for i in range(spec.n_layers)]
+
+
+def _falcon_h1(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(s, s.n_kv_heads) | _mamba2_hyper(s, n_groups=2)
+
+    def block(i: int) -> _Block:
+        outer = _norms(i, s, "attn_norm.weight", "ffn_norm") + _gated_feed_forward(i, s)  # sic: no ".weight"
+        return _Block(outer + _attention(i, s) + _mamba2(i, s, n_groups=2), attends=True, recurs=True)
+
+    return hyper | {"feed_forward_length": s.feed_forward}, [block(i) for i in range(spec.n_layers)]
+
+
+def _nemotron_h(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    """Every layer is one thing only: in each four, a recurrence, a feed-forward, an attention, a recurrence."""
+    feed_forward = tuple(s.feed_forward if i % 4 == 1 else 0 for i in range(spec.n_layers))
+    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s)) | _mamba2_hyper(s, n_groups=2)
+    hyper |= {"feed_forward_length": feed_forward, "attention.layer_norm_epsilon": _RMS_EPSILON}
+
+    def block(i: int) -> _Block:
+        norm = _norms(i, s, "attn_norm.weight")
+        if feed_forward[i]:
+            return _Block(norm + _plain_feed_forward(i, s))
+        if _mid_period(i):
+            return _Block(norm + _attention(i, s), attends=True)
+        return _Block(norm + _mamba2(i, s, n_groups=2), recurs=True)
+
+    return hyper, [block(i) for i in range(spec.n_layers)]
+
+
+def _lfm2(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s))
+    hyper |= {"feed_forward_length": s.feed_forward, "shortconv.l_cache": 3}
+
+    def block(i: int) -> _Block:
+        outer = _norms(i, s, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, s)
+        if _mid_period(i):
+            return _Block(outer + _attention(i, s) + _query_key_norms(i, s), attends=True)
+        short_conv = _layer(
+            i,
+            ("shortconv.conv.weight", (3, s.width), "conv"),
+            ("shortconv.in_proj.weight", (s.width, 3 * s.width), "matrix"),
+            ("shortconv.out_proj.weight", (s.width, s.width), "matrix"),
+        )
+        return _Block(outer + short_conv, recurs=True)
+
+    return hyper, [block(i) for i in range(spec.n_layers)]
+
+
+def _mamba2_only(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    hyper = _mamba2_hyper(s, n_groups=1) | {"feed_forward_length": 0, "attention.head_count": 0}
+    blocks = [
+        _Block(_norms(i, s, "attn_norm.weight") + _mamba2(i, s, n_groups=1), recurs=True) for i in range(spec.n_layers)
+    ]
+    return hyper, blocks
+
+
+def _gemma3(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    """Every third layer sees the whole past; the others only the window."""
+    hyper = _attention_hyper(s, s.n_kv_heads) | {
+        "feed_forward_length": s.feed_forward,
+        "attention.sliding_window": SLIDING_WINDOW,
+        "attention.sliding_window_pattern": tuple(i % 3 != 2 for i in range(spec.n_layers)),
+    }
+    names = ("attn_norm.weight", "post_attention_norm.weight", "ffn_norm.weight", "post_ffw_norm.weight")
+
+    def block(i: int) -> _Block:
+        attention = _attention(i, s) + _query_key_norms(i, s)
+        return _Block(_norms(i, s, *names) + attention + _gated_feed_forward(i, s), attends=True)
+
+    return hyper, [block(i) for i in range(spec.n_layers)]
+
+
+def _llama(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(s, s.n_kv_heads) | {"feed_forward_length": s.feed_forward}
+
+    def block(i: int) -> _Block:
+        norms = _norms(i, s, "attn_norm.weight", "ffn_norm.weight")
+        return _Block(norms + _attention(i, s) + _gated_feed_forward(i, s), attends=True)
+
+    return hyper, [block(i) for i in range(spec.n_layers)]
+
+
+_PLANNERS: dict[str, Callable[[TinySpec, _Sizes], tuple[Hyper, list[_Block]]]] = {
+    "qwen35": _qwen35,
+    "jamba": _jamba,
+    "falcon-h1": _falcon_h1,
+    "granitehybrid": _granitehybrid,
+    "nemotron_h": _nemotron_h,
+    "lfm2": _lfm2,
+    "mamba2": _mamba2_only,
+    "gemma3": _gemma3,
+    "llama": _llama,
+}
+_OUTPUT_NORM_NAMES = {"lfm2": "token_embd_norm.weight"}
+_EMBEDDING_KINDS: dict[str, Kind] = {"gemma3": "matrix"}  # libllama multiplies its embeddings by sqrt(width)
+
+
+def plan_tiny(spec: TinySpec) -> Plan:
+    """Everything about the model except its numbers. The output matrix is not the embedding, or a
+    model would mostly repeat its last token."""
+    hyper, blocks = _PLANNERS[spec.arch](spec, _sizes(spec.width))
+    shared: Hyper = {
+        "context_length": spec.context_length,
+        "embedding_length": spec.width,
+        "block_count": spec.n_layers,
+        "attention.layer_norm_rms_epsilon": _RMS_EPSILON,
+    }
+    outer = (
+        Tensor("token_embd.weight", (spec.width, spec.n_tokens), _EMBEDDING_KINDS.get(spec.arch, "embedding")),
+        Tensor("output.weight", (spec.width, spec.n_tokens), "output"),
+        Tensor(_OUTPUT_NORM_NAMES.get(spec.arch, "output_norm.weight"), (spec.width,), "norm"),
+    )
+    return Plan(
+        arch=spec.arch,
+        hyper=shared | hyper,
+        tensors=outer + tuple(tensor for block in blocks for tensor in block.tensors),
+        attention_layers=tuple(i for i, block in enumerate(blocks) if block.attends),
+        recurrent_layers=tuple(i for i, block in enumerate(blocks) if block.recurs),
+    )

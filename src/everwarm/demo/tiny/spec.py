@@ -1,0 +1,71 @@
+"""What a tiny model is asked to be, checked once.
+
+Knows the limits of each architecture. Does not know tensors or files.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from everwarm.demo.tiny.vocab import N_BASE_TOKENS
+
+ARCHITECTURES: tuple[str, ...] = (
+    "qwen35",
+    "jamba",
+    "falcon-h1",
+    "granitehybrid",
+    "nemotron_h",
+    "lfm2",
+    "mamba2",
+    "gemma3",
+    "llama",
+)
+
+DType = Literal["f32", "q8_0"]
+
+_DTYPES: tuple[str, ...] = ("f32", "q8_0")
+_EVERY_LAYER_ALIKE = frozenset({"falcon-h1", "mamba2", "llama"})
+_MAX_LAYERS = 512  # libllama asserts on more
+_WIDTH_STEP = 64
+_MAX_WIDTH = 16384  # beyond it the Q8_0 scales would leave the normal half-precision range
+
+
+@dataclass(frozen=True, slots=True)
+class TinySpec:
+    """One model file: the same spec always gives the same bytes. `n_vocab` only adds unused tokens to the base ones."""
+
+    arch: str = "qwen35"
+    n_layers: int = 8
+    width: int = 256
+    n_vocab: int | None = None
+    seed: int = 0
+    dtype: DType = "f32"
+    context_length: int = 262144
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHITECTURES:
+            raise ValueError(f"unknown architecture {self.arch!r}; known: {', '.join(ARCHITECTURES)}")
+        if not self.min_layers <= self.n_layers <= _MAX_LAYERS:
+            wanted = f"between {self.min_layers} and {_MAX_LAYERS} for {self.arch}"
+            raise ValueError(f"n_layers is {self.n_layers}; it must be {wanted}, so that every kind of layer occurs")
+        if self.width % _WIDTH_STEP or not _WIDTH_STEP <= self.width <= _MAX_WIDTH:
+            wanted = f"a multiple of {_WIDTH_STEP} from {_WIDTH_STEP} to {_MAX_WIDTH}"
+            raise ValueError(f"width is {self.width}; it must be {wanted}")
+        if self.n_vocab is not None and self.n_vocab < N_BASE_TOKENS:
+            wanted = f"at least {N_BASE_TOKENS} (the base tokens), or None for exactly those"
+            raise ValueError(f"n_vocab is {self.n_vocab}; it must be {wanted}")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be 0 or more")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(_DTYPES)}")
+        if not 1 <= self.context_length < 2**31:
+            raise ValueError(f"context_length is {self.context_length}; it must be between 1 and {2**31 - 1}")
+
+    @property
+    def min_layers(self) -> int:
+        """Interleaved architectures need one whole period, or a kind of layer would be missing."""
+        return 1 if self.arch in _EVERY_LAYER_ALIKE else 4
+
+    @property
+    def n_tokens(self) -> int:
+        """The size of the whole vocabulary."""
+        return N_BASE_TOKENS if self.n_vocab is None else self.n_vocab

@@ -1,0 +1,225 @@
+"""The engine as a library: submit prompts from any thread, read tokens as they come.
+
+    with Engine("model.gguf") as engine:
+        stream = engine.submit("Once upon a time", max_tokens=32)
+        for token in stream: ...
+        print(stream.result().n_cached)
+
+One thread owns the token loop (``Core``); asks go in through an inbox, events come out through each stream. Tokenizing
+happens on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from everwarm.config import Sampling
+from everwarm.engine.core import Core
+from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
+from everwarm.engine.settings import EngineSettings
+from everwarm.errors import EngineStopped
+from everwarm.prompt.prompt import Prompt
+from everwarm.prompt.tokenize import Tokenizer
+
+log = logging.getLogger("everwarm.engine")
+
+_Job = Callable[[Core], None]
+T = TypeVar("T")
+
+
+class Stream:
+    """The reply of one request: iterate for its tokens, then ask for the ``result``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._result: Result | None = None
+        self.request_id: int | None = None
+
+    def events(self) -> Iterator[Event]:
+        """Everything that happens to the request, ``Finished`` last."""
+        while self._result is None:
+            event = self._events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, Finished):
+                self._result = event.result
+            yield event
+
+    def __iter__(self) -> Iterator[int]:
+        return (event.token for event in self.events() if isinstance(event, NewToken))
+
+    def result(self) -> Result:
+        """Waits for the end; tokens not yet iterated are in it all the same."""
+        for _ in self.events():
+            pass
+        assert self._result is not None
+        if self._result.error is not None:
+            raise self._result.error
+        return self._result
+
+    def cancel(self) -> None:
+        """Stop at the next step. What was read stays known."""
+        self._engine._cancel(self)
+
+    def _put(self, event: Event | BaseException) -> None:
+        self._events.put(event)
+
+
+class Engine:
+    """A loaded model and everything it remembers. Use as a context manager."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        settings: EngineSettings | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.settings = settings or EngineSettings()
+        self.core = Core.open(Path(model_path), self.settings, progress)
+        self.model = self.core.model
+        self.tokenizer = Tokenizer(self.model.vocab)
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._streams: dict[int, Stream] = {}
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="everwarm-engine", daemon=True)
+        self._thread.start()
+
+    def prompt(self, text: str, *, add_special: bool = True) -> Prompt:
+        return self.tokenizer.tokenize(text, add_special=add_special)
+
+    def submit(
+        self,
+        prompt: Prompt | str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int = 256,
+        boundaries: Sequence[int] = (),
+        stable: int | None = None,
+        namespace: str = "",
+        use_cache: bool = True,
+        deterministic: bool = False,
+        ignore_eos: bool = False,
+    ) -> Stream:
+        """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items."""
+        if isinstance(prompt, str):
+            prompt = self.prompt(prompt)
+        elif not isinstance(prompt, Prompt):
+            prompt = Prompt.of_tokens(prompt)
+        ask = Ask(
+            prompt,
+            sampling or Sampling(),
+            max_tokens,
+            tuple(boundaries),
+            stable,
+            namespace,
+            use_cache,
+            deterministic,
+            ignore_eos,
+        )
+        stream = Stream(self)
+        self._post(lambda core: self._begin(core, ask, stream))
+        return stream
+
+    def call(self, job: Callable[[Core], T]) -> T:
+        """Run something on the engine's thread between two steps, and wait for what it returns."""
+        answer: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
+
+        def run(core: Core) -> None:
+            try:
+                answer.put(job(core))
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                answer.put(error)
+
+        self._post(run)
+        got = answer.get()
+        if isinstance(got, BaseException):
+            raise got
+        return got
+
+    def close(self) -> None:
+        """Stop the loop, end what still runs, free the model. Safe to call twice."""
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+        self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # on the engine's thread
+
+    def _run(self) -> None:
+        error: BaseException = EngineStopped("the engine was closed")
+        try:
+            while self._take_jobs():
+                if self.core.has_work:
+                    for event in self.core.step():
+                        self._deliver(event)
+        except BaseException as failure:
+            log.exception("the engine stopped")
+            error = EngineStopped(f"the engine stopped: {failure}")
+        self._failure = error
+        for stream in self._streams.values():
+            stream._put(error)
+        self._streams.clear()
+        self._take_leftover_jobs()
+
+    def _take_jobs(self) -> bool:
+        """Run what is in the inbox; wait there only when there is nothing else to do."""
+        idle = not self.core.has_work and not self.core.tidy()
+        while True:
+            try:
+                job = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            job(self.core)
+            idle = False
+
+    def _take_leftover_jobs(self) -> None:
+        while not self._inbox.empty():
+            job = self._inbox.get()
+            if job is not None:
+                job(self.core)
+
+    def _begin(self, core: Core, ask: Ask, stream: Stream) -> None:
+        if self._failure is not None:
+            return stream._put(self._failure)
+        try:
+            request = core.submit(ask)
+        except Exception as error:  # noqa: BLE001 - the caller's mistake is the caller's to see
+            return stream._put(error)
+        stream.request_id = request.id
+        self._streams[request.id] = stream
+
+    def _deliver(self, event: Event) -> None:
+        stream = self._streams.get(event.request_id)
+        if isinstance(event, Finished):
+            self._streams.pop(event.request_id, None)
+        if stream is not None:
+            stream._put(event)
+
+    def _post(self, job: _Job) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._inbox.put(job)
+
+    def _cancel(self, stream: Stream) -> None:
+        def run(core: Core) -> None:
+            if stream.request_id is not None:
+                core.cancel(stream.request_id)
+
+        self._post(run)

@@ -1,0 +1,329 @@
+"""Keeping what was read: takes checkpoints, copies them and their KV to RAM, makes room, evicts.
+
+The effects between a context and a tree; what to keep is policy's decision. Owns the spare sequences. Knows slots only as
+sequences with a lineage.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from everwarm.engine.slots import CAPTURE, Slot
+from everwarm.errors import MemoryFault
+from everwarm.llama.context import Context
+from everwarm.state import policy
+from everwarm.state.params import Spacing
+from everwarm.state.policy import CutKind
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.weigh import Scales, weigh
+from everwarm.types import SeqId
+
+log = logging.getLogger("everwarm.engine")
+
+LOW_WATER = 0.97  # evict a little more than asked, so that not every checkpoint has to evict
+_MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class KeeperCounts:
+    n_created: int = 0
+    n_restored: int = 0
+    n_dropped: int = 0
+    n_quarantined: int = 0
+
+
+@dataclass(slots=True)
+class Keeper:
+    context: Context
+    tree: Tree
+    slots: list[Slot]
+    spacing: Spacing
+    ram_budget: int
+    seconds_per_token: float
+    spares: dict[SeqId, Node | None] = field(default_factory=dict)
+    counts: KeeperCounts = field(default_factory=KeeperCounts)
+
+    # taking
+
+    def take(self, slot: Slot, kind: CutKind, *, logits: np.ndarray | None = None) -> None:
+        """Keep the state at the slot's end: parked if a spare is at hand, else copied to RAM."""
+        if not self.context.kind.needs_checkpoints or self.spacing.max_checkpoints == 0:
+            return
+        spare = self._spare_at_hand()
+        if kind is CutKind.END and spare is None:
+            return
+        node = self.mark_end(slot)
+        now = time.monotonic()
+        if node.checkpoint is not None:
+            node.checkpoint.used_at = now
+            self._upgrade(node.checkpoint, kind, logits)
+            return
+        slot.record_chunk(CAPTURE)
+        clean = self.context.is_clean(slot.seq)
+        checkpoint = Checkpoint(kind, clean, slot.history(), used_at=now)
+        if spare is not None:
+            self.context.park(slot.seq, spare)
+            self.spares[spare] = node
+            checkpoint.parked = spare
+            checkpoint.logits = None if logits is None else logits.copy()
+        else:
+            checkpoint.state = self.context.capture(slot.seq)
+        self.tree.set_checkpoint(node, checkpoint)
+        self.counts.n_created += 1
+        self._say("created", node, checkpoint)
+        self._thin(node)
+        self.enforce_budget()
+
+    def _upgrade(self, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
+        """Somebody kept this point before, perhaps for a lesser reason."""
+        if checkpoint.kind in (CutKind.END, CutKind.NEAR_END, CutKind.EVERY) and kind is not CutKind.END:
+            checkpoint.kind = kind
+        if checkpoint.logits is None and logits is not None:
+            checkpoint.logits = logits.copy()
+            self.tree.ram_bytes += checkpoint.logits.nbytes
+
+    def mark_end(self, slot: Slot) -> Node:
+        """The tree node at the slot's end; without checkpoints this alone lets the KV be found again."""
+        slot.is_tidy = False
+        node = self.tree.grow(slot.node, slot.resident(), slot.n_fed)
+        self.seat(slot, node)
+        return node
+
+    def seat(self, slot: Slot, node: Node) -> None:
+        """A slot holds on to the node it stands at, or the node could be pruned under it."""
+        self.tree.hold(node)
+        self.tree.release(slot.node)
+        slot.node = node
+
+    def _thin(self, node: Node) -> None:
+        """No path may hold more than its number of checkpoints."""
+        kept = [n for n in node.lineage() if n.checkpoint is not None]
+        by_end = {n.n_items: n for n in kept}
+        path = [policy.Kept(n.n_items, n.checkpoint.kind) for n in kept if n.checkpoint is not None]
+        for n_items in policy.thin(path, self.spacing.max_checkpoints):
+            self.drop_checkpoint(by_end[n_items], "thinned")
+
+    # copying to RAM
+
+    def copy_down(self, node: Node) -> None:
+        """Give a parked checkpoint a RAM copy of its state."""
+        checkpoint = node.checkpoint
+        assert checkpoint is not None and checkpoint.parked is not None
+        if checkpoint.state is None:
+            self.tree.set_state(node, self.context.capture(checkpoint.parked))
+
+    def save_kv(self, seq: SeqId, node: Node, *, beyond: int = 0) -> None:
+        """Copy to RAM the KV of this sequence's lineage that would be lost if the sequence went.
+
+        Only what somebody can come back to: nodes past ``beyond`` with a kept state at or below them, whose KV no other
+        sequence and no segment holds.
+        """
+        self.save_lineage(seq, self.unsaved(seq, node, beyond=beyond))
+
+    def save_lineage(self, seq: SeqId, nodes: Iterable[Node]) -> None:
+        """Copy the KV of these nodes to RAM, out of a sequence that passes them."""
+        for node in nodes:
+            if node.segment is None and node.parent is not None:
+                blob = self.context.capture_segment(seq, node.parent.mark, node.mark)
+                clean = self.context.cells.is_clean(seq)
+                self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, clean))
+        self.enforce_budget()
+
+    def unsaved(self, seq: SeqId, node: Node, *, beyond: int = 0) -> list[Node]:
+        """The nodes of a lineage whose KV only this sequence holds and somebody may need."""
+        if not self.context.kind.has_attention:
+            return []
+        elsewhere = {id(n) for other, end in self._sequences() if other != seq for n in end.lineage()}
+        lineage = node.lineage()
+        while lineage and not self._is_wanted(lineage[-1]):
+            lineage.pop()
+        return [n for n in lineage if n.n_items > beyond and n.segment is None and id(n) not in elsewhere]
+
+    def _is_wanted(self, node: Node) -> bool:
+        """Whether anything at or below the node can only be used with the node's KV."""
+        if not self.context.kind.needs_checkpoints:
+            return True
+        return any(n.checkpoint is not None and n.checkpoint.state is not None for n in node.below())
+
+    def _sequences(self) -> Iterable[tuple[SeqId, Node]]:
+        for slot in self.slots:
+            yield slot.seq, slot.node
+        for spare, node in self.spares.items():
+            if node is not None:
+                yield spare, node
+
+    def tidy(self) -> bool:
+        """One piece of idle work: copy down a parked checkpoint or an idle conversation's KV. False: nothing to do."""
+        for node in self.spares.values():
+            checkpoint = None if node is None else node.checkpoint
+            if node is not None and checkpoint and checkpoint.kind is not CutKind.END and not checkpoint.tidied:
+                checkpoint.tidied = True
+                self.copy_down(node)
+                self.enforce_budget()
+                return True
+        for slot in self.slots:
+            if slot.is_idle and not slot.is_tidy:
+                slot.is_tidy = True
+                self.save_kv(slot.seq, slot.node)
+                return True
+        return False
+
+    # giving up
+
+    def drop_checkpoint(self, node: Node, reason: str) -> None:
+        checkpoint = self.tree.drop_checkpoint(node)
+        self.counts.n_dropped += 1
+        self._say(f"dropped ({reason})", node, checkpoint)
+        if checkpoint.parked is not None:
+            self.save_kv(checkpoint.parked, node)  # states above it may live on this sequence's KV
+            self._free_spare(checkpoint.parked)
+
+    def quarantine(self, node: Node, error: MemoryFault) -> None:
+        """An entry that libllama refused is never offered again."""
+        self.counts.n_quarantined += 1
+        log.warning("checkpoint at %d tokens quarantined: %s", node.mark.n_tokens, error)
+        if node.checkpoint is not None:
+            self.drop_checkpoint(node, "quarantined")
+
+    def drop_segments(self, nodes: Iterable[Node]) -> None:
+        """Forget segments that could not be spliced."""
+        for node in list(nodes):
+            if node.segment is not None:
+                self.tree.drop_segment(node)
+
+    def unpark(self, spare: SeqId) -> None:
+        """Take a parked checkpoint off the device. Without a RAM copy it is gone."""
+        node = self.spares[spare]
+        if node is None:
+            return
+        checkpoint = node.checkpoint
+        assert checkpoint is not None and checkpoint.parked == spare
+        if checkpoint.state is None:
+            self.drop_checkpoint(node, "spare needed")
+        else:
+            self.save_kv(spare, node)
+            checkpoint.parked = None
+            self._free_spare(spare)
+
+    def _free_spare(self, spare: SeqId) -> None:
+        self.context.drop(spare)
+        self.spares[spare] = None
+
+    def _spare_at_hand(self) -> SeqId | None:
+        """A free spare, or one whose checkpoint can go without copying anything."""
+        if not self.context.kind.can_share_cells:
+            return None
+        parked: list[tuple[float, SeqId]] = []
+        for spare, node in self.spares.items():
+            if node is None:
+                return spare
+            checkpoint = node.checkpoint
+            assert checkpoint is not None
+            if checkpoint.kind is CutKind.END or checkpoint.state is not None:
+                parked.append((checkpoint.used_at, spare))
+        for _, spare in sorted(parked):
+            node = self.spares[spare]
+            if node is not None and not self.unsaved(spare, node):
+                self.unpark(spare)
+                return spare
+        return None
+
+    # budgets
+
+    def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
+        """Free cells until ``n_cells`` are free, from what nobody is using. Nothing is lost: it goes to RAM."""
+        if not self.context.kind.has_attention:
+            return True
+        for spare in self._parked_by_age():
+            if self.context.cells.free >= n_cells:
+                return True
+            self.move_out_spare(spare)
+        for slot in sorted((s for s in self.slots if s.is_idle and s.n_fed and s is not keep), key=lambda s: s.used_at):
+            if self.context.cells.free >= n_cells:
+                return True
+            self.move_out_slot(slot)
+        return self.context.cells.free >= n_cells
+
+    def _parked_by_age(self) -> list[SeqId]:
+        def age(spare: SeqId) -> tuple[bool, float]:
+            node = self.spares[spare]
+            checkpoint = None if node is None else node.checkpoint
+            return (
+                checkpoint is not None and checkpoint.kind is not CutKind.END,
+                checkpoint.used_at if checkpoint else 0.0,
+            )
+
+        return sorted((spare for spare, node in self.spares.items() if node is not None), key=age)
+
+    def move_out_spare(self, spare: SeqId) -> None:
+        node = self.spares[spare]
+        if node is not None and node.checkpoint is not None and node.checkpoint.kind is not CutKind.END:
+            self.copy_down(node)
+        self.unpark(spare)
+        self.enforce_budget()
+
+    def move_out_slot(self, slot: Slot) -> None:
+        """Empty an idle slot; its conversation comes back from RAM."""
+        self.save_kv(slot.seq, slot.node)
+        self.context.drop(slot.seq)
+        self.seat(slot, slot.node.root())
+        slot.clear()
+
+    def enforce_budget(self) -> None:
+        if self.tree.ram_bytes <= self.ram_budget:
+            return
+        goal = int(self.ram_budget * LOW_WATER)
+        while self.tree.ram_bytes > goal:
+            nodes = list(self.tree.nodes())
+            chosen = policy.victims(self._weigh(nodes), self.tree.ram_bytes - goal)
+            if not chosen:
+                break
+            for key in chosen:
+                self._evict(nodes[key // 2], is_state=key % 2 == 0)
+
+    def _evict(self, node: Node, *, is_state: bool) -> None:
+        checkpoint = node.checkpoint
+        if not is_state:
+            if node.segment is not None:
+                self.tree.drop_segment(node)
+        elif checkpoint is not None and checkpoint.parked is not None:
+            self.tree.drop_state(node)
+        elif checkpoint is not None:
+            self.drop_checkpoint(node, "evicted")
+
+    def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
+        kind = self.context.kind
+        resident = frozenset(id(n) for _, end in self._sequences() for n in end.lineage())
+        scales = Scales(time.monotonic(), self.seconds_per_token, kind.needs_checkpoints, kind.has_attention, resident)
+        return weigh(nodes, scales)
+
+    # saying
+
+    def _say(self, what: str, node: Node, checkpoint: Checkpoint) -> None:
+        if log.isEnabledFor(logging.INFO):
+            n = sum(1 for other in node.lineage() if other.checkpoint is not None)
+            size = checkpoint.size_bytes / _MIB
+            log.info(
+                "checkpoint %s: %d of %d, n_tokens %d, pos %d, %.3f MiB, %s, %s",
+                what,
+                n,
+                self.spacing.max_checkpoints,
+                node.mark.n_tokens,
+                node.mark.pos,
+                size,
+                checkpoint.tiers,
+                checkpoint.kind.value,
+            )
+
+    def note_restored(self, node: Node, how: str) -> None:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        checkpoint.used_at = time.monotonic()
+        checkpoint.hits += 1
+        self.counts.n_restored += 1
+        self._say(f"restored ({how})", node, checkpoint)

@@ -1,0 +1,178 @@
+"""A request's way through the engine: what was asked, how far it is, what came out."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from everwarm.config import Sampling, require
+from everwarm.errors import BadRequest, EverwarmError
+from everwarm.llama.sampler import Sampler
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.policy import CutKind
+
+_ids = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a caller wants. ``boundaries`` (message ends) and ``stable`` (what the next turn will share) are cut hints in
+    items; they change speed, never results."""
+
+    prompt: Prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int = 256
+    boundaries: tuple[int, ...] = ()
+    stable: int | None = None
+    namespace: str = ""
+    use_cache: bool = True
+    deterministic: bool = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
+        require(0 <= self.max_tokens <= 1 << 26, f"max_tokens is {self.max_tokens}; give 0 or more")
+        require(not self.prompt.media, "media items need a projector; this engine has none")
+        n = len(self.prompt)
+        for hint in (*self.boundaries, *(() if self.stable is None else (self.stable,))):
+            if not 0 <= hint <= n:
+                raise BadRequest(f"a cut hint is at {hint}; the prompt has {n} items")
+
+
+class Finish(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointUse:
+    """The checkpoint a request started from."""
+
+    n_tokens: int
+    kind: CutKind | None  # None: the slot's own end, or plain attention
+    how: str  # in place, unparked, from ram, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    tokens: tuple[int, ...]
+    finish: Finish
+    n_prompt: int
+    n_cached: int
+    n_shared: int  # how much of the prompt had ever been read: what nobody could avoid is n_prompt - n_shared
+    checkpoint: CheckpointUse | None
+    timings: Timings
+    error: EverwarmError | None = None
+
+    @property
+    def n_processed(self) -> int:
+        return self.n_prompt - self.n_cached
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's own record of an ask. ``items`` holds the prompt and then the reply."""
+
+    ask: Ask
+    sampler: Sampler
+    room: int  # the most items it may ever hold
+    submitted_at: float
+    id: int = field(default_factory=lambda: next(_ids))
+    n_items: int = 0
+    n_cached: int = 0
+    n_shared: int = 0
+    used: CheckpointUse | None = None
+    attempts: int = 0
+    started_at: float | None = None
+    restored_at: float | None = None
+    first_token_at: float | None = None
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self._codes = np.empty(self.room, np.int32)
+        n = len(self.ask.prompt)
+        self._codes[:n] = self.ask.prompt.codes
+        self.n_items = n
+
+    _codes: np.ndarray[tuple[int], np.dtype[np.int32]] = field(init=False)
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.ask.prompt)
+
+    @property
+    def n_reply(self) -> int:
+        return self.n_items - self.n_prompt
+
+    @property
+    def is_full(self) -> bool:
+        return self.n_items >= self.room
+
+    def append(self, token: int) -> None:
+        self._codes[self.n_items] = token
+        self.n_items += 1
+
+    def tokens(self, start: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return self._codes[start:stop]
+
+    def items(self, n_items: int) -> Prompt:
+        """The first ``n_items``, prompt and reply alike, as a prompt of their own."""
+        return Prompt(self._codes[:n_items], MappingProxyType(dict(self.ask.prompt.media)))
+
+    def result(self, finish: Finish, now: float, error: EverwarmError | None = None) -> Result:
+        started = self.started_at or now
+        restored = self.restored_at or now
+        first = self.first_token_at or now
+        return Result(
+            tokens=tuple(int(t) for t in self._codes[self.n_prompt : self.n_items]),
+            finish=finish,
+            n_prompt=self.n_prompt,
+            n_cached=self.n_cached,
+            n_shared=self.n_shared,
+            checkpoint=self.used,
+            timings=Timings(started - self.submitted_at, restored - started, first - restored, now - first),
+            error=error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    request_id: int
+    n_prompt: int
+    n_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    request_id: int
+    n_read: int
+    n_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    request_id: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    request_id: int
+    result: Result
+
+
+Event = Started | Progress | NewToken | Finished

@@ -1,0 +1,229 @@
+"""Bringing a slot to the deepest point of a prompt that anybody has kept, cheapest way first.
+
+In place (the KV stays, the state comes from RAM), unparked (no copy), or KV and state reloaded. What libllama refuses is
+quarantined and the next best is tried, down to nothing: a request never fails because a cache entry did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from everwarm.engine.keeper import Keeper
+from everwarm.engine.request import CheckpointUse
+from everwarm.engine.slots import Slot
+from everwarm.errors import ContextFull, MemoryFault
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.tree import Match, Node
+from everwarm.types import SeqId
+
+log = logging.getLogger("everwarm.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where a slot stands now. ``logits`` are there if nothing at all has to be decoded."""
+
+    n_items: int
+    use: CheckpointUse | None = None
+    logits: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a slot is to be brought to."""
+
+    prompt: Prompt
+    namespace: str
+    clean_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A sequence on the device that holds the beginning of the prompt."""
+
+    seq: SeqId
+    n_common: int
+
+
+class Restorer:
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._context = keeper.context
+        self._tree = keeper.tree
+
+    def sources(self, prompt: Prompt, namespace: str) -> list[Source]:
+        """Every sequence of this namespace on the device, with how much of the prompt it begins with."""
+        root = self._tree.root(namespace)
+        found = [
+            Source(slot.seq, int(prompt.common_prefix(slot.resident())))
+            for slot in self._keeper.slots
+            if slot.n_fed and slot.node.root() is root
+        ]
+        for spare, node in self._keeper.spares.items():
+            if node is not None and node.root() is root:
+                found.append(Source(spare, min(int(prompt.common_prefix(node.path)), node.n_items)))
+        return found
+
+    def match(self, prompt: Prompt, namespace: str, sources: Sequence[Source]) -> Match:
+        n_resident = max((source.n_common for source in sources), default=0)
+        return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
+
+    def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
+        """Restore the deepest usable point into ``slot``. Unless its logits were kept, an item is left to decode."""
+        here = self._stay(slot, goal, match, sources)
+        if here is not None:
+            return here
+        if not self._context.kind.needs_checkpoints:
+            return self._bring_attention(slot, goal, match, sources)
+        for node in match.usable:
+            restored = self._try(slot, goal, node, match, sources)
+            if restored is not None:
+                return restored
+            sources = [source for source in sources if source.seq != slot.seq or slot.n_fed]
+        return self.start_cold(slot, goal)
+
+    def start_cold(self, slot: Slot, goal: Goal) -> Restored:
+        self._vacate(slot)
+        self._stand(slot, goal, self._tree.root(goal.namespace), 0)
+        slot.chunks = []
+        return Restored(0)
+
+    # ways to a point, cheapest first
+
+    def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored | None:
+        """The slot ends inside the prompt and nothing deeper is known: just go on."""
+        own = _common(slot, sources)
+        if not 0 < own == slot.n_fed < len(goal.prompt) or (goal.clean_only and not self._context.is_clean(slot.seq)):
+            return None
+        if self._context.kind.needs_checkpoints:
+            deeper = any(node.n_items > own and _leaves_work(node, goal.prompt) for node in match.usable)
+        else:
+            deeper = min(match.n_kv, len(goal.prompt) - 1) > own
+        if deeper:
+            return None
+        slot.items = goal.prompt.first(own)
+        return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
+
+    def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> Restored | None:
+        checkpoint = node.checkpoint
+        if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not checkpoint.clean):
+            return None
+        with self._tree.pinned(node):
+            try:
+                how = self._restore(slot, goal.prompt, node, match, sources)
+            except MemoryFault as error:
+                self._give_up(slot)
+                if not isinstance(error, ContextFull):
+                    self._keeper.quarantine(node, error)
+                return None
+            slot.chunks = list(checkpoint.chunks)
+            self._stand(slot, goal, node, node.n_items)
+            self._keeper.note_restored(node, how)
+        logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
+        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, how), logits)
+
+    def _restore(self, slot: Slot, prompt: Prompt, node: Node, match: Match, sources: Sequence[Source]) -> str:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        if checkpoint.parked is not None:
+            self._vacate(slot)
+            self._context.unpark(checkpoint.parked, slot.seq)
+            return "unparked"
+        assert checkpoint.state is not None
+        how = "from ram"
+        if self._context.kind.has_attention:
+            how = self._bring_kv(slot, prompt, node.n_items, match.path, sources)
+        else:
+            self._vacate(slot)
+        self._context.restore(slot.seq, checkpoint.state, node.mark, clean=checkpoint.clean)
+        return how
+
+    def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
+        """Plain attention: any item can be returned to, so the deepest KV wins."""
+        n = min(match.n_kv, len(goal.prompt) - 1)
+        try:
+            how = self._bring_kv(slot, goal.prompt, n, match.path, sources)
+            self._context.trim(slot.seq, goal.prompt.mark(n))
+        except MemoryFault as error:
+            log.warning("the KV of %d tokens could not be brought back: %s", n, error)
+            self._give_up(slot)
+            return self.start_cold(slot, goal)
+        above = next((node for node in reversed(match.path) if node.n_items <= n), self._tree.root(goal.namespace))
+        self._stand(slot, goal, above, n)
+        slot.chunks = []
+        return Restored(n, CheckpointUse(n, None, how) if n else None)
+
+    # KV
+
+    def _bring_kv(
+        self, slot: Slot, prompt: Prompt, n_items: int, path: Sequence[Node], sources: Sequence[Source]
+    ) -> str:
+        """Make the slot hold the KV of the first ``n_items``: its own, another sequence's, the rest from segments."""
+        own = _common(slot, sources)
+        best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
+        self._keeper.save_kv(slot.seq, slot.node, beyond=min(own, n_items))
+        if own >= n_items:
+            return "in place"
+        have, how = own, "from ram"
+        if best.n_common > own and self._context.kind.can_share_cells:
+            have, how = min(best.n_common, n_items), "shared"
+            self._context.share_kv(best.seq, slot.seq, prompt.mark(have))
+        else:
+            if best.n_common > own:
+                self._keeper.save_lineage(best.seq, [n for n in path if own < n.n_items <= best.n_common])
+            self._context.keep_kv(slot.seq, prompt.mark(have))
+        self._splice(slot, prompt, have, n_items, path)
+        return how if have == n_items else "from ram"
+
+    def _splice(self, slot: Slot, prompt: Prompt, have: int, n_items: int, path: Sequence[Node]) -> None:
+        """Load the segments from ``have`` on, each object once."""
+        missing = [node for node in path if node.n_items > have and node.start < n_items]
+        for segment, group in groupby(missing, key=lambda node: node.segment):
+            assert segment is not None, "a usable point has its whole lineage"
+            users = list(group)
+            stop = min(users[-1].n_items, n_items)
+            n_cells = segment.stop.n_tokens - segment.start.n_tokens
+            if not self._keeper.make_room(n_cells, keep=slot):
+                raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
+            start, end = prompt.mark(have), prompt.mark(stop)
+            try:
+                self._context.splice_segment(slot.seq, segment.blob, start, end, n_cells=n_cells, clean=segment.clean)
+            except MemoryFault:
+                self._keeper.drop_segments(users)
+                raise
+            have = stop
+
+    # the slot's own record
+
+    def _vacate(self, slot: Slot) -> None:
+        """Empty the sequence; what is worth it is in RAM before."""
+        self._keeper.save_kv(slot.seq, slot.node)
+        self._context.drop(slot.seq)
+
+    def _give_up(self, slot: Slot) -> None:
+        """A restore failed half-way: keep the KV that is still good for the next best checkpoint, then start empty."""
+        if self._context.end(slot.seq).n_tokens >= slot.node.mark.n_tokens:
+            self._keeper.save_kv(slot.seq, slot.node)
+        self._context.drop(slot.seq)
+        self._keeper.seat(slot, slot.node.root())
+        slot.clear()
+
+    def _stand(self, slot: Slot, goal: Goal, node: Node, n_items: int) -> None:
+        self._keeper.seat(slot, node)
+        slot.n_fed = n_items
+        slot.items = goal.prompt.first(n_items)
+        slot.is_tidy = False
+
+
+def _common(slot: Slot, sources: Sequence[Source]) -> int:
+    return next((source.n_common for source in sources if source.seq == slot.seq), 0)
+
+
+def _leaves_work(node: Node, prompt: Prompt) -> bool:
+    """ "No tokens to decode" is impossible: an item is left to decode, or the logits after the last were kept."""
+    return node.n_items < len(prompt) or (node.checkpoint is not None and node.checkpoint.logits is not None)

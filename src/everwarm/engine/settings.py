@@ -1,0 +1,53 @@
+"""Everything an engine is started with. Frozen, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
+from everwarm.state.params import CheckpointParams
+
+MAX_SLOTS = 64
+MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """``n_ctx`` cells are shared by all slots. ``None`` means: sized from this machine's free memory."""
+
+    n_slots: int = 4
+    n_ctx: int = 16384
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads: int = field(default_factory=default_threads)
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
+    flash_attention: FlashAttention = "auto"
+    model: ModelOptions = field(default_factory=ModelOptions)
+    checkpoints: CheckpointParams = field(default_factory=CheckpointParams)
+    n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
+    ram_bytes: int | None = None  # copies of checkpoints and segments
+    prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
+    idle_cells: int | None = None  # cells that idle conversations may keep beside running ones; None: measured default
+
+    def __post_init__(self) -> None:
+        require(1 <= self.n_slots <= MAX_SLOTS, f"n_slots is {self.n_slots}; give 1 to {MAX_SLOTS}")
+        most = MAX_SEQUENCES - self.n_slots
+        require(self.n_spares is None or 0 <= self.n_spares <= most, f"n_spares is {self.n_spares}; give 0 to {most}")
+        require(self.ram_bytes is None or self.ram_bytes >= 0, f"ram_bytes is {self.ram_bytes}; give 0 or more")
+        require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
+        require(self.idle_cells is None or self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
+        self.context(0)  # the same limits as the context's own
+
+    def context(self, n_spares: int) -> ContextOptions:
+        return ContextOptions(
+            n_ctx=self.n_ctx,
+            n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch,
+            n_seq_max=self.n_slots + n_spares,
+            n_threads=self.n_threads,
+            n_threads_batch=self.n_threads,
+            cache_type_k=self.cache_type_k,
+            cache_type_v=self.cache_type_v,
+            flash_attention=self.flash_attention,
+        )

@@ -1,0 +1,50 @@
+"""How many spares and how much RAM an engine takes, from what the model needs and the machine has."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from everwarm.engine.settings import MAX_SEQUENCES, EngineSettings
+from everwarm.llama.memory import MemoryShape, free_bytes, measure, require_fit
+from everwarm.llama.model import Model
+from everwarm.state.params import Spacing
+
+log = logging.getLogger("everwarm.engine")
+
+SPARE_SHARE = 0.05  # of the free memory, for parked checkpoints
+RAM_SHARE = 0.25  # of the free memory, for copies
+MAX_RAM_BYTES = 8 << 30
+MAX_SPARES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    shape: MemoryShape
+    spacing: Spacing
+    n_spares: int
+    ram_bytes: int
+
+
+def decide_sizes(model: Model, settings: EngineSettings) -> Sizes:
+    """Refuses a context that does not fit; shrinks what was left to us to decide."""
+    kind = model.memory_kind
+    shape = measure(model, settings.context(0))
+    spacing = settings.checkpoints.fitted(
+        state_bytes=shape.state_bytes, kv_bytes_per_token=shape.kv_bytes_per_token, window=kind.has_window
+    )
+    require_fit(model, settings.context(0))
+    free = free_bytes(model) - shape.context_bytes(settings.n_ctx, settings.n_slots + 1)
+    n_spares = _spares(settings, shape, free) if kind.needs_checkpoints and kind.can_share_cells else 0
+    require_fit(model, settings.context(n_spares))
+    ram = min(MAX_RAM_BYTES, int(free * RAM_SHARE)) if settings.ram_bytes is None else settings.ram_bytes
+    return Sizes(shape, spacing, n_spares, ram)
+
+
+def _spares(settings: EngineSettings, shape: MemoryShape, free: int) -> int:
+    if settings.checkpoints.max_checkpoints == 0:
+        return 0
+    if settings.n_spares is not None:
+        return settings.n_spares
+    affordable = int(free * SPARE_SHARE) // max(1, shape.state_bytes)
+    return max(0, min(MAX_SPARES, affordable, MAX_SEQUENCES - settings.n_slots))

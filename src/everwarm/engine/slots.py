@@ -1,0 +1,56 @@
+"""A slot: a libllama sequence, what is in it, and who is using it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everwarm.engine.request import Request
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.policy import Cut
+from everwarm.state.tree import Chunks, Node
+from everwarm.types import SeqId
+
+CAPTURE = 0  # in a chunk list: a checkpoint was taken here
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """``items`` of it are decoded. ``node`` is the last tree node on its way; an idle slot keeps both."""
+
+    seq: SeqId
+    node: Node
+    items: Prompt = field(default_factory=lambda: Prompt.of_tokens([]))
+    request: Request | None = None
+    n_fed: int = 0
+    cuts: list[Cut] = field(default_factory=list)  # still ahead, nearest last
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    used_at: float = 0.0
+    is_tidy: bool = True  # everything of it that is worth keeping is in RAM
+
+    @property
+    def is_idle(self) -> bool:
+        return self.request is None
+
+    def resident(self) -> Prompt:
+        """What the sequence holds right now."""
+        return self.items if self.request is None else self.request.items(self.n_fed)
+
+    def record_chunk(self, size: int) -> None:
+        """Remember how the sequence came about, run-length coded: one entry for a whole reply."""
+        if self.chunks and self.chunks[-1][0] == size:
+            self.chunks[-1] = (size, self.chunks[-1][1] + 1)
+        else:
+            self.chunks.append((size, 1))
+
+    def history(self) -> Chunks:
+        return tuple(self.chunks)
+
+    def next_stop(self) -> int:
+        """Where the next chunk must end at the latest."""
+        assert self.request is not None
+        return self.cuts[-1].at if self.cuts else self.request.n_items
+
+    def clear(self) -> None:
+        self.n_fed, self.chunks, self.cuts = 0, [], []
+        self.items = Prompt.of_tokens([])
+        self.is_tidy = True

@@ -1,0 +1,81 @@
+"""Every error Everwarm raises on purpose. Each knows its HTTP status and code; one handler translates them.
+
+EverwarmError
+├── BadRequest                 400  the caller's input
+│   └── PromptTooLong          400  does not fit the context, and never will
+├── ModelError                 500  the model or the library cannot be used
+│   ├── LibraryMismatch             libllama is missing or another build
+│   ├── ModelFileError              missing, not a GGUF, damaged, or unknown architecture
+│   └── ContextTooBig               the context does not fit the memory of this machine
+├── MemoryFault                500  libllama refused; the engine recovers, a request never sees these
+│   ├── ContextFull                 no free cell; nothing changed
+│   ├── TrimRefused                 the tail cannot be cut here; nothing changed
+│   ├── StateRejected               a state was not accepted; the sequence is empty now
+│   └── DecodeFailed                the sequences of the batch are empty now
+└── EngineStopped              503  the engine is closing
+"""
+
+from __future__ import annotations
+
+
+class EverwarmError(Exception):
+    status = 500
+    code = "server_error"
+
+
+class BadRequest(EverwarmError):
+    status = 400
+    code = "invalid_request_error"
+
+
+class PromptTooLong(BadRequest):
+    code = "exceed_context_size_error"
+
+    def __init__(self, n_prompt: int, n_context: int) -> None:
+        super().__init__(
+            f"the prompt has {n_prompt} tokens but the context holds {n_context}: "
+            f"shorten the prompt or start with a context of at least {n_prompt + 1} tokens"
+        )
+        self.n_prompt = n_prompt
+        self.n_context = n_context
+
+
+class ModelError(EverwarmError):
+    code = "model_error"
+
+
+class LibraryMismatch(ModelError):
+    pass
+
+
+class ModelFileError(ModelError):
+    pass
+
+
+class ContextTooBig(ModelError):
+    pass
+
+
+class MemoryFault(EverwarmError):
+    pass
+
+
+class ContextFull(MemoryFault):
+    pass
+
+
+class TrimRefused(MemoryFault):
+    pass
+
+
+class StateRejected(MemoryFault):
+    pass
+
+
+class DecodeFailed(MemoryFault):
+    pass
+
+
+class EngineStopped(EverwarmError):
+    status = 503
+    code = "unavailable_error"

@@ -1,0 +1,404 @@
+"""A libllama context: the only place where sequences are decoded, copied, saved and restored.
+
+Every refusal of libllama becomes a ``MemoryFault`` and every call that could abort the process is checked first. Each
+sequence's end is counted here; libllama's own counters are used only to assert. Knows no prefix tree and no policy.
+
+One thread owns a context. Unified KV: all sequences share ``n_ctx`` cells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everwarm.config import ContextOptions
+from everwarm.errors import ContextFull, ContextTooBig, DecodeFailed, StateRejected, TrimRefused
+from everwarm.llama import abi
+from everwarm.llama.cells import Cells
+from everwarm.llama.model import MemoryKind, Model
+from everwarm.types import START, Mark, Position, SeqId, TokenCount
+
+Blob = NDArray[np.uint8]
+Tokens = NDArray[np.int32]
+Logits = NDArray[np.float32]
+
+_BLOB_HEADER = 8  # u32 magic, i32 sequence id
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens to append to one sequence; ``start`` is where the caller believes the sequence ends."""
+
+    seq: SeqId
+    tokens: Tokens
+    start: Mark
+    wants_logits: bool
+
+
+class Context:
+    """``n_seq_max`` sequences for the caller, and one more inside for moving KV ranges in and out."""
+
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        self.model = model
+        self.options = options
+        self.kind = model.memory_kind
+        self._lib = model.lib
+        n_seqs = options.n_seq_max + self.kind.has_attention
+        self._scratch = options.n_seq_max
+        self._ptr = _open(model, options, n_seqs)
+        self._mem = self._lib.get_memory(self._ptr)
+        self.n_ctx = int(self._lib.n_ctx(self._ptr))
+        self.n_batch = min(options.n_batch, int(self._lib.n_batch(self._ptr)))
+        self.cells = Cells(self.n_ctx, n_seqs)
+        self._end = [START] * n_seqs
+        self._state_clean = [True] * n_seqs
+        self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
+        self._batch = _BatchArrays(self.n_batch)
+        self._rows: list[int] = []
+        self._views: dict[int, Logits] = {}
+        self._empty_tail = self._read(SeqId(0), abi.STATE_PARTIAL)[_BLOB_HEADER:]
+
+    # questions
+
+    @property
+    def native(self) -> int:
+        """The C pointer, for the sampler."""
+        assert self._ptr is not None, "the context is closed"
+        return self._ptr
+
+    def end(self, seq: SeqId) -> Mark:
+        return self._end[seq]
+
+    def is_clean(self, seq: SeqId) -> bool:
+        """Whether a cold replay with the same chunks would reproduce this sequence bit for bit."""
+        return self._state_clean[seq] and self.cells.is_clean(seq)
+
+    def logits(self, row: int) -> Logits:
+        """The row of the last decode's ``row``-th feed that wanted logits. A live view: copy it to keep it."""
+        address = self._lib.get_logits_ith(self._ptr, self._rows[row])
+        assert address, "libllama has no logits for a row that was asked for"
+        view = self._views.get(address)
+        if view is None:
+            memory = (ctypes.c_float * self.model.vocab.n_tokens).from_address(address)
+            view = self._views[address] = np.ctypeslib.as_array(memory)
+        return view
+
+    def batch_index(self, row: int) -> int:
+        """libllama's index of that row, for its own sampler."""
+        return self._rows[row]
+
+    # decoding
+
+    def decode(self, feeds: Sequence[Feed]) -> None:
+        """Append every feed in one batch. On ``ContextFull`` nothing changed; on ``DecodeFailed`` the feeds' sequences
+        are empty."""
+        n = self._fill(feeds)
+        if n > self.cells.free and self.kind.has_attention:
+            raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
+        code = int(self._lib.decode(self._ptr, self._batch.struct(n)))
+        if code == 1:
+            raise ContextFull(f"libllama found no room for {n} tokens beside {self.cells.used} of {self.n_ctx} cells")
+        if code != 0:
+            for feed in feeds:
+                self.drop(feed.seq)
+            raise DecodeFailed(f"libllama could not decode {n} tokens (code {code}): {self._lib.last_words()}")
+        alone = len(feeds) == 1
+        for feed in feeds:
+            self._advance(feed, alone)
+
+    def _fill(self, feeds: Sequence[Feed]) -> int:
+        n, self._rows = 0, []
+        for feed in feeds:
+            self._check_feed(feed)
+            size = len(feed.tokens)
+            assert n + size <= self.n_batch, f"a batch of {n + size} tokens is larger than n_batch {self.n_batch}"
+            self._batch.put(n, feed)
+            n += size
+            if feed.wants_logits:
+                self._rows.append(n - 1)
+        assert n > 0, "a batch needs at least one token"
+        return n
+
+    def _check_feed(self, feed: Feed) -> None:
+        self._check_seq(feed.seq)
+        assert len(feed.tokens) > 0, "a feed needs at least one token"
+        assert feed.start == self._end[feed.seq], f"sequence {feed.seq} ends at {self._end[feed.seq]}, not {feed.start}"
+        assert not self._stateless[feed.seq], f"sequence {feed.seq} has KV but no state"
+
+    def _advance(self, feed: Feed, alone: bool) -> None:
+        n = len(feed.tokens)
+        if self.kind.has_attention:
+            self._state_clean[feed.seq] &= alone and self.cells.is_alone(feed.seq)
+            self.cells.append(feed.seq, n, clean=alone)
+        else:
+            self._state_clean[feed.seq] &= alone
+        self._end[feed.seq] = Mark(TokenCount(feed.start.n_tokens + n), Position(feed.start.pos + n))
+
+    # sequences
+
+    def drop(self, seq: SeqId) -> None:
+        self._check_seq(seq)
+        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        self._forget(seq)
+        if self.cells.used == 0 and not any(end.n_tokens for end in self._end):
+            self._lib.memory_clear(self._mem, False)  # the next one starts at the first cell again
+
+    def trim(self, seq: SeqId, mark: Mark) -> None:
+        """Cut the sequence back to ``mark``, or raise ``TrimRefused`` and change nothing."""
+        self._check_seq(seq)
+        if mark == self._end[seq] and not self._stateless[seq]:
+            return None
+        if mark == START:
+            return self.drop(seq)
+        if self._window_is_gone(seq, mark) or not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise TrimRefused(f"sequence {seq} cannot be cut from {self._end[seq].n_tokens} to {mark.n_tokens} tokens")
+        self._set_end(seq, mark)
+        self._state_clean[seq] &= not self.kind.has_window  # the window stays where in the ring it was
+
+    def _window_is_gone(self, seq: SeqId, mark: Mark) -> bool:
+        """A sliding-window cache cuts anywhere without complaint, also where it no longer holds the window."""
+        if not self.kind.has_window:
+            return False
+        return int(self._lib.memory_seq_pos_min(self._mem, seq)) > max(0, mark.pos - self.model.n_swa)
+
+    def park(self, slot: SeqId, spare: SeqId) -> None:
+        """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
+        self._check_seq(slot)
+        self.drop(spare)
+        self._lib.memory_seq_cp(self._mem, slot, spare, -1, -1)
+        self.cells.share(slot, spare, self.cells.count(slot))
+        self._end[spare] = self._end[slot]
+        self._state_clean[spare] = self._state_clean[slot]
+        self._stateless[spare] = self._stateless[slot]
+
+    unpark = park
+
+    def share_kv(self, src: SeqId, dst: SeqId, mark: Mark) -> None:
+        """Give ``dst`` the KV of ``src`` up to ``mark``. A state must be restored before it can be decoded."""
+        self._check_seq(src)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert mark.n_tokens <= self.cells.count(src), f"sequence {src} holds less than {mark}"
+        self.drop(dst)
+        self._lib.memory_seq_cp(self._mem, src, dst, 0, mark.pos)
+        self.cells.share(src, dst, mark.n_tokens)
+        self._end[dst] = mark
+        self._stateless[dst] = self.kind.needs_checkpoints
+
+    def keep_kv(self, seq: SeqId, mark: Mark) -> None:
+        """Cut a sequence back to ``mark`` where libllama would refuse: the KV stays, the state must be restored."""
+        self._check_seq(seq)
+        assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less than {mark}"
+        if mark == START:
+            return self.drop(seq)
+        self._lib.memory_seq_cp(self._mem, seq, self._scratch, 0, mark.pos)
+        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        self._lib.memory_seq_cp(self._mem, self._scratch, seq, -1, -1)
+        self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+        self._set_end(seq, mark)
+        self._stateless[seq] = self.kind.needs_checkpoints
+
+    # states: points
+
+    def capture(self, seq: SeqId) -> Blob:
+        """The recurrent and sliding-window state at the sequence's end.
+
+        A sliding-window cache is a ring, and its sums depend on where in the ring the window lies. So the window is
+        seated anew right after it was read: whoever restores this state later continues from the very same cells.
+        """
+        self._check_seq(seq)
+        assert self.kind.needs_checkpoints, "plain attention has no state to capture"
+        blob = self._read(seq, abi.STATE_PARTIAL)
+        if self.kind.has_window and not self._write(seq, blob, abi.STATE_PARTIAL):
+            self.drop(seq)
+            raise StateRejected(f"a window of {len(blob)} bytes could not be seated anew: {self._lib.last_words()}")
+        return blob
+
+    def restore(self, seq: SeqId, blob: Blob, mark: Mark, *, clean: bool) -> None:
+        """Put a captured state back and cut the KV to it. The KV up to ``mark`` must be there already.
+
+        On ``StateRejected`` the KV is still there but the sequence has no state: restore another one or drop it. A
+        half-written state must never be decoded.
+        """
+        self._check_seq(seq)
+        if self.kind.has_attention:
+            assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less KV than {mark}"
+        self._stateless[seq] = True
+        if not self._write(seq, blob, abi.STATE_PARTIAL):
+            raise StateRejected(f"a state of {len(blob)} bytes was refused: {self._lib.last_words()}")
+        if self.kind.has_attention and not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise StateRejected(f"the sequence could not be cut to its restored state at {mark.n_tokens} tokens")
+        self._set_end(seq, mark)
+        self._state_clean[seq] = clean
+
+    # segments: intervals
+
+    def capture_segment(self, seq: SeqId, start: Mark, stop: Mark) -> Blob:
+        """The attention KV between two marks, and nothing else."""
+        self._check_seq(seq)
+        assert START <= start < stop and stop.n_tokens <= self.cells.count(seq), f"{start}..{stop} is not in {seq}"
+        self._lib.memory_seq_cp(self._mem, seq, self._scratch, start.pos, stop.pos)
+        try:
+            self._strip_state_of_scratch()
+            blob = self._read(SeqId(self._scratch), abi.STATE_FULL)
+            return self._without_tail(blob)
+        finally:
+            self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+
+    def splice_segment(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, *, n_cells: int, clean: bool) -> None:
+        """Append saved KV to a sequence that ends at ``start``. A state must be restored before it can be decoded.
+
+        ``blob`` has ``n_cells`` and may reach beyond both ends; only what lies between is used. On ``StateRejected`` the
+        sequence is empty.
+        """
+        self._check_seq(seq)
+        assert start == self._end[seq], f"sequence {seq} ends at {self._end[seq]}, not {start}"
+        if n_cells > self.cells.free:
+            raise ContextFull(f"{n_cells} cells are needed but {self.cells.free} are free")
+        written = self._write(SeqId(self._scratch), blob, abi.STATE_FULL)
+        if written:
+            self._lib.memory_seq_cp(self._mem, self._scratch, seq, start.pos, stop.pos)
+        self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+        if not written:
+            self.drop(seq)
+            raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
+        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean)
+        self._end[seq] = stop
+        self._stateless[seq] = self.kind.needs_checkpoints
+
+    def _strip_state_of_scratch(self) -> None:
+        """A range copy of a hybrid sequence carries its newest recurrent state along. Copying *nothing* over it from an
+        empty sequence takes it off again; without an empty one at hand ``_without_tail`` cuts it off the blob."""
+        if self.kind is not MemoryKind.HYBRID:
+            return
+        empty = next((i for i, end in enumerate(self._end[: self._scratch]) if end == START), None)
+        if empty is not None:
+            self._lib.memory_seq_cp(self._mem, empty, self._scratch, -1, -1)
+
+    def _without_tail(self, blob: Blob) -> Blob:
+        """A full blob is [header][attention][recurrent or window]; put an empty tail in place of the last part."""
+        if not self.kind.needs_checkpoints:
+            return blob
+        tail = self._size(SeqId(self._scratch), abi.STATE_PARTIAL) - _BLOB_HEADER
+        if tail == len(self._empty_tail):
+            return blob
+        cut = len(blob) - tail
+        return np.concatenate([blob[:cut], self._empty_tail])
+
+    # the C side of blobs
+
+    def _size(self, seq: SeqId, flags: int) -> int:
+        return int(self._lib.state_seq_get_size_ext(self._ptr, seq, flags))
+
+    def _read(self, seq: SeqId, flags: int) -> Blob:
+        blob = np.empty(self._size(seq, flags), np.uint8)
+        n = int(self._lib.state_seq_get_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, flags))
+        assert n == len(blob), f"libllama wrote {n} of {len(blob)} bytes of a state"
+        return blob
+
+    def _write(self, seq: SeqId, blob: Blob, flags: int) -> bool:
+        assert blob.flags.c_contiguous
+        return int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, flags)) == len(blob)
+
+    # counters
+
+    def _check_seq(self, seq: SeqId) -> None:
+        assert 0 <= seq < self.options.n_seq_max, f"sequence {seq} is not one of {self.options.n_seq_max}"
+
+    def _set_end(self, seq: SeqId, mark: Mark) -> None:
+        if self.kind.has_attention:
+            self.cells.trim(seq, mark.n_tokens)
+        self._end[seq] = mark
+        self._stateless[seq] = False
+
+    def _forget(self, seq: SeqId) -> None:
+        self.cells.drop(seq)
+        self._end[seq] = START
+        self._state_clean[seq] = True
+        self._stateless[seq] = False
+
+    def check(self) -> None:
+        """Our counters against libllama's, for tests and for bugs."""
+        self.cells.check()
+        for i, end in enumerate(self._end[: self.options.n_seq_max]):
+            seen = int(self._lib.memory_seq_pos_max(self._mem, i))
+            assert self._stateless[i] or seen == end.pos - 1, f"sequence {i}: libllama ends at {seen + 1}, we at {end}"
+
+    # life
+
+    def close(self) -> None:
+        if self._ptr:
+            self._views.clear()
+            self._lib.free(self._ptr)
+            self._ptr = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _BatchArrays:
+    """One batch's arrays, allocated once: filling them makes no per-token Python objects."""
+
+    def __init__(self, n_batch: int) -> None:
+        self._token = np.zeros(n_batch, np.int32)
+        self._pos = np.zeros(n_batch, np.int32)
+        self._seq = np.zeros(n_batch, np.int32)
+        self._wants = np.zeros(n_batch, np.int8)
+        self._ones = np.ones(n_batch, np.int32)
+        self._steps = np.arange(n_batch, dtype=np.int32)
+        self._seq_pointers = self._seq.ctypes.data + 4 * np.arange(n_batch, dtype=np.uint64)
+        self._struct = abi.Batch(
+            n_tokens=0,
+            token=self._token.ctypes.data_as(abi.i32p),
+            embd=None,
+            pos=self._pos.ctypes.data_as(abi.i32p),
+            n_seq_id=self._ones.ctypes.data_as(abi.i32p),
+            seq_id=self._seq_pointers.ctypes.data_as(ctypes.POINTER(abi.i32p)),
+            logits=self._wants.ctypes.data_as(abi.i8p),
+        )
+
+    def put(self, at: int, feed: Feed) -> None:
+        stop = at + len(feed.tokens)
+        self._token[at:stop] = feed.tokens
+        np.add(self._steps[: stop - at], feed.start.pos, out=self._pos[at:stop])
+        self._seq[at:stop] = feed.seq
+        self._wants[at:stop] = 0
+        self._wants[stop - 1] = feed.wants_logits
+
+    def struct(self, n: int) -> abi.Batch:
+        self._struct.n_tokens = n
+        return self._struct
+
+
+def _open(model: Model, options: ContextOptions, n_seqs: int) -> int | None:
+    assert n_seqs <= 256, "one of libllama's 256 sequences is needed inside"
+    params = model.lib.context_default_params()
+    params.n_ctx = options.n_ctx
+    params.n_batch = options.n_batch
+    params.n_ubatch = options.n_ubatch
+    params.n_seq_max = n_seqs
+    params.n_threads = options.n_threads
+    params.n_threads_batch = options.n_threads_batch
+    params.type_k = abi.GGML_TYPES[options.cache_type_k]
+    params.type_v = abi.GGML_TYPES[options.cache_type_v]
+    params.flash_attn_type = abi.FLASH_ATTENTION[options.flash_attention]
+    params.kv_unified = True
+    params.swa_full = False
+    model.lib.forget_log()
+    ptr: int | None = model.lib.init_from_model(model.ptr, params)
+    if not ptr:
+        raise ContextTooBig(
+            f"a context of {options.n_ctx} tokens and {n_seqs} sequences could not be made "
+            f"({model.lib.last_words()}); give fewer tokens, slots or spares"
+        )
+    return ptr

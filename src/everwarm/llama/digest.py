@@ -1,0 +1,52 @@
+"""The digest of a model file, computed once and remembered by path, inode, time and size.
+
+Reading 28 GB takes seconds; reading it at every start would be felt. The memory is a small JSON file in the user's cache
+directory and may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import blake3
+
+_MAX_REMEMBERED = 256
+
+
+def file_digest(path: Path, memory: Path | None = None) -> str:
+    memory = memory or _memory_path()
+    stat = path.stat()
+    key = f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_size}"
+    known = _read(memory)
+    found = known.get(key)
+    if isinstance(found, str) and len(found) == 64:
+        return found
+    digest = blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest()
+    kept = dict(list(known.items())[-_MAX_REMEMBERED + 1 :]) | {key: digest}
+    _write(memory, kept)
+    return digest
+
+
+def _memory_path() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "everwarm" / "digests.json"
+
+
+def _read(memory: Path) -> dict[str, object]:
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write(memory: Path, known: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):  # a read-only home costs time at the next start, nothing else
+        memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=memory.parent, delete=False) as file:
+            json.dump(known, file)
+        os.replace(file.name, memory)

@@ -1,0 +1,100 @@
+"""What a context costs in memory, measured on the model itself, and whether this machine has it.
+
+The kernel grants more memory than there is and kills the process later, so a context that cannot fit must be refused
+before libllama asks for it. Sizes differ by architecture in ways only libllama knows; a probe of two tokens tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from everwarm.config import ContextOptions
+from everwarm.errors import ContextTooBig
+from everwarm.llama import abi
+from everwarm.llama.context import Context, Feed
+from everwarm.llama.model import Model
+from everwarm.types import SeqId
+
+_DEVICE_GPU = 1
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShape:
+    """Bytes per token of attention KV, and bytes of one recurrent or sliding-window state."""
+
+    kv_bytes_per_token: int
+    state_bytes: int
+
+    def context_bytes(self, n_ctx: int, n_seqs: int) -> int:
+        return n_ctx * self.kv_bytes_per_token + n_seqs * self.state_bytes
+
+
+@functools.lru_cache(maxsize=8)
+def measure(model: Model, options: ContextOptions) -> MemoryShape:
+    """Decode two tokens in a small context and look at what they left behind. Warms the weights up as well."""
+    probe = replace(options, n_ctx=256, n_batch=32, n_ubatch=32, n_seq_max=1)
+    token = np.array([model.vocab.bos or 0], np.int32)
+    with Context(model, probe) as context:
+        sizes = []
+        for _ in range(2):
+            context.decode([Feed(SeqId(0), token, context.end(SeqId(0)), wants_logits=False)])
+            sizes.append((context._size(SeqId(0), abi.STATE_FULL), context._size(SeqId(0), abi.STATE_PARTIAL)))
+    (full_1, partial_1), (full_2, partial_2) = sizes
+    if not model.memory_kind.needs_checkpoints:
+        return MemoryShape(full_2 - full_1, 0)
+    window_bytes = (partial_2 - partial_1) * model.n_swa
+    return MemoryShape((full_2 - full_1) - (partial_2 - partial_1), partial_1 + window_bytes)
+
+
+def require_fit(model: Model, options: ContextOptions) -> None:
+    """Refuse a context that this machine cannot hold, before the kernel does it the hard way."""
+    needed = measure(model, options).context_bytes(options.n_ctx, options.n_seq_max + 1)
+    free = free_bytes(model)
+    if needed > free:
+        raise ContextTooBig(
+            f"a context of {options.n_ctx} tokens and {options.n_seq_max} sequences needs {needed // _MIB} MiB "
+            f"but {free // _MIB} MiB are free; give fewer tokens, slots or spares"
+        )
+
+
+def free_bytes(model: Model) -> int:
+    """Host memory that can be had, plus what the GPUs have free."""
+    return _host_free_bytes() + _gpu_free_bytes(model)
+
+
+def _host_free_bytes() -> int:
+    free = [_meminfo_available(), _cgroup_available()]
+    return min(n for n in free if n is not None) if any(n is not None for n in free) else 1 << 62
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup_available() -> int | None:
+    base = Path("/sys/fs/cgroup")
+    try:
+        return int((base / "memory.max").read_text()) - int((base / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None
+
+
+def _gpu_free_bytes(model: Model) -> int:
+    lib, total_free = model.lib, 0
+    for i in range(int(lib.ggml_backend_dev_count())):
+        device = lib.ggml_backend_dev_get(i)
+        if int(lib.ggml_backend_dev_type(device)) == _DEVICE_GPU:
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            total_free += free.value
+    return total_free

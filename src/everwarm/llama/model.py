@@ -1,0 +1,175 @@
+"""An open GGUF model: its weights, what kind of memory it has, its vocabulary and its fingerprint.
+
+Everything that can be wrong with a model file becomes one clear ``ModelFileError``. Knows no contexts' contents.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from everwarm.config import ModelOptions
+from everwarm.errors import ModelFileError
+from everwarm.llama import abi
+from everwarm.llama.digest import file_digest
+from everwarm.llama.lib import Lib, lib
+from everwarm.llama.vocab import Vocab
+
+GGUF_MAGIC = b"GGUF"
+
+Progress = Callable[[float], None]
+
+
+class MemoryKind(enum.Enum):
+    """What a sequence's memory is made of, and so what has to be kept to come back to a point of it."""
+
+    ATTENTION = "attention"
+    RECURRENT = "recurrent"
+    HYBRID = "hybrid"
+    WINDOW = "sliding-window"
+    HYBRID_WINDOW = "hybrid+window"
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether there is KV that can be cut anywhere and saved by ranges."""
+        return self is not MemoryKind.RECURRENT
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether a point can only be returned to where somebody kept a copy."""
+        return self is not MemoryKind.ATTENTION
+
+    @property
+    def has_window(self) -> bool:
+        return self in (MemoryKind.WINDOW, MemoryKind.HYBRID_WINDOW)
+
+    @property
+    def can_share_cells(self) -> bool:
+        """Whether two sequences may hold the same cells for long.
+
+        A sliding-window cache frees a cell only when one sequence holds it, so shared cells would fill it up.
+        """
+        return not self.has_window
+
+
+class Model:
+    """A loaded model. Use as a context manager; closing it while a context is open is a bug."""
+
+    def __init__(self, path: Path, options: ModelOptions | None = None, progress: Progress | None = None) -> None:
+        self.path = path
+        self.lib: Lib = lib()
+        _check_file(path)
+        self.ptr = _open(self.lib, path, options or ModelOptions(), progress)
+        try:
+            self._read_facts()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_facts(self) -> None:
+        if self.lib.model_has_encoder(self.ptr) or not self.lib.model_has_decoder(self.ptr):
+            raise ModelFileError(
+                f"{self.path.name} is not a decoder-only model; Everwarm serves causal language models"
+            )
+        if self.lib.model_is_diffusion(self.ptr):
+            raise ModelFileError(f"{self.path.name} is a diffusion model; Everwarm serves causal language models")
+        assert self.ptr is not None
+        self.vocab = Vocab(self.lib, self.ptr)
+        self.n_ctx_train = int(self.lib.model_n_ctx_train(self.ptr))
+        self.n_layers = int(self.lib.model_n_layer(self.ptr))
+        self.n_swa = int(self.lib.model_n_swa(self.ptr))
+        self.n_params = int(self.lib.model_n_params(self.ptr))
+        self.size_bytes = int(self.lib.model_size(self.ptr))
+        self.memory_kind = self._memory_kind()
+
+    def _memory_kind(self) -> MemoryKind:
+        if self.lib.model_is_hybrid(self.ptr):
+            return MemoryKind.HYBRID_WINDOW if self.n_swa > 0 else MemoryKind.HYBRID
+        if self.lib.model_is_recurrent(self.ptr):
+            return MemoryKind.RECURRENT
+        return MemoryKind.WINDOW if self.n_swa > 0 else MemoryKind.ATTENTION
+
+    @functools.cached_property
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        self.lib.model_desc(self.ptr, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    @functools.cached_property
+    def chat_template(self) -> str | None:
+        text = self.lib.model_chat_template(self.ptr, None)
+        return None if text is None else bytes(text).decode("utf-8", "replace")
+
+    def metadata(self, key: str) -> str | None:
+        buffer = ctypes.create_string_buffer(4096)
+        n = int(self.lib.model_meta_val_str(self.ptr, key.encode(), buffer, len(buffer)))
+        return None if n < 0 else buffer.value.decode("utf-8", "replace")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identity of weights and build. A state of one fingerprint is never offered to another."""
+        return f"{file_digest(self.path)}-{abi.BUILD}"
+
+    def close(self) -> None:
+        if self.ptr:
+            self.lib.model_free(self.ptr)
+            self.ptr = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_file(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(GGUF_MAGIC))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ModelFileError(f"cannot open model {path}: {reason}; give the path of a GGUF file") from None
+    if magic != GGUF_MAGIC:
+        raise ModelFileError(f"{path} is not a GGUF file (it starts with {magic!r}, a GGUF starts with {GGUF_MAGIC!r})")
+
+
+def _open(lib: Lib, path: Path, options: ModelOptions, progress: Progress | None) -> int | None:
+    params = lib.model_default_params()
+    params.n_gpu_layers = options.n_gpu_layers
+    params.load_mode = abi.LOAD_MODE_MMAP if options.use_mmap else abi.LOAD_MODE_NONE
+    raised: list[BaseException] = []
+
+    def on_progress(fraction: float, _user: int) -> bool:
+        try:
+            if progress is not None:
+                progress(fraction)
+        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C; it is raised again below
+            raised.append(error)
+        return not raised
+
+    callback = abi.PROGRESS_CALLBACK(on_progress)
+    params.progress_callback = callback
+    lib.forget_log()
+    ptr: int | None = lib.model_load_from_file(str(path).encode(), params)
+    if raised:
+        if ptr:
+            lib.model_free(ptr)
+        raise raised[0]
+    if not ptr:
+        raise ModelFileError(f"{path} cannot be loaded: {_reason(lib.all_words())}")
+    return ptr
+
+
+def _reason(said: tuple[str, ...]) -> str:
+    """libllama says the cause first ("error loading model: ...") and then only that it failed."""
+    for line in said:
+        if "error loading model" in line:
+            return line.split("error loading model", 1)[1].lstrip(" :") or line
+    return said[0] if said else "libllama gave no reason"

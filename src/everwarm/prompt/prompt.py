@@ -1,0 +1,112 @@
+"""A prompt as a sequence of items, with both of its counters.
+
+An item is a text token, or one media chunk as a whole. Items are compared as integer codes: a token is its own id, a media
+item a negative number drawn from its digest, and where codes agree the digests themselves decide. This is the only module
+that turns a count of items into token counts and positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everwarm.errors import BadRequest
+from everwarm.types import ItemCount, Mark, Position, TokenCount
+
+Codes = NDArray[np.int32]
+
+_PEEK = 256  # most prompts that differ do so early: look there before comparing a hundred thousand items
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image or a sound: one item, many cells. ``digest`` covers kind, size, bytes, preprocessing and projector."""
+
+    digest: bytes
+    n_tokens: TokenCount
+    n_pos: Position
+
+    def __post_init__(self) -> None:
+        if len(self.digest) < 16 or self.n_tokens < 1 or self.n_pos < 1:
+            raise BadRequest("a media item needs a digest of 16 bytes or more, and at least one token and one position")
+
+    @property
+    def code(self) -> int:
+        return -1 - (int.from_bytes(self.digest[:4], "little") & 0x7FFFFFFF)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    codes: Codes
+    media: Mapping[int, MediaItem] = field(default_factory=lambda: MappingProxyType({}))  # by item index
+
+    def __post_init__(self) -> None:
+        assert self.codes.dtype == np.int32 and self.codes.ndim == 1
+        self.codes.setflags(write=False)
+
+    @classmethod
+    def of_tokens(cls, tokens: Iterable[int] | NDArray[np.integer]) -> Prompt:
+        array = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int64)
+        if array.size and (int(array.min()) < 0 or int(array.max()) > np.iinfo(np.int32).max):
+            raise BadRequest("token ids must be 0 or more")
+        return cls(np.array(array, np.int32))
+
+    @classmethod
+    def of_items(cls, items: Iterable[int | MediaItem]) -> Prompt:
+        listed = list(items)
+        media = {i: item for i, item in enumerate(listed) if isinstance(item, MediaItem)}
+        codes = [item.code if isinstance(item, MediaItem) else item for item in listed]
+        return cls(np.array(codes, np.int32), MappingProxyType(media))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def n_items(self) -> ItemCount:
+        return ItemCount(len(self.codes))
+
+    @property
+    def end(self) -> Mark:
+        return self.mark(self.n_items)
+
+    def mark(self, n_items: int) -> Mark:
+        """Both counters after the first ``n_items`` items."""
+        assert 0 <= n_items <= len(self.codes)
+        n_tokens = n_pos = n_items
+        for index, item in self.media.items():
+            if index < n_items:
+                n_tokens += item.n_tokens - 1
+                n_pos += item.n_pos - 1
+        return Mark(TokenCount(n_tokens), Position(n_pos))
+
+    def common_prefix(self, other: Prompt, start: int = 0) -> ItemCount:
+        """How many items both begin with, known to agree up to ``start``."""
+        return ItemCount(_first_difference(self, other, start))
+
+    def first(self, n_items: int) -> Prompt:
+        media = {i: item for i, item in self.media.items() if i < n_items}
+        return Prompt(self.codes[:n_items], MappingProxyType(media))
+
+
+def _first_difference(a: Prompt, b: Prompt, start: int) -> int:
+    stop = min(len(a), len(b))
+    for low, high in ((start, min(start + _PEEK, stop)), (start + _PEEK, stop)):
+        if low < high:
+            differ = a.codes[low:high] != b.codes[low:high]
+            at = int(differ.argmax())
+            if differ[at]:
+                stop = low + at
+                break
+    return _first_different_media(a, b, start, stop)
+
+
+def _first_different_media(a: Prompt, b: Prompt, start: int, stop: int) -> int:
+    """A code is only a hash: where codes agree, the items themselves decide."""
+    for index in sorted(a.media.keys() | b.media.keys()):
+        if start <= index < stop and a.media.get(index) != b.media.get(index):
+            return index
+    return stop

@@ -1,0 +1,178 @@
+"""Text to tokens, exactly as libllama would do it for the whole text, but paying only for what is new.
+
+Control tokens split a text into fragments that are tokenized independently of each other. Fragments are remembered, and so
+is how whole texts began: a long history with one new message costs the new message. Knows the vocabulary through a small
+protocol only, so it needs no libllama.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everwarm.prompt.prompt import Prompt
+
+Tokens = NDArray[np.int32]
+
+_STRIPS_NEIGHBOURS = (1 << 7) | (1 << 8)  # attributes: eats white space on its left or right
+
+
+class Vocabulary(Protocol):
+    bos: int | None
+    eos: int | None
+    adds_bos: bool
+    adds_eos: bool
+
+    @property
+    def splits_independently(self) -> bool: ...
+    @property
+    def special(self) -> Mapping[int, tuple[str, int]]: ...
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """A text known to end right behind a control token, its tokens, and where its control tokens end in both."""
+
+    text: str
+    tokens: Tokens
+    ends: tuple[tuple[int, int], ...]  # (characters, tokens), ascending
+
+
+_EMPTY = _Beginning("", np.empty(0, np.int32), ((0, 0),))
+
+
+class Tokenizer:
+    """Thread-safe. ``memory_bytes`` bounds what is remembered."""
+
+    def __init__(self, vocab: Vocabulary, memory_bytes: int = 64 << 20, n_beginnings: int = 32) -> None:
+        self._vocab = vocab
+        self._splitter = _splitter(vocab)
+        self._n_beginnings = n_beginnings
+        self._room = memory_bytes
+        self._lock = threading.Lock()
+        self._fragments: OrderedDict[str, Tokens] = OrderedDict()
+        self._fragment_bytes = 0
+        self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
+
+    def tokenize(self, text: str, *, add_special: bool = False) -> Prompt:
+        """The tokens of ``text``; control tokens written out in it are parsed."""
+        if self._splitter is None:
+            return Prompt(self._vocab.tokenize(text, add_special=add_special, parse_special=True))
+        known = self._beginning(text, self._splitter)
+        tokens = known.tokens
+        if len(known.text) < len(text):
+            tokens = np.concatenate([tokens, self._fragment(text[len(known.text) :])])
+        return Prompt(self._with_special(tokens) if add_special else tokens)
+
+    def count_at(self, text: str, offsets: Iterable[int], *, add_special: bool = False) -> list[int]:
+        """For each character offset, how many tokens of ``text`` lie wholly before it: cut hints from text."""
+        whole = self.tokenize(text, add_special=add_special)
+        shift = int(add_special and self._vocab.adds_bos)
+        ends = _EMPTY.ends if self._splitter is None else self._beginning(text, self._splitter).ends
+        return [self._count_at(text, whole, ends, shift, max(0, offset)) for offset in offsets]
+
+    def _count_at(self, text: str, whole: Prompt, ends: tuple[tuple[int, int], ...], shift: int, offset: int) -> int:
+        n_chars, n_tokens = ends[bisect.bisect_right(ends, (offset, len(whole))) - 1]
+        n_tokens += shift
+        if n_chars == offset:
+            return n_tokens
+        after = Prompt(self._vocab.tokenize(text[n_chars:offset], add_special=False, parse_special=True))
+        return n_tokens + int(Prompt(whole.codes[n_tokens:]).common_prefix(after))
+
+    def _beginning(self, text: str, splitter: re.Pattern[str]) -> _Beginning:
+        """The part of ``text`` up to its last control token."""
+        known = self._longest_beginning(text)
+        parts, ends = [known.tokens], []
+        n_chars, n_tokens = len(known.text), len(known.tokens)
+        for match in splitter.finditer(text, n_chars):
+            parts.append(self._fragment(text[n_chars : match.end()]))
+            n_chars, n_tokens = match.end(), n_tokens + len(parts[-1])
+            ends.append((n_chars, n_tokens))
+        if not ends:
+            return known
+        return self._remember(_Beginning(text[:n_chars], np.concatenate(parts), (*known.ends, *ends)))
+
+    def _fragment(self, text: str) -> Tokens:
+        """A fragment runs up to and including a control token: text that no neighbour can change."""
+        with self._lock:
+            tokens = self._fragments.get(text)
+            if tokens is not None:
+                self._fragments.move_to_end(text)
+                return tokens
+        tokens = self._vocab.tokenize(text, add_special=False, parse_special=True)
+        with self._lock:
+            if text not in self._fragments:
+                self._fragments[text] = tokens
+                self._fragment_bytes += _cost(text, tokens)
+            while self._fragment_bytes > self._room and self._fragments:
+                self._fragment_bytes -= _cost(*self._fragments.popitem(last=False))
+        return tokens
+
+    def _longest_beginning(self, text: str) -> _Beginning:
+        best = _EMPTY
+        with self._lock:
+            for known in reversed(self._beginnings.values()):
+                if len(known.text) > len(best.text) and text.startswith(known.text):
+                    best = known
+        return best
+
+    def _remember(self, beginning: _Beginning) -> _Beginning:
+        with self._lock:
+            for text in [t for t in self._beginnings if beginning.text.startswith(t)][1:]:
+                del self._beginnings[text]  # one shorter one may stay: the history others branch from
+            self._beginnings[beginning.text] = beginning
+            while len(self._beginnings) > self._n_beginnings or self._beginning_bytes() > self._room:
+                self._beginnings.popitem(last=False)
+        return beginning
+
+    def _beginning_bytes(self) -> int:
+        return sum(_cost(known.text, known.tokens) for known in self._beginnings.values())
+
+    def _with_special(self, tokens: Tokens) -> Tokens:
+        vocab = self._vocab
+        first = [vocab.bos] if vocab.adds_bos else []
+        last = [vocab.eos] if vocab.adds_eos else []
+        return np.concatenate([np.array(first, np.int32), tokens, np.array(last, np.int32)])
+
+
+def _cost(text: str, tokens: Tokens) -> int:
+    return len(text) + tokens.nbytes + 200
+
+
+def _splitter(vocab: Vocabulary) -> re.Pattern[str] | None:
+    """A pattern of the control tokens that can be trusted to split, or None where whole texts must be tokenized."""
+    if not vocab.splits_independently:
+        return None
+    texts = [text for text, _ in vocab.special.values()]
+    safe = [
+        text
+        for text, attributes in vocab.special.values()
+        if text and not attributes & _STRIPS_NEIGHBOURS and not any(_can_break(other, text) for other in texts)
+    ]
+    return re.compile("|".join(re.escape(text) for text in sorted(safe, key=len, reverse=True))) if safe else None
+
+
+def _can_break(other: str, text: str) -> bool:
+    """Whether an occurrence of ``other`` can take away part of an occurrence of ``text``.
+
+    libllama cuts out the longest specials first, so only one at least as long can come before ``text``.
+    """
+    if other == text:
+        return any(text.startswith(text[i:]) for i in range(1, len(text)))
+    if len(other) < len(text):
+        return False
+    return text in other or _overlap(other, text) or _overlap(text, other)
+
+
+def _overlap(left: str, right: str) -> bool:
+    """Whether some end of ``left`` is a beginning of ``right``."""
+    return any(right.startswith(left[-n:]) for n in range(1, min(len(left), len(right))))

@@ -1,0 +1,178 @@
+"""What to keep, as pure functions: where to cut a prompt, which checkpoints to thin, what to evict.
+
+Values in, values out: no clock, no disk, no logging. Counts are items of the prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from everwarm.state.params import Spacing
+
+GUARD = 16  # an identical prompt reads at most this many items again
+NEAR_END = 4  # where the guard checkpoint is taken when nobody names a better point
+HALF_LIFE_S = 1800.0
+
+
+class CutKind(enum.Enum):
+    """Why a checkpoint is where it is. Thinning takes the first kinds first."""
+
+    EVERY = "every-n"
+    BRANCH = "branch"
+    BOUNDARY = "boundary"
+    NEAR_END = "near-end"
+    CANCEL = "cancelled"
+    REPLY = "reply-end"
+    END = "prompt-end"
+    STABLE = "stable"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    at: int
+    kind: CutKind
+
+
+def cuts(
+    n_items: int,
+    spacing: Spacing,
+    *,
+    n_ubatch: int,
+    boundaries: Iterable[int] = (),
+    stable: int | None = None,
+    branch: int | None = None,
+) -> tuple[Cut, ...]:
+    """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
+
+    Everything but the end cuts and the branch is decided by what lies before it alone, so extending a prompt never moves
+    an earlier cut.
+    """
+    if spacing.max_checkpoints == 0:
+        return ()
+    found = {cut.at: cut for cut in _steady_cuts(n_items, spacing, boundaries)}
+    if branch is not None and 0 < branch < n_items and branch >= spacing.min_tokens:
+        found.setdefault(branch, Cut(branch, CutKind.BRANCH))
+    for cut in _end_cuts(n_items, stable):
+        found[cut.at] = cut
+    if spacing.every_n_tokens <= 0:
+        near = n_items - NEAR_END - n_ubatch
+        found = {at: cut for at, cut in found.items() if at >= near or cut.kind in (CutKind.STABLE, CutKind.BRANCH)}
+    return tuple(found[at] for at in sorted(found))
+
+
+def _steady_cuts(n_items: int, spacing: Spacing, boundaries: Iterable[int]) -> Iterable[Cut]:
+    """Message boundaries, and evenly spaced points inside long messages."""
+    inside = sorted({b for b in boundaries if 0 < b < n_items})
+    last, message_start = 0, 0
+    for stop, kind in [*((b, CutKind.BOUNDARY) for b in inside), (n_items, None)]:
+        if spacing.every_n_tokens > 0:
+            for at in range(message_start + spacing.every_n_tokens, stop, spacing.every_n_tokens):
+                if _far_enough(at, last, spacing):
+                    yield Cut(at, CutKind.EVERY)
+                    last = at
+        if kind is not None and _far_enough(stop, last, spacing):
+            yield Cut(stop, kind)
+            last = stop
+        message_start = stop
+
+
+def _far_enough(at: int, last: int, spacing: Spacing) -> bool:
+    return at >= spacing.min_tokens and at - last >= max(1, spacing.min_gap)
+
+
+def _end_cuts(n_items: int, stable: int | None) -> Iterable[Cut]:
+    known = stable is not None and 0 < stable < n_items
+    if n_items > 1 and not (known and n_items - (stable or 0) <= GUARD):
+        yield Cut(n_items - min(NEAR_END, n_items - 1), CutKind.NEAR_END)
+    if known:
+        yield Cut(stable or 0, CutKind.STABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint on one path, as far as thinning cares."""
+
+    n_items: int
+    kind: CutKind
+
+
+def thin(path: Sequence[Kept], max_checkpoints: int) -> list[int]:
+    """Which checkpoints of a path (ascending) to give up so that ``max_checkpoints`` remain; as ``n_items``.
+
+    The one whose loss hurts least goes first: a small hole far from the end. What remains is spaced geometrically with
+    the distance from the end. Evenly spaced ones go before role boundaries, and the newest two stay.
+    """
+    kept, given_up = list(path), []
+    while len(kept) > max(1, max_checkpoints):
+        candidates = range(len(kept) - min(2, len(kept) - 1))
+        worst = min(candidates, key=lambda i: (_RANK[kept[i].kind], _hurt(kept, i)))
+        given_up.append(kept.pop(worst).n_items)
+    return given_up
+
+
+_RANK = {
+    CutKind.EVERY: 0,
+    CutKind.NEAR_END: 0,
+    CutKind.CANCEL: 0,
+    CutKind.END: 0,
+    CutKind.REPLY: 1,
+    CutKind.BRANCH: 1,
+    CutKind.BOUNDARY: 1,
+    CutKind.STABLE: 1,
+}
+
+
+def _hurt(kept: Sequence[Kept], i: int) -> float:
+    before = kept[i - 1].n_items if i else 0
+    hole = kept[i + 1].n_items - before
+    return hole / (kept[-1].n_items - before + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that can be evicted, as far as eviction cares."""
+
+    key: int
+    size_bytes: int
+    seconds_saved: float  # what reading again from the nearest surviving ancestor would cost
+    age_s: float
+    hits: int
+    stranded: bool = False  # its lineage is broken: nobody can use it
+    protected: bool = False  # a junction, or the newest end of a conversation
+
+
+def score(entry: Entry) -> float:
+    """Seconds saved per byte, times the chance that somebody comes back."""
+    chance: float = (1 + entry.hits) * 0.5 ** (entry.age_s / HALF_LIFE_S)
+    return entry.seconds_saved * chance / max(1, entry.size_bytes)
+
+
+def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
+    """What to give up, least valuable first, until enough is free or nothing is left."""
+    chosen, freed = [], 0
+    for entry in sorted(entries, key=lambda e: (not e.stranded, e.protected, score(e), -e.age_s, e.key)):
+        if freed >= bytes_to_free:
+            break
+        chosen.append(entry.key)
+        freed += entry.size_bytes
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An idle slot, as far as seating a request cares."""
+
+    slot: int
+    n_resident: int
+    n_common: int
+    last_used: float
+
+
+def seat(seats: Sequence[Seat]) -> int:
+    """Which idle slot a request gets: its own conversation's if one is resident, else the one that loses least."""
+    own = [s for s in seats if s.n_common > 0 and 2 * s.n_common >= s.n_resident]
+    if own:
+        return max(own, key=lambda s: (s.n_common, -s.n_resident, -s.slot)).slot
+    return min(seats, key=lambda s: (s.n_resident > 0, s.last_used, s.slot)).slot

@@ -1,0 +1,309 @@
+"""The prefix tree: which prefixes are known, where checkpoints and KV segments of them are kept, and what they weigh.
+
+A radix tree over items, shared by all conversations. Nodes lie at cuts and at branches. Attention KV belongs to edges (a
+segment covers an interval), recurrent state to points (a checkpoint sits at a node's end). Knows items and bytes; knows no
+libllama, and decides nothing: policy does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.policy import CutKind
+from everwarm.types import START, Mark, SeqId
+
+Blob = NDArray[np.uint8]
+Chunks = tuple[tuple[int, int], ...]  # (tokens per decode, how many times), from the beginning
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """The state after a node's last item: parked on the device, copied to RAM, or both."""
+
+    kind: CutKind
+    clean: bool  # a cold replay with the same chunks and cuts gives the same bytes
+    chunks: Chunks
+    parked: SeqId | None = None
+    state: Blob | None = None
+    logits: NDArray[np.float32] | None = None
+    used_at: float = 0.0
+    hits: int = 0
+    tidied: bool = False  # idle work has tried to copy it down once
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in RAM."""
+        return (0 if self.state is None else self.state.nbytes) + (0 if self.logits is None else self.logits.nbytes)
+
+    @property
+    def tiers(self) -> str:
+        names = [name for name, held in (("device", self.parked), ("ram", self.state)) if held is not None]
+        return "+".join(names) or "none"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """The KV of one interval. After a split several nodes use parts of it; it goes when the last one lets go."""
+
+    blob: Blob
+    start: Mark
+    stop: Mark
+    clean: bool
+    n_users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """The items from ``parent``'s end to ``n_items`` of ``path``."""
+
+    path: Prompt  # any prompt that leads here: its first ``n_items`` items are this lineage
+    n_items: int
+    mark: Mark
+    parent: Node | None
+    children: dict[int | bytes, Node] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    segment: Segment | None = None
+    pins: int = 0  # must not be evicted: it is being restored
+    holders: int = 0  # slots that stand here: must not be pruned
+
+    @property
+    def start(self) -> int:
+        return 0 if self.parent is None else self.parent.n_items
+
+    def lineage(self) -> list[Node]:
+        """Root's first child first, this node last."""
+        found: list[Node] = []
+        node = self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    def root(self) -> Node:
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def below(self) -> Iterator[Node]:
+        """This node and everything under it."""
+        todo = [self]
+        while todo:
+            node = todo.pop()
+            yield node
+            todo.extend(node.children.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is known of a prompt. ``usable`` are the checkpoints that can be restored, deepest first."""
+
+    n_shared: int  # items somebody has read before
+    n_kv: int  # items whose KV is available
+    usable: tuple[Node, ...]
+    path: tuple[Node, ...]  # the nodes it passes, the last perhaps only in part
+
+
+class Tree:
+    def __init__(self) -> None:
+        self._roots: dict[str, Node] = {}
+        self.ram_bytes = 0
+
+    def root(self, namespace: str) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(Prompt.of_tokens([]), 0, START, None)
+        return root
+
+    def nodes(self) -> Iterator[Node]:
+        for root in self._roots.values():
+            yield from root.below()
+
+    # questions
+
+    def match(self, namespace: str, prompt: Prompt, n_resident: int, *, needs_kv: bool = True) -> Match:
+        """How much of ``prompt`` is known. ``n_resident`` items of it have their KV on the device already."""
+        n_shared, n_kv = 0, n_resident if needs_kv else len(prompt)
+        usable: list[Node] = []
+        path: list[Node] = []
+        for node, n_agree in _walk(self._roots[namespace], prompt) if namespace in self._roots else ():
+            path.append(node)
+            n_shared = min(n_agree, node.n_items)
+            if node.segment is not None and node.start <= n_kv < n_shared:
+                n_kv = n_shared
+            if n_agree >= node.n_items and _is_usable(node, n_kv):
+                usable.append(node)
+        return Match(n_shared, n_kv, tuple(reversed(usable)), tuple(path))
+
+    # changes
+
+    def grow(self, above: Node, prompt: Prompt, n_items: int) -> Node:
+        """The node at the end of the prompt's first ``n_items`` items; ``above`` is on the way there."""
+        assert above.n_items <= n_items <= len(prompt)
+        node = above
+        while node.n_items < n_items:
+            key = _key(prompt, node.n_items)
+            child = node.children.get(key)
+            if child is None:
+                child = Node(prompt, n_items, prompt.mark(n_items), node)
+                node.children[key] = child
+                return child
+            n_agree = min(int(prompt.common_prefix(child.path, node.n_items)), n_items)
+            node = child if n_agree >= child.n_items else self._split(child, n_agree)
+        return node
+
+    def _split(self, node: Node, n_items: int) -> Node:
+        """A new node in the middle of an edge. Objects are not rewritten: both halves use the same segment."""
+        parent = node.parent
+        assert parent is not None and parent.n_items < n_items < node.n_items
+        upper = Node(node.path, n_items, node.path.mark(n_items), parent)
+        upper.children[_key(node.path, n_items)] = node
+        parent.children[_key(node.path, parent.n_items)] = upper
+        node.parent = upper
+        if node.segment is not None:
+            upper.segment = node.segment
+            node.segment.n_users += 1
+        return upper
+
+    def set_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
+        assert node.parent is not None and node.checkpoint is None
+        node.checkpoint = checkpoint
+        self.ram_bytes += checkpoint.size_bytes
+
+    def set_state(self, node: Node, state: Blob) -> None:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None and checkpoint.state is None
+        checkpoint.state = state
+        self.ram_bytes += state.nbytes
+
+    def drop_checkpoint(self, node: Node) -> Checkpoint:
+        """Forget it in every tier; the caller gives its spare sequence back."""
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        node.checkpoint = None
+        self.ram_bytes -= checkpoint.size_bytes
+        self._prune(node)
+        return checkpoint
+
+    def drop_state(self, node: Node) -> None:
+        """Forget the RAM copy only."""
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        self.ram_bytes -= checkpoint.size_bytes
+        checkpoint.state = checkpoint.logits = None
+
+    def set_segment(self, node: Node, segment: Segment) -> None:
+        assert node.segment is None and node.parent is not None
+        assert (segment.start, segment.stop) == (node.parent.mark, node.mark)
+        node.segment = segment
+        segment.n_users = 1
+        self.ram_bytes += segment.blob.nbytes
+
+    def drop_segment(self, node: Node) -> None:
+        segment = node.segment
+        assert segment is not None
+        node.segment = None
+        segment.n_users -= 1
+        if segment.n_users == 0:
+            self.ram_bytes -= segment.blob.nbytes
+        self._prune(node)
+
+    @contextlib.contextmanager
+    def pinned(self, node: Node) -> Iterator[None]:
+        """While a lineage is being restored nothing of it may be evicted."""
+        lineage = node.lineage()
+        for n in lineage:
+            n.pins += 1
+        try:
+            yield
+        finally:
+            for n in lineage:
+                n.pins -= 1
+            self._prune(node)
+
+    def hold(self, node: Node) -> None:
+        node.holders += 1
+
+    def release(self, node: Node) -> None:
+        assert node.holders > 0
+        node.holders -= 1
+        self._prune(node)
+
+    def _prune(self, node: Node) -> None:
+        while node.parent is not None and _is_bare(node):
+            parent = node.parent
+            key = _key(node.path, parent.n_items)
+            if parent.children.get(key) is not node:
+                return
+            del parent.children[key]
+            node = parent
+
+    # self-check
+
+    def check(self) -> None:
+        users: dict[int, tuple[Segment, int]] = {}
+        n_bytes = 0
+        for node in self.nodes():
+            _check_node(node)
+            if node.checkpoint is not None:
+                n_bytes += node.checkpoint.size_bytes
+            if node.segment is not None:
+                seen = users.get(id(node.segment), (node.segment, 0))[1]
+                users[id(node.segment)] = (node.segment, seen + 1)
+        for segment, n_users in users.values():
+            assert segment.n_users == n_users
+            n_bytes += segment.blob.nbytes
+        assert n_bytes == self.ram_bytes, f"the ledger says {self.ram_bytes} bytes, the parts weigh {n_bytes}"
+
+
+def _walk(root: Node, prompt: Prompt) -> Iterator[tuple[Node, int]]:
+    """The nodes a prompt passes, each with how many items agree. One comparison serves all nodes of one path."""
+    node, path, n_agree = root, None, 0
+    while node.n_items < len(prompt):
+        child = node.children.get(_key(prompt, node.n_items))
+        if child is None:
+            return
+        if child.path is not path:
+            path = child.path
+            n_agree = int(prompt.common_prefix(path, node.n_items))
+        yield child, n_agree
+        if n_agree < child.n_items:
+            return
+        node = child
+
+
+def _is_usable(node: Node, n_kv: int) -> bool:
+    checkpoint = node.checkpoint
+    if checkpoint is None:
+        return False
+    return checkpoint.parked is not None or (checkpoint.state is not None and n_kv >= node.n_items)
+
+
+def _is_bare(node: Node) -> bool:
+    return not (node.children or node.checkpoint or node.segment or node.pins or node.holders)
+
+
+def _key(prompt: Prompt, index: int) -> int | bytes:
+    """What tells siblings apart: the item itself, for media its digest."""
+    code = int(prompt.codes[index])
+    return code if code >= 0 else prompt.media[index].digest
+
+
+def _check_node(node: Node) -> None:
+    assert node.pins >= 0 and node.holders >= 0
+    for key, child in node.children.items():
+        assert child.parent is node and child.n_items > node.n_items
+        assert key == _key(child.path, node.n_items)
+        assert int(child.path.common_prefix(node.path)) >= node.n_items, "a child leaves its parent's lineage"
+    assert node.mark == node.path.mark(node.n_items)
+    if node.parent is None:
+        assert node.checkpoint is None and node.segment is None
+    if node.segment is not None:
+        above = node.parent.mark if node.parent else START
+        assert node.segment.start <= above and node.mark <= node.segment.stop

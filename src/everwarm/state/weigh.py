@@ -1,0 +1,85 @@
+"""Weighing everything in RAM for eviction: one pass down the tree, one pass up. Asks the tree, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from everwarm.state.policy import CutKind, Entry
+from everwarm.state.tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What weighing depends on besides the tree."""
+
+    now: float
+    seconds_per_token: float
+    needs_checkpoints: bool
+    needs_kv: bool
+    resident: frozenset[int]  # ids of nodes whose KV is on the device
+
+
+def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
+    """Entries for all states and segments that may go. Keys are 2·index for a state, 2·index + 1 for a segment.
+
+    ``nodes`` come parents first.
+    """
+    index = {id(node): i for i, node in enumerate(nodes)}
+    above, has_kv = _from_above(nodes, index, scales)
+    wanted, followed, covered = _from_below(nodes, index)
+    entries = []
+    for i, node in enumerate(nodes):
+        if node.pins:
+            continue
+        if node.checkpoint is not None and node.checkpoint.size_bytes:
+            entries.append(_state_entry(i, node, scales, above[i], has_kv[i], not followed[i]))
+        useless = scales.needs_checkpoints and not wanted[i]
+        last = not scales.needs_checkpoints and not covered[i]
+        if node.segment is not None and (useless or last):
+            size = node.segment.blob.nbytes if node.segment.n_users == 1 else 0
+            seconds = (node.n_items - node.start) * scales.seconds_per_token
+            entries.append(Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=useless))
+    return entries
+
+
+def _from_above(nodes: Sequence[Node], index: dict[int, int], scales: Scales) -> tuple[list[int], list[bool]]:
+    """For each node: where the nearest checkpoint above it ends, and whether its KV lineage is whole."""
+    above, has_kv = [0] * len(nodes), [True] * len(nodes)
+    for i, node in enumerate(nodes):
+        if node.parent is None:
+            continue
+        p = index[id(node.parent)]
+        above[i] = node.parent.n_items if node.parent.checkpoint is not None else above[p]
+        own = node.segment is not None or id(node) in scales.resident
+        has_kv[i] = not scales.needs_kv or (has_kv[p] and own)
+    return above, has_kv
+
+
+def _from_below(nodes: Sequence[Node], index: dict[int, int]) -> tuple[list[bool], list[bool], list[bool]]:
+    """For each node: a RAM state at or below it; any checkpoint below it; any segment below it."""
+    wanted, followed, covered = ([False] * len(nodes) for _ in range(3))
+    for i in range(len(nodes) - 1, -1, -1):
+        node = nodes[i]
+        checkpoint = node.checkpoint
+        wanted[i] |= checkpoint is not None and checkpoint.state is not None
+        if node.parent is not None:
+            p = index[id(node.parent)]
+            wanted[p] |= wanted[i]
+            followed[p] |= followed[i] or checkpoint is not None
+            covered[p] |= covered[i] or node.segment is not None
+    return wanted, followed, covered
+
+
+def _state_entry(i: int, node: Node, scales: Scales, above: int, has_kv: bool, is_newest: bool) -> Entry:
+    checkpoint = node.checkpoint
+    assert checkpoint is not None
+    return Entry(
+        2 * i,
+        checkpoint.size_bytes,
+        (node.n_items - above) * scales.seconds_per_token,
+        scales.now - checkpoint.used_at,
+        checkpoint.hits,
+        stranded=not has_kv,
+        protected=(is_newest and checkpoint.kind is not CutKind.END) or len(node.children) > 1,
+    )
