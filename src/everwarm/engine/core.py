@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from everwarm.engine.counts import Counts
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Progress, Request, Started
 from everwarm.engine.restore import Goal, Restored, Restorer, Source
@@ -37,19 +38,6 @@ log = logging.getLogger("everwarm.engine")
 
 MAX_ATTEMPTS = 3
 _SPEED_MEMORY = 0.8
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the start."""
-
-    n_requests: int = 0
-    n_prompt: int = 0
-    n_cached: int = 0
-    n_avoidable: int = 0  # prompt tokens read again although somebody had read them before
-    n_full_rereads: int = 0
-    n_suspended: int = 0
-    n_decode_failures: int = 0
 
 
 @dataclass(slots=True)
@@ -284,7 +272,7 @@ class Core:
         slot.request = request
         request.restored_at = time.monotonic()
         if is_first:
-            self._count(request, match, restored)
+            self.counts.add(request, match, restored, self.keeper.spacing)
             events.append(Started(request.id, request.n_prompt, request.n_cached))
         if restored.logits is not None:
             self._go_on_from_logits(slot, request, restored.logits, events)
@@ -314,32 +302,6 @@ class Core:
         )
         needed = self.context.kind.needs_checkpoints
         slot.cuts = [cut for cut in reversed(found) if needed and cut.at > restored.n_items]
-
-    def _count(self, request: Request, match: Match, restored: Restored) -> None:
-        request.n_cached = min(restored.n_items, request.n_prompt)
-        request.n_shared = match.n_shared
-        request.used = restored.use
-        self.counts.n_requests += 1
-        self.counts.n_prompt += request.n_prompt
-        self.counts.n_cached += request.n_cached
-        self.counts.n_avoidable += max(0, match.n_shared - request.n_cached)
-        if match.n_shared > policy.GUARD and request.n_cached == 0 and request.ask.use_cache:
-            self.counts.n_full_rereads += 1
-            log.warning(
-                "full re-read of %d tokens although %d were known: %s",
-                request.n_prompt,
-                match.n_shared,
-                self._why_cold(match),
-            )
-
-    def _why_cold(self, match: Match) -> str:
-        if self.keeper.spacing.max_checkpoints == 0:
-            return "checkpoints are off (max_checkpoints is 0)"
-        if match.usable:
-            return f"{len(match.usable)} checkpoints could not be restored"
-        if any(node.checkpoint is not None and node.n_items <= match.n_shared for node in match.path):
-            return "the KV below the checkpoints was evicted"
-        return "no checkpoint was kept inside the shared part"
 
     def _move_everybody_out(self) -> None:
         """A deterministic request runs alone, from the first cell on."""

@@ -136,13 +136,15 @@ class Keeper:
 
     def unsaved(self, seq: SeqId, node: Node, *, beyond: int = 0) -> list[Node]:
         """The nodes of a lineage whose KV only this sequence holds and somebody may need."""
-        if not self.context.kind.has_attention:
-            return []
         elsewhere = {id(n) for other, end in self._sequences() if other != seq for n in end.lineage()}
-        lineage = node.lineage()
+        return [n for n in self._wanted(node) if n.n_items > beyond and n.segment is None and id(n) not in elsewhere]
+
+    def _wanted(self, node: Node) -> list[Node]:
+        """The part of a lineage that somebody may come back to."""
+        lineage = node.lineage() if self.context.kind.has_attention else []
         while lineage and not self._is_wanted(lineage[-1]):
             lineage.pop()
-        return [n for n in lineage if n.n_items > beyond and n.segment is None and id(n) not in elsewhere]
+        return lineage
 
     def _is_wanted(self, node: Node) -> bool:
         """Whether anything at or below the node can only be used with the node's KV."""
@@ -169,7 +171,7 @@ class Keeper:
         for slot in self.slots:
             if slot.is_idle and not slot.is_tidy:
                 slot.is_tidy = True
-                self.save_kv(slot.seq, slot.node)
+                self.save_lineage(slot.seq, self._wanted(slot.node))
                 return True
         return False
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -20,25 +19,15 @@ from numpy.typing import NDArray
 from everwarm.config import ContextOptions
 from everwarm.errors import ContextFull, ContextTooBig, DecodeFailed, StateRejected, TrimRefused
 from everwarm.llama import abi
+from everwarm.llama.batch import BatchArrays, Feed
 from everwarm.llama.cells import Cells
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.types import START, Mark, Position, SeqId, TokenCount
 
 Blob = NDArray[np.uint8]
-Tokens = NDArray[np.int32]
 Logits = NDArray[np.float32]
 
 _BLOB_HEADER = 8  # u32 magic, i32 sequence id
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """Tokens to append to one sequence; ``start`` is where the caller believes the sequence ends."""
-
-    seq: SeqId
-    tokens: Tokens
-    start: Mark
-    wants_logits: bool
 
 
 class Context:
@@ -59,7 +48,7 @@ class Context:
         self._end = [START] * n_seqs
         self._state_clean = [True] * n_seqs
         self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
-        self._batch = _BatchArrays(self.n_batch)
+        self._batch = BatchArrays(self.n_batch)
         self._rows: list[int] = []
         self._views: dict[int, Logits] = {}
         self._empty_tail = self._read(SeqId(0), abi.STATE_PARTIAL)[_BLOB_HEADER:]
@@ -219,6 +208,11 @@ class Context:
             raise StateRejected(f"a window of {len(blob)} bytes could not be seated anew: {self._lib.last_words()}")
         return blob
 
+    def touch(self, seq: SeqId) -> None:
+        """What capturing does to a sequence, without the copy: nothing, but for a window's seat."""
+        if self.kind.has_window:
+            self.capture(seq)
+
     def restore(self, seq: SeqId, blob: Blob, mark: Mark, *, clean: bool) -> None:
         """Put a captured state back and cut the KV to it. The KV up to ``mark`` must be there already.
 
@@ -260,16 +254,21 @@ class Context:
         assert start == self._end[seq], f"sequence {seq} ends at {self._end[seq]}, not {start}"
         if n_cells > self.cells.free:
             raise ContextFull(f"{n_cells} cells are needed but {self.cells.free} are free")
-        written = self._write(SeqId(self._scratch), blob, abi.STATE_FULL)
-        if written:
-            self._lib.memory_seq_cp(self._mem, self._scratch, seq, start.pos, stop.pos)
-        self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
-        if not written:
+        if not self._load_cells(seq, blob, start, stop, n_cells):
             self.drop(seq)
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
         self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean)
         self._end[seq] = stop
         self._stateless[seq] = self.kind.needs_checkpoints
+
+    def _load_cells(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, n_cells: int) -> bool:
+        if start == START and stop.n_tokens == n_cells:
+            return self._write(seq, blob, abi.STATE_FULL)  # the sequence is empty and takes all: no detour
+        written = self._write(SeqId(self._scratch), blob, abi.STATE_FULL)
+        if written:
+            self._lib.memory_seq_cp(self._mem, self._scratch, seq, start.pos, stop.pos)
+        self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+        return written
 
     def _strip_state_of_scratch(self) -> None:
         """A range copy of a hybrid sequence carries its newest recurrent state along. Copying *nothing* over it from an
@@ -344,40 +343,6 @@ class Context:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _BatchArrays:
-    """One batch's arrays, allocated once: filling them makes no per-token Python objects."""
-
-    def __init__(self, n_batch: int) -> None:
-        self._token = np.zeros(n_batch, np.int32)
-        self._pos = np.zeros(n_batch, np.int32)
-        self._seq = np.zeros(n_batch, np.int32)
-        self._wants = np.zeros(n_batch, np.int8)
-        self._ones = np.ones(n_batch, np.int32)
-        self._steps = np.arange(n_batch, dtype=np.int32)
-        self._seq_pointers = self._seq.ctypes.data + 4 * np.arange(n_batch, dtype=np.uint64)
-        self._struct = abi.Batch(
-            n_tokens=0,
-            token=self._token.ctypes.data_as(abi.i32p),
-            embd=None,
-            pos=self._pos.ctypes.data_as(abi.i32p),
-            n_seq_id=self._ones.ctypes.data_as(abi.i32p),
-            seq_id=self._seq_pointers.ctypes.data_as(ctypes.POINTER(abi.i32p)),
-            logits=self._wants.ctypes.data_as(abi.i8p),
-        )
-
-    def put(self, at: int, feed: Feed) -> None:
-        stop = at + len(feed.tokens)
-        self._token[at:stop] = feed.tokens
-        np.add(self._steps[: stop - at], feed.start.pos, out=self._pos[at:stop])
-        self._seq[at:stop] = feed.seq
-        self._wants[at:stop] = 0
-        self._wants[stop - 1] = feed.wants_logits
-
-    def struct(self, n: int) -> abi.Batch:
-        self._struct.n_tokens = n
-        return self._struct
 
 
 def _open(model: Model, options: ContextOptions, n_seqs: int) -> int | None:

@@ -80,6 +80,14 @@ class Tokenizer:
         ends = _EMPTY.ends if self._splitter is None else self._beginning(text, self._splitter).ends
         return [self._count_at(text, whole, ends, shift, max(0, offset)) for offset in offsets]
 
+    def safe_count_at(self, text: str, offset: int, *, add_special: bool = False) -> int:
+        """How many tokens end at the last control token before ``offset``: no text that follows can change these."""
+        if self._splitter is None:
+            return 0
+        ends = self._beginning(text, self._splitter).ends
+        n_tokens = ends[bisect.bisect_right(ends, (offset, len(text) + 1)) - 1][1]
+        return n_tokens + int(add_special and self._vocab.adds_bos)
+
     def _count_at(self, text: str, whole: Prompt, ends: tuple[tuple[int, int], ...], shift: int, offset: int) -> int:
         n_chars, n_tokens = ends[bisect.bisect_right(ends, (offset, len(whole))) - 1]
         n_tokens += shift

@@ -134,10 +134,10 @@ class Tree:
         path: list[Node] = []
         for node, n_agree in _walk(self._roots[namespace], prompt) if namespace in self._roots else ():
             path.append(node)
-            n_shared = min(n_agree, node.n_items)
-            if node.segment is not None and node.start <= n_kv < n_shared:
+            n_shared = n_agree if n_agree < node.n_items else node.n_items
+            if n_kv < n_shared and node.segment is not None and node.start <= n_kv:
                 n_kv = n_shared
-            if n_agree >= node.n_items and _is_usable(node, n_kv):
+            if node.checkpoint is not None and n_agree >= node.n_items and _is_usable(node, n_kv):
                 usable.append(node)
         return Match(n_shared, n_kv, tuple(reversed(usable)), tuple(path))
 
@@ -264,8 +264,8 @@ class Tree:
 
 def _walk(root: Node, prompt: Prompt) -> Iterator[tuple[Node, int]]:
     """The nodes a prompt passes, each with how many items agree. One comparison serves all nodes of one path."""
-    node, path, n_agree = root, None, 0
-    while node.n_items < len(prompt):
+    node, path, n_agree, n_items = root, None, 0, len(prompt)
+    while node.n_items < n_items:
         child = node.children.get(_key(prompt, node.n_items))
         if child is None:
             return
@@ -291,7 +291,7 @@ def _is_bare(node: Node) -> bool:
 
 def _key(prompt: Prompt, index: int) -> int | bytes:
     """What tells siblings apart: the item itself, for media its digest."""
-    code = int(prompt.codes[index])
+    code: int = prompt.codes.item(index)
     return code if code >= 0 else prompt.media[index].digest
 
 

@@ -1,0 +1,58 @@
+"""Cold prefill and decode speed beside llama-server: same wheel, same threads, same ~100 MB q8_0 model, interleaved.
+
+Wanted: at least 0.97× of llama-server for both.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from bench.measure import hundred_megabytes, table
+from bench.peer import Peer, PeerOptions, llama_server
+from everwarm.config import GREEDY, default_threads
+from everwarm.engine.engine import Engine
+from everwarm.engine.settings import EngineSettings
+
+N_PROMPT, N_REPLY, REPEATS = 2048, 128, 5
+
+
+def run() -> None:
+    model = hundred_megabytes()
+    threads = default_threads()
+    settings = EngineSettings(n_slots=1, n_ctx=4096, n_threads=threads)
+    peer_options = PeerOptions(model, n_ctx=4096, n_parallel=1, n_threads=threads)
+    ours: list[tuple[float, float]] = []
+    theirs: list[tuple[float, float]] = []
+    with llama_server(peer_options) as peer, Engine(model, settings) as engine:
+        for i in range(REPEATS + 1):  # the first round warms both up
+            tokens = np.random.default_rng(i).integers(0, 256, N_PROMPT).tolist()
+            ours.append(_ours(engine, tokens))
+            theirs.append(_theirs(peer, tokens))
+    rows = []
+    for i, name in enumerate(("cold prefill", "decode")):
+        a, b = [pair[i] for pair in ours[1:]], [pair[i] for pair in theirs[1:]]
+        ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+        spread = f"{ratios[0]:.2f}–{ratios[-1]:.2f}"
+        rows.append((name, _tps(a), _tps(b), f"{statistics.median(ratios):.3f}× ({spread})"))
+    title = (
+        f"{N_PROMPT} prompt tokens, {N_REPLY} reply tokens, {model.stat().st_size / 1e6:.0f} MB q8_0, {threads} threads"
+    )
+    table(title, ("", "Everwarm", "llama-server", "ratio"), rows)
+
+
+def _tps(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} tok/s"
+
+
+def _ours(engine: Engine, tokens: list[int]) -> tuple[float, float]:
+    result = engine.submit(tokens, GREEDY, max_tokens=N_REPLY, ignore_eos=True).result()
+    assert result.n_cached == 0
+    return result.n_prompt / result.timings.prefill_s, (N_REPLY - 1) / result.timings.decode_s
+
+
+def _theirs(peer: Peer, tokens: list[int]) -> tuple[float, float]:
+    timings = peer.complete(tokens, N_REPLY, ignore_eos=True)["timings"]
+    assert timings["prompt_n"] == len(tokens)
+    return timings["prompt_per_second"], 1e3 * (N_REPLY - 1) / timings["predicted_ms"]

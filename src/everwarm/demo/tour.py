@@ -1,0 +1,235 @@
+"""The guided demo: a conversation that loses its slot and comes back, an edit, a branch, a retry, six conversations on two
+slots. Everything shown is measured while it runs; nothing is scripted but the questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from everwarm.config import GREEDY
+from everwarm.demo.text import story
+from everwarm.engine.engine import Engine
+from everwarm.engine.exact import ExactReport, compare_with_cold
+from everwarm.engine.request import Result
+from everwarm.engine.settings import EngineSettings
+from everwarm.errors import BadRequest
+from everwarm.gateway.chat import ChatTemplate
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.params import CheckpointParams
+
+EMBEDDED_MODEL = Path(__file__).parent / "everwarm-tiny.gguf"
+
+N_CTX = 16384
+SECRET = "48213"
+SYSTEM = "You are a helpful assistant."
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One reply, and what it cost."""
+
+    text: str
+    result: Result
+    n_known: int  # how much of the prompt an infinite cache would have had
+
+    @property
+    def prompt_ms(self) -> float:
+        return 1e3 * (self.result.timings.restore_s + self.result.timings.prefill_s)
+
+    @property
+    def regret(self) -> int:
+        """Tokens read again that somebody had read before."""
+        return max(0, self.result.n_processed - (self.result.n_prompt - self.n_known))
+
+
+@dataclass(slots=True)
+class Talker:
+    """Chats with an engine and remembers everything it ever read, as the yardstick for regret."""
+
+    engine: Engine
+    template: ChatTemplate
+    seen: list[Prompt] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, model: Path, checkpoints: CheckpointParams) -> Talker:
+        settings = EngineSettings(n_slots=2, n_ctx=N_CTX, checkpoints=checkpoints, ram_bytes=1 << 30)
+        engine = Engine(model, settings)
+        source = engine.model.chat_template
+        if source is None:
+            engine.close()
+            raise BadRequest(f"{model.name} has no chat template; the demo needs one")
+        return cls(engine, ChatTemplate(source))
+
+    def say(self, messages: Messages, *, max_tokens: int = 64) -> Turn:
+        rendered = self.template.conversation(messages, enable_thinking=False)
+        tokenizer = self.engine.tokenizer
+        prompt = self.engine.prompt(rendered.text)
+        n_known = max((int(prompt.common_prefix(old)) for old in self.seen), default=0)
+        result = self.engine.submit(
+            prompt,
+            GREEDY,
+            max_tokens=max_tokens,
+            boundaries=tokenizer.count_at(rendered.text, rendered.boundaries, add_special=True),
+            stable=tokenizer.safe_count_at(rendered.text, rendered.stable or 0, add_special=True),
+        ).result()
+        self.seen.append(Prompt(np.concatenate([prompt.codes, np.array(result.tokens, np.int32)])))
+        text = self.engine.model.vocab.detokenize(result.tokens).decode("utf-8", "replace")
+        turn = Turn(text, result, n_known)
+        self.turns.append(turn)
+        return turn
+
+    def reply(self, messages: Messages, question: str) -> Turn:
+        """Ask, and keep both question and answer in the conversation."""
+        messages.append({"role": "user", "content": question})
+        turn = self.say(messages)
+        messages.append({"role": "assistant", "content": turn.text})
+        return turn
+
+
+def run_tour(console: Console, model: Path | None) -> None:
+    path = model or EMBEDDED_MODEL
+    warm = Talker.open(path, CheckpointParams())
+    cold = Talker.open(path, CheckpointParams(max_checkpoints=0))
+    with warm.engine, cold.engine:
+        _introduce(console, warm.engine)
+        speed_up = _lost_slot(console, warm, cold)
+        _changes_of_mind(console, warm)
+        _six_on_two(console, warm)
+        _conclude(console, warm, speed_up)
+
+
+def _introduce(console: Console, engine: Engine) -> None:
+    model, sizes = engine.model, engine.core.sizes
+    console.print(
+        f"\n[bold]{model.path.name}[/]: {model.n_params / 1e6:.1f} M parameters, {model.memory_kind.value} memory, "
+        f"{sizes.shape.state_bytes / 1024:.0f} KiB of recurrent state per point, "
+        f"{sizes.shape.kv_bytes_per_token} bytes of KV per token; 2 slots, {sizes.n_spares} spares"
+    )
+
+
+def _lost_slot(console: Console, warm: Talker, cold: Talker) -> float:
+    """Returns how much sooner the returning conversation was answered with checkpoints than without."""
+    console.print("\n[bold]A secret, small talk, and the slot given away.[/]\n")
+    questions = [
+        f"My secret code is {SECRET}.",
+        f"Here is a text.\n{story(120, seed=1)}",
+        "What is 7 + 8?",
+        "What is the capital of France?",
+        "What is my secret code?",
+    ]
+    talks: dict[str, Messages] = {"warm": _new_talk(), "cold": _new_talk()}
+    rows = []
+    for i, question in enumerate(questions):
+        if i == len(questions) - 1:
+            for talker in (warm, cold):
+                _take_both_slots(talker)
+            console.print("  [dim](two other conversations read 1,400 tokens each: both slots are theirs now)[/]")
+        with_it, without = warm.reply(talks["warm"], question), cold.reply(talks["cold"], question)
+        console.print(f"  [cyan]you[/]   {_short(question)}")
+        console.print(f"  [green]model[/] {with_it.text}")
+        rows.append((str(i + 1), with_it, without))
+    console.print(_compare(rows))
+    _, with_it, without = rows[-1]
+    return without.prompt_ms / max(with_it.prompt_ms, 1e-3)
+
+
+def _compare(rows: Iterable[tuple[str, Turn, Turn]]) -> Table:
+    table = Table(title="\nthe same turns with and without checkpoints", title_justify="left")
+    for name in ("turn", "prompt", "cached", "processed", "ms", "without", "ms"):
+        table.add_column(name, justify="right")
+    for name, with_it, without in rows:
+        table.add_row(
+            name,
+            str(with_it.result.n_prompt),
+            str(with_it.result.n_cached),
+            str(with_it.result.n_processed),
+            f"{with_it.prompt_ms:.1f}",
+            str(without.result.n_processed),
+            f"{without.prompt_ms:.1f}",
+        )
+    return table
+
+
+def _changes_of_mind(console: Console, warm: Talker) -> None:
+    talk = _new_talk()
+    for question in ("My name is Ada.", f"Here is a text.\n{story(120, seed=2)}", "What is 2 + 3?"):
+        warm.reply(talk, question)
+    rows = [("first reading", warm.turns[-2]), ("next turn", warm.turns[-1])]
+    retry = talk[:-1]
+    rows.append(("identical retry", warm.say(retry)))
+    branch = [*talk[:-2], {"role": "user", "content": "What is the capital of Italy?"}]
+    rows.append(("another question (branch)", warm.say(branch)))
+    edited = [*talk]
+    edited[1] = {"role": "user", "content": "My name is Grace."}
+    rows.append(("first message edited", warm.say(edited[:-1])))
+    edited_late = [*talk[:-2], {"role": "user", "content": "What is 2 + 4?"}]
+    rows.append(("last message edited", warm.say(edited_late)))
+    table = Table(title="\nchanging one's mind (new: tokens nobody had read before)", title_justify="left")
+    table.add_column("what")
+    for name in ("prompt", "cached", "processed", "new", "ms"):
+        table.add_column(name, justify="right")
+    for name, turn in rows:
+        r = turn.result
+        new = str(max(0, r.n_prompt - turn.n_known))
+        table.add_row(name, str(r.n_prompt), str(r.n_cached), str(r.n_processed), new, f"{turn.prompt_ms:.1f}")
+    console.print(table)
+
+
+def _six_on_two(console: Console, warm: Talker) -> None:
+    talks = [_new_talk() for _ in range(6)]
+    turns: list[Turn] = []
+    openers = [f"Here is a text.\n{story(40, seed=10 + i)}" for i in range(6)]
+    for question in (None, "What is 1 + 6?", "What is the capital of Spain?"):
+        turns += [warm.reply(talk, question or openers[i]) for i, talk in enumerate(talks)]
+    n_prompt = sum(turn.result.n_prompt for turn in turns)
+    n_read = sum(turn.result.n_processed for turn in turns)
+    regret = sum(turn.regret for turn in turns)
+    console.print(
+        f"\n[bold]Six conversations, two slots, taking turns:[/] {len(turns)} requests with {n_prompt:,} prompt tokens; "
+        f"{n_read:,} processed, {regret} of them again."
+    )
+
+
+def _conclude(console: Console, warm: Talker, speed_up: float) -> None:
+    report = warm.engine.call(compare_with_cold)
+    regret = sum(turn.regret for turn in warm.turns)
+    n_prompt = sum(turn.result.n_prompt for turn in warm.turns)
+    console.print(
+        f"\nregret: {regret} of {n_prompt:,} prompt tokens were read again ({100 * regret / n_prompt:.2f} %)"
+        f" · the returning conversation answered {speed_up:.1f}× sooner than without checkpoints"
+        f" · bit-exact: {_verdict(report)}\n"
+    )
+
+
+def _verdict(report: ExactReport) -> str:
+    if not report.n_compared:
+        return "not compared (no checkpoint was made alone in the context)"
+    if report.is_exact:
+        return (
+            f"yes ({report.n_compared} kept states equal a cold replay byte for byte; "
+            f"{report.n_controls} wrong ones on purpose all differ)"
+        )
+    return f"NO ({report.n_different} of {report.n_compared} states differ, {report.n_controls_equal} controls equal)"
+
+
+def _take_both_slots(talker: Talker) -> None:
+    for seed in (101, 102):
+        talker.say([{"role": "user", "content": f"Read this text: {story(120, seed=seed)}"}], max_tokens=8)
+
+
+def _new_talk() -> Messages:
+    return [{"role": "system", "content": SYSTEM}]
+
+
+def _short(text: str, width: int = 48) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[:width]}… ({len(text):,} characters)"

@@ -1,0 +1,141 @@
+"""Chat messages to prompt text with a model's own Jinja template, and where that text may be cut.
+
+The template comes with the model file, so it is untrusted: it runs in Jinja's sandbox on a copy of the messages. Knows
+text; knows no tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from everwarm.errors import BadRequest
+
+Message = Mapping[str, Any]
+
+_MAX_REMEMBERED = 4096
+_NEXT_TURN = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt's text. ``boundaries`` are ends of messages and ``stable`` the end of what the next turn will share, in
+    characters."""
+
+    text: str
+    boundaries: tuple[int, ...]
+    stable: int | None
+
+
+class ChatTemplate:
+    def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+        self._globals = {"bos_token": bos, "eos_token": eos}
+        self._ends: OrderedDict[str, int] = OrderedDict()
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise BadRequest(f"the chat template cannot be read: {error}") from None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The text for these messages; what the template raises is the caller's mistake."""
+        values = {**self._globals, **kwargs, "messages": copy.deepcopy(list(messages)), "tools": copy.deepcopy(tools)}
+        try:
+            return self._template.render(values, add_generation_prompt=add_generation_prompt)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BadRequest(f"the chat template refused the messages: {error}") from None
+
+    def conversation(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> Rendered:
+        """The prompt that asks for the next reply, with its cut hints."""
+        text = self.render(messages, tools=tools, **kwargs)
+        ends = self._message_ends(text, messages, tools, kwargs)
+        n_shared = self._shared_with_next_turn(text, messages, tools, kwargs)
+        stable = max((end for end in ends if end <= n_shared), default=n_shared)
+        return Rendered(text, ends, stable or None)
+
+    def _message_ends(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """Where each message ends, found by rendering the conversation up to it. Remembered: only new ones render."""
+        ends = set()
+        key = json.dumps([tools, kwargs], sort_keys=True, default=str)
+        for i, message in enumerate(messages):
+            key = f"{hash((key, json.dumps(message, sort_keys=True, default=str))):x}"
+            end = self._ends.get(key)
+            if end is None:
+                end = self._remember(key, self._end_of(messages[: i + 1], tools, kwargs))
+            if 0 < end <= len(text):
+                ends.add(end)
+        return tuple(sorted(ends))
+
+    def _end_of(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
+    ) -> int:
+        try:
+            return len(self.render(messages, tools=tools, add_generation_prompt=False, **kwargs))
+        except BadRequest:  # some templates want a user message, or strict alternation
+            return 0
+
+    def _remember(self, key: str, end: int) -> int:
+        self._ends[key] = end
+        while len(self._ends) > _MAX_REMEMBERED:
+            self._ends.popitem(last=False)
+        return end
+
+    def _shared_with_next_turn(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
+    ) -> int:
+        """How far the next turn will agree with this text: here thinking gets stripped and generation prompts go."""
+        try:
+            following = self.render([*messages, *_NEXT_TURN], tools=tools, add_generation_prompt=False, **kwargs)
+        except BadRequest:
+            return 0
+        return next((i for i, (a, b) in enumerate(zip(text, following, strict=False)) if a != b), len(text))
+
+
+def _environment() -> jinja2.sandbox.SandboxedEnvironment:
+    env = jinja2.sandbox.SandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return env
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what a model writes; for a prompt its body stands as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own way of declaring tags
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    """Templates want plain JSON, not JSON escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

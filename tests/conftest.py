@@ -1,0 +1,36 @@
+"""What every test may use: `models` on the import path, and models that are opened once per session."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import EMBEDDED, tiny_model  # noqa: E402
+
+from everwarm.llama.model import Model  # noqa: E402
+
+OpenTiny = Callable[..., Model]
+
+
+@pytest.fixture(scope="session")
+def open_tiny() -> Iterator[OpenTiny]:
+    """``open_tiny(arch, **spec)``: that tiny model, open. The same question gives the same model."""
+    with ExitStack() as stack:
+
+        @cache
+        def open_once(arch: str, **spec: Any) -> Model:
+            return stack.enter_context(Model(tiny_model(arch, **spec)))
+
+        yield open_once
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Iterator[Model]:
+    with Model(EMBEDDED) as model:
+        yield model

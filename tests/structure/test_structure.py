@@ -1,0 +1,118 @@
+"""The shape of the code: imports point down, pieces stay small, pure modules stay pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "everwarm"
+
+# Each room may import itself and what is named here. Top modules (cli) may import everything.
+BASE = {"types", "errors", "config"}
+MAY_IMPORT = {
+    "types": set(),
+    "errors": set(),
+    "config": {"errors", "types"},
+    "prompt": BASE,
+    "state": BASE | {"prompt"},
+    "llama": BASE | {"prompt"},
+    "engine": BASE | {"prompt", "state", "llama"},
+    "gateway": BASE | {"prompt", "state", "engine", "router"},
+    "router": BASE | {"prompt", "state", "engine"},
+    "demo": BASE | {"prompt", "state", "llama", "engine", "gateway", "router"},
+}
+# No clock, disk, C, randomness or logging inside: these are tested by the thousand.
+PURE = (
+    "state/policy.py",
+    "state/params.py",
+    "state/weigh.py",
+    "engine/scheduler.py",
+    "llama/cells.py",
+    "prompt/prompt.py",
+)
+IMPURE_MODULES = {"time", "os", "io", "pathlib", "ctypes", "logging", "random", "secrets", "threading", "socket"}
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 50, 400
+LONG_TABLES = {"llama/abi.py"}
+
+
+def modules() -> list[Path]:
+    return sorted(SRC.rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module or ""
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    if room in ("cli", "__init__", "__main__"):
+        return
+    allowed = MAY_IMPORT[room] | {room}
+    for name in imported(path):
+        if name.startswith("everwarm."):
+            assert name.split(".")[1] in allowed, f"{room} must not import {name}"
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_import_nothing_with_effects(name: str) -> None:
+    assert not IMPURE_MODULES & {module.split(".")[0] for module in imported(SRC / name)}
+
+
+def test_only_the_llama_room_uses_ctypes() -> None:
+    users = {room_of(path) for path in modules() if "ctypes" in {m.split(".")[0] for m in imported(path)}}
+    assert users == {"llama"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+def test_pieces_stay_small(path: Path) -> None:
+    text = path.read_text()
+    name = str(path.relative_to(SRC))
+    assert name in LONG_TABLES or text.count("\n") <= MAX_FILE_LINES, f"{name} has {text.count(chr(10))} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{name}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+def test_every_module_says_what_it_does(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def test_nothing_is_pickled() -> None:
+    for path in modules():
+        assert not {"pickle", "marshal", "shelve", "dill"} & set(imported(path)), path
+
+
+def test_no_package_index_or_machine_path_is_committed() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    forbidden = re.compile(r"(--(extra-)?index-url|file:///(opt|root|home)|/(root|home)/\w+/)")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in {".gguf", ".png"} or not path.is_file() or path == Path(__file__):
+            continue
+        assert not forbidden.search(path.read_text(errors="replace")), f"{name} names a package index or a machine path"
+
+
+def test_the_lock_pins_everything_with_hashes() -> None:
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        if line and not line.startswith((" ", "#")):
+            assert "==" in line and line.endswith("\\"), f"{line!r} is not pinned with a hash"
