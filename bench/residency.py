@@ -12,7 +12,8 @@ import numpy as np
 
 from bench.measure import hundred_megabytes, table
 from everwarm.config import ContextOptions
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
 

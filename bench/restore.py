@@ -10,7 +10,8 @@ import numpy as np
 from bench.measure import hundred_megabytes, median_s, model_file, table
 from everwarm.config import ContextOptions
 from everwarm.demo.tiny import TinySpec
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from everwarm.config import ContextOptions
-from everwarm.llama.context import Blob, Context, Feed, Logits, Tokens
+from everwarm.llama.batch import Feed, Tokens
+from everwarm.llama.context import Blob, Context, Logits
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.types import START, Mark, Position, SeqId, TokenCount
 

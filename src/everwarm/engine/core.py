@@ -25,7 +25,8 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes, decide_sizes
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, ContextFull, DecodeFailed, EverwarmError, PromptTooLong
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.llama.model import Progress as LoadProgress
 from everwarm.llama.sampler import Sampler

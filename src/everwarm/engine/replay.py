@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from everwarm.engine.slots import CAPTURE
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.tree import Chunks
 from everwarm.types import SeqId

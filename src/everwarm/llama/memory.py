@@ -16,7 +16,8 @@ import numpy as np
 from everwarm.config import ContextOptions
 from everwarm.errors import ContextTooBig
 from everwarm.llama import abi
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
 

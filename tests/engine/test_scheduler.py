@@ -1,0 +1,100 @@
+"""Who may decode how many tokens: replies first, then prompts, evenly."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everwarm.engine.scheduler import Budget, Grant, Lane, plan
+
+readers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 3000), is_writing=st.just(False))
+writers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 5), is_writing=st.just(True))
+lanes = st.lists(readers | writers, max_size=16).map(
+    lambda found: [Lane(i, lane.n_wanted, lane.is_writing) for i, lane in enumerate(found)]
+)
+budgets = st.builds(Budget, n_step=st.integers(1, 2048), n_beside=st.integers(1, 600))
+
+
+def sizes(grants: list[Grant]) -> dict[int, int]:
+    return {grant.slot: grant.n_tokens for grant in grants}
+
+
+@settings(max_examples=400, deadline=None)
+@given(lanes, budgets)
+def test_grants_stay_within_the_budget_and_within_what_is_wanted(found, budget):
+    grants = sizes(plan(found, budget))
+    wanted = {lane.slot: lane.n_wanted for lane in found}
+    assert sum(grants.values()) <= budget.n_step
+    assert all(1 <= n <= wanted[slot] for slot, n in grants.items())
+    if any(lane.is_writing for lane in found):
+        assert sum(grants.get(lane.slot, 0) for lane in found if not lane.is_writing) <= budget.n_beside
+
+
+@settings(max_examples=400, deadline=None)
+@given(lanes, budgets)
+def test_every_reply_gets_exactly_one_token_and_comes_first(found, budget):
+    writing = [lane.slot for lane in found if lane.is_writing][: budget.n_step]
+    grants = plan(found, budget)
+    assert [(grant.slot, grant.n_tokens) for grant in grants[: len(writing)]] == [(slot, 1) for slot in writing]
+
+
+@settings(max_examples=400, deadline=None)
+@given(lanes, budgets)
+def test_somebody_always_moves(found, budget):
+    assert bool(plan(found, budget)) == bool(found)
+
+
+@settings(max_examples=400, deadline=None)
+@given(lanes, budgets)
+def test_no_prompt_starves_where_there_is_a_token_for_everybody(found, budget):
+    reading = [lane for lane in found if not lane.is_writing]
+    n_writing = len(found) - len(reading)
+    room = budget.n_step - n_writing if not n_writing else min(budget.n_step - n_writing, budget.n_beside)
+    grants = sizes(plan(found, budget))
+    if room >= len(reading):
+        assert all(lane.slot in grants for lane in reading)
+
+
+@settings(max_examples=400, deadline=None)
+@given(lanes, budgets)
+def test_prompts_share_evenly_and_nothing_wanted_is_left_lying(found, budget):
+    reading = [lane for lane in found if not lane.is_writing]
+    n_writing = len(found) - len(reading)
+    room = max(0, budget.n_step - n_writing)
+    room = min(room, budget.n_beside) if n_writing else room
+    grants = sizes(plan(found, budget))
+    given_out = {lane.slot: grants.get(lane.slot, 0) for lane in reading}
+    assert sum(given_out.values()) == min(room, sum(lane.n_wanted for lane in reading))
+    cut_short = [given_out[lane.slot] for lane in reading if given_out[lane.slot] < lane.n_wanted]
+    assert not cut_short or max(given_out.values()) - min(cut_short) <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=8), budgets)
+def test_every_prompt_is_read_in_the_end(prompts, budget):
+    left = dict(enumerate(prompts))
+    for _ in range(sum(prompts) + 1):
+        for grant in plan([Lane(i, n, False) for i, n in left.items() if n], budget):
+            left[grant.slot] -= grant.n_tokens
+    assert not any(left.values())
+
+
+def test_the_control_a_first_come_plan_would_starve_the_second_prompt():
+    """What fairness is for: greedy serving gives everything to the first."""
+    found = [Lane(0, 3000, False), Lane(1, 3000, False)]
+    assert sizes(plan(found, Budget(512, 128))) == {0: 256, 1: 256}
+    assert sizes([Grant(0, 512)]) != sizes(plan(found, Budget(512, 128)))
+
+
+@pytest.mark.parametrize(("n_reading", "expected"), [(1, 127), (2, 64)])
+def test_prompts_beside_a_reply_share_the_smaller_budget(n_reading, expected):
+    found = [Lane(0, 1, True), *(Lane(i + 1, 5000, False) for i in range(n_reading))]
+    grants = sizes(plan(found, Budget(512, 127)))
+    assert grants[0] == 1 and grants[1] == expected and sum(grants.values()) == 128
+
+
+def test_what_a_short_prompt_leaves_over_goes_to_the_long_one():
+    assert sizes(plan([Lane(0, 1000, False), Lane(1, 10, False)], Budget(512, 128))) == {1: 10, 0: 502}
+
+
+def test_no_lanes_no_grants():
+    assert plan([], Budget(512, 128)) == []

@@ -1,0 +1,146 @@
+"""Weighing what is in RAM: who is stranded, who is protected, what a loss would cost."""
+
+import numpy as np
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.policy import CutKind, Entry, victims
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.weigh import Scales, weigh
+from everwarm.types import SeqId
+
+
+class Grove:
+    """A tree made by hand, and questions about its entries."""
+
+    def __init__(self) -> None:
+        self.tree = Tree()
+
+    def node(self, *items: int) -> Node:
+        return self.tree.grow(self.tree.root(""), Prompt.of_tokens(items), len(items))
+
+    def state(self, *items: int, kind: CutKind = CutKind.BOUNDARY, n_bytes: int = 1000, **more: float) -> Node:
+        node = self.node(*items)
+        self.tree.set_checkpoint(node, Checkpoint(kind, True, (), state=np.zeros(n_bytes, np.uint8), **more))
+        return node
+
+    def kv(self, *items: int, n_bytes: int = 100) -> Node:
+        node = self.node(*items)
+        self.tree.set_segment(node, Segment(np.zeros(n_bytes, np.uint8), node.parent.mark, node.mark, True))
+        return node
+
+    def weigh(self, *, resident: tuple[Node, ...] = (), checkpoints: bool = True, kv: bool = True) -> list[Entry]:
+        self.nodes = list(self.tree.nodes())
+        scales = Scales(1000.0, 0.5, checkpoints, kv, frozenset(map(id, resident)))
+        return weigh(self.nodes, scales)
+
+    def of(self, node: Node, entries: list[Entry], *, segment: bool = False) -> Entry | None:
+        key = 2 * self.nodes.index(node) + segment
+        return next((entry for entry in entries if entry.key == key), None)
+
+
+def test_a_state_is_worth_the_way_from_the_nearest_state_above():
+    grove = Grove()
+    grove.kv(1, 2)
+    upper = grove.state(1, 2)
+    grove.kv(1, 2, 3, 4, 5)
+    lower = grove.state(1, 2, 3, 4, 5, used_at=990.0, hits=3)
+    entries = grove.weigh()
+    assert grove.of(upper, entries).seconds_saved == 1.0
+    entry = grove.of(lower, entries)
+    assert (entry.seconds_saved, entry.age_s, entry.hits, entry.size_bytes) == (1.5, 10.0, 3, 1000)
+
+
+def test_a_state_whose_kv_lineage_is_broken_is_stranded():
+    grove = Grove()
+    upper = grove.state(1, 2)  # no KV
+    grove.kv(1, 2, 3)
+    lower = grove.state(1, 2, 3)
+    entries = grove.weigh()
+    assert grove.of(upper, entries).stranded and grove.of(lower, entries).stranded
+    entries = grove.weigh(resident=(upper,))  # the control: the device has what is missing
+    assert not grove.of(upper, entries).stranded and not grove.of(lower, entries).stranded
+    entries = grove.weigh(kv=False)
+    assert not grove.of(lower, entries).stranded
+
+
+def test_the_newest_end_and_junctions_are_protected():
+    grove = Grove()
+    middle, junction = grove.state(1), grove.state(1, 2)
+    left, right = grove.state(1, 2, 3), grove.state(1, 2, 4)
+    entries = grove.weigh(kv=False)
+    flags = [grove.of(node, entries).protected for node in (middle, junction, left, right)]
+    assert flags == [False, True, True, True]
+
+
+def test_an_end_kept_only_for_an_identical_prompt_is_not_protected():
+    grove = Grove()
+    end = grove.state(1, 2, kind=CutKind.END)
+    assert not grove.of(end, grove.weigh(kv=False)).protected
+
+
+def test_pinned_entries_are_not_weighed_at_all():
+    grove = Grove()
+    grove.kv(1, 2)
+    node = grove.state(1, 2)
+    with grove.tree.pinned(node):
+        assert grove.weigh() == []
+    assert len(grove.weigh()) == 1
+
+
+def test_a_segment_goes_only_when_no_state_in_ram_needs_it():
+    grove = Grove()
+    needed, useless = grove.kv(1), grove.kv(9, 9)
+    grove.kv(1, 2)
+    grove.state(1, 2)
+    entries = grove.weigh()
+    assert grove.of(needed, entries, segment=True) is None
+    assert grove.of(useless, entries, segment=True).stranded
+
+
+def test_a_parked_checkpoint_alone_needs_no_segment():
+    grove = Grove()
+    node = grove.kv(1)
+    grove.tree.set_checkpoint(node, Checkpoint(CutKind.BOUNDARY, True, (), parked=SeqId(2)))
+    assert grove.of(node, grove.weigh(), segment=True).stranded
+    assert grove.of(node, grove.weigh()) is None  # nothing of it is in RAM
+
+
+def test_for_plain_attention_segments_go_from_the_end():
+    grove = Grove()
+    upper, lower, other = grove.kv(1), grove.kv(1, 2), grove.kv(5, 6)
+    entries = grove.weigh(checkpoints=False)
+    assert grove.of(upper, entries, segment=True) is None
+    assert not grove.of(lower, entries, segment=True).stranded
+    assert grove.of(other, entries, segment=True).seconds_saved == 1.0
+
+
+def test_half_of_a_shared_segment_frees_nothing():
+    grove = Grove()
+    node = grove.kv(1, 2, 3)
+    upper = grove.node(1, 2, 9).parent
+    entries = grove.weigh(checkpoints=False)
+    assert grove.of(node, entries, segment=True).size_bytes == 0
+    grove.tree.drop_segment(node)
+    assert grove.of(upper, grove.weigh(checkpoints=False), segment=True).size_bytes == 100
+
+
+def test_stranded_states_are_the_first_victims_and_ends_of_conversations_the_last():
+    grove = Grove()
+    grove.kv(1)
+    middle = grove.state(1)
+    grove.kv(1, 2)
+    end = grove.state(1, 2)
+    stranded = grove.state(7, 8, 9, 9, 9, 9, 9)
+    chosen = victims(grove.weigh(), 10**9)
+    states = [grove.nodes[key // 2] for key in chosen if key % 2 == 0]
+    assert states == [stranded, middle, end]
+
+
+def test_weighing_changes_nothing():
+    grove = Grove()
+    grove.kv(1)
+    grove.state(1)
+    before = grove.tree.ram_bytes
+    grove.weigh()
+    grove.tree.check()
+    assert grove.tree.ram_bytes == before
