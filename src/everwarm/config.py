@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 from everwarm.errors import BadRequest
@@ -77,7 +76,7 @@ class Sampling:
     presence_penalty: float = 0.0
     penalty_last_n: int = 64
     seed: int | None = None  # None: a fresh random one for every request
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _finite("temperature", self.temperature, 0.0, 100.0)

@@ -10,7 +10,7 @@ EverwarmError
 ├── MemoryFault                500  libllama refused; the engine recovers, a request never sees these
 │   ├── ContextFull                 no free cell; nothing changed
 │   ├── TrimRefused                 the tail cannot be cut here; nothing changed
-│   ├── StateRejected               a state was not accepted; the sequence is empty now
+│   ├── StateRejected               a state was not accepted; the sequence has none now
 │   └── DecodeFailed                the sequences of the batch are empty now
 └── EngineStopped              503  the engine is closing
 """
@@ -76,6 +76,42 @@ class DecodeFailed(MemoryFault):
     pass
 
 
+class KvMissing(MemoryFault):
+    pass
+
+
 class EngineStopped(EverwarmError):
     status = 503
     code = "unavailable_error"
+
+
+class Overloaded(EverwarmError):
+    status = 429
+    code = "rate_limit_error"
+    retry_after_s = 1
+
+
+class Draining(EverwarmError):
+    status = 503
+    code = "unavailable_error"
+    retry_after_s = 5
+
+
+class Forbidden(EverwarmError):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Refused(EverwarmError):
+    """An engine's own error, as the gateway hands it on."""
+
+    def __init__(
+        self, status: int, code: str, message: str, n_prompt: int | None = None, n_context: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.n_prompt = n_prompt
+        self.n_context = n_context

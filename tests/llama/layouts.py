@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -15,12 +16,13 @@ import numpy as np
 from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
-from everwarm.types import SeqId
 from llama.steps import OTHER, SLOT, TAIL_CHUNKS, THIRD, Saved, load, open_context, read, read_to, say, text
 
 # A warm run differs from a cold one in two places at most: the prefix was read in another layout, and so is what
 # follows. Each may move the logits by one spread.
 BOUND = 2
+
+TOKENS, CUTS = text(400), (70, 140)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +71,30 @@ def go_on_in(context: Context, layout: Layout, tokens: Tokens, chunks: Sequence[
     return rows
 
 
-def cold(model: Model, layout: Layout, tokens: Tokens, cuts: Sequence[int]) -> list[Logits]:
-    with open_context(model) as context:
-        layout.before(context)
-        read(context, tokens, cuts)
-        return go_on_in(context, layout, tokens)
+@dataclass(frozen=True, slots=True)
+class ColdRun:
+    """The prompt read in a layout: what was saved at the last cut, the logits after it, and whether it ended clean."""
+
+    saved: Saved
+    rows: list[Logits]
+    clean: bool
 
 
-def warm(model: Model, layout: Layout, tokens: Tokens, saved: Saved, seq: SeqId = SLOT) -> list[Logits]:
+@cache
+def cold(model: Model, layout: Layout) -> ColdRun:
     with open_context(model) as context:
         layout.before(context)
-        load(context, seq, saved)
-        return go_on_in(context, layout, tokens)
+        saved = read(context, TOKENS, CUTS)
+        rows = go_on_in(context, layout, TOKENS)
+        return ColdRun(saved, rows, context.is_clean(SLOT))
+
+
+def warm(model: Model, layout: Layout, saved: Saved) -> list[Logits]:
+    """The prompt brought back into a layout."""
+    with open_context(model) as context:
+        layout.before(context)
+        load(context, SLOT, saved)
+        return go_on_in(context, layout, TOKENS)
 
 
 def distance(a: Sequence[Logits], b: Sequence[Logits]) -> float:
@@ -89,7 +103,8 @@ def distance(a: Sequence[Logits], b: Sequence[Logits]) -> float:
     return max(float(np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf).max()) for x, y in pairs)
 
 
-def cold_spread(model: Model, tokens: Tokens, cuts: Sequence[int]) -> float:
+@cache
+def cold_spread(model: Model) -> float:
     """How far cold runs of one prompt lie apart."""
-    runs = [cold(model, layout, tokens, cuts) for layout in (ALONE, *LAYOUTS)]
+    runs = [cold(model, layout).rows for layout in (ALONE, *LAYOUTS)]
     return max(distance(a, b) for a, b in combinations(runs, 2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,18 +16,17 @@ from everwarm.config import ContextOptions
 from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.context import Blob, Context, Logits
 from everwarm.llama.model import MemoryKind, Model
-from everwarm.types import START, Mark, Position, SeqId, TokenCount
+from everwarm.types import Mark, Position, SeqId, TokenCount
 
-N_UBATCH = 64  # flash attention works in tiles from 64 tokens on: below, bits do not show the layout of the cells
-WINDOW = 64  # of the tiny gemma3
+N_UBATCH = 64  # flash attention works in tiles from 64 tokens on; below, bits would not show the layout of the cells
 OPTIONS = ContextOptions(
     n_ctx=1024, n_batch=2 * N_UBATCH, n_ubatch=N_UBATCH, n_seq_max=4, n_threads=1, n_threads_batch=1
 )
 SLOT, SPARE, OTHER, THIRD = SeqId(0), SeqId(1), SeqId(2), SeqId(3)
-TAIL_CHUNKS = (1, 1, N_UBATCH - 1, 1, N_UBATCH + 1, 7, 1)  # what is decoded after coming back
+TAIL_CHUNKS = (1, N_UBATCH + 1, 2, 1)  # what is decoded after coming back
 
 
-def open_context(model: Model, **options: object) -> Context:
+def open_context(model: Model, **options: Any) -> Context:
     return Context(model, replace(OPTIONS, **options))
 
 
@@ -61,12 +61,16 @@ def go_on(context: Context, seq: SeqId, tokens: Tokens, chunks: Sequence[int] = 
 
 def wander(context: Context, seq: SeqId = SLOT) -> None:
     """Decode something else, so that coming back means something."""
-    go_on(context, seq, text(context.end(seq).n_tokens + 90, seed=99), (1, N_UBATCH + 1, 5))
+    go_on(context, seq, text(context.end(seq).n_tokens + 20, seed=99), (1, 15, 1))
 
 
 def wipe(context: Context) -> None:
     for seq in range(context.options.n_seq_max):
         context.drop(SeqId(seq))
+
+
+def same_bits(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +122,14 @@ def load(context: Context, seq: SeqId, saved: Saved) -> None:
 
 
 def restore(context: Context, seq: SeqId, saved: Saved) -> None:
-    if saved.state is not None:
+    """Put the state back; plain attention has none, and its KV is cut instead."""
+    if saved.state is None:
+        context.trim(seq, saved.end)
+    else:
         context.restore(seq, saved.state, saved.end, clean=saved.clean)
 
 
-# Ways to come back to the last cut. Each gets a context that stands there and gives the sequence that stands there again.
+# Ways to come back to the last cut. Each gets a context whose slot stands there, and names the sequence that does again.
 
 Way = Callable[[Context, Saved], SeqId]
 
@@ -186,19 +193,29 @@ def shared(context: Context, saved: Saved) -> SeqId:
     return OTHER
 
 
-def trimmed(context: Context, saved: Saved) -> SeqId:
-    wander(context)
-    context.trim(SLOT, saved.end)
-    return SLOT
-
-
 _PARKING = (unparked, unparked_elsewhere)
 _LOADING = (reloaded, reloaded_elsewhere)
 _KEEPING = (restored_in_place, restored_after_keeping_kv, half_kept_half_spliced)
 
 WAYS: dict[MemoryKind, tuple[Way, ...]] = {
     MemoryKind.HYBRID: (*_PARKING, *_LOADING, *_KEEPING, shared),
+    MemoryKind.ATTENTION: (*_PARKING, *_LOADING, *_KEEPING, shared),
     MemoryKind.RECURRENT: (*_PARKING, *_LOADING, restored_in_place),
     MemoryKind.WINDOW: (*_LOADING, *_KEEPING),
-    MemoryKind.ATTENTION: (*_PARKING, *_LOADING, restored_after_keeping_kv, half_kept_half_spliced, shared, trimmed),
 }
+
+KINDS = {
+    "qwen35": MemoryKind.HYBRID,
+    "jamba": MemoryKind.HYBRID,
+    "falcon-h1": MemoryKind.HYBRID,
+    "granitehybrid": MemoryKind.HYBRID,
+    "nemotron_h": MemoryKind.HYBRID,
+    "lfm2": MemoryKind.HYBRID,
+    "mamba2": MemoryKind.RECURRENT,
+    "gemma3": MemoryKind.WINDOW,
+    "llama": MemoryKind.ATTENTION,
+}
+WITH_STATE = tuple(arch for arch, kind in KINDS.items() if kind.needs_checkpoints)
+WITH_KV = tuple(arch for arch, kind in KINDS.items() if kind.has_attention)
+HYBRIDS = tuple(arch for arch, kind in KINDS.items() if kind is MemoryKind.HYBRID)
+WITHOUT_TRIM = tuple(arch for arch, kind in KINDS.items() if kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT))

@@ -16,21 +16,32 @@ from pathlib import Path
 
 import numpy as np
 
+from everwarm.engine.admission import Admission, Verdict
 from everwarm.engine.counts import Counts
 from everwarm.engine.keeper import Keeper
-from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Progress, Request, Started
+from everwarm.engine.probs import probabilities
+from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.restore import Goal, Restored, Restorer, Source
 from everwarm.engine.scheduler import Budget, Grant, Lane, plan
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes, decide_sizes
 from everwarm.engine.slots import Slot
-from everwarm.errors import BadRequest, ContextFull, DecodeFailed, EverwarmError, PromptTooLong
+from everwarm.errors import (
+    BadRequest,
+    ContextFull,
+    DecodeFailed,
+    EverwarmError,
+    MemoryFault,
+    PromptTooLong,
+    StateRejected,
+)
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.llama.model import Progress as LoadProgress
 from everwarm.llama.sampler import Sampler
 from everwarm.state import policy
+from everwarm.state.history import record
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Match, Tree
 from everwarm.types import SeqId
@@ -51,6 +62,7 @@ class Core:
     keeper: Keeper
     restorer: Restorer
     slots: list[Slot]
+    admission: Admission
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
 
@@ -69,7 +81,8 @@ class Core:
             tree.hold(slot.node)
         keeper = Keeper(context, tree, slots, sizes.spacing, sizes.ram_bytes, seconds_per_token=1e-3)
         keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
-        return cls(model, settings, sizes, context, tree, keeper, Restorer(keeper), slots)
+        restorer = Restorer(keeper)
+        return cls(model, settings, sizes, context, tree, keeper, restorer, slots, Admission(keeper, restorer))
 
     def close(self) -> None:
         for slot in self.slots:
@@ -88,6 +101,8 @@ class Core:
         if int(ask.prompt.codes.max()) >= self.model.vocab.n_tokens:
             top = self.model.vocab.n_tokens - 1
             raise BadRequest(f"token {int(ask.prompt.codes.max())} is not in the vocabulary; give 0 to {top}")
+        if ask.slot is not None and not 0 <= ask.slot < len(self.slots):
+            raise BadRequest(f"slot {ask.slot} does not exist; give 0 to {len(self.slots) - 1}")
         sampler = Sampler(self.model, ask.sampling, ask.prompt.codes)
         room = min(n_prompt + ask.max_tokens, self.context.n_ctx)
         request = Request(ask, sampler, room, time.monotonic())
@@ -99,6 +114,14 @@ class Core:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             if request.id == request_id:
                 request.cancelled = True
+
+    def stop(self, request_id: int) -> list[Event]:
+        """End a running reply now, as if the model had ended it: its text said something to stop at."""
+        events: list[Event] = []
+        for slot in self.slots:
+            if slot.request is not None and slot.request.id == request_id:
+                self._finish(slot, slot.request, Finish.STOP, events)
+        return events
 
     @property
     def has_work(self) -> bool:
@@ -165,57 +188,65 @@ class Core:
             request = slot.request
             assert request is not None
             slot.n_fed += grant.n_tokens
-            slot.record_chunk(grant.n_tokens)
+            record(slot.chunks, grant.n_tokens)
             if slot.n_fed <= request.n_prompt:
                 events.append(Progress(request.id, slot.n_fed, request.n_prompt))
-            if slot.cuts and slot.n_fed == slot.cuts[-1].at:
-                self.keeper.take(slot, slot.cuts.pop().kind)
-            if feed.wants_logits:
-                self._advance(slot, request, row, events)
-                row += 1
+            row += feed.wants_logits
+            if slot.cuts and slot.n_fed == slot.cuts[-1].at and not self._take(slot, slot.cuts.pop().kind):
+                self._start_over([slot], StateRejected("its state was lost while it was being kept"), events)
+            elif feed.wants_logits:
+                self._advance(slot, request, row - 1, events)
 
     def _advance(self, slot: Slot, request: Request, row: int, events: list[Event]) -> None:
         """Everything a request has is decoded: pick what comes next."""
         at_prompt_end = slot.n_fed == request.n_prompt
         logits = self.context.logits(row).copy() if at_prompt_end else None
         token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
-        self._after_pick(slot, request, token, logits, events)
+        probs = None
+        if token is not None and request.ask.n_probs is not None:
+            probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
+        if logits is not None:
+            self.keeper.take(slot, CutKind.END, logits=logits)  # parks or does nothing
+        self._go_on(slot, request, token, probs, events)
 
-    def _after_pick(
-        self, slot: Slot, request: Request, token: int | None, logits: np.ndarray | None, events: list[Event]
-    ) -> None:
+    def _go_on(self, slot: Slot, request: Request, token: int | None, probs: Probs | None, events: list[Event]) -> None:
         if request.first_token_at is None:
             request.first_token_at = time.monotonic()
-        if logits is not None:
-            self.keeper.take(slot, CutKind.END, logits=logits)
         if token is None:
             return self._finish(slot, request, Finish.LENGTH, events)
         if token in self.model.vocab.eog and not request.ask.ignore_eos:
             return self._finish(slot, request, Finish.STOP, events)
         request.append(token)
-        events.append(NewToken(request.id, token))
+        events.append(NewToken(request.id, token, probs))
         if request.is_full:
             self._finish(slot, request, Finish.LENGTH, events)
 
     def _finish(
         self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
     ) -> None:
-        if slot.n_fed > request.n_prompt:
-            self._keep_end(slot, CutKind.REPLY)
-        elif slot.n_fed < request.n_prompt:
-            self._keep_end(slot, CutKind.CANCEL)
-        elif not self.context.kind.needs_checkpoints:
+        if slot.n_fed != request.n_prompt:
+            self._keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
+        elif slot.n_fed:
             self.keeper.mark_end(slot)
         slot.items = request.items(slot.n_fed)
         slot.request, slot.cuts, slot.used_at = None, [], time.monotonic()
         self._close(request, finish, events, error)
 
     def _keep_end(self, slot: Slot, kind: CutKind) -> None:
-        if not self.context.kind.needs_checkpoints:
-            if slot.n_fed:
-                self.keeper.mark_end(slot)
-        elif slot.n_fed > slot.node.n_items:
+        if slot.n_fed > slot.node.n_items:
+            self.keeper.mark_end(slot)
+            self._take(slot, kind)
+
+    def _take(self, slot: Slot, kind: CutKind) -> bool:
+        """False: keeping the state lost it, and the slot is empty now."""
+        try:
             self.keeper.take(slot, kind)
+        except StateRejected as error:
+            log.warning("a state was lost while it was being kept: %s", error)
+            self.keeper.seat(slot, slot.node.root())
+            slot.clear()
+            return False
+        return True
 
     def _close(self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None) -> None:
         request.sampler.close()
@@ -232,28 +263,14 @@ class Core:
                 self._finish(slot, slot.request, Finish.CANCELLED, events)
 
     def _admit(self, events: list[Event]) -> None:
-        while self.queue and self._may_start(self.queue[0]):
-            self._start(self.queue.popleft(), events)
-
-    def _may_start(self, request: Request) -> bool:
-        running = [slot for slot in self.slots if slot.request is not None]
-        if not running:
-            return True
-        alone = request.ask.deterministic or any(s.request and s.request.ask.deterministic for s in running)
-        if alone or len(running) == len(self.slots):
-            return False
-        return self._fits_beside(request, running)
-
-    def _fits_beside(self, request: Request, running: list[Slot]) -> bool:
-        """Whether its new cells fit beside those of the running ones, once everybody else has made room."""
-        if not self.context.kind.has_attention:
-            return True
-        prompt = request.items(request.n_items)
-        shared = 0
-        if self.context.kind.can_share_cells:
-            shared = max(int(prompt.common_prefix(slot.resident())) for slot in running)
-        used = self.context.cells.used_by(slot.seq for slot in running)
-        return used + len(prompt) - shared + len(running) + 1 <= self.context.n_ctx
+        """In order, but whoever waits for a particular slot or for another's reading lets others pass."""
+        for request in list(self.queue):
+            verdict = self.admission.judge(request)
+            if verdict is Verdict.FULL:
+                return
+            if verdict is Verdict.START:
+                self.queue.remove(request)
+                self._start(request, events)
 
     def _start(self, request: Request, events: list[Event]) -> None:
         is_first = request.started_at is None
@@ -263,7 +280,7 @@ class Core:
         prompt = request.items(request.n_items)
         goal = Goal(prompt, request.ask.namespace, clean_only=request.ask.deterministic)
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
-        slot = self._seat(sources)
+        slot = self._seat(request, sources)
         match = self.restorer.match(prompt, goal.namespace, sources)
         if request.ask.use_cache:
             restored = self.restorer.bring(slot, goal, match, sources)
@@ -271,18 +288,28 @@ class Core:
             restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
         slot.request = request
+        slot.session = request.ask.session
+        if slot.session is not None:
+            for other in self.slots:
+                if other.session == slot.session:
+                    other.used_at = time.monotonic()
         request.restored_at = time.monotonic()
         if is_first:
             self.counts.add(request, match, restored, self.keeper.spacing)
-            events.append(Started(request.id, request.n_prompt, request.n_cached))
+            events.append(Started(request.id, request.n_prompt, request.n_cached, slot.seq))
         if restored.logits is not None:
             self._go_on_from_logits(slot, request, restored.logits, events)
 
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)
-        self._after_pick(slot, request, token, None, events)
+        probs = None
+        if token is not None and request.ask.n_probs is not None:
+            probs = probabilities(logits, token, request.ask.n_probs)
+        self._go_on(slot, request, token, probs, events)
 
-    def _seat(self, sources: list[Source]) -> Slot:
+    def _seat(self, request: Request, sources: list[Source]) -> Slot:
+        if request.ask.slot is not None:
+            return self.slots[request.ask.slot]
         common = {source.seq: source.n_common for source in sources}
         seats = [
             policy.Seat(i, slot.n_fed, common.get(slot.seq, 0), slot.used_at)
@@ -346,10 +373,10 @@ class Core:
         self.keeper.move_out_slot(youngest)
         self.queue.appendleft(request)
 
-    def _start_over(self, slots: list[Slot], error: DecodeFailed, events: list[Event]) -> None:
-        """libllama failed inside a batch and the sequences are empty: what they started from is suspect."""
+    def _start_over(self, slots: list[Slot], error: MemoryFault, events: list[Event]) -> None:
+        """libllama failed and the sequences are empty: what they started from is suspect."""
         self.counts.n_decode_failures += 1
-        log.warning("a batch failed, its requests start over: %s", error)
+        log.warning("a request starts over: %s", error)
         for slot in slots:
             request = slot.request
             assert request is not None

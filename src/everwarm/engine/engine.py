@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from typing import Self, TypeVar
 
 from everwarm.config import Sampling
 from everwarm.engine.core import Core
+from everwarm.engine.loop import Job, Loop, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
@@ -29,7 +29,6 @@ from everwarm.prompt.tokenize import Tokenizer
 
 log = logging.getLogger("everwarm.engine")
 
-_Job = Callable[[Core], None]
 T = TypeVar("T")
 
 
@@ -85,11 +84,10 @@ class Engine:
         self.core = Core.open(Path(model_path), self.settings, progress)
         self.model = self.core.model
         self.tokenizer = Tokenizer(self.model.vocab)
-        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._streams: dict[int, Stream] = {}
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="everwarm-engine", daemon=True)
-        self._thread.start()
+        self._failure: EngineStopped | None = None
+        self._loop = Loop(self.core, self._deliver)
+        self._thread = start(self._loop, "everwarm-engine", self._ended)
 
     def prompt(self, text: str, *, add_special: bool = True) -> Prompt:
         return self.tokenizer.tokenize(text, add_special=add_special)
@@ -146,7 +144,7 @@ class Engine:
     def close(self) -> None:
         """Stop the loop, end what still runs, free the model. Safe to call twice."""
         if self._thread.is_alive():
-            self._inbox.put(None)
+            self._loop.stop()
             self._thread.join()
         self.core.close()
 
@@ -160,40 +158,15 @@ class Engine:
 
     # on the engine's thread
 
-    def _run(self) -> None:
-        error: BaseException = EngineStopped("the engine was closed")
-        try:
-            while self._take_jobs():
-                if self.core.has_work:
-                    for event in self.core.step():
-                        self._deliver(event)
-        except BaseException as failure:
-            log.exception("the engine stopped")
-            error = EngineStopped(f"the engine stopped: {failure}")
-        self._failure = error
+    def _ended(self, failure: BaseException | None) -> None:
+        if failure is None:
+            self._failure = EngineStopped("the engine was closed")
+        else:
+            log.error("the engine stopped", exc_info=failure)
+            self._failure = EngineStopped(f"the engine stopped: {failure}")
         for stream in self._streams.values():
-            stream._put(error)
+            stream._put(self._failure)
         self._streams.clear()
-        self._take_leftover_jobs()
-
-    def _take_jobs(self) -> bool:
-        """Run what is in the inbox; wait there only when there is nothing else to do."""
-        idle = not self.core.has_work and not self.core.tidy()
-        while True:
-            try:
-                job = self._inbox.get(block=idle)
-            except queue.Empty:
-                return True
-            if job is None:
-                return False
-            job(self.core)
-            idle = False
-
-    def _take_leftover_jobs(self) -> None:
-        while not self._inbox.empty():
-            job = self._inbox.get()
-            if job is not None:
-                job(self.core)
 
     def _begin(self, core: Core, ask: Ask, stream: Stream) -> None:
         if self._failure is not None:
@@ -205,17 +178,18 @@ class Engine:
         stream.request_id = request.id
         self._streams[request.id] = stream
 
-    def _deliver(self, event: Event) -> None:
-        stream = self._streams.get(event.request_id)
-        if isinstance(event, Finished):
-            self._streams.pop(event.request_id, None)
-        if stream is not None:
-            stream._put(event)
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if isinstance(event, Finished):
+                self._streams.pop(event.request_id, None)
+            if stream is not None:
+                stream._put(event)
 
-    def _post(self, job: _Job) -> None:
+    def _post(self, job: Job) -> None:
         if self._failure is not None:
             raise self._failure
-        self._inbox.put(job)
+        self._loop.post(job)
 
     def _cancel(self, stream: Stream) -> None:
         def run(core: Core) -> None:

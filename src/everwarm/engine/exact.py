@@ -10,6 +10,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.replay import replay
 from everwarm.llama.context import Blob, Context
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.history import SEATED
 from everwarm.state.tree import Checkpoint, Node
 from everwarm.types import SeqId
 
@@ -47,7 +48,7 @@ def _cold_state(context: Context, node: Node, checkpoint: Checkpoint, change: in
     if change is not None:
         codes[change] = (codes[change] + 1) % context.model.vocab.n_tokens
     chunks = checkpoint.chunks
-    while chunks and chunks[-1][0] == 0:  # the capture below is the last one
+    while chunks and chunks[-1][0] == SEATED:  # the capture below seats it
         chunks = chunks[:-1]
     replay(context, SeqId(0), Prompt(codes), chunks)
     try:

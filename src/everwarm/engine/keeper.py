@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everwarm.engine.slots import CAPTURE, Slot
+from everwarm.engine.slots import Slot
 from everwarm.errors import MemoryFault
 from everwarm.llama.context import Context
 from everwarm.state import policy
+from everwarm.state.history import SEATED, Chunks, history_at, record
 from everwarm.state.params import Spacing
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
@@ -63,16 +64,16 @@ class Keeper:
             node.checkpoint.used_at = now
             self._upgrade(node.checkpoint, kind, logits)
             return
-        slot.record_chunk(CAPTURE)
         clean = self.context.is_clean(slot.seq)
-        checkpoint = Checkpoint(kind, clean, slot.history(), used_at=now)
+        state = None if spare is not None else self.context.capture(slot.seq)
+        if self.context.kind.has_window:
+            record(slot.chunks, SEATED)
+        checkpoint = Checkpoint(kind, clean, tuple(slot.chunks), state=state, used_at=now)
         if spare is not None:
             self.context.park(slot.seq, spare)
             self.spares[spare] = node
             checkpoint.parked = spare
             checkpoint.logits = None if logits is None else logits.copy()
-        else:
-            checkpoint.state = self.context.capture(slot.seq)
         self.tree.set_checkpoint(node, checkpoint)
         self.counts.n_created += 1
         self._say("created", node, checkpoint)
@@ -128,11 +129,19 @@ class Keeper:
     def save_lineage(self, seq: SeqId, nodes: Iterable[Node]) -> None:
         """Copy the KV of these nodes to RAM, out of a sequence that passes them."""
         for node in nodes:
-            if node.segment is None and node.parent is not None:
+            if node.segment is None and node.parent is not None and node.mark.n_tokens <= self.context.cells.count(seq):
                 blob = self.context.capture_segment(seq, node.parent.mark, node.mark)
                 clean = self.context.cells.is_clean(seq)
-                self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, clean))
+                history = history_at(self.history(seq), node.n_items)
+                self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, clean, history))
         self.enforce_budget()
+
+    def history(self, seq: SeqId) -> Chunks:
+        """How the cells of a sequence came about."""
+        node = self.spares.get(seq)
+        if node is not None and node.checkpoint is not None:
+            return node.checkpoint.chunks
+        return next((tuple(slot.chunks) for slot in self.slots if slot.seq == seq), ())
 
     def unsaved(self, seq: SeqId, node: Node, *, beyond: int = 0) -> list[Node]:
         """The nodes of a lineage whose KV only this sequence holds and somebody may need."""
@@ -178,11 +187,13 @@ class Keeper:
     # giving up
 
     def drop_checkpoint(self, node: Node, reason: str) -> None:
+        assert node.checkpoint is not None
+        if node.checkpoint.parked is not None and node.parent is not None:
+            self.save_kv(node.checkpoint.parked, node.parent)  # states above it may live on this sequence's KV
         checkpoint = self.tree.drop_checkpoint(node)
         self.counts.n_dropped += 1
         self._say(f"dropped ({reason})", node, checkpoint)
         if checkpoint.parked is not None:
-            self.save_kv(checkpoint.parked, node)  # states above it may live on this sequence's KV
             self._free_spare(checkpoint.parked)
 
     def quarantine(self, node: Node, error: MemoryFault) -> None:

@@ -15,6 +15,8 @@ from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
 
+MAX_PROBS = 100
+
 _ids = itertools.count(1)
 
 
@@ -32,10 +34,16 @@ class Ask:
     use_cache: bool = True
     deterministic: bool = False
     ignore_eos: bool = False
+    n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
+    slot: int | None = None  # wait for this very slot
+    session: str | None = None  # whose conversation this is: slots of a session that is active are given up last
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
         require(0 <= self.max_tokens <= 1 << 26, f"max_tokens is {self.max_tokens}; give 0 or more")
+        require(
+            self.n_probs is None or 0 <= self.n_probs <= MAX_PROBS, f"n_probs is {self.n_probs}; give 0 to {MAX_PROBS}"
+        )
         require(not self.prompt.media, "media items need a projector; this engine has none")
         n = len(self.prompt)
         for hint in (*self.boundaries, *(() if self.stable is None else (self.stable,))):
@@ -119,6 +127,10 @@ class Request:
         return self.n_items - self.n_prompt
 
     @property
+    def n_left(self) -> int:
+        return self.room - self.n_items
+
+    @property
     def is_full(self) -> bool:
         return self.n_items >= self.room
 
@@ -154,6 +166,7 @@ class Started:
     request_id: int
     n_prompt: int
     n_cached: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +177,18 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Probs:
+    """The log-probability of a token that was picked, and the most likely ones at that place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     request_id: int
     token: int
+    probs: Probs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ import numpy as np
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
-from everwarm.errors import ContextFull, MemoryFault
+from everwarm.errors import ContextFull, KvMissing, MemoryFault
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.history import history_at
 from everwarm.state.tree import Match, Node
 from everwarm.types import SeqId
 
@@ -88,9 +89,8 @@ class Restorer:
         return self.start_cold(slot, goal)
 
     def start_cold(self, slot: Slot, goal: Goal) -> Restored:
-        self._vacate(slot)
-        self._stand(slot, goal, self._tree.root(goal.namespace), 0)
-        slot.chunks = []
+        self._vacate(slot, self._tree.root(goal.namespace))
+        self._stand(slot, goal, [], 0)
         return Restored(0)
 
     # ways to a point, cheapest first
@@ -111,110 +111,122 @@ class Restorer:
 
     def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> Restored | None:
         checkpoint = node.checkpoint
-        if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not checkpoint.clean):
+        if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not _is_exact(node)):
             return None
         with self._tree.pinned(node):
             try:
-                how = self._restore(slot, goal.prompt, node, match, sources)
+                how = self._restore(slot, goal, node, match, sources)
             except MemoryFault as error:
                 self._give_up(slot)
-                if not isinstance(error, ContextFull):
+                if not isinstance(error, ContextFull | KvMissing):
                     self._keeper.quarantine(node, error)
                 return None
+            self._stand(slot, goal, match.path, node.n_items)
             slot.chunks = list(checkpoint.chunks)
-            self._stand(slot, goal, node, node.n_items)
             self._keeper.note_restored(node, how)
         logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
         return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, how), logits)
 
-    def _restore(self, slot: Slot, prompt: Prompt, node: Node, match: Match, sources: Sequence[Source]) -> str:
+    def _restore(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> str:
         checkpoint = node.checkpoint
         assert checkpoint is not None
+        root = self._tree.root(goal.namespace)
         if checkpoint.parked is not None:
-            self._vacate(slot)
+            self._vacate(slot, root)
             self._context.unpark(checkpoint.parked, slot.seq)
             return "unparked"
         assert checkpoint.state is not None
         how = "from ram"
         if self._context.kind.has_attention:
-            how = self._bring_kv(slot, prompt, node.n_items, match.path, sources)
+            how = self._bring_kv(slot, goal, node.n_items, match.path, sources)
         else:
-            self._vacate(slot)
-        self._context.restore(slot.seq, checkpoint.state, node.mark, clean=checkpoint.clean)
+            self._vacate(slot, root)
+        history = history_at(slot.chunks, node.n_items) if self._context.kind.has_attention else checkpoint.chunks
+        clean = checkpoint.clean and history == checkpoint.chunks
+        self._context.restore(slot.seq, checkpoint.state, node.mark, clean=clean)
         return how
 
     def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
         """Plain attention: any item can be returned to, so the deepest KV wins."""
         n = min(match.n_kv, len(goal.prompt) - 1)
         try:
-            how = self._bring_kv(slot, goal.prompt, n, match.path, sources)
+            how = self._bring_kv(slot, goal, n, match.path, sources)
             self._context.trim(slot.seq, goal.prompt.mark(n))
         except MemoryFault as error:
             log.warning("the KV of %d tokens could not be brought back: %s", n, error)
             self._give_up(slot)
             return self.start_cold(slot, goal)
-        above = next((node for node in reversed(match.path) if node.n_items <= n), self._tree.root(goal.namespace))
-        self._stand(slot, goal, above, n)
-        slot.chunks = []
+        slot.chunks = list(history_at(slot.chunks, n) or ())
+        self._stand(slot, goal, match.path, n)
         return Restored(n, CheckpointUse(n, None, how) if n else None)
 
     # KV
 
-    def _bring_kv(
-        self, slot: Slot, prompt: Prompt, n_items: int, path: Sequence[Node], sources: Sequence[Source]
-    ) -> str:
-        """Make the slot hold the KV of the first ``n_items``: its own, another sequence's, the rest from segments."""
-        own = _common(slot, sources)
+    def _bring_kv(self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node], sources: Sequence[Source]) -> str:
+        """Make the slot hold the KV of the first ``n_items``: its own, another sequence's, the rest from segments.
+
+        On the way the slot's record always says what its sequence really holds: making room may need to know.
+        """
+        own = min(_common(slot, sources), n_items)
         best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
-        self._keeper.save_kv(slot.seq, slot.node, beyond=min(own, n_items))
-        if own >= n_items:
+        self._keeper.save_kv(slot.seq, slot.node, beyond=own)
+        if own == n_items:
             return "in place"
         have, how = own, "from ram"
         if best.n_common > own and self._context.kind.can_share_cells:
             have, how = min(best.n_common, n_items), "shared"
-            self._context.share_kv(best.seq, slot.seq, prompt.mark(have))
+            chunks = list(self._keeper.history(best.seq))
+            self._vacate(slot, self._tree.root(goal.namespace))
+            self._context.share_kv(best.seq, slot.seq, goal.prompt.mark(have))
+            slot.chunks = chunks
         else:
             if best.n_common > own:
                 self._keeper.save_lineage(best.seq, [n for n in path if own < n.n_items <= best.n_common])
-            self._context.keep_kv(slot.seq, prompt.mark(have))
-        self._splice(slot, prompt, have, n_items, path)
+            self._context.keep_kv(slot.seq, goal.prompt.mark(have))
+        self._stand(slot, goal, path, have)
+        self._splice(slot, goal, n_items, path)
         return how if have == n_items else "from ram"
 
-    def _splice(self, slot: Slot, prompt: Prompt, have: int, n_items: int, path: Sequence[Node]) -> None:
-        """Load the segments from ``have`` on, each object once."""
-        missing = [node for node in path if node.n_items > have and node.start < n_items]
+    def _splice(self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node]) -> None:
+        """Load the segments from the slot's end on, each object once."""
+        prompt = goal.prompt
+        missing = [node for node in path if node.n_items > slot.n_fed and node.start < n_items > slot.n_fed]
         for segment, group in groupby(missing, key=lambda node: node.segment):
-            assert segment is not None, "a usable point has its whole lineage"
+            if segment is None:
+                raise KvMissing(f"the KV from {slot.n_fed} tokens on is not there any more")
             users = list(group)
             stop = min(users[-1].n_items, n_items)
             n_cells = segment.stop.n_tokens - segment.start.n_tokens
             if not self._keeper.make_room(n_cells, keep=slot):
                 raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
-            start, end = prompt.mark(have), prompt.mark(stop)
+            start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
             try:
                 self._context.splice_segment(slot.seq, segment.blob, start, end, n_cells=n_cells, clean=segment.clean)
             except MemoryFault:
                 self._keeper.drop_segments(users)
                 raise
-            have = stop
+            slot.chunks = list(segment.chunks or ())
+            self._stand(slot, goal, path, stop)
 
     # the slot's own record
 
-    def _vacate(self, slot: Slot) -> None:
+    def _vacate(self, slot: Slot, root: Node) -> None:
         """Empty the sequence; what is worth it is in RAM before."""
         self._keeper.save_kv(slot.seq, slot.node)
         self._context.drop(slot.seq)
+        self._keeper.seat(slot, root)
+        slot.clear()
 
     def _give_up(self, slot: Slot) -> None:
         """A restore failed half-way: keep the KV that is still good for the next best checkpoint, then start empty."""
-        if self._context.end(slot.seq).n_tokens >= slot.node.mark.n_tokens:
-            self._keeper.save_kv(slot.seq, slot.node)
-        self._context.drop(slot.seq)
-        self._keeper.seat(slot, slot.node.root())
-        slot.clear()
+        if self._context.cells.count(slot.seq) < slot.node.mark.n_tokens:
+            self._keeper.seat(slot, slot.node.root())  # the fault took the KV as well
+        self._vacate(slot, slot.node.root())
 
-    def _stand(self, slot: Slot, goal: Goal, node: Node, n_items: int) -> None:
-        self._keeper.seat(slot, node)
+    def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int) -> None:
+        """The slot holds the prompt's first ``n_items``; its node is the last one inside them."""
+        root = self._tree.root(goal.namespace)
+        self._keeper.seat(slot, next((node for node in reversed(path) if node.n_items <= n_items), root))
         slot.n_fed = n_items
         slot.items = goal.prompt.first(n_items)
         slot.is_tidy = False
@@ -227,3 +239,12 @@ def _common(slot: Slot, sources: Sequence[Source]) -> int:
 def _leaves_work(node: Node, prompt: Prompt) -> bool:
     """ "No tokens to decode" is impossible: an item is left to decode, or the logits after the last were kept."""
     return node.n_items < len(prompt) or (node.checkpoint is not None and node.checkpoint.logits is not None)
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether a checkpoint and the KV kept for it come from one and the same clean reading."""
+    checkpoint = node.checkpoint
+    if checkpoint is None or not checkpoint.clean:
+        return False
+    segments = [n.segment for n in node.lineage() if n.segment is not None]
+    return all(s.clean and s.chunks == history_at(checkpoint.chunks, s.stop.n_tokens) for s in segments)

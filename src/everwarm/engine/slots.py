@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from everwarm.engine.request import Request
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import Cut
-from everwarm.state.tree import Chunks, Node
+from everwarm.state.tree import Node
 from everwarm.types import SeqId
-
-CAPTURE = 0  # in a chunk list: a checkpoint was taken here
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +23,7 @@ class Slot:
     cuts: list[Cut] = field(default_factory=list)  # still ahead, nearest last
     chunks: list[tuple[int, int]] = field(default_factory=list)
     used_at: float = 0.0
+    session: str | None = None
     is_tidy: bool = True  # everything of it that is worth keeping is in RAM
 
     @property
@@ -34,16 +33,6 @@ class Slot:
     def resident(self) -> Prompt:
         """What the sequence holds right now."""
         return self.items if self.request is None else self.request.items(self.n_fed)
-
-    def record_chunk(self, size: int) -> None:
-        """Remember how the sequence came about, run-length coded: one entry for a whole reply."""
-        if self.chunks and self.chunks[-1][0] == size:
-            self.chunks[-1] = (size, self.chunks[-1][1] + 1)
-        else:
-            self.chunks.append((size, 1))
-
-    def history(self) -> Chunks:
-        return tuple(self.chunks)
 
     def next_stop(self) -> int:
         """Where the next chunk must end at the latest."""

@@ -20,6 +20,7 @@ from everwarm.config import ContextOptions
 from everwarm.errors import ContextFull, ContextTooBig, DecodeFailed, StateRejected, TrimRefused
 from everwarm.llama import abi
 from everwarm.llama.batch import BatchArrays, Feed
+from everwarm.llama.blobs import describes_end
 from everwarm.llama.cells import Cells
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.types import START, Mark, Position, SeqId, TokenCount
@@ -70,7 +71,7 @@ class Context:
 
     def logits(self, row: int) -> Logits:
         """The row of the last decode's ``row``-th feed that wanted logits. A live view: copy it to keep it."""
-        address = self._lib.get_logits_ith(self._ptr, self._rows[row])
+        address = self._lib.get_logits_ith(self.native, self._rows[row])
         assert address, "libllama has no logits for a row that was asked for"
         view = self._views.get(address)
         if view is None:
@@ -87,7 +88,7 @@ class Context:
     def decode(self, feeds: Sequence[Feed]) -> None:
         """Append every feed in one batch. On ``ContextFull`` nothing changed; on ``DecodeFailed`` the feeds' sequences
         are empty."""
-        n = self._fill(feeds)
+        n, rows = self._fill(feeds)
         if n > self.cells.free and self.kind.has_attention:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
         code = int(self._lib.decode(self._ptr, self._batch.struct(n)))
@@ -97,12 +98,14 @@ class Context:
             for feed in feeds:
                 self.drop(feed.seq)
             raise DecodeFailed(f"libllama could not decode {n} tokens (code {code}): {self._lib.last_words()}")
+        self._rows = rows
         alone = len(feeds) == 1
         for feed in feeds:
             self._advance(feed, alone)
 
-    def _fill(self, feeds: Sequence[Feed]) -> int:
-        n, self._rows = 0, []
+    def _fill(self, feeds: Sequence[Feed]) -> tuple[int, list[int]]:
+        """Returns how many tokens there are, and which of them will have logits."""
+        n, rows = 0, []
         for feed in feeds:
             self._check_feed(feed)
             size = len(feed.tokens)
@@ -110,9 +113,9 @@ class Context:
             self._batch.put(n, feed)
             n += size
             if feed.wants_logits:
-                self._rows.append(n - 1)
+                rows.append(n - 1)
         assert n > 0, "a batch needs at least one token"
-        return n
+        return n, rows
 
     def _check_feed(self, feed: Feed) -> None:
         self._check_seq(feed.seq)
@@ -123,11 +126,17 @@ class Context:
     def _advance(self, feed: Feed, alone: bool) -> None:
         n = len(feed.tokens)
         if self.kind.has_attention:
-            self._state_clean[feed.seq] &= alone and self.cells.is_alone(feed.seq)
+            alone = alone and self.cells.is_alone(feed.seq)
             self.cells.append(feed.seq, n, clean=alone)
-        else:
-            self._state_clean[feed.seq] &= alone
+        self._state_clean[feed.seq] &= alone
+        if not alone:
+            self._disturb_windows()
         self._end[feed.seq] = Mark(TokenCount(feed.start.n_tokens + n), Position(feed.start.pos + n))
+
+    def _disturb_windows(self) -> None:
+        """A guest moves the ring on for everybody, and leaves it so when it goes."""
+        if self.kind.has_window:
+            self._state_clean = [end == START for end in self._end]
 
     # sequences
 
@@ -141,7 +150,9 @@ class Context:
     def trim(self, seq: SeqId, mark: Mark) -> None:
         """Cut the sequence back to ``mark``, or raise ``TrimRefused`` and change nothing."""
         self._check_seq(seq)
-        if mark == self._end[seq] and not self._stateless[seq]:
+        assert not self._stateless[seq], f"sequence {seq} has KV but no state: restore one"
+        assert mark.n_tokens <= self._end[seq].n_tokens, f"sequence {seq} ends at {self._end[seq]}, before {mark}"
+        if mark == self._end[seq]:
             return None
         if mark == START:
             return self.drop(seq)
@@ -159,6 +170,7 @@ class Context:
     def park(self, slot: SeqId, spare: SeqId) -> None:
         """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
         self._check_seq(slot)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
         self.drop(spare)
         self._lib.memory_seq_cp(self._mem, slot, spare, -1, -1)
         self.cells.share(slot, spare, self.cells.count(slot))
@@ -223,6 +235,8 @@ class Context:
         if self.kind.has_attention:
             assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less KV than {mark}"
         self._stateless[seq] = True
+        if not describes_end(blob, self.kind, mark):
+            raise StateRejected(f"a state of {len(blob)} bytes is not one of {mark.n_tokens} tokens")
         if not self._write(seq, blob, abi.STATE_PARTIAL):
             raise StateRejected(f"a state of {len(blob)} bytes was refused: {self._lib.last_words()}")
         if self.kind.has_attention and not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
@@ -257,7 +271,11 @@ class Context:
         if not self._load_cells(seq, blob, start, stop, n_cells):
             self.drop(seq)
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
-        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean)
+        whole = stop.n_tokens - start.n_tokens == n_cells  # else the cells around it were written too, and left holes
+        alone = self.cells.is_alone(seq)
+        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and whole)
+        if not alone:
+            self._disturb_windows()
         self._end[seq] = stop
         self._stateless[seq] = self.kind.needs_checkpoints
 
@@ -302,11 +320,13 @@ class Context:
 
     def _write(self, seq: SeqId, blob: Blob, flags: int) -> bool:
         assert blob.flags.c_contiguous
-        return int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, flags)) == len(blob)
+        n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, flags))
+        return n == len(blob) > _BLOB_HEADER
 
     # counters
 
     def _check_seq(self, seq: SeqId) -> None:
+        assert self._ptr is not None, "the context is closed"
         assert 0 <= seq < self.options.n_seq_max, f"sequence {seq} is not one of {self.options.n_seq_max}"
 
     def _set_end(self, seq: SeqId, mark: Mark) -> None:
@@ -334,7 +354,7 @@ class Context:
         if self._ptr:
             self._views.clear()
             self._lib.free(self._ptr)
-            self._ptr = None
+            self._ptr = self._mem = None
 
     def __enter__(self) -> Self:
         return self
@@ -349,8 +369,8 @@ def _open(model: Model, options: ContextOptions, n_seqs: int) -> int | None:
     assert n_seqs <= 256, "one of libllama's 256 sequences is needed inside"
     params = model.lib.context_default_params()
     params.n_ctx = options.n_ctx
-    params.n_batch = options.n_batch
-    params.n_ubatch = options.n_ubatch
+    params.n_batch = max(options.n_batch, n_seqs)  # libllama asserts room for one output per sequence
+    params.n_ubatch = max(options.n_ubatch, n_seqs)
     params.n_seq_max = n_seqs
     params.n_threads = options.n_threads
     params.n_threads_batch = options.n_threads_batch

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.history import Chunks
 from everwarm.state.policy import CutKind
 from everwarm.types import START, Mark, SeqId
 
 Blob = NDArray[np.uint8]
-Chunks = tuple[tuple[int, int], ...]  # (tokens per decode, how many times), from the beginning
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +55,7 @@ class Segment:
     start: Mark
     stop: Mark
     clean: bool
+    chunks: Chunks | None = None  # the history of its cells up to ``stop``; None: ``stop`` lies inside a chunk
     n_users: int = 0
 
 

@@ -1,0 +1,82 @@
+"""Whether a waiting request may start now: is there a slot, is there room, and is somebody just reading what it needs?"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+
+from everwarm.engine.keeper import Keeper
+from everwarm.engine.request import Request
+from everwarm.engine.restore import Restorer
+from everwarm.engine.slots import Slot
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.policy import GUARD, Cut, CutKind
+
+
+class Verdict(enum.Enum):
+    START = "start"
+    WAIT = "wait"  # for a particular slot or reader: others may pass
+    FULL = "full"  # nobody may pass: first come, first served
+
+
+class Admission:
+    def __init__(self, keeper: Keeper, restorer: Restorer) -> None:
+        self._keeper = keeper
+        self._context = keeper.context
+        self._restorer = restorer
+
+    def judge(self, request: Request) -> Verdict:
+        slots = self._keeper.slots
+        running = [slot for slot in slots if slot.request is not None]
+        if not running:
+            return Verdict.START
+        alone = request.ask.deterministic or any(s.request and s.request.ask.deterministic for s in running)
+        if alone or len(running) == len(slots):
+            return Verdict.FULL
+        if request.ask.slot is not None and not slots[request.ask.slot].is_idle:
+            return Verdict.WAIT
+        prompt = request.items(request.n_items)
+        if not self._fits_beside(prompt, running):
+            return Verdict.FULL
+        if request.ask.use_cache and self._is_being_read(request, prompt, running):
+            return Verdict.WAIT
+        return Verdict.START
+
+    def _fits_beside(self, prompt: Prompt, running: list[Slot]) -> bool:
+        """Whether its new cells fit beside those of the running ones, once everybody else has made room."""
+        if not self._context.kind.has_attention:
+            return True
+        shared = 0
+        if self._context.kind.can_share_cells:
+            shared = max(int(prompt.common_prefix(slot.resident())) for slot in running)
+        used = self._context.cells.used_by(slot.seq for slot in running)
+        return used + len(prompt) - shared + len(running) + 1 <= self._context.n_ctx
+
+    def _is_being_read(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
+        """Whether waiting for another request's reading saves reading the same twice. If so, that one stops where the
+        two part, to keep the state this one will start from."""
+        root = self._keeper.tree.root(request.ask.namespace)
+        for slot in running:
+            reader = slot.request
+            if reader is None or slot.n_fed >= reader.n_prompt or slot.node.root() is not root:
+                continue
+            n_common = int(prompt.common_prefix(reader.items(reader.n_prompt)))
+            if n_common - slot.n_fed > GUARD and n_common - self._known(request, prompt) > GUARD:
+                self._cut_at(slot, n_common)
+                return True
+        return False
+
+    def _known(self, request: Request, prompt: Prompt) -> int:
+        match = self._restorer.match(
+            prompt, request.ask.namespace, self._restorer.sources(prompt, request.ask.namespace)
+        )
+        if not self._context.kind.needs_checkpoints:
+            return match.n_kv
+        return match.usable[0].n_items if match.usable else 0
+
+    def _cut_at(self, slot: Slot, at: int) -> None:
+        reader = slot.request
+        if reader is None or at >= reader.n_prompt or not self._context.kind.needs_checkpoints:
+            return
+        if self._keeper.spacing.max_checkpoints and all(cut.at != at for cut in slot.cuts):
+            bisect.insort(slot.cuts, Cut(at, CutKind.BRANCH), key=lambda cut: -cut.at)

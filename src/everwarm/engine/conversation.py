@@ -1,0 +1,216 @@
+"""Between frames and the core: texts become prompts, events become pieces of text.
+
+``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from everwarm.engine import messages as m
+from everwarm.engine.core import Core
+from everwarm.engine.loop import Loop
+from everwarm.engine.request import Ask, Event, Finished, NewToken, Probs, Progress, Result, Started
+from everwarm.engine.text import ReplyText
+from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
+from everwarm.prompt.prompt import Prompt
+from everwarm.prompt.tokenize import Tokenizer
+
+Send = Callable[[m.Message], None]
+
+
+@dataclass(slots=True)
+class Reply:
+    """One request that was accepted, by the gateway's number."""
+
+    id: int
+    text: ReplyText
+    wants_progress: bool
+    began_at: float = field(default_factory=time.monotonic)
+    stop_text: str | None = None
+    n_cached: int = 0
+    slot: int = -1
+
+
+class Conversation:
+    def __init__(self, core: Core, send: Send) -> None:
+        self._core = core
+        self._vocab = core.model.vocab
+        self._tokenizer = Tokenizer(self._vocab)
+        self._send = send
+        self._replies: dict[int, Reply] = {}  # by the core's request id
+        self._requests: dict[int, int] = {}  # the core's request id by the gateway's number
+
+    # frames in, on the reader's thread
+
+    def handle(self, message: m.ToEngine, loop: Loop) -> None:
+        """Never raises for what a frame says: the mistake goes back to whoever asked."""
+        try:
+            self._dispatch(message, loop)
+        except EverwarmError as error:
+            self._send(_failed(getattr(message, "id", 0), error))
+
+    def _dispatch(self, message: m.ToEngine, loop: Loop) -> None:
+        match message:
+            case m.Submit():
+                ask = self._ask(message)
+                loop.post(lambda _: self._submit(message, ask))
+            case m.Cancel(id=id):
+                loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
+            case m.Tokenize():
+                tokens = self._vocab.tokenize(
+                    message.text, add_special=message.add_special, parse_special=message.parse_special
+                )
+                self._send(m.Answer(message.id, [(int(t), self._vocab.piece(int(t))) for t in tokens]))
+            case m.Detokenize():
+                self._send(m.Answer(message.id, self._vocab.detokenize(message.tokens)))
+            case m.AskSlots(id=id):
+                loop.post(lambda core: self._send(m.Answer(id, slots(core))))
+            case m.AskStats(id=id):
+                loop.post(lambda core: self._send(m.Answer(id, stats(core))))
+            case _:
+                raise BadRequest(f"{type(message).__name__} is not for a running engine")
+
+    def _ask(self, message: m.Submit) -> Ask:
+        if message.text is not None:
+            prompt, boundaries, stable = self._prompt_of_text(message, message.text)
+        else:
+            prompt = Prompt.of_tokens(np.array(message.tokens or [], np.int64))
+            boundaries, stable = message.boundaries, message.stable
+        return Ask(
+            prompt,
+            message.sampling,
+            message.max_tokens,
+            boundaries,
+            stable,
+            message.namespace,
+            message.use_cache,
+            message.deterministic,
+            message.ignore_eos,
+            message.n_probs,
+            message.slot,
+            message.session,
+        )
+
+    def _prompt_of_text(self, message: m.Submit, text: str) -> tuple[Prompt, tuple[int, ...], int | None]:
+        """Hints in characters become hints in tokens that no later text can change."""
+        special = message.add_special
+        prompt = self._tokenizer.tokenize(text, add_special=special)
+        boundaries = tuple(self._tokenizer.count_at(text, message.boundaries, add_special=special))
+        if message.stable is None:
+            return prompt, boundaries, None
+        if message.stable in message.boundaries:
+            return prompt, boundaries, boundaries[message.boundaries.index(message.stable)]
+        return prompt, boundaries, self._tokenizer.safe_count_at(text, message.stable, add_special=special)
+
+    # on the loop's thread
+
+    def _submit(self, message: m.Submit, ask: Ask) -> None:
+        try:
+            request = self._core.submit(ask)
+        except EverwarmError as error:
+            return self._send(_failed(message.id, error))
+        self._replies[request.id] = Reply(message.id, ReplyText(message.stop), message.wants_progress)
+        self._requests[message.id] = request.id
+
+    def deliver(self, events: list[Event]) -> None:
+        for event in events:
+            reply = self._replies.get(event.request_id)
+            if reply is not None:
+                self._deliver(event, reply)
+
+    def _deliver(self, event: Event, reply: Reply) -> None:
+        match event:
+            case NewToken():
+                self._new_token(event, reply)
+            case Started():
+                reply.n_cached, reply.slot = event.n_cached, event.slot
+                self._send(m.Begun(reply.id, event.n_prompt, event.n_cached, event.slot))
+            case Progress():
+                if reply.wants_progress:
+                    seconds = time.monotonic() - reply.began_at
+                    self._send(m.PromptRead(reply.id, event.n_read, event.n_prompt, reply.n_cached, seconds))
+            case Finished():
+                del self._replies[event.request_id]
+                self._requests.pop(reply.id, None)
+                self._finished(event.result, reply)
+
+    def _new_token(self, event: NewToken, reply: Reply) -> None:
+        if reply.stop_text is not None:
+            return
+        certain = reply.text.feed(self._vocab.piece(event.token))
+        probs = None if event.probs is None else [self._prob(event.token, event.probs)]
+        self._send(m.Piece(reply.id, certain.text, [event.token], probs))
+        if certain.stop is not None:
+            reply.stop_text = certain.stop
+            self.deliver(self._core.stop(event.request_id))
+
+    def _prob(self, token: int, probs: Probs) -> m.TokenProb:
+        top = [(t, self._vocab.piece(t), p) for t, p in probs.top]
+        return m.TokenProb(token, self._vocab.piece(token), probs.logprob, top)
+
+    def _finished(self, result: Result, reply: Reply) -> None:
+        if result.error is not None:
+            return self._send(_failed(reply.id, result.error))
+        rest = "" if reply.stop_text is not None else reply.text.finish()
+        use = result.checkpoint
+        self._send(
+            m.Done(
+                id=reply.id,
+                text=rest,
+                finish=result.finish.value,
+                stop_text=reply.stop_text,
+                n_prompt=result.n_prompt,
+                n_cached=result.n_cached,
+                n_shared=result.n_shared,
+                n_reply=len(result.tokens),
+                slot=reply.slot,
+                checkpoint=None if use is None else f"{use.kind.value if use.kind else 'end'}, {use.how}",
+                queue_s=result.timings.queue_s,
+                restore_s=result.timings.restore_s,
+                prefill_s=result.timings.prefill_s,
+                decode_s=result.timings.decode_s,
+            )
+        )
+
+
+def slots(core: Core) -> list[dict[str, Any]]:
+    """Each slot as llama-server shows it, without anybody's text."""
+    shown = []
+    for slot in core.slots:
+        request = slot.request
+        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx, "is_processing": request is not None}
+        about["n_prompt_tokens"] = slot.n_fed if request is None else request.n_prompt
+        if request is not None:
+            about |= {
+                "id_task": request.id,
+                "n_prompt_tokens_cache": request.n_cached,
+                "n_prompt_tokens_processed": max(0, min(slot.n_fed, request.n_prompt) - request.n_cached),
+                "next_token": [{"has_next_token": True, "n_decoded": request.n_reply, "n_remain": request.n_left}],
+            }
+        shown.append(about)
+    return shown
+
+
+def stats(core: Core) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(core.counts),
+        **dataclasses.asdict(core.keeper.counts),
+        "ram_bytes": core.tree.ram_bytes,
+        "ram_budget_bytes": core.keeper.ram_budget,
+        "n_parked": sum(node is not None for node in core.keeper.spares.values()),
+        "n_spares": len(core.keeper.spares),
+        "n_cells_used": core.context.cells.used,
+        "n_cells": core.context.n_ctx,
+    }
+
+
+def _failed(id: int, error: EverwarmError) -> m.Failed:
+    n_prompt, n_context = (error.n_prompt, error.n_context) if isinstance(error, PromptTooLong) else (None, None)
+    return m.Failed(id, error.status, error.code, str(error), n_prompt, n_context)

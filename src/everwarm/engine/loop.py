@@ -1,0 +1,85 @@
+"""A thread around a ``Core``: jobs go in, events come out, idle time is used to tidy up.
+
+The thread that runs the loop is the only one that touches the core. Everybody else posts jobs. Knows no sockets and no
+callers; whoever owns the loop says where events go.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from everwarm.engine.core import Core
+from everwarm.engine.request import Event
+
+Job = Callable[[Core], None]
+Deliver = Callable[[list[Event]], None]
+
+
+class Loop:
+    def __init__(self, core: Core, deliver: Deliver) -> None:
+        self._core = core
+        self._deliver = deliver
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._step_began: float | None = None
+
+    def post(self, job: Job) -> None:
+        """Run ``job`` on the loop's thread, between two steps."""
+        self._inbox.put(job)
+
+    def stop(self) -> None:
+        """Leave the loop after the current step."""
+        self._inbox.put(None)
+
+    def step_age_s(self) -> float | None:
+        """How long the step that is running now has been running; safe to ask from any thread."""
+        began = self._step_began
+        return None if began is None else time.monotonic() - began
+
+    def run(self) -> None:
+        """Until ``stop``. What a step raises comes out of here."""
+        while self._take_jobs():
+            if self._core.has_work:
+                self._step_began = time.monotonic()
+                events = self._core.step()
+                self._step_began = None
+                self._deliver(events)
+
+    def run_leftovers(self) -> None:
+        """Jobs that came too late: they run so that nobody waits for an answer for ever."""
+        while not self._inbox.empty():
+            job = self._inbox.get()
+            if job is not None:
+                job(self._core)
+
+    def _take_jobs(self) -> bool:
+        """Run what is in the inbox; wait there only when there is nothing else to do."""
+        idle = not self._core.has_work and not self._core.tidy()
+        while True:
+            try:
+                job = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            job(self._core)
+            idle = False
+
+
+def start(loop: Loop, name: str, ended: Callable[[BaseException | None], None]) -> threading.Thread:
+    """Run a loop on a thread of its own; ``ended`` hears how it ended, on that thread."""
+
+    def body() -> None:
+        try:
+            loop.run()
+        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+            ended(error)
+        else:
+            ended(None)
+        loop.run_leftovers()
+
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,225 @@
+"""What gateway and engine say to each other: small frozen messages, MessagePack, length-prefixed frames.
+
+Both sides import this and nothing of each other. No pickle: a frame can only become one of these types.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import msgspec
+
+from everwarm.config import Sampling
+from everwarm.engine.settings import EngineSettings
+
+MAX_FRAME_BYTES: Final = 256 << 20
+HEADER: Final = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """``id`` ties questions, requests and answers together; the gateway numbers them."""
+
+
+# to the engine
+
+
+class Open(Message, frozen=True, tag=True):
+    """The first frame: what to load."""
+
+    model: str
+    settings: EngineSettings
+
+
+class Submit(Message, frozen=True, tag=True):
+    """A prompt, as text (with cut hints in characters) or as tokens (hints in tokens)."""
+
+    id: int
+    text: str | None = None
+    tokens: list[int] | None = None
+    add_special: bool = True
+    boundaries: tuple[int, ...] = ()
+    stable: int | None = None
+    sampling: Sampling = Sampling()
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    namespace: str = ""
+    use_cache: bool = True
+    deterministic: bool = False
+    ignore_eos: bool = False
+    n_probs: int | None = None
+    slot: int | None = None
+    session: str | None = None
+    wants_progress: bool = False
+
+
+class Cancel(Message, frozen=True, tag=True):
+    id: int
+
+
+class Tokenize(Message, frozen=True, tag=True):
+    id: int
+    text: str
+    add_special: bool
+    parse_special: bool = True
+
+
+class Detokenize(Message, frozen=True, tag=True):
+    id: int
+    tokens: list[int]
+
+
+class AskSlots(Message, frozen=True, tag=True):
+    id: int
+
+
+class AskStats(Message, frozen=True, tag=True):
+    id: int
+
+
+class Stop(Message, frozen=True, tag=True):
+    """End what runs and exit 0."""
+
+
+# to the gateway
+
+
+class Loading(Message, frozen=True, tag=True):
+    fraction: float
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the gateway needs to know of a model it never loads."""
+
+    description: str
+    memory_kind: str
+    n_params: int
+    size_bytes: int
+    n_ctx: int
+    n_ctx_train: int
+    n_vocab: int
+    n_slots: int
+    n_spares: int
+    ram_bytes: int
+    state_bytes: int
+    kv_bytes_per_token: int
+    every_n_tokens: int
+    max_checkpoints: int
+    chat_template: str | None
+    bos: str
+    eos: str
+    adds_bos: bool
+    build: str
+
+
+class Ready(Message, frozen=True, tag=True):
+    info: ModelInfo
+
+
+class Fatal(Message, frozen=True, tag=True):
+    """The model cannot be served; trying again would not help."""
+
+    message: str
+
+
+class Beat(Message, frozen=True, tag=True):
+    """I am alive. ``step_age_s``: how long the running step has been running."""
+
+    step_age_s: float | None
+    n_running: int
+    n_queued: int
+
+
+class Begun(Message, frozen=True, tag=True):
+    id: int
+    n_prompt: int
+    n_cached: int
+    slot: int
+
+
+class PromptRead(Message, frozen=True, tag=True):
+    id: int
+    n_read: int
+    n_prompt: int
+    n_cached: int
+    seconds: float
+
+
+class TokenProb(msgspec.Struct, frozen=True):
+    token: int
+    piece: bytes
+    logprob: float
+    top: list[tuple[int, bytes, float]]
+
+
+class Piece(Message, frozen=True, tag=True):
+    """New reply tokens, and the text that is certain by now."""
+
+    id: int
+    text: str
+    tokens: list[int]
+    probs: list[TokenProb] | None = None
+
+
+class Done(Message, frozen=True, tag=True):
+    """The end of a reply. ``text`` is what was held back until the end."""
+
+    id: int
+    text: str
+    finish: str
+    stop_text: str | None
+    n_prompt: int
+    n_cached: int
+    n_shared: int
+    n_reply: int
+    slot: int
+    checkpoint: str | None
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class Failed(Message, frozen=True, tag=True):
+    """A request or question that could not be answered, in the error's own words."""
+
+    id: int
+    status: int
+    code: str
+    message: str
+    n_prompt: int | None = None
+    n_context: int | None = None
+
+
+class Answer(Message, frozen=True, tag=True):
+    id: int
+    data: Any
+
+
+ToEngine = Open | Submit | Cancel | Tokenize | Detokenize | AskSlots | AskStats | Stop
+ToGateway = Loading | Ready | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
+
+
+def frame(message: Message) -> bytes:
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+def frame_size(header: bytes) -> int:
+    """The length of the body that follows, or ValueError: a peer that lies about it is not listened to."""
+    (size,) = HEADER.unpack(header)
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return int(size)
+
+
+def read_to_engine(body: bytes) -> ToEngine:
+    return _to_engine.decode(body)
+
+
+def read_to_gateway(body: bytes) -> ToGateway:
+    return _to_gateway.decode(body)

@@ -1,0 +1,56 @@
+"""A reply's tokens as text, as soon as it is certain: whole characters, and nothing that may begin a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Certain:
+    """Text that can be sent. ``stop`` is the stop string that was met; nothing follows it."""
+
+    text: str
+    stop: str | None = None
+
+
+class ReplyText:
+    """Fed with pieces in order. Holds back at most one character's bytes and the longest stop string's length."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def feed(self, piece: bytes) -> Certain:
+        text = self._decoder.decode(piece)
+        if not self._stops:
+            return Certain(text)
+        self._held += text
+        met = self._first_stop()
+        if met is not None:
+            at, stop = met
+            text, self._held = self._held[:at], ""
+            return Certain(text, stop)
+        n_certain = len(self._held) - self._n_doubtful()
+        text, self._held = self._held[:n_certain], self._held[n_certain:]
+        return Certain(text)
+
+    def finish(self) -> str:
+        """What was held back, when the reply ends otherwise."""
+        text, self._held = self._held + self._decoder.decode(b"", final=True), ""
+        return text
+
+    def _first_stop(self) -> tuple[int, str] | None:
+        found = [(self._held.find(stop), stop) for stop in self._stops]
+        return min((pair for pair in found if pair[0] >= 0), default=None)
+
+    def _n_doubtful(self) -> int:
+        """The longest end of the text that some stop string begins with."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for n in range(min(longest, len(self._held)), 0, -1):
+            end = self._held[-n:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return n
+        return 0

@@ -1,0 +1,181 @@
+"""The engine process: ``python -m everwarm.engine.worker FD PARENT_PID``.
+
+    reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches libllama
+    writer thread   frames out: never lets the loop wait      beat thread    says "alive" whatever the loop is doing
+
+Exits 0 after ``Stop``, 2 when the model cannot be served, and at once when the gateway is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from everwarm.engine import messages as m
+from everwarm.engine.conversation import Conversation
+from everwarm.engine.core import Core
+from everwarm.engine.loop import Loop
+from everwarm.errors import EverwarmError
+from everwarm.llama.abi import BUILD
+from everwarm.llama.process import die_with_parent
+
+log = logging.getLogger("everwarm.worker")
+
+BEAT_S = 0.25
+EXIT_FATAL = 2
+
+
+class Wire:
+    """Frames over a socket: blocking reads on one thread, queued writes on another."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._file = sock.makefile("rb")
+        self._outbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, name="everwarm-writer", daemon=True)
+        self._writer.start()
+
+    def read(self) -> m.ToEngine | None:
+        """The next message, or None when the gateway is gone."""
+        header = self._file.read(m.HEADER.size)
+        if len(header) < m.HEADER.size:
+            return None
+        size = m.frame_size(header)
+        body = self._file.read(size)
+        return m.read_to_engine(body) if len(body) == size else None
+
+    def send(self, message: m.Message) -> None:
+        self._outbox.put(message)
+
+    def flush(self) -> None:
+        """Wait until everything is written, and write nothing more."""
+        self._outbox.put(None)
+        self._writer.join(5)
+
+    def _write_all(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            data = bytearray(m.frame(message))
+            while not self._outbox.empty() and len(data) < 1 << 16:  # one system call for what has piled up
+                more = self._outbox.get()
+                if more is None:
+                    self._sock.sendall(data)
+                    return
+                data += m.frame(more)
+            try:
+                self._sock.sendall(data)
+            except OSError:
+                os._exit(1)  # nobody is listening any more
+
+
+class Pulse:
+    """Beats from the first moment on, also while a model loads or a step takes minutes."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._watched: tuple[Core, Loop] | None = None
+        threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
+
+    def watch(self, core: Core, loop: Loop) -> None:
+        self._watched = (core, loop)
+
+    def _run(self) -> None:
+        while True:
+            self._wire.send(self._beat())
+            time.sleep(BEAT_S)
+
+    def _beat(self) -> m.Beat:
+        if self._watched is None:
+            return m.Beat(None, 0, 0)
+        core, loop = self._watched
+        n_running = sum(slot.request is not None for slot in core.slots)
+        return m.Beat(loop.step_age_s(), n_running, len(core.queue))
+
+
+def main() -> None:
+    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway; it tells us when to stop
+    level = os.environ.get("EVERWARM_LOG", "INFO").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    wire = Wire(socket.socket(fileno=fd))
+    first = wire.read()
+    if not isinstance(first, m.Open):
+        os._exit(1)
+    pulse = Pulse(wire)
+    core = _open(first, wire)
+    wire.send(m.Ready(_info(core)))
+    _serve(core, wire, pulse)
+
+
+def _open(message: m.Open, wire: Wire) -> Core:
+    shown = [-1.0]
+
+    def progress(fraction: float) -> None:
+        if fraction - shown[0] >= 0.01 or fraction >= 1.0:
+            shown[0] = fraction
+            wire.send(m.Loading(fraction))
+
+    try:
+        return Core.open(Path(message.model), message.settings, progress)
+    except EverwarmError as error:
+        wire.send(m.Fatal(str(error)))
+        wire.flush()
+        sys.exit(EXIT_FATAL)
+
+
+def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
+    conversation = Conversation(core, wire.send)
+    loop = Loop(core, conversation.deliver)
+    pulse.watch(core, loop)
+    threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
+    loop.run()
+    wire.flush()
+    core.close()
+
+
+def _read_all(wire: Wire, loop: Loop, conversation: Conversation) -> None:
+    """Until told to stop. When the gateway is gone there is nobody to work for."""
+    try:
+        while (message := wire.read()) is not None:
+            if isinstance(message, m.Stop):
+                return loop.stop()
+            conversation.handle(message, loop)
+    except Exception:
+        log.exception("a frame could not be understood")
+    os._exit(1)
+
+
+def _info(core: Core) -> m.ModelInfo:
+    model, sizes, vocab = core.model, core.sizes, core.model.vocab
+    return m.ModelInfo(
+        description=model.description,
+        memory_kind=model.memory_kind.value,
+        n_params=model.n_params,
+        size_bytes=model.size_bytes,
+        n_ctx=core.context.n_ctx,
+        n_ctx_train=model.n_ctx_train,
+        n_vocab=vocab.n_tokens,
+        n_slots=len(core.slots),
+        n_spares=sizes.n_spares,
+        ram_bytes=sizes.ram_bytes,
+        state_bytes=sizes.shape.state_bytes,
+        kv_bytes_per_token=sizes.shape.kv_bytes_per_token,
+        every_n_tokens=sizes.spacing.every_n_tokens,
+        max_checkpoints=sizes.spacing.max_checkpoints,
+        chat_template=model.chat_template,
+        bos=vocab.piece(vocab.bos).decode("utf-8", "replace") if vocab.bos is not None else "",
+        eos=vocab.piece(vocab.eos).decode("utf-8", "replace") if vocab.eos is not None else "",
+        adds_bos=vocab.adds_bos,
+        build=BUILD,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Whether a blob says that it is the state that is wanted, before libllama is asked."""
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from everwarm.llama.blobs import describes_end
+from everwarm.llama.model import MemoryKind
+from llama.blobs import with_position
+from llama.steps import KINDS, SLOT, WITH_STATE, WITHOUT_TRIM, mark, open_context, read, text
+
+MAGIC = 0xAF143CD8
+
+
+def recurrent(magic: int = MAGIC, n_cells: int = 1, position: int = 29, n_seqs: int = 0) -> np.ndarray:
+    return np.frombuffer(struct.pack("<IiIiI", magic, 0, n_cells, position, n_seqs) + bytes(80), np.uint8)
+
+
+def window(magic: int = MAGIC, n_streams: int = 1, n_cells: int = 30) -> np.ndarray:
+    return np.frombuffer(struct.pack("<IiII", magic, 0, n_streams, n_cells) + bytes(80), np.uint8)
+
+
+@pytest.mark.parametrize("arch", WITH_STATE)
+def test_a_captured_state_describes_its_own_end(arch: str, open_tiny: Callable) -> None:
+    for n in (1, 30, 100):
+        with open_context(open_tiny(arch)) as context:
+            state = read(context, text(100), (n,), SLOT).state
+        assert describes_end(state, KINDS[arch], mark(n))
+
+
+@pytest.mark.parametrize("arch", WITHOUT_TRIM)
+def test_a_recurrent_state_describes_no_other_end(arch: str, open_tiny: Callable) -> None:
+    with open_context(open_tiny(arch)) as context:
+        state = read(context, text(30), (30,), SLOT).state
+    assert not describes_end(state, KINDS[arch], mark(29))
+    assert not describes_end(state, KINDS[arch], mark(31))
+    assert not describes_end(with_position(state, 30), KINDS[arch], mark(30))
+    assert not describes_end(np.empty(0, np.uint8), KINDS[arch], mark(30))
+
+
+@pytest.mark.parametrize("kind", [MemoryKind.HYBRID, MemoryKind.RECURRENT])
+@pytest.mark.parametrize("wrong", [{"magic": 1}, {"n_cells": 0}, {"n_cells": 2}, {"position": 28}, {"n_seqs": 1}])
+def test_a_wrong_word_is_seen_in_a_recurrent_state(wrong: dict, kind: MemoryKind) -> None:
+    assert describes_end(recurrent(), kind, mark(30))
+    assert not describes_end(recurrent(**wrong), kind, mark(30))
+
+
+@pytest.mark.parametrize("wrong", [{"magic": 1}, {"n_streams": 0}, {"n_streams": 2}, {"n_cells": 31}])
+def test_a_wrong_word_is_seen_in_a_window(wrong: dict) -> None:
+    assert describes_end(window(), MemoryKind.WINDOW, mark(30))
+    assert not describes_end(window(**wrong), MemoryKind.WINDOW, mark(30))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MemoryKind if kind.needs_checkpoints])
+def test_a_blob_too_short_to_say_anything_describes_nothing(kind: MemoryKind) -> None:
+    whole = recurrent() if kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT) else window()
+    assert describes_end(whole, kind, mark(30))
+    for n in range(16):
+        assert not describes_end(whole[:n].copy(), kind, mark(30))
