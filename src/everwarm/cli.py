@@ -1,27 +1,236 @@
-"""The command line: parse, make frozen settings, call one function."""
+"""The command line: parse, make frozen settings, call one function.
+
+Values come from flags, then ``EVERWARM_*`` environment variables, then a TOML file, then defaults: the first that says
+something wins, for every command alike. Unknown keys are errors.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import cyclopts
+from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import Progress
 
 from everwarm import __version__
+from everwarm.config import CacheType, FlashAttention, ModelOptions, default_threads, parse_bytes
+from everwarm.demo import EMBEDDED_MODEL
 from everwarm.demo.tiny import ARCHITECTURES, TinySpec, write_tiny
-from everwarm.errors import EverwarmError
+from everwarm.engine.settings import EngineSettings
+from everwarm.errors import BadRequest, EverwarmError
+from everwarm.gateway.settings import ServerSettings
+from everwarm.state.params import CheckpointParams
 
 app = cyclopts.App(
     name="everwarm",
     version=__version__,
-    help="""An inference engine for hybrid and recurrent language models that never reads a prompt twice.
+    help="""An inference server for hybrid and recurrent language models that never reads a prompt twice.
 
-    Start with `everwarm demo`: it needs no model and takes under a minute.
+    Start with `everwarm demo`: it needs no model and takes under a minute. Then `everwarm serve MODEL.gguf`.
+
+    Every option can also be given as an environment variable (`EVERWARM_SERVE_CTX_SIZE=32768`) or in a TOML file named by
+    `EVERWARM_CONFIG` (a `[serve]` table with `ctx-size = 32768`). Flags win over the environment, the environment over the
+    file. `everwarm config` shows what holds.
     """,
 )
+app.config = [
+    cyclopts.config.Env("EVERWARM_", command=True),
+    *(
+        [cyclopts.config.Toml(os.environ["EVERWARM_CONFIG"], must_exist=True)]
+        if os.environ.get("EVERWARM_CONFIG")
+        else []
+    ),
+]
+
+_NETWORK, _MEMORY, _COMPUTE, _CHECKPOINTS = (
+    Group(name, sort_key=i) for i, name in enumerate(("Network", "Context and memory", "Compute", "Checkpoints"))
+)
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """The flags of ``serve``; llama-server's short names where it has them."""
+
+    host: Annotated[
+        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key")
+    ] = "127.0.0.1"
+    port: Annotated[int, Parameter(group=_NETWORK, help="0 takes any free port")] = 8080
+    api_key: Annotated[str | None, Parameter(group=_NETWORK, help="required from clients as a Bearer token")] = None
+    allowed_host: Annotated[
+        tuple[str, ...], Parameter(group=_NETWORK, help="another name clients may call this server by; repeatable")
+    ] = ()
+    alias: Annotated[str | None, Parameter(group=_NETWORK, help="the model's name in the API; default: the file's")] = (
+        None
+    )
+    max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
+    request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds; 0: none")] = 0.0
+    grace: Annotated[float, Parameter(group=_NETWORK, help="seconds to finish what runs after SIGTERM")] = 10.0
+
+    slots: Annotated[int, Parameter(name=["--slots", "--parallel", "-np"], group=_MEMORY, help="requests at once")] = 4
+    ctx_size: Annotated[
+        int, Parameter(name=["--ctx-size", "-c"], group=_MEMORY, help="tokens of context, shared by all slots")
+    ] = 16384
+    cache_type_k: Annotated[CacheType, Parameter(name=["--cache-type-k", "-ctk"], group=_MEMORY, help="KV keys")] = (
+        "f16"
+    )
+    cache_type_v: Annotated[CacheType, Parameter(name=["--cache-type-v", "-ctv"], group=_MEMORY, help="KV values")] = (
+        "f16"
+    )
+    cache_ram: Annotated[
+        str | None,
+        Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of what is free"),
+    ] = None
+    spares: Annotated[
+        int | None, Parameter(group=_MEMORY, help="checkpoints on the device; default: from the free memory, up to 16")
+    ] = None
+
+    threads: Annotated[int, Parameter(name=["--threads", "-t"], group=_COMPUTE, help="CPU threads")] = (
+        dataclasses.field(default_factory=default_threads)
+    )
+    batch_size: Annotated[
+        int, Parameter(name=["--batch-size", "-b"], group=_COMPUTE, help="tokens per decode call")
+    ] = 2048
+    ubatch_size: Annotated[int, Parameter(name=["--ubatch-size", "-ub"], group=_COMPUTE, help="tokens per step")] = 512
+    n_gpu_layers: Annotated[int, Parameter(name=["--n-gpu-layers", "-ngl"], group=_COMPUTE, help="-1: all")] = -1
+    flash_attn: Annotated[FlashAttention, Parameter(name=["--flash-attn", "-fa"], group=_COMPUTE, help="")] = "auto"
+    mmap: Annotated[bool, Parameter(group=_COMPUTE, help="map the model file instead of reading it")] = True
+
+    max_checkpoints: Annotated[int, Parameter(group=_CHECKPOINTS, help="per conversation; 0: off")] = 32
+    checkpoint_every: Annotated[
+        int | None, Parameter(group=_CHECKPOINTS, help="tokens inside long messages; default: from the model")
+    ] = None
+    checkpoint_min_tokens: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none before; default: 0")] = None
+    checkpoint_min_gap: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none closer; default: 0")] = None
+
+    def engine(self) -> EngineSettings:
+        return EngineSettings(
+            n_slots=self.slots,
+            n_ctx=self.ctx_size,
+            n_batch=self.batch_size,
+            n_ubatch=min(self.ubatch_size, self.batch_size),
+            n_threads=self.threads,
+            cache_type_k=self.cache_type_k,
+            cache_type_v=self.cache_type_v,
+            flash_attention=self.flash_attn,
+            model=ModelOptions(self.n_gpu_layers, self.mmap),
+            checkpoints=CheckpointParams(
+                self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
+            ),
+            n_spares=self.spares,
+            ram_bytes=None if self.cache_ram is None else parse_bytes(self.cache_ram),
+        )
+
+    def server(self, model: Path) -> ServerSettings:
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            api_key=self.api_key,
+            allowed_hosts=self.allowed_host,
+            model_name=self.alias or model.stem,
+            max_requests=self.max_requests,
+            request_timeout_s=self.request_timeout,
+            grace_s=self.grace,
+        )
+
+
+@app.command
+def serve(
+    model: Annotated[Path | None, Parameter(name=["model", "--model", "-m"])] = None,
+    *,
+    demo: bool = False,
+    options: ServeOptions = ServeOptions(),
+) -> int:
+    """Serve a model over HTTP, for clients of OpenAI's and llama-server's APIs.
+
+    Parameters
+    ----------
+    model
+        The GGUF file.
+    demo
+        Serve the embedded everwarm-tiny instead of a file.
+    """
+    from everwarm.gateway.server import serve as run
+
+    path = _chosen(model, demo)
+    return run(path, options.engine(), options.server(path), Console(stderr=True))
+
+
+@app.command
+def config(
+    model: Annotated[Path | None, Parameter(name=["model", "--model", "-m"])] = None,
+    *,
+    show: bool = True,
+    options: ServeOptions = ServeOptions(),
+) -> None:
+    """Show the settings that `serve` would run with, from flags, environment and file, and check them.
+
+    Parameters
+    ----------
+    show
+        Print them; with --no-show they are only checked.
+    """
+    engine, server = options.engine(), options.server(model or EMBEDDED_MODEL)
+    if not show:
+        return
+    for title, settings in (("engine", engine), ("server", server)):
+        print(f"[{title}]")
+        for name, value in dataclasses.asdict(settings).items():
+            print(f"{name} = {'(hidden)' if name == 'api_key' and value else _toml(value)}")
+        print()
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"auto"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value) if not isinstance(value, str) else f'"{value}"'
+
+
+def _chosen(model: Path | None, demo: bool) -> Path:
+    if demo == (model is not None):
+        raise BadRequest("give a GGUF file, or --demo for the embedded model")
+    return EMBEDDED_MODEL if model is None else model
+
+
+@app.command
+def chat(
+    where: str | None = None,
+    *,
+    demo: bool = False,
+    system: str | None = None,
+    api_key: str | None = None,
+    temperature: float = 0.7,
+    max_tokens: int = 1024,
+) -> int:
+    """Talk to a model. After each answer it says how much of the prompt was reused and how much was read.
+
+    Parameters
+    ----------
+    where
+        A GGUF file, or the URL of a running server such as http://127.0.0.1:8080.
+    demo
+        Talk to the embedded everwarm-tiny.
+    system
+        A system message.
+    """
+    from everwarm.gateway.talk import talk
+
+    if where is not None and where.startswith(("http://", "https://")):
+        return talk(where, api_key, system, temperature, max_tokens)
+    from everwarm.gateway.talk import talk_locally
+
+    return talk_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
 
 
 @app.command
@@ -41,7 +250,7 @@ def demo(*, model: Path | None = None) -> None:
 @app.command
 def tiny(
     *,
-    arch: Annotated[str, cyclopts.Parameter(help=f"one of {', '.join(ARCHITECTURES)}")] = "qwen35",
+    arch: Annotated[str, Parameter(help=f"one of {', '.join(ARCHITECTURES)}")] = "qwen35",
     out: Path,
     layers: int = 8,
     width: int = 256,
@@ -75,7 +284,7 @@ def tiny(
 
 def main() -> None:
     try:
-        app()
+        sys.exit(app())
     except (EverwarmError, ValueError, OSError) as error:
         Console(stderr=True).print(f"everwarm: {error}", style="red", markup=False, highlight=False)
         sys.exit(1)

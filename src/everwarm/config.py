@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +22,20 @@ def require(condition: bool, message: str) -> None:
     """Refuse a setting with a sentence that says what would be right."""
     if not condition:
         raise BadRequest(message)
+
+
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """``8GiB``, ``500 MB`` or ``0`` as a number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    require(
+        found is not None and found[2].upper() in _UNITS, f"{text!r} is not a size; give a number like 8GiB or 500MB"
+    )
+    assert found is not None
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def default_threads() -> int:

@@ -1,1 +1,5 @@
-"""Everything the demonstration needs that a real deployment does not: tiny models and scripted clients."""
+"""The embedded default model, tiny models of real architectures, and the guided tour."""
+
+from pathlib import Path
+
+EMBEDDED_MODEL = Path(__file__).parent / "everwarm-tiny.gguf"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from everwarm.config import GREEDY
+from everwarm.demo import EMBEDDED_MODEL
 from everwarm.demo.text import story
 from everwarm.engine.engine import Engine
 from everwarm.engine.exact import ExactReport, compare_with_cold
@@ -22,8 +23,6 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.params import CheckpointParams
-
-EMBEDDED_MODEL = Path(__file__).parent / "everwarm-tiny.gguf"
 
 N_CTX = 16384
 SECRET = "48213"

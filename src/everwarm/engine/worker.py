@@ -101,7 +101,8 @@ class Pulse:
 def main() -> None:
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway; it tells us when to stop
+    for sig in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which tells us when to stop
+        signal.signal(sig, signal.SIG_IGN)
     level = os.environ.get("EVERWARM_LOG", "INFO").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     wire = Wire(socket.socket(fileno=fd))

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,7 @@ class Supervisor:
             raise self._down()
         return self.info
 
-    async def stream(self, **submit: Any) -> AsyncIterator[m.ToGateway]:
+    async def stream(self, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
         """Submit a prompt; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the engine."""
         with self._asking(m.Submit(self._new_id(), **submit)) as pending:
             while True:

@@ -1,0 +1,118 @@
+"""The HTTP application: routes, guard, and the life of the engine behind it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from everwarm import __version__
+from everwarm.engine import messages as m
+from everwarm.errors import EverwarmError, Forbidden
+from everwarm.gateway.guard import Guard, error_response
+from everwarm.gateway.limits import Limits
+from everwarm.gateway.llamaserver import LlamaServer
+from everwarm.gateway.metrics import CONTENT_TYPE, Metrics
+from everwarm.gateway.openai import OpenAI
+from everwarm.gateway.replies import Hangup, json_response
+from everwarm.gateway.service import Service
+from everwarm.gateway.settings import ServerSettings
+from everwarm.router.supervisor import State, Supervisor
+
+
+def build_app(supervisor: Supervisor, settings: ServerSettings) -> ASGIApp:
+    service = Service(supervisor, settings, Limits(settings), Metrics())
+    openai, llama, state = OpenAI(service), LlamaServer(service), Status(service)
+    routes = [
+        Route("/", state.home, methods=["GET"]),
+        Route("/health", state.health, methods=["GET"]),
+        Route("/v1/health", state.health, methods=["GET"]),
+        Route("/ready", state.ready, methods=["GET"]),
+        Route("/metrics", state.metrics, methods=["GET"]),
+        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/v1/models", openai.models, methods=["GET"]),
+        Route("/models", openai.models, methods=["GET"]),
+        Route("/completion", llama.completion, methods=["POST"]),
+        Route("/completions", llama.completion, methods=["POST"]),
+        Route("/tokenize", llama.tokenize, methods=["POST"]),
+        Route("/detokenize", llama.detokenize, methods=["POST"]),
+        Route("/apply-template", llama.apply_template, methods=["POST"]),
+        Route("/props", llama.props, methods=["GET"]),
+        Route("/slots", llama.slots, methods=["GET"]),
+    ]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        supervisor.start()
+        yield
+        service.limits.is_draining = True
+        await supervisor.stop(settings.grace_s)
+
+    handlers = {EverwarmError: _on_error, HTTPException: _on_http_error, Hangup: _on_hangup}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Guard(app, settings)
+
+
+class Status:
+    """Whether the server is alive and ready, and its numbers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def home(self, _request: Request) -> Response:
+        return json_response({"name": "everwarm", "version": __version__, "docs": "/v1/models, /v1/chat/completions"})
+
+    async def health(self, _request: Request) -> Response:
+        """The gateway is alive; whether the engine is, ``/ready`` says."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        supervisor = self._service.supervisor
+        about = {
+            "status": "ready" if supervisor.is_ready else _not_ready(supervisor),
+            "loaded": supervisor.loaded,
+            "restarts": supervisor.n_restarts,
+            "reason": supervisor.reason,
+        }
+        return json_response(
+            about, 200 if supervisor.is_ready else 503, {} if supervisor.is_ready else {"retry-after": "1"}
+        )
+
+    async def metrics(self, _request: Request) -> Response:
+        supervisor = self._service.supervisor
+        engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
+        load = supervisor.load
+        gauges = {
+            "llamacpp:requests_processing": ("Requests being read or written", float(load.n_running if load else 0)),
+            "llamacpp:requests_deferred": ("Requests waiting for a slot", float(load.n_queued if load else 0)),
+            "everwarm_engine_restarts": ("Times the engine was started again", float(supervisor.n_restarts)),
+            "everwarm_engine_ready": ("1 if the engine is ready", float(supervisor.is_ready)),
+        }
+        return Response(self._service.metrics.render(engine, gauges), media_type=CONTENT_TYPE)
+
+
+def _not_ready(supervisor: Supervisor) -> str:
+    return "stalled" if supervisor.state is State.READY else supervisor.state.value
+
+
+async def _on_error(request: Request, error: EverwarmError) -> Response:
+    return error_response(error, request.state.request_id)
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    message = {404: f"there is no {request.url.path} here", 405: "that method is not allowed here"}
+    wire = Forbidden(error.status_code, "not_found" if error.status_code == 404 else "invalid_request_error", "")
+    wire.args = (message.get(error.status_code, str(error.detail)),)
+    return error_response(wire, request.state.request_id)
+
+
+async def _on_hangup(_request: Request, _error: Hangup) -> Response:
+    return Response(status_code=499)  # nobody will read it

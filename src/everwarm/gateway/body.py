@@ -1,0 +1,166 @@
+"""Request bodies as clients send them: typed, bounded, unknown fields ignored. Pure parsing; knows no HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from everwarm.config import Sampling
+from everwarm.errors import BadRequest
+
+MAX_STOPS, MAX_STOP_CHARS = 32, 512
+MAX_CHOICES = 16
+MAX_MESSAGES = 20_000
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Count = Annotated[int, Meta(ge=0, le=1 << 26)]
+Name = Annotated[str, Meta(max_length=512)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What every kind of completion may carry. ``None`` means: not said."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Meta(ge=-1, le=1 << 26)] | None = None
+    n_predict: Annotated[int, Meta(ge=-2, le=1 << 26)] | None = None
+    max_completion_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
+    logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Name | None = None
+    prompt_cache_key: Name | None = None
+    deterministic: bool | None = None
+    id_slot: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+
+    def sampling(self) -> Sampling:
+        said = {
+            "temperature": self.temperature,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repeat_penalty": self.repeat_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "penalty_last_n": None if self.repeat_last_n is None else max(0, self.repeat_last_n),
+            "seed": None if self.seed is None or self.seed < 0 else self.seed % ((1 << 32) - 1),
+            "logit_bias": _logit_bias(self.logit_bias),
+        }
+        return Sampling(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
+
+    def stops(self) -> tuple[str, ...]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+            raise BadRequest(f"give at most {MAX_STOPS} stop strings of at most {MAX_STOP_CHARS} characters")
+        return tuple(stop for stop in stops if stop)
+
+    def reply_tokens(self, default: int) -> int:
+        """The most tokens to write; negative means until the context is full."""
+        for said in (self.max_completion_tokens, self.max_tokens, self.n_predict):
+            if said is not None:
+                return said if said >= 0 else default
+        return default
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def n_probs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """``prompt``: text, tokens, or (OpenAI) a list holding one of these."""
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | bool | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    return_tokens: bool | None = None
+    echo: bool | None = None
+
+    def text_or_tokens(self) -> tuple[str | None, list[int] | None]:
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return prompt, None
+        if all(isinstance(item, int) for item in prompt):
+            return None, prompt
+        raise BadRequest("prompt must be one text or one list of token ids; send several prompts as several requests")
+
+    @property
+    def wanted_probs(self) -> int | None:
+        if self.n_probs:
+            return self.n_probs
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        return int(self.logprobs)
+
+
+class TokenizeBody(msgspec.Struct, frozen=True):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True):
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 31)]], Meta(max_length=1 << 24)]
+
+
+T = TypeVar("T")
+
+
+def read(data: bytes, kind: type[T]) -> T:
+    """A body, or BadRequest with the place and the reason."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body cannot be used: {error}") from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+
+
+def _logit_bias(said: dict[str, float] | list[tuple[int | str, float | bool]] | None) -> dict[int, float] | None:
+    """OpenAI sends an object with token ids as keys, llama-server also a list of pairs; ``false`` bans a token."""
+    if said is None:
+        return None
+    pairs = said.items() if isinstance(said, dict) else said
+    bias = {}
+    for token, value in pairs:
+        try:
+            bias[int(token)] = float("-inf") if value is False else float(value)
+        except ValueError:
+            raise BadRequest(f"logit_bias names {token!r}; give a token id") from None
+    return bias

@@ -1,0 +1,93 @@
+"""Running a request's choices against the engine and telling them apart. Knows messages; knows no JSON shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everwarm.engine import messages as m
+from everwarm.router.supervisor import Supervisor, failure
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to one choice."""
+
+    index: int
+    message: m.Begun | m.PromptRead | m.Piece | m.Done
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished reply."""
+
+    text: str
+    tokens: list[int]
+    probs: list[m.TokenProb]
+    done: m.Done
+
+
+async def events(supervisor: Supervisor, submits: Sequence[dict[str, Any]]) -> AsyncGenerator[Event, None]:
+    """All choices at once, as they come. A failed one ends them all with its error; leaving early cancels them all."""
+    if len(submits) == 1:
+        async with contextlib.aclosing(supervisor.stream(**submits[0])) as stream:
+            async for message in stream:
+                yield Event(0, _checked(message))
+        return
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(supervisor, i, submit, queue)) for i, submit in enumerate(submits)]
+    try:
+        left = len(tasks)
+        while left:
+            got = await queue.get()
+            if got is None:
+                left -= 1
+            elif isinstance(got, BaseException):
+                raise got
+            else:
+                yield got
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    supervisor: Supervisor, index: int, submit: dict[str, Any], queue: asyncio.Queue[Event | BaseException | None]
+) -> None:
+    try:
+        async with contextlib.aclosing(supervisor.stream(**submit)) as stream:
+            async for message in stream:
+                queue.put_nowait(Event(index, _checked(message)))
+        queue.put_nowait(None)
+    except Exception as error:  # noqa: BLE001 - raised again where the choices are read
+        queue.put_nowait(error)
+
+
+def _checked(message: m.ToGateway) -> m.Begun | m.PromptRead | m.Piece | m.Done:
+    if isinstance(message, m.Failed):
+        raise failure(message)
+    assert isinstance(message, m.Begun | m.PromptRead | m.Piece | m.Done)
+    return message
+
+
+async def collect(stream: AsyncGenerator[Event, None], n_choices: int) -> list[Choice]:
+    """Whole replies, for whoever does not stream."""
+    texts: list[list[str]] = [[] for _ in range(n_choices)]
+    tokens: list[list[int]] = [[] for _ in range(n_choices)]
+    probs: list[list[m.TokenProb]] = [[] for _ in range(n_choices)]
+    done: dict[int, m.Done] = {}
+    async with contextlib.aclosing(stream):
+        async for event in stream:
+            match event.message:
+                case m.Piece() as piece:
+                    texts[event.index].append(piece.text)
+                    tokens[event.index] += piece.tokens
+                    probs[event.index] += piece.probs or []
+                case m.Done() as end:
+                    texts[event.index].append(end.text)
+                    done[event.index] = end
+    return [Choice("".join(texts[i]), tokens[i], probs[i], done[i]) for i in range(n_choices)]

@@ -1,0 +1,134 @@
+"""What every request passes before it reaches a handler: who may call, by what name, with what body.
+
+Pure ASGI. Turns every ``EverwarmError`` into OpenAI's error shape with a request id, and everything else into a plain 500:
+never a traceback, a path or an address.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from urllib.parse import urlsplit
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from everwarm.errors import EverwarmError, Forbidden, Refused
+from everwarm.gateway.replies import json_response
+from everwarm.gateway.settings import ServerSettings
+
+log = logging.getLogger("everwarm.gateway")
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/v1/health", "/"})
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        began = False
+
+        async def tagged(message: Message) -> None:
+            nonlocal began
+            if message["type"] == "http.response.start":
+                began = True
+                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, self._bounded(receive), tagged)
+        except EverwarmError as error:
+            if not began:
+                await error_response(error, request_id)(scope, receive, tagged)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if not began:
+                await error_response(EverwarmError("internal error"), request_id)(scope, receive, tagged)
+
+    def _check(self, scope: Scope) -> None:
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        self._check_names(headers)
+        self._check_key(scope["path"], headers)
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kind = headers.get(b"content-type", "").split(";")[0].strip().lower()
+            if kind != "application/json":
+                raise Forbidden(415, "unsupported_media_type", "send JSON with Content-Type: application/json")
+            self._check_length(headers.get(b"content-length"))
+
+    def _check_names(self, headers: dict[bytes, str]) -> None:
+        """A page from elsewhere must not reach a local server through the visitor's browser."""
+        host = _host_name(f"//{headers.get(b'host', '')}")
+        if host not in self._settings.host_names:
+            raise Forbidden(403, "forbidden", "this server is not called that; start it with --allowed-host NAME")
+        origin = headers.get(b"origin")
+        if origin is not None and _host_name(origin) not in self._settings.host_names:
+            raise Forbidden(
+                403, "forbidden", "requests from that origin are not allowed; start with --allowed-host NAME"
+            )
+
+    def _check_key(self, path: str, headers: dict[bytes, str]) -> None:
+        key = self._settings.api_key
+        if key is None or path in OPEN_PATHS:
+            return
+        given = headers.get(b"authorization", "").removeprefix("Bearer ") or headers.get(b"x-api-key", "")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise Forbidden(401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY")
+
+    def _check_length(self, length: str | None) -> None:
+        if length is not None and (not length.isdigit() or int(length) > self._settings.max_body_bytes):
+            raise self._too_large()
+
+    def _bounded(self, receive: Receive) -> Receive:
+        left = self._settings.max_body_bytes
+
+        async def bounded() -> Message:
+            nonlocal left
+            message = await receive()
+            if message["type"] == "http.request":
+                left -= len(message.get("body", b""))
+                if left < 0:
+                    raise self._too_large()
+            return message
+
+        return bounded
+
+    def _too_large(self) -> Forbidden:
+        limit = self._settings.max_body_bytes
+        return Forbidden(413, "request_too_large", f"the body is larger than {limit} bytes")
+
+
+def error_response(error: EverwarmError, request_id: str) -> Response:
+    headers = {}
+    retry_after = getattr(error, "retry_after_s", None)
+    if retry_after is not None or error.status == 503:
+        headers["retry-after"] = str(retry_after or 2)
+    return json_response(error_body(error, request_id), error.status, headers)
+
+
+def error_body(error: EverwarmError, request_id: str) -> dict[str, object]:
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    about: dict[str, object] = {
+        "message": str(error),
+        "type": kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error"),
+        "param": None,
+        "code": error.code,
+        "request_id": request_id,
+    }
+    if isinstance(error, Refused) and error.n_prompt is not None:
+        about |= {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_context}
+    return {"error": about}
+
+
+def _host_name(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,115 @@
+"""llama-server's dialect: completion, tokenize, templates, props, slots."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from everwarm.engine import messages as m
+from everwarm.gateway import shapes
+from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read
+from everwarm.gateway.generate import collect, events
+from everwarm.gateway.replies import EventStream, json_response, sse
+from everwarm.gateway.service import Service
+
+Json = dict[str, Any]
+
+
+class LlamaServer:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completion(self, request: Request) -> Response:
+        data = await request.body()
+        body = read(data, CompletionBody)
+        admitted = self._service.limits.admitted(len(data))
+        if body.stream:
+            return EventStream(self._frames(request, body), admitted, self._service.error_frame(request))
+        with admitted:
+            return await self._service.within_time(request, self._whole(request, body))
+
+    async def _whole(self, request: Request, body: CompletionBody) -> Response:
+        submits = await self._service.completion_submits(request, body)
+        (choice,) = await collect(events(self._service.supervisor, submits[:1]), 1)
+        self._service.metrics.finished(choice.done)
+        name = body.model or self._service.settings.model_name
+        with_probs = body.wanted_probs is not None
+        answer = shapes.llama_completion(name, choice, with_tokens=bool(body.return_tokens), with_probs=with_probs)
+        return json_response(answer)
+
+    async def _frames(self, request: Request, body: CompletionBody) -> AsyncGenerator[bytes, None]:
+        submits = await self._service.completion_submits(request, body)
+        name = body.model or self._service.settings.model_name
+        n_prompt = n_reply = slot = 0
+        async for event in events(self._service.supervisor, submits[:1]):
+            match event.message:
+                case m.Begun() as begun:
+                    n_prompt, slot = begun.n_prompt, begun.slot
+                case m.PromptRead() as so_far:
+                    progress = {"prompt_progress": shapes.progress(so_far)}
+                    yield sse({"index": 0, "content": "", "stop": False, "id_slot": slot, **progress})
+                case m.Piece() as piece:
+                    n_reply += len(piece.tokens)
+                    chunk: Json = {"index": 0, "content": piece.text, "tokens": piece.tokens, "stop": False}
+                    chunk |= {"id_slot": slot, "tokens_predicted": n_reply, "tokens_evaluated": n_prompt}
+                    if piece.probs:
+                        chunk["completion_probabilities"] = shapes.logprobs(piece.probs)["content"]
+                    yield sse(chunk)
+                case m.Done() as done:
+                    self._service.metrics.finished(done)
+                    yield sse({"index": 0, "content": done.text, "tokens": [], **shapes.llama_end(name, done)})
+
+    async def tokenize(self, request: Request) -> Response:
+        body = read(await request.body(), TokenizeBody)
+        tokens = await self._service.supervisor.ask(
+            m.Tokenize, text=body.content, add_special=body.add_special, parse_special=body.parse_special
+        )
+        if body.with_pieces:
+            return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in tokens]})
+        return json_response({"tokens": [token for token, _ in tokens]})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = read(await request.body(), DetokenizeBody)
+        data: bytes = await self._service.supervisor.ask(m.Detokenize, tokens=body.tokens)
+        return json_response({"content": data.decode("utf-8", "replace")})
+
+    async def apply_template(self, request: Request) -> Response:
+        body = read(await request.body(), ChatBody)
+        template = await self._service.template()
+        text = template.render(body.messages, tools=body.tools, **(body.chat_template_kwargs or {}))
+        return json_response({"prompt": text})
+
+    async def props(self, _request: Request) -> Response:
+        info = await self._service.info()
+        return json_response(
+            {
+                "default_generation_settings": {"n_ctx": info.n_ctx, "params": {}},
+                "total_slots": info.n_slots,
+                "model_alias": self._service.settings.model_name,
+                "model_description": info.description,
+                "memory_kind": info.memory_kind,
+                "modalities": {"vision": False, "audio": False, "video": False},
+                "endpoint_slots": True,
+                "endpoint_props": False,
+                "endpoint_metrics": True,
+                "chat_template": info.chat_template or "",
+                "bos_token": info.bos,
+                "eos_token": info.eos,
+                "build_info": f"everwarm, libllama {info.build}",
+                "is_sleeping": False,
+            }
+        )
+
+    async def slots(self, _request: Request) -> Response:
+        return json_response(await self._service.supervisor.ask(m.AskSlots))
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Text, or bytes where a token is only part of a character."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)

@@ -1,0 +1,160 @@
+"""OpenAI's dialect: chat completions, completions, models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from everwarm.engine import messages as m
+from everwarm.gateway import shapes
+from everwarm.gateway.body import ChatBody, CompletionBody, read
+from everwarm.gateway.generate import Event, collect, events
+from everwarm.gateway.replies import SSE_DONE, EventStream, json_response, sse
+from everwarm.gateway.service import Service
+
+Json = dict[str, Any]
+
+
+class OpenAI:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: Request) -> Response:
+        data = await request.body()
+        body = read(data, ChatBody)
+        frame = self._service.frame("chatcmpl", body)
+        admitted = self._service.limits.admitted(len(data))
+        if body.stream:
+            frames = self._chat_frames(request, body, frame)
+            return EventStream(frames, admitted, self._service.error_frame(request))
+        with admitted:
+            return await self._service.within_time(request, self._whole_chat(request, body, frame))
+
+    async def completions(self, request: Request) -> Response:
+        data = await request.body()
+        body = read(data, CompletionBody)
+        frame = self._service.frame("cmpl", body)
+        admitted = self._service.limits.admitted(len(data))
+        if body.stream:
+            frames = self._completion_frames(request, body, frame)
+            return EventStream(frames, admitted, self._service.error_frame(request))
+        with admitted:
+            return await self._service.within_time(request, self._whole_completion(request, body, frame))
+
+    async def models(self, _request: Request) -> Response:
+        """One body that satisfies OpenAI's and Anthropic's clients."""
+        info = await self._service.info()
+        name = self._service.settings.model_name
+        meta = {
+            "n_ctx_train": info.n_ctx_train,
+            "n_params": info.n_params,
+            "size": info.size_bytes,
+            "n_vocab": info.n_vocab,
+        }
+        model = {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "everwarm",
+            "display_name": name,
+            "meta": meta,
+        }
+        return json_response({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+
+    # whole answers
+
+    async def _whole_chat(self, request: Request, body: ChatBody, frame: Json) -> Response:
+        submits = await self._service.chat_submits(request, body)
+        choices = await collect(events(self._service.supervisor, submits), len(submits))
+        for choice in choices:
+            self._service.metrics.finished(choice.done)
+        return json_response(shapes.chat_completion(frame, choices, with_probs=body.n_probs is not None))
+
+    async def _whole_completion(self, request: Request, body: CompletionBody, frame: Json) -> Response:
+        submits = await self._service.completion_submits(request, body)
+        choices = await collect(events(self._service.supervisor, submits), len(submits))
+        for choice in choices:
+            self._service.metrics.finished(choice.done)
+        prefix = (submits[0]["text"] or "") if body.echo else ""
+        with_probs = body.wanted_probs is not None
+        return json_response(shapes.text_completion(frame, choices, with_probs=with_probs, prefix=prefix))
+
+    # streams
+
+    async def _chat_frames(self, request: Request, body: ChatBody, frame: Json) -> AsyncGenerator[bytes, None]:
+        submits = await self._service.chat_submits(request, body)
+        frame = {**frame, "object": "chat.completion.chunk"}
+        dones: dict[int, m.Done] = {}
+        async for event in events(self._service.supervisor, submits):
+            for choice, more in _chat_chunks(event, with_probs=body.n_probs is not None):
+                yield sse({**frame, "choices": [choice] if choice else [], **more})
+            if isinstance(event.message, m.Done):
+                dones[event.index] = event.message
+                self._service.metrics.finished(event.message)
+        if body.includes_usage:
+            ends = [dones[i] for i in sorted(dones)]
+            yield sse({**frame, "choices": [], "usage": shapes.usage(ends), "timings": shapes.timings(ends[0])})
+        yield SSE_DONE
+
+    async def _completion_frames(
+        self, request: Request, body: CompletionBody, frame: Json
+    ) -> AsyncGenerator[bytes, None]:
+        submits = await self._service.completion_submits(request, body)
+        frame = {**frame, "object": "text_completion"}
+        dones: dict[int, m.Done] = {}
+        async for event in events(self._service.supervisor, submits):
+            for choice, more in _text_chunks(event, with_probs=body.wanted_probs is not None):
+                yield sse({**frame, "choices": [choice] if choice else [], **more})
+            if isinstance(event.message, m.Done):
+                dones[event.index] = event.message
+                self._service.metrics.finished(event.message)
+        if body.includes_usage:
+            ends = [dones[i] for i in sorted(dones)]
+            yield sse({**frame, "choices": [], "usage": shapes.usage(ends), "timings": shapes.timings(ends[0])})
+        yield SSE_DONE
+
+
+def _chat_chunks(event: Event, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
+    """A choice (or none) and what stands beside it, for each chunk an event is worth."""
+    match event.message:
+        case m.Begun():
+            return [(_chat_choice(event.index, {"role": "assistant", "content": ""}), {})]
+        case m.PromptRead() as read_so_far:
+            return [(None, {"prompt_progress": shapes.progress(read_so_far)})]
+        case m.Piece() as piece:
+            if not piece.text and not (with_probs and piece.probs):
+                return []
+            probs = shapes.logprobs(piece.probs or []) if with_probs else None
+            return [(_chat_choice(event.index, {"content": piece.text}, probs), {})]
+        case m.Done() as done:
+            last: list[tuple[Json | None, Json]] = (
+                [(_chat_choice(event.index, {"content": done.text}), {})] if done.text else []
+            )
+            end = {**_chat_choice(event.index, {}), "finish_reason": shapes.finish_reason(done)}
+            return [*last, (end, {"timings": shapes.timings(done)})]
+
+
+def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _text_chunks(event: Event, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
+    match event.message:
+        case m.Begun():
+            return []
+        case m.PromptRead() as read_so_far:
+            return [(None, {"prompt_progress": shapes.progress(read_so_far)})]
+        case m.Piece() as piece:
+            if not piece.text and not (with_probs and piece.probs):
+                return []
+            probs = shapes.legacy_logprobs(piece.probs or []) if with_probs else None
+            return [({"index": event.index, "text": piece.text, "logprobs": probs, "finish_reason": None}, {})]
+        case m.Done() as done:
+            reason = shapes.finish_reason(done)
+            end = {"index": event.index, "text": done.text, "logprobs": None, "finish_reason": reason}
+            return [(end, {"timings": shapes.timings(done)})]

@@ -1,0 +1,145 @@
+"""What the handlers share: the engine, the chat template, limits, and how a body becomes what the engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import secrets
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from everwarm.engine.messages import ModelInfo
+from everwarm.errors import BadRequest, EverwarmError, Forbidden
+from everwarm.gateway.body import Body, ChatBody, CompletionBody
+from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.guard import error_body
+from everwarm.gateway.limits import Limits
+from everwarm.gateway.metrics import Metrics
+from everwarm.gateway.replies import sse, unless_gone
+from everwarm.gateway.settings import ServerSettings
+from everwarm.router.supervisor import Supervisor
+
+T = TypeVar("T")
+
+# Who is talking, as real clients say it. It informs which slot to give up last, never what may be reused.
+SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
+
+
+@dataclass(slots=True)
+class Service:
+    supervisor: Supervisor
+    settings: ServerSettings
+    limits: Limits
+    metrics: Metrics
+    _template: tuple[str, ChatTemplate] | None = field(default=None)
+
+    async def info(self) -> ModelInfo:
+        return await self.supervisor.wait_ready()
+
+    async def template(self) -> ChatTemplate:
+        info = await self.info()
+        if info.chat_template is None:
+            raise BadRequest("this model has no chat template; use /v1/completions")
+        if self._template is None or self._template[0] != info.chat_template:
+            self._template = (info.chat_template, ChatTemplate(info.chat_template, bos=info.bos, eos=info.eos))
+        return self._template[1]
+
+    # bodies to submits
+
+    async def chat_submits(self, request: Request, body: ChatBody) -> list[dict[str, Any]]:
+        info, template = await self.info(), await self.template()
+        kwargs = body.chat_template_kwargs or {}
+        reserved = {"messages", "tools", "add_generation_prompt"} & kwargs.keys()
+        if reserved or not all(name.isidentifier() for name in kwargs):
+            raise BadRequest("chat_template_kwargs must be names of template variables other than messages and tools")
+        rendered = await asyncio.to_thread(template.conversation, body.messages, tools=body.tools, **kwargs)
+        adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
+        common = {
+            **self._common(request, body, info),
+            "text": rendered.text,
+            "add_special": adds_bos,
+            "boundaries": rendered.boundaries,
+            "stable": rendered.stable,
+            "n_probs": body.n_probs,
+        }
+        return _choices(common, body)
+
+    async def completion_submits(self, request: Request, body: CompletionBody) -> list[dict[str, Any]]:
+        text, tokens = body.text_or_tokens()
+        common = {
+            **self._common(request, body, await self.info()),
+            "text": text,
+            "tokens": tokens,
+            "n_probs": body.wanted_probs,
+        }
+        return _choices(common, body)
+
+    def _common(self, request: Request, body: Body, info: ModelInfo) -> dict[str, Any]:
+        slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
+        if slot is not None and slot >= info.n_slots:
+            raise BadRequest(f"id_slot is {slot}; this server has slots 0 to {info.n_slots - 1}")
+        return {
+            "sampling": body.sampling(),
+            "max_tokens": body.reply_tokens(info.n_ctx),
+            "stop": body.stops(),
+            "namespace": self.namespace(body.cache_salt),
+            "use_cache": body.cache_prompt is not False,
+            "deterministic": bool(body.deterministic),
+            "ignore_eos": bool(body.ignore_eos),
+            "slot": slot,
+            "session": session_of(request.headers, body),
+            "wants_progress": bool(body.return_progress),
+        }
+
+    def namespace(self, salt: str | None) -> str:
+        """What one key and salt has read is invisible to others."""
+        key = self.settings.api_key or ""
+        return hashlib.sha256(f"{len(key)}:{key}:{salt or ''}".encode()).hexdigest()[:32]
+
+    # answering
+
+    def frame(self, kind: str, body: Body) -> dict[str, Any]:
+        """What every chunk and answer of one request repeats."""
+        return {
+            "id": f"{kind}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model or self.settings.model_name,
+            "system_fingerprint": f"everwarm-{self.supervisor.info.build if self.supervisor.info else ''}",
+        }
+
+    async def within_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Drop the work when the client hangs up or its time is over."""
+        limit = self.settings.request_timeout_s or None
+        try:
+            async with asyncio.timeout(limit):
+                return await unless_gone(request.receive, work)
+        except TimeoutError:
+            raise Forbidden(504, "timeout", f"the request took longer than {limit:g} s") from None
+
+    def error_frame(self, request: Request) -> Any:
+        def frame(error: EverwarmError) -> bytes:
+            return sse(error_body(error, request.state.request_id))
+
+        return frame
+
+
+def session_of(headers: Mapping[str, str], body: Body) -> str | None:
+    for value in (body.prompt_cache_key, *(headers.get(name) for name in SESSION_HEADERS)):
+        if value:
+            return value[:512]
+    return None
+
+
+def _choices(common: dict[str, Any], body: Body) -> list[dict[str, Any]]:
+    """Several choices are several requests that share a prompt, each with a seed of its own."""
+    n = body.n or 1
+    if n == 1:
+        return [common]
+    sampling = common["sampling"]
+    seed = secrets.randbelow(1 << 31) if sampling.seed is None else sampling.seed
+    return [common | {"sampling": dataclasses.replace(sampling, seed=(seed + i) % ((1 << 32) - 1))} for i in range(n)]

@@ -1,0 +1,51 @@
+"""What a server is started with besides its engine. Frozen, checked once."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from everwarm.config import require
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()  # names clients may call this server by, besides loopback and ``host``
+    model_name: str = "everwarm"
+    max_body_bytes: int = 32 << 20
+    max_requests: int = 256  # running and waiting
+    max_waiting_tokens: int = 4_000_000  # prompt tokens of all of them, estimated from their text
+    request_timeout_s: float = 0.0  # 0: none
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")
+        require(self.max_body_bytes >= 1024, f"max_body_bytes is {self.max_body_bytes}; give at least 1024")
+        require(self.max_requests >= 1, f"max_requests is {self.max_requests}; give at least 1")
+        require(self.max_waiting_tokens >= 1, f"max_waiting_tokens is {self.max_waiting_tokens}; give at least 1")
+        require(self.request_timeout_s >= 0, f"request_timeout_s is {self.request_timeout_s}; give 0 (none) or more")
+        require(self.grace_s >= 0, f"grace_s is {self.grace_s}; give 0 or more")
+        require(self.api_key is None or len(self.api_key) >= 1, "the API key is empty; leave it out or give one")
+        require(
+            self.api_key is not None or is_loopback(self.host),
+            f"{self.host} can be reached from other machines: give --api-key, or bind to 127.0.0.1",
+        )
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """What a Host header may say."""
+        return frozenset(name.lower() for name in (*LOOPBACK_NAMES, self.host, *self.allowed_hosts))
+
+
+def is_loopback(host: str) -> bool:
+    if host in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
