@@ -139,12 +139,15 @@ class ServeOptions:
         )
 
 
+DEFAULTS = ServeOptions()
+
+
 @app.command
 def serve(
     model: Annotated[Path | None, Parameter(name=["model", "--model", "-m"])] = None,
     *,
     demo: bool = False,
-    options: ServeOptions = ServeOptions(),
+    options: ServeOptions = DEFAULTS,
 ) -> int:
     """Serve a model over HTTP, for clients of OpenAI's and llama-server's APIs.
 
@@ -166,7 +169,7 @@ def config(
     model: Annotated[Path | None, Parameter(name=["model", "--model", "-m"])] = None,
     *,
     show: bool = True,
-    options: ServeOptions = ServeOptions(),
+    options: ServeOptions = DEFAULTS,
 ) -> None:
     """Show the settings that `serve` would run with, from flags, environment and file, and check them.
 

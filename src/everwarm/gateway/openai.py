@@ -132,11 +132,11 @@ def _chat_chunks(event: Event, *, with_probs: bool) -> list[tuple[Json | None, J
             probs = shapes.logprobs(piece.probs or []) if with_probs else None
             return [(_chat_choice(event.index, {"content": piece.text}, probs), {})]
         case m.Done() as done:
-            last: list[tuple[Json | None, Json]] = (
-                [(_chat_choice(event.index, {"content": done.text}), {})] if done.text else []
-            )
+            chunks: list[tuple[Json | None, Json]] = []
+            if done.text:
+                chunks.append((_chat_choice(event.index, {"content": done.text}), {}))
             end = {**_chat_choice(event.index, {}), "finish_reason": shapes.finish_reason(done)}
-            return [*last, (end, {"timings": shapes.timings(done)})]
+            return [*chunks, (end, {"timings": shapes.timings(done)})]
 
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:

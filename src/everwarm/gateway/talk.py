@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ def _own_server(model: Path) -> Iterator[str]:
                 break
         else:
             raise EverwarmError("".join(said).strip() or "the server did not start")
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # its log must never fill the pipe
         yield found[0]
     finally:
         process.terminate()
@@ -73,7 +75,8 @@ def talk(url: str, api_key: str | None, system: str | None, temperature: float, 
 
 def _answer(console: Console, url: str, api_key: str | None, body: Json) -> str:
     console.print("[green]model[/]  ", end="")
-    text, timings, began = "", {}, time.monotonic()
+    text, began = "", time.monotonic()
+    timings: Json = {}
     first: float | None = None
     for chunk in _chunks(url, api_key, body):
         timings = chunk.get("timings", timings)
@@ -98,9 +101,8 @@ def _chunks(url: str, api_key: str | None, body: Json) -> Iterator[Json]:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     connection = kind(where.netloc, timeout=3600)
     try:
-        connection.request(
-            "POST", where.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions", json.dumps(body), headers
-        )
+        path = where.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             raise EverwarmError(_message(response.read()))
