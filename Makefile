@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test campaign bench demo clean
+.PHONY: help setup lock fmt check test campaign bench demo libllama-cuda clean
 
 help: ## what each target does
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## install everything into .venv
 
@@ -47,6 +47,17 @@ bench: $(STAMP) ## measure, beside llama-server
 
 demo: $(STAMP) ## the main job on the embedded model, in under a minute
 	$(BIN)/everwarm demo
+
+LIBLLAMA_CMAKE ?= -DGGML_CUDA=ON
+libllama-cuda: $(STAMP) ## build the matching libllama and libmtmd for CUDA (see docs/gpu.md)
+	mkdir -p build/libllama-src
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
+	  --dest build/libllama-src "$$($(BIN)/python -c 'from everwarm.llama.abi import WHEEL; print(WHEEL)')"
+	tar -xzf build/libllama-src/xllamacpp-*.tar.gz -C build/libllama-src --strip-components 1
+	cmake -S build/libllama-src/thirdparty/llama.cpp -B build/libllama -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON \
+	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF $(LIBLLAMA_CMAKE)
+	cmake --build build/libllama --target llama mtmd -j
+	@echo "export EVERWARM_LIBLLAMA=$$PWD/build/libllama/bin/libllama.so"
 
 clean: ## remove what make made
 	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -99,6 +99,16 @@ class ServeOptions:
     ubatch_size: Annotated[int, Parameter(name=["--ubatch-size", "-ub"], group=_COMPUTE, help="tokens per step")] = 512
     n_gpu_layers: Annotated[int, Parameter(name=["--n-gpu-layers", "-ngl"], group=_COMPUTE, help="-1: all")] = -1
     flash_attn: Annotated[FlashAttention, Parameter(name=["--flash-attn", "-fa"], group=_COMPUTE, help="")] = "auto"
+    tensor_split: Annotated[
+        tuple[float, ...],
+        Parameter(name=["--tensor-split", "-ts"], group=_COMPUTE, help="each GPU's share of the model"),
+    ] = ()
+    n_cpu_moe: Annotated[
+        int, Parameter(name=["--n-cpu-moe", "-ncmoe"], group=_COMPUTE, help="layers whose experts stay in host memory")
+    ] = 0
+    lora: Annotated[
+        tuple[str, ...], Parameter(group=_COMPUTE, help="adapter file, or FILE:SCALE; repeatable", negative=())
+    ] = ()
     mmap: Annotated[bool, Parameter(group=_COMPUTE, help="map the model file instead of reading it")] = True
 
     max_checkpoints: Annotated[int, Parameter(group=_CHECKPOINTS, help="per conversation; 0: off")] = 32
@@ -118,7 +128,9 @@ class ServeOptions:
             cache_type_k=self.cache_type_k,
             cache_type_v=self.cache_type_v,
             flash_attention=self.flash_attn,
-            model=ModelOptions(self.n_gpu_layers, self.mmap),
+            model=ModelOptions(
+                self.n_gpu_layers, self.mmap, self.tensor_split, self.n_cpu_moe, tuple(map(_scaled, self.lora))
+            ),
             checkpoints=CheckpointParams(
                 self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
             ),
@@ -186,6 +198,15 @@ def config(
         for name, value in dataclasses.asdict(settings).items():
             print(f"{name} = {'(hidden)' if name == 'api_key' and value else _toml(value)}")
         print()
+
+
+def _scaled(lora: str) -> tuple[str, float]:
+    """``FILE`` or ``FILE:SCALE``."""
+    path, _, scale = lora.rpartition(":")
+    try:
+        return (path, float(scale)) if path else (lora, 1.0)
+    except ValueError:
+        return lora, 1.0
 
 
 def _toml(value: Any) -> str:
@@ -288,6 +309,8 @@ def tiny(
 def main() -> None:
     try:
         sys.exit(app())
+    except BrokenPipeError:  # somebody piped us into head
+        os._exit(0)
     except (EverwarmError, ValueError, OSError) as error:
         Console(stderr=True).print(f"everwarm: {error}", style="red", markup=False, highlight=False)
         sys.exit(1)

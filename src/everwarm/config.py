@@ -49,6 +49,18 @@ class ModelOptions:
 
     n_gpu_layers: int = -1  # negative: all that a GPU build can take
     use_mmap: bool = True
+    tensor_split: tuple[float, ...] = ()  # how much of the model each GPU takes, in proportion
+    n_cpu_moe: int = 0  # experts of the first n layers stay in host memory
+    lora: tuple[tuple[str, float], ...] = ()  # adapter files and their scales
+
+    def __post_init__(self) -> None:
+        require(len(self.tensor_split) <= 64, f"tensor_split has {len(self.tensor_split)} parts; give at most 64")
+        for part in self.tensor_split:
+            _finite("tensor_split", part, 0.0, 1e9)
+        require(0 <= self.n_cpu_moe <= 4096, f"n_cpu_moe is {self.n_cpu_moe}; give 0 to 4096")
+        for path, scale in self.lora:
+            require(bool(path), "a LoRA needs a file")
+            _finite(f"the scale of LoRA {path}", scale, -1e3, 1e3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from everwarm.llama import abi
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.history import SEATED
 from models import tiny_model
 
 HYBRIDS = ("qwen35", "jamba", "falcon-h1", "granitehybrid", "nemotron_h", "lfm2")
@@ -160,7 +159,9 @@ def replay(core: Core, slot: Slot, tokens: Sequence[int] | None = None) -> bytes
 def slot_holding(core: Core, tokens: Sequence[int]) -> Slot:
     """The idle slot whose conversation began with this prompt."""
     prompt = Prompt.of_tokens(tokens)
-    return next(s for s in core.slots if s.is_idle and s.resident().common_prefix(prompt) == min(s.n_fed, len(prompt)) > 0)
+    return next(
+        s for s in core.slots if s.is_idle and s.resident().common_prefix(prompt) == min(s.n_fed, len(prompt)) > 0
+    )
 
 
 def regrets(core: Core, prompt: Sequence[int], reply: Sequence[int]) -> np.ndarray:

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from engine.drive import EVERY_KIND, assert_greedy, check, checkpoints, drain, open_core, run, submit, text, tidy
 
+from engine.drive import EVERY_KIND, assert_greedy, check, checkpoints, drain, open_core, run, submit, text, tidy
 from everwarm.engine.core import Core
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest
@@ -142,8 +142,18 @@ def test_conversations_running_together_within_a_small_budget_stay_right():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"n_slots": 0}, {"n_slots": 65}, {"n_spares": -1}, {"n_spares": 254}, {"ram_bytes": -1}, {"idle_cells": -1}]
-    + [{"prefill_beside_decode": 0}, {"n_ctx": 0}, {"n_ubatch": 4096, "n_batch": 2048}, {"n_threads": 0}],
+    [
+        {"n_slots": 0},
+        {"n_slots": 65},
+        {"n_spares": -1},
+        {"n_spares": 254},
+        {"ram_bytes": -1},
+        {"idle_cells": -1},
+        {"prefill_beside_decode": 0},
+        {"n_ctx": 0},
+        {"n_ubatch": 4096, "n_batch": 2048},
+        {"n_threads": 0},
+    ],
 )
 def test_settings_out_of_bounds_are_refused(bad):
     with pytest.raises(BadRequest):

@@ -1,8 +1,8 @@
 """Ordinary conversations: what was read once is not read again."""
 
 import pytest
-from engine.drive import GUARD, HYBRIDS, STATEFUL, check, checkpoints, open_core, run, submit, text, tidy
 
+from engine.drive import GUARD, HYBRIDS, STATEFUL, check, checkpoints, open_core, run, submit, text, tidy
 from everwarm.config import Sampling
 from everwarm.engine.request import Finish
 from everwarm.state.params import CheckpointParams

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from engine.drive import (
     STATEFUL,
     drain,
@@ -15,7 +16,6 @@ from engine.drive import (
     text,
     tidy,
 )
-
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 
@@ -197,7 +197,9 @@ def test_a_deterministic_request_is_exact_after_the_same_prefix_was_read_beside_
             assert is_exact(core, slot_holding(core, turn))
 
 
-@pytest.mark.xfail(strict=True, reason="KV read beside others is never replaced: deterministic turns stay cold for ever")
+@pytest.mark.xfail(
+    strict=True, reason="KV read beside others is never replaced: deterministic turns stay cold for ever"
+)
 def test_a_deterministic_conversation_is_cached_although_others_read_its_beginning_first():
     with open_core() as core:
         read_beside_others(core)

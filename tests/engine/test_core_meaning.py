@@ -1,13 +1,13 @@
 """Meaning: the embedded model still knows what it was told after its slot was given away and its state came from RAM."""
 
 import pytest
-from engine.drive import open_core, run, tidy
-from models import EMBEDDED
 
+from engine.drive import open_core, run, tidy
 from everwarm.engine.core import Core
 from everwarm.engine.request import Result
 from everwarm.prompt.tokenize import Tokenizer
 from everwarm.state.tree import Node
+from models import EMBEDDED
 
 SPARES = pytest.mark.parametrize("n_spares", [0, 4])
 FILLER = [

@@ -1,8 +1,8 @@
 """libllama refuses: the entry is quarantined, the next best is used, the request never notices."""
 
 import pytest
-from engine.drive import assert_greedy, check, drain, open_core, run, step_until, submit, text
 
+from engine.drive import assert_greedy, check, drain, open_core, run, step_until, submit, text
 from everwarm.engine.core import MAX_ATTEMPTS, Core
 from everwarm.engine.request import Finish, NewToken
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused

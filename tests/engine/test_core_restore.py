@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from engine.drive import (
     assert_greedy,
     check,
@@ -15,7 +16,6 @@ from engine.drive import (
     text,
 )
 from engine.test_core_refusals import refuse_restores, refuse_splices
-
 from everwarm.engine.core import Core
 from everwarm.engine.request import NewToken
 

@@ -1,6 +1,7 @@
 """Several conversations: slots change hands, requests are cancelled, the context fills up."""
 
 import pytest
+
 from engine.drive import (
     EVERY_KIND,
     GUARD,
@@ -15,7 +16,6 @@ from engine.drive import (
     text,
     tidy,
 )
-
 from everwarm.config import Sampling
 from everwarm.engine.request import Finish, NewToken, Progress
 from everwarm.errors import BadRequest, PromptTooLong
@@ -263,3 +263,12 @@ def test_checkpoints_are_taken_where_boundaries_say():
     with open_core() as core:
         run(core, text(1, 200), boundaries=(50, 120))
         assert {50, 120} <= set(checkpoints(core))
+
+
+@pytest.mark.xfail(strict=True, reason="admission counts cells as shared that cannot be: admitted and suspended for ever")
+@pytest.mark.parametrize("more", [{"namespace": "other"}, {"use_cache": False}], ids=["namespace", "no cache"])
+def test_two_equal_prompts_that_may_not_share_their_cells_both_finish(more):
+    with open_core(n_ctx=256) as core:
+        asked = [submit(core, text(1, 130), 20), submit(core, text(1, 130), 20, **more)]
+        results = drain(core, most=400)
+    assert [len(results[request.id].tokens) for request in asked] == [20, 20]

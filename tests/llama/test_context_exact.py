@@ -206,6 +206,17 @@ def parts(saved: Saved) -> list[np.ndarray]:
     return [segment.blob for segment in saved.segments] + state
 
 
+def test_a_window_that_has_gone_round_its_ring_leaves_no_trace(
+    open_tiny: Callable, uninterrupted: Uninterrupted
+) -> None:
+    saved, rows = uninterrupted("gemma3", (20, 130))
+    with open_context(open_tiny("gemma3")) as context:
+        read_to(context, SLOT, text(900, seed=4), 900)
+        context.drop(SLOT)
+        assert same_bits(parts(read(context, TOKENS, (20, 130))), parts(saved))
+        assert same_bits(go_on(context, SLOT, TOKENS), rows)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_one_process_saved_another_goes_on_with(
     arch: str, open_tiny: Callable, uninterrupted: Uninterrupted

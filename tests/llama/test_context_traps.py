@@ -3,19 +3,13 @@
 Each trial runs in a fork (see `run_trials`), so that an abort fails one test.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from llama import trials_blobs, trials_calls
-from llama.trials import ARCHS_OF, TRIALS
+from llama.trials import ARCHS_OF, TRIALS, run_in_child
 
-TESTS = Path(__file__).parents[1]
 MODULES = (trials_blobs, trials_calls)  # importing them registers their trials
 
 UNTOUCHED = "refused, then same bits"
@@ -75,11 +69,7 @@ KNOWN = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
-    argv = [sys.executable, "-m", "llama.run_trials"]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_in_child("llama.run_trials")
 
 
 def _cases() -> list[object]:

@@ -1,10 +1,7 @@
 """Opening models: every broken file is one clear error, and an open model knows what it is."""
 
-import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +15,8 @@ from everwarm.llama import abi
 from everwarm.llama.context import Context
 from everwarm.llama.model import MemoryKind, Model
 from llama.steps import KINDS, OPTIONS, SLOT, open_context, same_bits, say, text
+from llama.trials import run_in_child
 from models import tiny_model
-
-TESTS = Path(__file__).parents[1]
-
 
 # files that cannot be opened
 
@@ -96,10 +91,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     whole = tiny_model("qwen35", **SMALL).read_bytes()
     for name, data in ({"whole": whole} | damaged(whole)).items():
         paths[name].write_bytes(data)
-    argv = [sys.executable, "-m", "llama.open_models", *map(str, paths.values())]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    found = json.loads(done.stdout)
+    found = run_in_child("llama.open_models", *map(str, paths.values()))
     return {name: found[str(path)] for name, path in paths.items()}
 
 

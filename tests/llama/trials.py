@@ -6,10 +6,14 @@ has to be. This module knows how to run them; `trials_calls` and `trials_blobs` 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 from everwarm.errors import EverwarmError
 from everwarm.llama.batch import Feed
@@ -21,6 +25,7 @@ from models import tiny_model
 
 Trial = Callable[[str], str]
 
+TESTS = Path(__file__).parents[1]
 TIME_LIMIT_S = 60
 TOKENS = text(400)
 TRIALS: dict[str, Trial] = {}
@@ -49,6 +54,17 @@ def feed(context: Context, n: int, seq: int = SLOT) -> Feed:
 
 def verdict(same: bool) -> str:
     return "same bits" if same else "other bits"
+
+
+def run_in_child(module: str, *arguments: str) -> dict[str, str]:
+    """Run a module of this folder in a process of its own; it prints outcomes as JSON."""
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "GGML_NO_BACKTRACE": "1"}
+    argv = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
 def outcome(function: Trial, arch: str) -> str:

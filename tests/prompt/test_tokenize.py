@@ -11,10 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models import EMBEDDED, tiny_model
-
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenize import Tokenizer
+from models import EMBEDDED, tiny_model
 
 LSTRIP, RSTRIP = 1 << 7, 1 << 8
 WHITE = " \n\t\r\v\f"
@@ -155,7 +154,7 @@ def vocabularies(draw) -> FakeVocabulary:
     attributes = [draw(st.sampled_from([0, 0, 0, LSTRIP, RSTRIP, LSTRIP | RSTRIP])) for _ in names]
     both = st.booleans()
     return FakeVocabulary(
-        {i: pair for i, pair in enumerate(zip(names, attributes, strict=True))},
+        dict(enumerate(zip(names, attributes, strict=True))),
         adds_bos=draw(both),
         adds_eos=draw(both),
     )
@@ -252,6 +251,13 @@ def test_counts_at_offsets_are_never_behind_the_offset(models, tokenizers, text,
     offsets = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
     counts = tokenizers["embedded"][0].count_at(text, offsets)
     assert all(n <= tokens_wholly_before(vocab, text, at) for n, at in zip(counts, offsets, strict=True))
+
+
+@pytest.mark.xfail(strict=True, reason="inside a word a token is missed whose end the cut text would merge differently")
+def test_counts_match_the_definition_inside_words_too(models, tokenizers):
+    text = "<|im_start|>user\nremembering the conversation"
+    expected = [tokens_wholly_before(models["embedded"].vocab, text, at) for at in range(len(text))]
+    assert tokenizers["embedded"][0].count_at(text, range(len(text))) == expected
 
 
 def test_counts_behind_control_tokens_are_exact_and_count_the_bos(models, tokenizers):

@@ -37,7 +37,7 @@ class Oracle:
             return
         known = [other for ns, other in self.nodes if ns == namespace]
         fork = max((common(items, other) for other in known), default=0)
-        if 0 < fork and (namespace, items[:fork]) not in self.nodes:
+        if fork > 0 and (namespace, items[:fork]) not in self.nodes:
             self._split(namespace, items[:fork])
         self.nodes.setdefault(key, Kept())
 
@@ -58,7 +58,9 @@ class Oracle:
 
     def lineage(self, key: Key) -> list[Key]:
         """All nodes on the way, this one last."""
-        return sorted((k for k in self.nodes if k[0] == key[0] and key[1][: len(k[1])] == k[1]), key=lambda k: len(k[1]))
+        return sorted(
+            (k for k in self.nodes if k[0] == key[0] and key[1][: len(k[1])] == k[1]), key=lambda k: len(k[1])
+        )
 
     def n_shared(self, namespace: str, items: Items) -> int:
         return max((common(items, other) for ns, other in self.nodes if ns == namespace), default=0)

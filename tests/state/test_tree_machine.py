@@ -58,7 +58,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, prompt=items, data=st.data())
     def grow(self, namespace, prompt, data):
         n = data.draw(st.integers(1, len(prompt)))
-        on_the_way = [k for k in self.oracle.lineage((namespace, prompt[:n]))]
+        on_the_way = list(self.oracle.lineage((namespace, prompt[:n])))
         above = data.draw(st.sampled_from([None, *on_the_way]))
         start = self.tree.root(namespace) if above is None else self.node(above)
         node = self.tree.grow(start, Prompt.of_items(prompt), n)

@@ -130,6 +130,10 @@ class SamplerChainParams(c.Structure):
     _fields_ = [("no_perf", c.c_bool)]
 
 
+class BufferOverride(c.Structure):
+    _fields_ = [("pattern", c.c_char_p), ("buffer_type", handle)]
+
+
 # What this build returns by default. A layout that moved by one field shows here.
 EXPECTED_MODEL_DEFAULTS = {"n_gpu_layers": -1, "use_extra_bufts": True, "vocab_only": False, "check_tensors": False}
 EXPECTED_CONTEXT_DEFAULTS = {
@@ -175,6 +179,10 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_model_desc": (c.c_int32, (handle, c.c_char_p, c.c_size_t)),
     "llama_model_meta_val_str": (c.c_int32, (handle, c.c_char_p, c.c_char_p, c.c_size_t)),
     "llama_model_chat_template": (c.c_char_p, (handle, c.c_char_p)),
+    "llama_max_devices": (c.c_size_t, ()),
+    "ggml_backend_cpu_buffer_type": (handle, ()),
+    "llama_adapter_lora_init": (handle, (handle, c.c_char_p)),
+    "llama_set_adapters_lora": (c.c_int32, (handle, c.POINTER(handle), c.c_size_t, f32p)),
     # vocabulary
     "llama_vocab_type": (c.c_int32, (handle,)),
     "llama_vocab_n_tokens": (c.c_int32, (handle,)),

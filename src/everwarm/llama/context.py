@@ -386,4 +386,15 @@ def _open(model: Model, options: ContextOptions, n_seqs: int) -> int | None:
             f"a context of {options.n_ctx} tokens and {n_seqs} sequences could not be made "
             f"({model.lib.last_words()}); give fewer tokens, slots or spares"
         )
+    _apply_adapters(model, ptr)
     return ptr
+
+
+def _apply_adapters(model: Model, ptr: int) -> None:
+    if model.adapters:
+        n = len(model.adapters)
+        adapters = (ctypes.c_void_p * n)(*(adapter for adapter, _ in model.adapters))
+        scales = (ctypes.c_float * n)(*(scale for _, scale in model.adapters))
+        if int(model.lib.set_adapters_lora(ptr, adapters, n, scales)) != 0:
+            model.lib.free(ptr)
+            raise ContextTooBig(f"the LoRA adapters could not be applied: {model.lib.last_words()}")

@@ -64,9 +64,11 @@ class Model:
         self.path = path
         self.lib: Lib = lib()
         _check_file(path)
-        self.ptr = _open(self.lib, path, options or ModelOptions(), progress)
+        self.options = options or ModelOptions()
+        self.ptr = _open(self.lib, path, self.options, progress)
         try:
             self._read_facts()
+            self.adapters = [(self._open_adapter(Path(file)), scale) for file, scale in self.options.lora]
         except BaseException:
             self.close()
             raise
@@ -112,8 +114,19 @@ class Model:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identity of weights and build. A state of one fingerprint is never offered to another."""
-        return f"{file_digest(self.path)}-{abi.BUILD}"
+        """Identity of weights, adapters and build. A state of one fingerprint is never offered to another."""
+        adapters = "".join(f"-{file_digest(Path(file))}*{scale!r}" for file, scale in self.options.lora)
+        return f"{file_digest(self.path)}{adapters}-{abi.BUILD}"
+
+    def _open_adapter(self, path: Path) -> int:
+        """A LoRA; libllama frees it with the model."""
+        _check_file(path)
+        self.lib.forget_log()
+        ptr: int | None = self.lib.adapter_lora_init(self.ptr, str(path).encode())
+        if not ptr:
+            reason = _reason(self.lib.all_words())
+            raise ModelFileError(f"{path} is not a LoRA for {self.path.name}: {reason}")
+        return ptr
 
     def close(self) -> None:
         if self.ptr:
@@ -154,6 +167,7 @@ def _open(lib: Lib, path: Path, options: ModelOptions, progress: Progress | None
             raised.append(error)
         return not raised
 
+    kept = _placement(lib, params, options)  # C holds only the pointers until the model is open
     callback = abi.PROGRESS_CALLBACK(on_progress)
     params.progress_callback = callback
     lib.forget_log()
@@ -162,9 +176,27 @@ def _open(lib: Lib, path: Path, options: ModelOptions, progress: Progress | None
         if ptr:
             lib.model_free(ptr)
         raise raised[0]
+    del kept
     if not ptr:
         raise ModelFileError(f"{path} cannot be loaded: {_reason(lib.all_words())}")
     return ptr
+
+
+def _placement(lib: Lib, params: abi.ModelParams, options: ModelOptions) -> list[object]:
+    """Where tensors go: shares per GPU, and experts that stay in host memory."""
+    kept: list[object] = []
+    if options.tensor_split:
+        shares = (ctypes.c_float * int(lib.max_devices()))(*options.tensor_split[: int(lib.max_devices())])
+        params.tensor_split = ctypes.addressof(shares)
+        kept.append(shares)
+    if options.n_cpu_moe:
+        host = lib.ggml_backend_cpu_buffer_type()
+        patterns = [rf"blk\.{i}\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode() for i in range(options.n_cpu_moe)]
+        rows = [abi.BufferOverride(pattern, host) for pattern in patterns]
+        overrides = (abi.BufferOverride * (len(rows) + 1))(*rows)  # the last stays empty: the end
+        params.tensor_buft_overrides = ctypes.addressof(overrides)
+        kept += [overrides, patterns]
+    return kept
 
 
 def _reason(said: tuple[str, ...]) -> str:
