@@ -81,7 +81,7 @@ class ContextOptions:
         require(1 <= self.n_ctx <= 1 << 26, f"n_ctx is {self.n_ctx}; give 1 to {1 << 26} cells")
         require(1 <= self.n_ubatch <= self.n_batch, f"n_ubatch is {self.n_ubatch}; give 1 to n_batch ({self.n_batch})")
         require(self.n_batch <= 1 << 16, f"n_batch is {self.n_batch}; give at most {1 << 16}")
-        require(1 <= self.n_seq_max <= 256, f"n_seq_max is {self.n_seq_max}; libllama takes 1 to 256 sequences")
+        require(1 <= self.n_seq_max <= 255, f"n_seq_max is {self.n_seq_max}; give 1 to 255 (one more is needed inside)")
         require(1 <= self.n_threads <= 1024, f"n_threads is {self.n_threads}; give 1 to 1024")
         require(1 <= self.n_threads_batch <= 1024, f"n_threads_batch is {self.n_threads_batch}; give 1 to 1024")
 
@@ -121,7 +121,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < 1e-6 or self.top_k == 1  # smaller ones overflow in single precision
 
     @property
     def has_penalties(self) -> bool:

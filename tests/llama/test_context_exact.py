@@ -189,16 +189,24 @@ def test_a_cold_replay_in_a_used_context_gives_the_same_bytes(
         assert same_bits(go_on(context, SLOT, TOKENS), rows)
 
 
-@pytest.mark.xfail(reason="libllama empties a used recurrent cell by multiplying it with 0: some zeroes are negative")
 @pytest.mark.parametrize("arch", ["qwen35", "mamba2"])
-def test_a_cold_replay_of_a_very_short_prompt_gives_the_same_bytes(
+def test_a_cold_replay_of_a_very_short_prompt_differs_in_the_sign_of_zeroes_only(
     arch: str, open_tiny: Callable, uninterrupted: Uninterrupted
 ) -> None:
+    """libllama empties a used recurrent cell by multiplying it with 0, so some zeroes are negative."""
     saved, _ = uninterrupted(arch, (1,))
     with open_context(open_tiny(arch)) as context:
         wander(context)
         wipe(context)
-        assert same_bits(parts(read(context, TOKENS, (1,))), parts(saved))
+        for again, first in zip(parts(read(context, TOKENS, (1,))), parts(saved), strict=True):
+            np.testing.assert_array_equal(unsigned_zeroes(again), unsigned_zeroes(first))
+
+
+def unsigned_zeroes(part: np.ndarray) -> np.ndarray:
+    words = np.ascontiguousarray(part).view(np.uint8)
+    words = words[: len(words) // 4 * 4].view(np.uint32).copy()
+    words[words == 0x80000000] = 0
+    return words
 
 
 def parts(saved: Saved) -> list[np.ndarray]:

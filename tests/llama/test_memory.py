@@ -108,7 +108,7 @@ def test_the_cost_is_linear_in_tokens_and_sequences() -> None:
         ({"n_ubatch": 0}, "n_ubatch is 0; give 1 to n_batch"),
         ({"n_ubatch": 99, "n_batch": 98}, r"n_ubatch is 99; give 1 to n_batch \(98\)"),
         ({"n_batch": (1 << 16) + 1}, "n_batch is 65537; give at most 65536"),
-        ({"n_seq_max": 0}, "n_seq_max is 0; libllama takes 1 to 256"),
+        ({"n_seq_max": 0}, "n_seq_max is 0; give 1 to 255"),
         ({"n_seq_max": 257}, "n_seq_max is 257"),
         ({"n_threads": 0}, "n_threads is 0; give 1 to 1024"),
         ({"n_threads_batch": 1025}, "n_threads_batch is 1025"),

@@ -235,6 +235,7 @@ def a_state_that_is_not_a_number(arch: str) -> str:
         part.of(poisoned)[:] = np.nan
     context.restore(SLOT, poisoned, saved.end, clean=True)
     assert np.isnan(say(context, SLOT, TOKENS[30:31])).any()
-    wipe(context)
+    assert not context.is_finite(SLOT)
+    context.scrub(SLOT)
     read(context, TOKENS, (30,))
     return verdict(same_bits(go_on(context, SLOT, TOKENS), cold))

@@ -347,7 +347,8 @@ def a_full_context(arch: str) -> str:
             try:
                 say(context, SLOT, TOKENS[100:137])
             except ContextFull as error:
-                assert "37 tokens need 37 cells but 36 of 256 are free" in str(error)
+                if str(error) != "37 tokens need 37 cells but 36 of 256 are free":
+                    return str(error)
                 context.check()
                 assert context.end(SLOT) == mark(100) and context.end(OTHER) == mark(120)
             else:

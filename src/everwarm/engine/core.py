@@ -202,6 +202,8 @@ class Core:
         at_prompt_end = slot.n_fed == request.n_prompt
         logits = self.context.logits(row).copy() if at_prompt_end else None
         token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
+        if token is not None and np.isnan(self.context.logits(row)[token]):
+            return self._lose_numbers(slot, events)
         probs = None
         if token is not None and request.ask.n_probs is not None:
             probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
@@ -372,6 +374,12 @@ class Core:
         youngest.request, youngest.cuts = None, []
         self.keeper.move_out_slot(youngest)
         self.queue.appendleft(request)
+
+    def _lose_numbers(self, slot: Slot, events: list[Event]) -> None:
+        """The model's state overflowed. Nothing of it may stay: it would spoil whoever gets its place next."""
+        self.keeper.scrub(slot.node)
+        self.context.scrub(slot.seq)
+        self._start_over([slot], DecodeFailed("the model's numbers overflowed (NaN)"), events)
 
     def _start_over(self, slots: list[Slot], error: MemoryFault, events: list[Event]) -> None:
         """libllama failed and the sequences are empty: what they started from is suspect."""

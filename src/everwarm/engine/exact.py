@@ -58,7 +58,14 @@ def _cold_state(context: Context, node: Node, checkpoint: Checkpoint, change: in
 
 
 def _equal(blob: Blob, checkpoint: Checkpoint) -> bool:
-    """Bytes after the header, which names the sequence a state was taken from."""
+    """Bytes after the header, which names the sequence a state was taken from. Zeroes may differ in sign: libllama empties
+    a used cell by multiplying it with 0, and a prompt of one to three tokens leaves some of that in place."""
     state = checkpoint.state
     assert state is not None
-    return bool(np.array_equal(blob[8:], state[8:]))
+    return bool(np.array_equal(_unsigned_zeroes(blob), _unsigned_zeroes(state)))
+
+
+def _unsigned_zeroes(blob: Blob) -> Blob:
+    words = blob[8 : 8 + (len(blob) - 8) // 4 * 4].view(np.uint32).copy()
+    words[words == 0x80000000] = 0
+    return words.view(np.uint8)

@@ -15,6 +15,7 @@ import numpy as np
 
 from everwarm.engine.slots import Slot
 from everwarm.errors import MemoryFault
+from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
 from everwarm.state import policy
 from everwarm.state.history import SEATED, Chunks, history_at, record
@@ -202,6 +203,24 @@ class Keeper:
         log.warning("checkpoint at %d tokens quarantined: %s", node.mark.n_tokens, error)
         if node.checkpoint is not None:
             self.drop_checkpoint(node, "quarantined")
+
+    def scrub(self, end: Node) -> None:
+        """Give up the checkpoints of a lineage whose state is not a number, and leave no trace of them on the device."""
+        for node in end.lineage():
+            checkpoint = node.checkpoint
+            if checkpoint is None or self._is_finite(checkpoint):
+                continue
+            self.tree.drop_checkpoint(node)
+            self.counts.n_quarantined += 1
+            log.warning("checkpoint at %d tokens quarantined: its state is not a number", node.mark.n_tokens)
+            if checkpoint.parked is not None:
+                self.context.scrub(checkpoint.parked)
+                self.spares[checkpoint.parked] = None
+
+    def _is_finite(self, checkpoint: Checkpoint) -> bool:
+        if checkpoint.parked is not None:
+            return self.context.is_finite(checkpoint.parked)
+        return checkpoint.state is None or is_finite(checkpoint.state)
 
     def drop_segments(self, nodes: Iterable[Node]) -> None:
         """Forget segments that could not be spliced."""

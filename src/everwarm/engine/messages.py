@@ -6,6 +6,7 @@ Both sides import this and nothing of each other. No pickle: a frame can only be
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -215,6 +216,25 @@ def frame_size(header: bytes) -> int:
     if size > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
     return int(size)
+
+
+class FrameBuffer:
+    """Bodies of frames out of a stream of bytes, however it was cut."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        self._data += data
+        at = 0
+        while len(self._data) - at >= HEADER.size:
+            size = frame_size(bytes(self._data[at : at + HEADER.size]))
+            end = at + HEADER.size + size
+            if end > len(self._data):
+                break
+            yield bytes(self._data[at + HEADER.size : end])
+            at = end
+        del self._data[:at]
 
 
 def read_to_engine(body: bytes) -> ToEngine:

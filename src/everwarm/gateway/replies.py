@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -55,48 +56,48 @@ class EventStream(Response):
             await unless_gone(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
-        pump = _Pump(self._frames)
+        opening = _Opening(send, self.raw_headers)
+        idle = asyncio.create_task(opening.keep_alive())
         try:
-            frame = await pump.next(PATIENCE_S)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while frame is not _END:
-                await send({"type": "http.response.body", "body": frame or SSE_KEEP_ALIVE, "more_body": True})
-                try:
-                    frame = await pump.next(KEEP_ALIVE_S)
-                except EverwarmError as error:
-                    await send({"type": "http.response.body", "body": self._error_frame(error), "more_body": True})
-                    break
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with contextlib.aclosing(self._frames):
+                async for frame in self._frames:
+                    await opening.send(frame)
+        except EverwarmError as error:
+            if not opening.is_open:
+                raise
+            await opening.send(self._error_frame(error))
         finally:
-            await pump.close()
+            idle.cancel()
+        await opening.close()
 
 
-_END = b"\0"
+class _Opening:
+    """A response that begins with its first frame, or when patience ends; then a comment whenever it was silent long."""
 
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._spoke_at = time.monotonic()
+        self.is_open = False
 
-class _Pump:
-    """The next frame within a time, without losing it when the time is up."""
+    async def send(self, frame: bytes) -> None:
+        self._spoke_at = time.monotonic()
+        if not self.is_open:
+            self.is_open = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
 
-    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
-        self._frames = frames
-        self._pending: asyncio.Future[bytes] | None = None
-
-    async def next(self, patience_s: float) -> bytes | None:
-        """A frame, ``_END``, or None when none came in time."""
-        if self._pending is None:
-            self._pending = asyncio.ensure_future(anext(self._frames, _END))
-        ready, _ = await asyncio.wait({self._pending}, timeout=patience_s)
-        if not ready:
-            return None
-        pending, self._pending = self._pending, None
-        return pending.result()
+    async def keep_alive(self) -> None:
+        await asyncio.sleep(PATIENCE_S)
+        while True:
+            if not self.is_open or time.monotonic() - self._spoke_at > KEEP_ALIVE_S:
+                await self.send(SSE_KEEP_ALIVE)
+            await asyncio.sleep(KEEP_ALIVE_S / 4)
 
     async def close(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, EverwarmError):
-                await self._pending
-        await self._frames.aclose()
+        if not self.is_open:
+            await self.send(b"")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Hangup(Exception):

@@ -11,8 +11,37 @@ from everwarm.llama.model import MemoryKind
 from everwarm.types import Mark
 
 _MAGIC = 0xAF143CD8
+_FLOAT = np.dtype("<f4")
 _RECURRENT = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
 _WINDOW = struct.Struct("<IiII")  # magic, sequence, streams, cells
+
+
+def describes_cells(blob: NDArray[np.uint8], n_cells: int, tail: NDArray[np.uint8] | None) -> bool:
+    """Whether a full blob is so many cells of attention and nothing else: ``tail`` is what an empty state looks like."""
+    if len(blob) < _WINDOW.size:
+        return False
+    magic, _, n_streams, found = _WINDOW.unpack_from(blob.data)
+    if magic != _MAGIC or n_streams != 1 or found != n_cells:
+        return False
+    return tail is None or bool(np.array_equal(blob[-len(tail) :], tail))
+
+
+def is_finite(blob: NDArray[np.uint8]) -> bool:
+    """Whether every float in a state is a number. What is not a float in it is small enough to look like one."""
+    return bool(np.isfinite(_floats(blob)).all())
+
+
+def without_nan(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The same state with 0 for everything that is not a number."""
+    clean = blob.copy()
+    floats = _floats(clean)
+    floats[~np.isfinite(floats)] = 0.0
+    return clean
+
+
+def _floats(blob: NDArray[np.uint8]) -> NDArray[np.float32]:
+    start = _RECURRENT.size
+    return blob[start : start + (len(blob) - start) // 4 * 4].view(_FLOAT)
 
 
 def describes_end(blob: NDArray[np.uint8], kind: MemoryKind, mark: Mark) -> bool:

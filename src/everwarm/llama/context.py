@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.config import ContextOptions
-from everwarm.errors import ContextFull, ContextTooBig, DecodeFailed, StateRejected, TrimRefused
+from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
 from everwarm.llama import abi
 from everwarm.llama.batch import BatchArrays, Feed
-from everwarm.llama.blobs import describes_end
+from everwarm.llama.blobs import describes_cells, describes_end, is_finite, without_nan
 from everwarm.llama.cells import Cells
 from everwarm.llama.model import MemoryKind, Model
+from everwarm.llama.opening import open_context
 from everwarm.types import START, Mark, Position, SeqId, TokenCount
 
 Blob = NDArray[np.uint8]
@@ -41,7 +42,7 @@ class Context:
         self._lib = model.lib
         n_seqs = options.n_seq_max + self.kind.has_attention
         self._scratch = options.n_seq_max
-        self._ptr = _open(model, options, n_seqs)
+        self._ptr: int | None = open_context(model, options, n_seqs)
         self._mem = self._lib.get_memory(self._ptr)
         self.n_ctx = int(self._lib.n_ctx(self._ptr))
         self.n_batch = min(options.n_batch, int(self._lib.n_batch(self._ptr)))
@@ -171,6 +172,7 @@ class Context:
         """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
         self._check_seq(slot)
         assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert slot != spare, "a sequence cannot be parked in itself"
         self.drop(spare)
         self._lib.memory_seq_cp(self._mem, slot, spare, -1, -1)
         self.cells.share(slot, spare, self.cells.count(slot))
@@ -184,6 +186,7 @@ class Context:
         """Give ``dst`` the KV of ``src`` up to ``mark``. A state must be restored before it can be decoded."""
         self._check_seq(src)
         assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert src != dst, "a sequence cannot share with itself"
         assert mark.n_tokens <= self.cells.count(src), f"sequence {src} holds less than {mark}"
         self.drop(dst)
         self._lib.memory_seq_cp(self._mem, src, dst, 0, mark.pos)
@@ -219,6 +222,20 @@ class Context:
             self.drop(seq)
             raise StateRejected(f"a window of {len(blob)} bytes could not be seated anew: {self._lib.last_words()}")
         return blob
+
+    def is_finite(self, seq: SeqId) -> bool:
+        """Whether the state holds only numbers. One that does not spoils whatever uses its place next: see ``scrub``."""
+        return (
+            not self.kind.needs_checkpoints or self._end[seq] == START or is_finite(self._read(seq, abi.STATE_PARTIAL))
+        )
+
+    def scrub(self, seq: SeqId) -> None:
+        """Drop a sequence whose state is not a number. libllama empties a recurrent cell by multiplying it with 0, and
+        NaN times 0 is NaN: so its numbers are put right before it goes."""
+        self._check_seq(seq)
+        if self.kind.needs_checkpoints and self._end[seq] != START:
+            self._write(seq, without_nan(self._read(seq, abi.STATE_PARTIAL)), abi.STATE_PARTIAL)
+        self.drop(seq)
 
     def touch(self, seq: SeqId) -> None:
         """What capturing does to a sequence, without the copy: nothing, but for a window's seat."""
@@ -268,7 +285,8 @@ class Context:
         assert start == self._end[seq], f"sequence {seq} ends at {self._end[seq]}, not {start}"
         if n_cells > self.cells.free:
             raise ContextFull(f"{n_cells} cells are needed but {self.cells.free} are free")
-        if not self._load_cells(seq, blob, start, stop, n_cells):
+        tail = self._empty_tail if self.kind.needs_checkpoints else None
+        if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):
             self.drop(seq)
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
         whole = stop.n_tokens - start.n_tokens == n_cells  # else the cells around it were written too, and left holes
@@ -363,38 +381,3 @@ class Context:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _open(model: Model, options: ContextOptions, n_seqs: int) -> int | None:
-    assert n_seqs <= 256, "one of libllama's 256 sequences is needed inside"
-    params = model.lib.context_default_params()
-    params.n_ctx = options.n_ctx
-    params.n_batch = max(options.n_batch, n_seqs)  # libllama asserts room for one output per sequence
-    params.n_ubatch = max(options.n_ubatch, n_seqs)
-    params.n_seq_max = n_seqs
-    params.n_threads = options.n_threads
-    params.n_threads_batch = options.n_threads_batch
-    params.type_k = abi.GGML_TYPES[options.cache_type_k]
-    params.type_v = abi.GGML_TYPES[options.cache_type_v]
-    params.flash_attn_type = abi.FLASH_ATTENTION[options.flash_attention]
-    params.kv_unified = True
-    params.swa_full = False
-    model.lib.forget_log()
-    ptr: int | None = model.lib.init_from_model(model.ptr, params)
-    if not ptr:
-        raise ContextTooBig(
-            f"a context of {options.n_ctx} tokens and {n_seqs} sequences could not be made "
-            f"({model.lib.last_words()}); give fewer tokens, slots or spares"
-        )
-    _apply_adapters(model, ptr)
-    return ptr
-
-
-def _apply_adapters(model: Model, ptr: int) -> None:
-    if model.adapters:
-        n = len(model.adapters)
-        adapters = (ctypes.c_void_p * n)(*(adapter for adapter, _ in model.adapters))
-        scales = (ctypes.c_float * n)(*(scale for _, scale in model.adapters))
-        if int(model.lib.set_adapters_lora(ptr, adapters, n, scales)) != 0:
-            model.lib.free(ptr)
-            raise ContextTooBig(f"the LoRA adapters could not be applied: {model.lib.last_words()}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -122,7 +123,7 @@ class Model:
         """A LoRA; libllama frees it with the model."""
         _check_file(path)
         self.lib.forget_log()
-        ptr: int | None = self.lib.adapter_lora_init(self.ptr, str(path).encode())
+        ptr: int | None = self.lib.adapter_lora_init(self.ptr, os.fsencode(path))
         if not ptr:
             reason = _reason(self.lib.all_words())
             raise ModelFileError(f"{path} is not a LoRA for {self.path.name}: {reason}")
@@ -171,7 +172,7 @@ def _open(lib: Lib, path: Path, options: ModelOptions, progress: Progress | None
     callback = abi.PROGRESS_CALLBACK(on_progress)
     params.progress_callback = callback
     lib.forget_log()
-    ptr: int | None = lib.model_load_from_file(str(path).encode(), params)
+    ptr: int | None = lib.model_load_from_file(os.fsencode(path), params)
     if raised:
         if ptr:
             lib.model_free(ptr)
@@ -202,6 +203,7 @@ def _placement(lib: Lib, params: abi.ModelParams, options: ModelOptions) -> list
 def _reason(said: tuple[str, ...]) -> str:
     """libllama says the cause first ("error loading model: ...") and then only that it failed."""
     for line in said:
-        if "error loading model" in line:
-            return line.split("error loading model", 1)[1].lstrip(" :") or line
+        reason = line.partition("error loading model")[2].lstrip(" :")
+        if reason and not reason.startswith("failed to load model"):
+            return reason
     return said[0] if said else "libllama gave no reason"

@@ -233,15 +233,16 @@ class Supervisor:
 
     async def _listen(self, reader: asyncio.StreamReader) -> str:
         """Messages until the connection ends; returns a reason if one is known."""
+        frames = m.FrameBuffer()
         try:
-            while True:
-                header = await reader.readexactly(m.HEADER.size)
-                body = await reader.readexactly(m.frame_size(header))
-                await self._on_message(m.read_to_gateway(body))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return self._kill_reason or ""
+            while data := await reader.read(1 << 16):
+                for body in frames.feed(data):
+                    await self._on_message(m.read_to_gateway(body))
+        except ConnectionError:
+            pass
         except (ValueError, msgspec.MsgspecError) as error:
             return f"it sent a frame that cannot be read: {error}"
+        return self._kill_reason
 
     async def _on_message(self, message: m.ToGateway) -> None:
         self._last_beat = time.monotonic()

@@ -1,0 +1,351 @@
+"""A supervisor with real engine processes: what happens when they work, die, hang or never start."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from everwarm.config import GREEDY
+from everwarm.engine import messages as m
+from everwarm.engine.settings import EngineSettings
+from everwarm.errors import BadRequest, EngineStopped, Refused
+from everwarm.router.supervisor import MAX_DEATHS, Patience, State, Supervisor
+from gateway.server import children, is_alive
+from models import EMBEDDED
+
+SETTINGS = EngineSettings(n_slots=2, n_ctx=4096, n_threads=1, ram_bytes=256 << 20)
+QUICK = Patience(first_back_off_s=0.01, most_back_off_s=0.02)
+QUESTION = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+PATIENCE_S = 30.0
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+@contextlib.asynccontextmanager
+async def supervised(patience: Patience = QUICK, model: str = str(EMBEDDED)) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(model, SETTINGS, patience=patience)
+    supervisor.start()
+    try:
+        await asyncio.wait_for(supervisor.wait_ready(), PATIENCE_S)
+        yield supervisor
+    finally:
+        await supervisor.stop(0.0)
+
+
+async def answer(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[int]:
+    said = await everything(supervisor, text, **more)
+    assert isinstance(said[-1], m.Done), said[-1]
+    return [token for message in said if isinstance(message, m.Piece) for token in message.tokens]
+
+
+async def everything(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[m.ToGateway]:
+    submit = {"sampling": GREEDY, "max_tokens": 24} | more
+    return [message async for message in supervisor.stream(text=text, **submit)]
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = condition()
+        if found if isinstance(found, bool) else await found:
+            return
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def nobody_is_processing(supervisor: Supervisor) -> bool:
+    return not any(slot["is_processing"] for slot in await supervisor.ask(m.AskSlots))
+
+
+def kill(supervisor: Supervisor, sig: signal.Signals = signal.SIGKILL) -> int:
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, sig)
+    return supervisor.pid
+
+
+async def back(supervisor: Supervisor, dead: int) -> None:
+    await until(lambda: supervisor.is_ready and supervisor.pid != dead, "the engine is back")
+
+
+def long_prompt(seed: int, n: int = 2500) -> str:
+    return " ".join(f"{seed + 3 * i}" for i in range(n // 4))
+
+
+# working
+
+
+def test_a_ready_engine_says_what_it_is_and_streams_an_answer():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            assert supervisor.is_ready and supervisor.state is State.READY and supervisor.reason is None
+            assert supervisor.info is not None
+            assert (supervisor.info.n_slots, supervisor.info.n_ctx) == (2, 4096)
+            assert supervisor.info.memory_kind == "hybrid" and "<|im_start|>" in (supervisor.info.chat_template or "")
+            said = await everything(supervisor)
+            assert [type(message) for message in (said[0], said[-1])] == [m.Begun, m.Done]
+            pieces = [message for message in said if isinstance(message, m.Piece)]
+            assert sum(len(piece.tokens) for piece in pieces) == said[-1].n_reply > 0
+            assert "Everwarm Tiny" in "".join(piece.text for piece in pieces) + said[-1].text
+            assert supervisor.n_pending == 0
+
+    run(test)
+
+
+def test_questions_are_answered_and_refusals_are_raised_or_told():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            tokens = await supervisor.ask(m.Tokenize, text="warm words", add_special=False)
+            assert b"".join(piece for _, piece in tokens) == b"warm words"
+            assert await supervisor.ask(m.Detokenize, tokens=[token for token, _ in tokens]) == b"warm words"
+            with pytest.raises((Refused, BadRequest)) as refused:
+                await supervisor.ask(m.Detokenize, tokens=[1 << 30])
+            assert refused.value.status == 400
+            (too_long,) = await everything(supervisor, "a b " * 5000)
+            assert isinstance(too_long, m.Failed)
+            assert (too_long.status, too_long.code) == (400, "exceed_context_size_error")
+            assert too_long.n_context == 4096 and (too_long.n_prompt or 0) > 4096
+            assert await answer(supervisor)
+
+    run(test)
+
+
+def test_leaving_a_stream_frees_its_slot():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            stream = supervisor.stream(text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True)
+            async for message in stream:
+                if isinstance(message, m.Piece):
+                    break
+            assert not await nobody_is_processing(supervisor)
+            await stream.aclose()
+            assert supervisor.n_pending == 0
+            await until(lambda: nobody_is_processing(supervisor), "the slot is free", 5)
+
+    run(test)
+
+
+def test_leaving_while_waiting_or_reading_frees_everything_too():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            tasks = [asyncio.create_task(everything(supervisor, long_prompt(seed), max_tokens=50)) for seed in range(6)]
+            await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert supervisor.n_pending == 0
+            await until(lambda: nobody_is_processing(supervisor), "the slots are free", 10)
+            await until(lambda: (supervisor.load or m.Beat(None, 1, 1)).n_queued == 0, "the queue is empty", 5)
+            assert await answer(supervisor)
+
+    run(test)
+
+
+# dying
+
+
+def test_after_a_kill_the_engine_is_back_and_answers_the_same():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            golden = await answer(supervisor)
+            for n in (1, 2):
+                dead = kill(supervisor)
+                await until(lambda: not supervisor.is_ready, "it is not ready", 2)
+                await back(supervisor, dead)
+                assert not is_alive(dead) and supervisor.n_restarts == n
+                assert await answer(supervisor) == golden
+
+    run(test)
+
+
+def test_a_request_that_had_streamed_nothing_is_answered_by_the_next_engine():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            golden = await answer(supervisor, long_prompt(1), max_tokens=8)
+            dead = kill(supervisor)
+            await back(supervisor, dead)
+            waiting = asyncio.create_task(answer(supervisor, long_prompt(1), max_tokens=8))
+            await asyncio.sleep(0)
+            dead = kill(supervisor)
+            assert await waiting == golden
+            assert supervisor.pid != dead and supervisor.n_restarts == 2
+
+    run(test)
+
+
+def test_a_request_is_replayed_only_once():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            waiting = asyncio.create_task(everything(supervisor, long_prompt(1), max_tokens=8))
+            for _ in range(2):
+                await until(lambda: supervisor.state is State.READY, "the engine is up")
+                await asyncio.sleep(0)
+                dead = kill(supervisor)
+                await until(lambda dead=dead: not is_alive(dead), "it is dead")
+                await until(lambda: supervisor.state is not State.READY, "its death is noticed")
+            failed = (await waiting)[-1]
+            assert isinstance(failed, m.Failed) and failed.status == 503
+            assert await answer(supervisor)
+
+    run(test)
+
+
+def test_a_request_that_had_streamed_is_told_so_with_503():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            said = []
+            stream = supervisor.stream(text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True)
+            async for message in stream:
+                said.append(message)
+                if isinstance(message, m.Piece) and supervisor.n_restarts == 0 and len(said) < 5:
+                    dead = kill(supervisor)
+            assert isinstance(said[-1], m.Failed)
+            assert (said[-1].status, said[-1].code) == (503, "unavailable_error")
+            await back(supervisor, dead)
+            assert await answer(supervisor)
+
+    run(test)
+
+
+def test_a_hung_engine_is_not_ready_soon_then_killed_and_back():
+    async def test() -> None:
+        patience = Patience(stalled_s=1.0, silent_s=2.5, first_back_off_s=0.01)
+        async with supervised(patience) as supervisor:
+            golden = await answer(supervisor)
+            dead = kill(supervisor, signal.SIGSTOP)
+            await until(lambda: not supervisor.is_ready, "it is not ready", 2)
+            assert supervisor.state is State.READY and is_alive(dead)
+            waiting = asyncio.create_task(answer(supervisor))
+            await until(lambda: not is_alive(dead), "it is killed", 10)
+            assert await waiting == golden
+            assert supervisor.n_restarts == 1
+
+    run(test)
+
+
+def test_a_model_file_that_is_none_is_said_at_once(tmp_path):
+    async def test() -> None:
+        path = tmp_path / "not-a-model.gguf"
+        path.write_bytes(b"GGUF" + bytes(100))
+        supervisor = Supervisor(str(path), SETTINGS, patience=QUICK)
+        supervisor.start()
+        with pytest.raises(EngineStopped) as stopped:
+            await asyncio.wait_for(supervisor.wait_ready(), PATIENCE_S)
+        assert "not-a-model.gguf" in str(stopped.value)
+        assert supervisor.state is State.UNHEALTHY and supervisor.n_restarts == 0
+        with pytest.raises(EngineStopped, match="not-a-model"):
+            await everything(supervisor)
+        pid = supervisor.pid
+        await supervisor.stop(0.0)
+        assert pid is not None and not is_alive(pid)
+
+    run(test)
+
+
+def test_five_deaths_in_a_row_and_it_stays_down_saying_why():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            waiting = asyncio.create_task(everything(supervisor, long_prompt(2), max_tokens=4))
+            dead = -1
+            for _ in range(MAX_DEATHS):
+                await until(lambda dead=dead: supervisor.pid not in (None, dead), "a new process")
+                dead = kill(supervisor)
+                await until(lambda dead=dead: not is_alive(dead), "it is dead")
+            await until(lambda: supervisor.state is State.UNHEALTHY, "it is given up")
+            assert "5 times" in (supervisor.reason or "")
+            assert isinstance((await waiting)[-1], m.Failed)
+            with pytest.raises(EngineStopped, match="5 times"):
+                await supervisor.wait_ready()
+            await asyncio.sleep(0.2)
+            assert not is_alive(dead) and supervisor.pid == dead
+
+    run(test)
+
+
+def test_a_served_request_makes_deaths_forgotten():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            for _ in range(MAX_DEATHS + 1):
+                await answer(supervisor, max_tokens=1)
+                await back(supervisor, kill(supervisor))
+            assert supervisor.n_restarts == MAX_DEATHS + 1
+
+    run(test)
+
+
+# ending
+
+
+def test_stop_ends_the_process_and_leaves_no_children():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            pid = supervisor.pid
+            await supervisor.stop(0.0)
+            assert supervisor.state is State.STOPPED and not supervisor.is_ready
+            assert pid is not None and not is_alive(pid)
+            assert pid not in children(os.getpid())
+            with pytest.raises(EngineStopped):
+                await everything(supervisor)
+
+    run(test)
+
+
+def test_stop_lets_a_running_request_finish_within_its_grace():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            running = asyncio.create_task(answer(supervisor, max_tokens=60, ignore_eos=True))
+            await until(lambda: supervisor.n_pending == 1, "it is on its way")
+            await supervisor.stop(PATIENCE_S)
+            assert len(await running) == 60
+
+    run(test)
+
+
+def test_stop_without_grace_tells_those_who_wait():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            running = asyncio.create_task(everything(supervisor, max_tokens=4000, ignore_eos=True))
+            await until(lambda: supervisor.n_pending == 1, "it is on its way")
+            await supervisor.stop(0.0)
+            failed = (await running)[-1]
+            assert isinstance(failed, m.Failed) and failed.status == 503 and "stopping" in failed.message
+
+    run(test)
+
+
+GATEWAY = """
+import asyncio, sys
+from everwarm.engine.settings import EngineSettings
+from everwarm.router.supervisor import Supervisor
+
+async def main():
+    supervisor = Supervisor(sys.argv[1], EngineSettings(n_slots=2, n_ctx=1024, n_threads=1, ram_bytes=1 << 26))
+    supervisor.start()
+    await supervisor.wait_ready()
+    print(supervisor.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_gateway_leaves_no_engine_behind():
+    command = [sys.executable, "-c", GATEWAY, str(EMBEDDED)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
+        assert gateway.stdout is not None
+        pid = int(gateway.stdout.readline())
+        assert is_alive(pid)
+        gateway.kill()
+        gateway.wait()
+    deadline = time.monotonic() + 2
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "the engine outlived its gateway"
+        time.sleep(0.02)
