@@ -41,7 +41,6 @@ def test_no_path_holds_more_checkpoints_than_allowed(arch, most, n_spares):
             assert turn == 0 or result.n_processed <= 60 + 1 + 16
 
 
-@pytest.mark.xfail(strict=True, reason="a checkpoint taken above existing ones is only counted with its own ancestors")
 def test_a_branch_taken_above_existing_checkpoints_counts_on_their_path():
     shared = text(1, 200)
     with open_core(checkpoints=CheckpointParams(max_checkpoints=2)) as core:
@@ -82,7 +81,6 @@ def test_a_small_budget_is_never_exceeded_and_the_answers_stay_right(arch, budge
         ask_around(core)
 
 
-@pytest.mark.xfail(strict=True, reason="_upgrade adds logits to a kept checkpoint without enforcing the budget")
 def test_logits_added_to_a_kept_checkpoint_stay_within_the_budget():
     """A prompt that ends where a boundary of an earlier one was kept."""
     with open_core(n_spares=4, ram_bytes=0) as core:

@@ -102,6 +102,8 @@ def test_with_another_conversations_memory_the_answer_is_wrong():
 
 def swap(a: Node, b: Node) -> None:
     a.checkpoint.state, b.checkpoint.state = b.checkpoint.state, a.checkpoint.state
-    for left, right in zip(a.lineage(), b.lineage(), strict=False):
-        if left is not right and left.segment is not None and right.segment is not None:
-            left.segment.blob, right.segment.blob = right.segment.blob, left.segment.blob
+    others = {(node.start, node.n_items): node for node in b.lineage()}
+    for node in a.lineage():
+        other = others.get((node.start, node.n_items))
+        if other is not None and other is not node:
+            node.segment, other.segment = other.segment, node.segment

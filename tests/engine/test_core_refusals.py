@@ -39,8 +39,7 @@ def refuse_restores(core: Core, times: int = 1) -> Refusals:
 
 
 def refuse_splices(core: Core, times: int = 1, skip: int = 0) -> Refusals:
-    def refuse(seq, *_):
-        core.context.drop(seq)
+    def refuse(*_):
         raise StateRejected("injected")
 
     return Refusals(core, "splice_segment", refuse, times, skip)

@@ -1,7 +1,6 @@
 """Bringing a conversation back while the context is crowded: what moves out on the way must not be lost or mixed up."""
 
 import numpy as np
-import pytest
 
 from engine.drive import (
     assert_greedy,
@@ -71,7 +70,6 @@ def test_the_control_without_a_crowd_both_come_back_and_agree_with_a_cold_run():
 SOURCES = "a second attempt shares KV from a spare that the first attempt moved out"
 
 
-@pytest.mark.xfail(strict=True, reason=SOURCES, raises=AssertionError)
 def test_a_second_attempt_does_not_count_on_what_the_first_moved_out():
     prompt = text(1, 200)
     with open_core(n_spares=2, n_ctx=256) as core:
@@ -85,7 +83,6 @@ def test_a_second_attempt_does_not_count_on_what_the_first_moved_out():
         assert_greedy(core, [*prompt, *text(4, 20)], result)
 
 
-@pytest.mark.xfail(strict=True, reason=SOURCES, raises=AssertionError)
 def test_a_segment_that_does_not_fit_beside_a_running_request_leads_to_the_point_before_it():
     """No refusal needed: the checkpoint at 120 lies inside a segment of 96 cells, and fewer are free."""
     prompt = text(1, 200)

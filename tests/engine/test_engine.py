@@ -149,7 +149,6 @@ def test_what_is_malformed_is_raised_at_once(bad):
         engine.submit(**bad)
 
 
-@pytest.mark.xfail(strict=True, reason="the error is taken out of the queue once; the second result() waits forever")
 def test_a_refused_stream_raises_again_when_asked_again():
     with opened() as engine:
         stream = engine.submit([1, 2, 9999])

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 GUARD = 16
 PATIENCE_S = 30.0
-SIZE = ("--slots", "2", "--ctx-size", "4096", "--threads", "1", "--cache-ram", "512MiB")
+SIZE = ("--slots", "2", "--threads", "1", "--cache-ram", "512MiB")
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ def metric(text: str, name: str) -> float:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, model: str | Path | None = None, env: dict[str, str] | None = None) -> Iterator[Server]:
+def serving(*flags: str, n_ctx: int = 4096) -> Iterator[Server]:
     """A server that answers; it is told to stop at the end, and must."""
-    what = ["--demo"] if model is None else [str(model)]
-    command = [sys.executable, "-m", "everwarm.cli", "serve", *what, "--port", "0", *SIZE, *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {}))
+    where = ("--port", "0", "--ctx-size", str(n_ctx))
+    command = [sys.executable, "-m", "everwarm.cli", "serve", "--demo", *where, *SIZE, *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     server = Server("", process)
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)
     listener.start()
@@ -201,4 +201,4 @@ def words(n: int, seed: int = 0) -> str:
     return f"Note {seed}. " + " ".join(f"{WORDS[(seed + 7 * i + i * i) % len(WORDS)]} {i}" for i in range(n // 2))
 
 
-WORDS = "river stone lamp garden window paper cloud bread music winter silver road candle forest button".split()
+WORDS = ("river", "stone", "lamp", "garden", "window", "paper", "cloud", "bread", "music", "winter", "silver", "road")

@@ -119,7 +119,9 @@ def test_a_slot_that_does_not_exist_is_refused(server):
     assert reply.status == 400 and "slots 0 to 1" in reply.json["error"]["message"]
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", "b"], [[1], [2]], [1, "a"], [-1], [99999], [1 << 31], [1 << 40]])
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], ["a", "b"], [[1], [2]], [1, "a"], [-1], [99999], [1 << 31], [1 << 40]]
+)
 def test_a_prompt_that_cannot_be_used_is_refused(server, prompt):
     assert server.post("/completion", {"prompt": prompt, "n_predict": 1}).status == 400
     assert complete(server)

@@ -339,9 +339,7 @@ def test_sixteen_asynchronous_calls_are_all_answered_alike(server):
     async def ask_all() -> Sequence[Any]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             calls = [
-                client.chat.completions.create(
-                    model=MODEL, messages=[user("What is 3 + 4?")], **GREEDY, **NO_THINKING
-                )
+                client.chat.completions.create(model=MODEL, messages=[user("What is 3 + 4?")], **GREEDY, **NO_THINKING)
                 for _ in range(16)
             ]
             return await asyncio.gather(*calls)

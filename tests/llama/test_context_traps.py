@@ -68,11 +68,7 @@ def outcomes() -> dict[str, str]:
 
 
 def _cases() -> list[object]:
-    cases = []
-    for name in TRIALS:
-        for arch in ARCHS_OF[name]:
-            cases.append(pytest.param(name, arch, id=f"{name}-{arch}"))
-    return cases
+    return [pytest.param(name, arch, id=f"{name}-{arch}") for name in TRIALS for arch in ARCHS_OF[name]]
 
 
 @pytest.mark.parametrize(("name", "arch"), _cases())

@@ -119,7 +119,7 @@ def a_refused_segment_at_the_end_of_good_ones(arch: str) -> str:
     try:
         context.splice_segment(SLOT, np.zeros(999, np.uint8), mark(30), mark(60), n_cells=30, clean=True)
     except StateRejected:
-        assert context.end(SLOT) == START
+        assert context.end(SLOT) == mark(30)
         return "refused, then " + _is_whole_again(context)
     return "spliced"
 

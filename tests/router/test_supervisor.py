@@ -349,3 +349,43 @@ def test_a_killed_gateway_leaves_no_engine_behind():
     while is_alive(pid):
         assert time.monotonic() < deadline, "the engine outlived its gateway"
         time.sleep(0.02)
+
+
+# what cannot be sent
+
+UNPACKABLE = {"tokens": [1 << 64], "sampling": GREEDY}
+
+
+@pytest.mark.xfail(strict=True, reason="it stays pending for ever: stop() waits its whole grace")
+def test_what_cannot_be_packed_is_refused_and_forgotten():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            with pytest.raises((OverflowError, BadRequest)):
+                await anext(supervisor.stream(**UNPACKABLE))
+            assert supervisor.n_pending == 0
+
+    run(test)
+
+
+@pytest.mark.xfail(strict=True, reason="it is sent again to the next engine, which ends the supervisor's own task")
+def test_what_cannot_be_packed_does_not_end_the_supervisor_at_the_next_death():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            with pytest.raises((OverflowError, BadRequest)):
+                await anext(supervisor.stream(**UNPACKABLE))
+            dead = kill(supervisor)
+            await until(lambda: supervisor.pid != dead, "a new process", 5)
+            assert await asyncio.wait_for(answer(supervisor), 5)
+
+    run(test)
+
+
+@pytest.mark.xfail(strict=True, reason="np.array(tokens, int64) raises OverflowError on the reader's thread")
+def test_a_token_id_no_int64_can_hold_is_refused_not_fatal():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            said = [message async for message in supervisor.stream(tokens=[1 << 63], sampling=GREEDY)]
+            assert isinstance(said[-1], m.Failed) and said[-1].status == 400
+            assert supervisor.n_restarts == 0
+
+    run(test)

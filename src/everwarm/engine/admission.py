@@ -36,19 +36,21 @@ class Admission:
         if request.ask.slot is not None and not slots[request.ask.slot].is_idle:
             return Verdict.WAIT
         prompt = request.items(request.n_items)
-        if not self._fits_beside(prompt, running):
+        if not self._fits_beside(request, prompt, running):
             return Verdict.FULL
         if request.ask.use_cache and self._is_being_read(request, prompt, running):
             return Verdict.WAIT
         return Verdict.START
 
-    def _fits_beside(self, prompt: Prompt, running: list[Slot]) -> bool:
+    def _fits_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
         """Whether its new cells fit beside those of the running ones, once everybody else has made room."""
         if not self._context.kind.has_attention:
             return True
         shared = 0
-        if self._context.kind.can_share_cells:
-            shared = max(int(prompt.common_prefix(slot.resident())) for slot in running)
+        if self._context.kind.can_share_cells and request.ask.use_cache:
+            root = self._keeper.tree.root(request.ask.namespace)
+            kin = [slot for slot in running if slot.node.root() is root]
+            shared = max((int(prompt.common_prefix(slot.resident())) for slot in kin), default=0)
         used = self._context.cells.used_by(slot.seq for slot in running)
         return used + len(prompt) - shared + len(running) + 1 <= self._context.n_ctx
 

@@ -39,13 +39,15 @@ class Stream:
         self._engine = engine
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._result: Result | None = None
+        self._error: BaseException | None = None
         self.request_id: int | None = None
 
     def events(self) -> Iterator[Event]:
         """Everything that happens to the request, ``Finished`` last."""
         while self._result is None:
-            event = self._events.get()
+            event = self._error or self._events.get()
             if isinstance(event, BaseException):
+                self._error = event
                 raise event
             if isinstance(event, Finished):
                 self._result = event.result

@@ -18,7 +18,7 @@ from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
 from everwarm.state import policy
-from everwarm.state.history import SEATED, Chunks, history_at, record
+from everwarm.state.history import SEATED, Chunks, history_over, record
 from everwarm.state.params import Spacing
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
@@ -55,17 +55,17 @@ class Keeper:
     def take(self, slot: Slot, kind: CutKind, *, logits: np.ndarray | None = None) -> None:
         """Keep the state at the slot's end: parked if a spare is at hand, else copied to RAM."""
         if not self.context.kind.needs_checkpoints or self.spacing.max_checkpoints == 0:
-            return
+            return None
+        node, now = self.mark_end(slot), time.monotonic()
+        clean = self.context.is_clean(slot.seq)
+        if node.checkpoint is not None and (node.checkpoint.clean or not clean):
+            node.checkpoint.used_at = now
+            return self._upgrade(node.checkpoint, kind, logits)
         spare = self._spare_at_hand()
         if kind is CutKind.END and spare is None:
-            return
-        node = self.mark_end(slot)
-        now = time.monotonic()
+            return None
         if node.checkpoint is not None:
-            node.checkpoint.used_at = now
-            self._upgrade(node.checkpoint, kind, logits)
-            return
-        clean = self.context.is_clean(slot.seq)
+            self.drop_checkpoint(node, "read again, and clean")
         state = None if spare is not None else self.context.capture(slot.seq)
         if self.context.kind.has_window:
             record(slot.chunks, SEATED)
@@ -86,8 +86,8 @@ class Keeper:
         if checkpoint.kind in (CutKind.END, CutKind.NEAR_END, CutKind.EVERY) and kind is not CutKind.END:
             checkpoint.kind = kind
         if checkpoint.logits is None and logits is not None:
-            checkpoint.logits = logits.copy()
-            self.tree.ram_bytes += checkpoint.logits.nbytes
+            self.tree.add_logits(checkpoint, logits.copy())
+            self.enforce_budget()
 
     def mark_end(self, slot: Slot) -> Node:
         """The tree node at the slot's end; without checkpoints this alone lets the KV be found again."""
@@ -103,7 +103,12 @@ class Keeper:
         slot.node = node
 
     def _thin(self, node: Node) -> None:
-        """No path may hold more than its number of checkpoints."""
+        """No path may hold more than its number of checkpoints, neither to this node nor through it to a deeper one."""
+        ends = [n for n in node.below() if n.checkpoint is not None and not n.children]
+        for end in ends or [node]:
+            self._thin_path(end)
+
+    def _thin_path(self, node: Node) -> None:
         kept = [n for n in node.lineage() if n.checkpoint is not None]
         by_end = {n.n_items: n for n in kept}
         path = [policy.Kept(n.n_items, n.checkpoint.kind) for n in kept if n.checkpoint is not None]
@@ -129,11 +134,13 @@ class Keeper:
 
     def save_lineage(self, seq: SeqId, nodes: Iterable[Node]) -> None:
         """Copy the KV of these nodes to RAM, out of a sequence that passes them."""
+        is_clean, chunks = self.context.cells.is_clean(seq), self.history(seq)
         for node in nodes:
-            if node.segment is None and node.parent is not None and node.mark.n_tokens <= self.context.cells.count(seq):
+            history = history_over(chunks, node.n_items)
+            clean = is_clean and history is not None
+            worth = node.segment is None or (clean and not node.segment.clean)  # a clean reading replaces another
+            if worth and node.parent is not None and node.mark.n_tokens <= self.context.cells.count(seq):
                 blob = self.context.capture_segment(seq, node.parent.mark, node.mark)
-                clean = self.context.cells.is_clean(seq)
-                history = history_at(self.history(seq), node.n_items)
                 self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, clean, history))
         self.enforce_budget()
 
@@ -147,7 +154,9 @@ class Keeper:
     def unsaved(self, seq: SeqId, node: Node, *, beyond: int = 0) -> list[Node]:
         """The nodes of a lineage whose KV only this sequence holds and somebody may need."""
         elsewhere = {id(n) for other, end in self._sequences() if other != seq for n in end.lineage()}
-        return [n for n in self._wanted(node) if n.n_items > beyond and n.segment is None and id(n) not in elsewhere]
+        clean = self.context.cells.is_clean(seq)
+        lost = (n for n in self._wanted(node) if n.n_items > beyond and id(n) not in elsewhere)
+        return [n for n in lost if n.segment is None or (clean and not n.segment.clean)]
 
     def _wanted(self, node: Node) -> list[Node]:
         """The part of a lineage that somebody may come back to."""

@@ -18,7 +18,7 @@ from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.history import history_at
+from everwarm.state.history import history_over, n_items_of
 from everwarm.state.tree import Match, Node
 from everwarm.types import SeqId
 
@@ -85,7 +85,7 @@ class Restorer:
             restored = self._try(slot, goal, node, match, sources)
             if restored is not None:
                 return restored
-            sources = [source for source in sources if source.seq != slot.seq or slot.n_fed]
+            sources = self.sources(goal.prompt, goal.namespace)  # the attempt may have moved others out
         return self.start_cold(slot, goal)
 
     def start_cold(self, slot: Slot, goal: Goal) -> Restored:
@@ -141,14 +141,14 @@ class Restorer:
             how = self._bring_kv(slot, goal, node.n_items, match.path, sources)
         else:
             self._vacate(slot, root)
-        history = history_at(slot.chunks, node.n_items) if self._context.kind.has_attention else checkpoint.chunks
-        clean = checkpoint.clean and history == checkpoint.chunks
+        history = history_over(slot.chunks, node.n_items) if self._context.kind.has_attention else checkpoint.chunks
+        clean = checkpoint.clean and history is not None and history == checkpoint.chunks
         self._context.restore(slot.seq, checkpoint.state, node.mark, clean=clean)
         return how
 
     def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
         """Plain attention: any item can be returned to, so the deepest KV wins."""
-        n = min(match.n_kv, len(goal.prompt) - 1)
+        n = min(self._clean_kv(match) if goal.clean_only else match.n_kv, len(goal.prompt) - 1)
         try:
             how = self._bring_kv(slot, goal, n, match.path, sources)
             self._context.trim(slot.seq, goal.prompt.mark(n))
@@ -156,9 +156,20 @@ class Restorer:
             log.warning("the KV of %d tokens could not be brought back: %s", n, error)
             self._give_up(slot)
             return self.start_cold(slot, goal)
-        slot.chunks = list(history_at(slot.chunks, n) or ())
+        history = history_over(slot.chunks, n)
+        slot.chunks = list(history) if history and n_items_of(history) == n else []  # cut inside a chunk: not known
         self._stand(slot, goal, match.path, n)
         return Restored(n, CheckpointUse(n, None, how) if n else None)
+
+    @staticmethod
+    def _clean_kv(match: Match) -> int:
+        """How far the KV in RAM comes from readings that were alone."""
+        n = 0
+        for node in match.path:
+            if node.n_items > match.n_shared or node.segment is None or not node.segment.clean:
+                break
+            n = node.n_items
+        return n
 
     # KV
 
@@ -247,4 +258,5 @@ def _is_exact(node: Node) -> bool:
     if checkpoint is None or not checkpoint.clean:
         return False
     segments = [n.segment for n in node.lineage() if n.segment is not None]
-    return all(s.clean and s.chunks == history_at(checkpoint.chunks, s.stop.n_tokens) for s in segments)
+    histories = ((s, history_over(checkpoint.chunks, s.stop.n_tokens)) for s in segments)
+    return all(s.clean and s.chunks is not None and s.chunks == history for s, history in histories)

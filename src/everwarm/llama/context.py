@@ -278,8 +278,8 @@ class Context:
     def splice_segment(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, *, n_cells: int, clean: bool) -> None:
         """Append saved KV to a sequence that ends at ``start``. A state must be restored before it can be decoded.
 
-        ``blob`` has ``n_cells`` and may reach beyond both ends; only what lies between is used. On ``StateRejected`` the
-        sequence is empty.
+        ``blob`` has ``n_cells`` and may reach beyond both ends; only what lies between is used. On ``StateRejected``
+        nothing was appended.
         """
         self._check_seq(seq)
         assert start == self._end[seq], f"sequence {seq} ends at {self._end[seq]}, not {start}"
@@ -287,7 +287,6 @@ class Context:
             raise ContextFull(f"{n_cells} cells are needed but {self.cells.free} are free")
         tail = self._empty_tail if self.kind.needs_checkpoints else None
         if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):
-            self.drop(seq)
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
         whole = stop.n_tokens - start.n_tokens == n_cells  # else the cells around it were written too, and left holes
         alone = self.cells.is_alone(seq)

@@ -19,22 +19,27 @@ def record(chunks: list[tuple[int, int]], size: int) -> None:
         chunks.append((size, 1))
 
 
-def history_at(chunks: Chunks | list[tuple[int, int]], n_items: int) -> Chunks | None:
-    """The part that leads to exactly ``n_items``, or None where that lies inside a chunk or beyond the end."""
+def n_items_of(chunks: Chunks) -> int:
+    return sum(size * times for size, times in chunks)
+
+
+def history_over(chunks: Chunks | list[tuple[int, int]], n_items: int) -> Chunks | None:
+    """The part that leads to ``n_items``, with the whole of the chunk it lies in; None beyond the end.
+
+    Two intervals of one reading agree in this wherever they were cut: KV from the middle of a chunk belongs exactly to a
+    state only if that came from the same whole chunk.
+    """
     kept: list[tuple[int, int]] = []
     left = n_items
     for size, times in chunks:
-        if left == 0 and size != SEATED:
-            break
         if size == SEATED:
+            if left < 0:
+                break
             kept.append((size, times))
-        elif size * times <= left:
-            kept.append((size, times))
-            left -= size * times
-        elif left % size == 0:
-            kept.append((size, left // size))
-            left = 0
+        elif left <= 0:
             break
         else:
-            return None
-    return tuple(kept) if left == 0 else None
+            n = min(times, -(-left // size))
+            kept.append((size, n))
+            left -= n * size
+    return tuple(kept) if left <= 0 else None

@@ -55,7 +55,7 @@ class Segment:
     start: Mark
     stop: Mark
     clean: bool
-    chunks: Chunks | None = None  # the history of its cells up to ``stop``; None: ``stop`` lies inside a chunk
+    chunks: Chunks | None = None  # the history of its cells, over the chunk that ``stop`` lies in; None: unknown
     n_users: int = 0
 
 
@@ -183,6 +183,11 @@ class Tree:
         checkpoint.state = state
         self.ram_bytes += state.nbytes
 
+    def add_logits(self, checkpoint: Checkpoint, logits: NDArray[np.float32]) -> None:
+        assert checkpoint.logits is None
+        checkpoint.logits = logits
+        self.ram_bytes += logits.nbytes
+
     def drop_checkpoint(self, node: Node) -> Checkpoint:
         """Forget it in every tier; the caller gives its spare sequence back."""
         checkpoint = node.checkpoint
@@ -200,20 +205,25 @@ class Tree:
         checkpoint.state = checkpoint.logits = None
 
     def set_segment(self, node: Node, segment: Segment) -> None:
-        assert node.segment is None and node.parent is not None
+        """Keep a segment, in place of the one that is there."""
+        assert node.parent is not None
         assert (segment.start, segment.stop) == (node.parent.mark, node.mark)
+        self._let_go(node)
         node.segment = segment
         segment.n_users = 1
         self.ram_bytes += segment.blob.nbytes
 
     def drop_segment(self, node: Node) -> None:
-        segment = node.segment
-        assert segment is not None
-        node.segment = None
-        segment.n_users -= 1
-        if segment.n_users == 0:
-            self.ram_bytes -= segment.blob.nbytes
+        assert node.segment is not None
+        self._let_go(node)
         self._prune(node)
+
+    def _let_go(self, node: Node) -> None:
+        segment, node.segment = node.segment, None
+        if segment is not None:
+            segment.n_users -= 1
+            if segment.n_users == 0:
+                self.ram_bytes -= segment.blob.nbytes
 
     @contextlib.contextmanager
     def pinned(self, node: Node) -> Iterator[None]:

@@ -1,0 +1,216 @@
+"""Chat templates: untrusted, rendered as their authors meant, and cut where the next turn will agree."""
+
+import contextlib
+import copy
+import datetime
+from typing import Any
+
+import pytest
+
+from everwarm.errors import BadRequest
+from everwarm.gateway.chat import ChatTemplate
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+HELLO = {"role": "user", "content": "Hello!"}
+HI = {"role": "assistant", "content": "Hi!"}
+BYE = {"role": "user", "content": "Bye."}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
+@pytest.fixture(scope="module")
+def embedded(embedded_model) -> ChatTemplate:
+    """The template of the embedded model."""
+    assert embedded_model.chat_template is not None
+    return ChatTemplate(embedded_model.chat_template, eos="<|im_end|>")
+
+
+def render(source: str, messages: list[dict[str, Any]] | None = None, **more: Any) -> str:
+    return ChatTemplate(source).render(messages or [HELLO], **more)
+
+
+# the sandbox
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__ }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__code__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ ''|attr('__class__')|string }}{{ ''.__class__.x }}",
+        "{{ (messages|map(attribute='__class__')|list)[0].x }}",
+        "{{ lipsum.__globals__['os'].system('true') }}",
+    ],
+)
+def test_a_template_cannot_reach_the_inside_of_python(source):
+    try:
+        text = render(source)
+    except BadRequest:
+        return
+    assert "class" not in text and "object" not in text and "0x" not in text
+
+
+@pytest.mark.parametrize("source", ["{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{% extends 'x' %}"])
+def test_a_template_cannot_load_files(source):
+    with pytest.raises((BadRequest, TypeError)):
+        render(source)
+
+
+ESCAPES = pytest.mark.xfail(strict=True, reason="only five kinds of Python errors are turned into BadRequest: 500")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("{{ messages[0].content.nothing.more }}", id="undefined"),
+        pytest.param("{{ messages[0] + 1 }}", id="wrong type"),
+        pytest.param("{{ 1 / 0 }}", marks=ESCAPES, id="division"),
+        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", marks=ESCAPES, id="recursion"),
+        pytest.param("{{ range(1000000) | list | length }}", marks=ESCAPES, id="long range"),
+        pytest.param("{{ 'x' * 2 ** 100 }}", marks=ESCAPES, id="long text"),
+    ],
+)
+def test_whatever_a_template_does_wrong_is_a_bad_request(source):
+    with pytest.raises(BadRequest):
+        render(source)
+
+
+def test_the_messages_are_never_changed():
+    messages, tools = [copy.deepcopy(HELLO)], [copy.deepcopy(TOOL)]
+    before = copy.deepcopy((messages, tools))
+    source = "{% set _ = messages.append(messages[0]) %}{% set _ = messages[0].update({'content': 'x'}) %}x"
+    source += "{% set _ = tools[0].function.pop('name') %}"
+    template = ChatTemplate(source)
+    for ask in (template.render, template.conversation):
+        with contextlib.suppress(BadRequest):
+            ask(messages, tools=tools)
+        assert (messages, tools) == before
+
+
+# what templates expect of their renderer
+
+
+def test_what_a_template_raises_is_the_callers_mistake_in_its_own_words():
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_a_template_that_cannot_be_read_is_said_so():
+    with pytest.raises(BadRequest, match="cannot be read"):
+        ChatTemplate("{% if %}")
+
+
+def test_json_is_not_escaped_for_html():
+    value = {"q": "a<b & 'c' \u00e9 🦉", "n": [1, None, True]}
+    assert render("{{ v | tojson }}", v=value) == '{"q": "a<b & \'c\' é 🦉", "n": [1, null, true]}'
+    assert render("{{ v | tojson(indent=1) }}", v=[1]) == "[\n 1\n]"
+    assert render("{{ 'é' | tojson(ensure_ascii=true) }}") == '"\\u00e9"'
+
+
+def test_the_date_can_be_asked_for():
+    assert render("{{ strftime_now('%Y') }}") in {str(datetime.datetime.now().year + i) for i in (-1, 0)}
+
+
+def test_loops_can_be_left_and_continued():
+    source = "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+    assert render(source + "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "023"
+
+
+def test_generation_marks_stand_for_nothing():
+    assert render("a{% generation %}b{{ messages|length }}{% endgeneration %}c") == "ab1c"
+
+
+def test_blocks_leave_no_blank_lines():
+    assert render("{% if true %}\nx\n    {% endif %}\ny") == "x\ny"
+
+
+def test_special_tokens_and_more_variables_are_there():
+    template = ChatTemplate("{{ bos_token }}{{ eos_token }}{{ mood }}{{ tools }}", bos="<s>", eos="</s>")
+    assert template.render([HELLO], mood="good") == "<s></s>goodNone"
+
+
+# where to cut
+
+
+def test_boundaries_are_the_ends_of_messages(embedded):
+    messages = [SYSTEM, HELLO, HI, BYE]
+    rendered = embedded.conversation(messages)
+    parts = [rendered.text[a:b] for a, b in zip((0, *rendered.boundaries), rendered.boundaries, strict=False)]
+    assert parts[0] == "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert parts[1] == "<|im_start|>user\nHello!<|im_end|>\n"
+    assert rendered.text[rendered.boundaries[-1] :] == "<|im_start|>assistant\n<think>\n"
+
+
+def test_the_stable_point_is_before_what_the_next_turn_drops(embedded):
+    rendered = embedded.conversation([SYSTEM, HELLO])
+    assert rendered.stable is not None
+    assert rendered.text[rendered.stable :] == "<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("n_turns", [1, 2, 5])
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_the_next_turn_begins_with_everything_up_to_the_stable_point(embedded, thinking, n_turns, tools):
+    messages = [SYSTEM, HELLO]
+    for i in range(n_turns):
+        now = embedded.conversation(messages, tools=tools, enable_thinking=thinking)
+        messages = [*messages, {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{i}"}, BYE]
+        following = embedded.conversation(messages, tools=tools, enable_thinking=thinking)
+        assert following.text.startswith(now.text[: now.stable])
+        assert now.stable == max(now.boundaries)
+
+
+def test_hints_are_within_the_text_and_in_order(embedded):
+    for messages in ([HELLO], [SYSTEM], [HI], [HELLO, HELLO], [{"role": "tool", "content": "4"}], [{}]):
+        rendered = embedded.conversation(messages)
+        assert list(rendered.boundaries) == sorted(set(rendered.boundaries))
+        assert all(0 < at <= len(rendered.text) for at in rendered.boundaries)
+        assert rendered.stable is None or 0 < rendered.stable <= len(rendered.text)
+
+
+def test_hints_do_not_depend_on_what_was_rendered_before(embedded, embedded_model):
+    talks = [[SYSTEM, HELLO], [HELLO, HI, BYE], [SYSTEM, HELLO, HI, BYE], [HELLO]]
+    for messages in (*talks, *reversed(talks)):
+        fresh = ChatTemplate(embedded_model.chat_template, eos="<|im_end|>").conversation(messages)
+        assert embedded.conversation(messages) == fresh
+    assert embedded.conversation([HELLO], tools=[TOOL]).boundaries != embedded.conversation([HELLO]).boundaries
+
+
+def test_a_template_that_wants_alternation_still_gets_its_conversation():
+    source = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
+        "[{{ m.content }}]{% endfor %}{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    )
+    rendered = ChatTemplate(source).conversation([HELLO, HI, BYE])
+    assert rendered.text == "[Hello!][Hi!][Bye.]" and rendered.boundaries == (8, 19)
+
+
+class Counting(ChatTemplate):
+    """Counts what it renders."""
+
+    n_renders = n_messages = 0
+
+    def render(self, messages: Any, **more: Any) -> str:
+        self.n_renders += 1
+        self.n_messages += len(messages)
+        return super().render(messages, **more)
+
+
+def test_a_conversation_seen_before_renders_only_what_is_new(embedded_model):
+    template, messages = Counting(embedded_model.chat_template), [HELLO, HI] * 40 + [BYE]
+    template.conversation(messages)
+    before = template.n_renders
+    template.conversation([*messages, HI, BYE])
+    assert template.n_renders - before <= 4
+
+
+@pytest.mark.xfail(strict=True, reason="every message renders all before it: 1,000 messages take 6 s, 3,000 a minute")
+def test_a_long_conversation_costs_in_proportion_to_its_length(embedded_model):
+    template, messages = Counting(embedded_model.chat_template), [HELLO, HI] * 100 + [BYE]
+    template.conversation(messages)
+    assert template.n_messages <= 20 * len(messages)
