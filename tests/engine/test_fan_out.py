@@ -136,7 +136,6 @@ def test_with_checkpoints_off_nobody_waits_in_vain():
         assert results[other.id].finish is Finish.LENGTH
 
 
-@pytest.mark.xfail(strict=True, reason="the reader is cut at the end of the shorter prompt, one token too late")
 def test_a_prompt_that_is_the_beginning_of_the_one_being_read_is_not_read_again():
     """It has waited for the other to get there, so something must have been kept for it."""
     with open_core(**SMALL) as core:

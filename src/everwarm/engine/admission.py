@@ -64,7 +64,7 @@ class Admission:
                 continue
             n_common = int(prompt.common_prefix(reader.items(reader.n_prompt)))
             if n_common - slot.n_fed > GUARD and n_common - self._known(request, prompt) > GUARD:
-                self._cut_at(slot, n_common)
+                self._cut_at(slot, min(n_common, len(prompt) - 1))  # the last item is always read
                 return True
         return False
 
