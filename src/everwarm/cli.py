@@ -178,22 +178,20 @@ def serve(
 
 @app.command
 def config(
-    model: Annotated[Path | None, Parameter(name=["model", "--model", "-m"])] = None,
-    *,
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     show: bool = True,
-    options: ServeOptions = DEFAULTS,
 ) -> None:
-    """Show the settings that `serve` would run with, from flags, environment and file, and check them.
+    """Show the settings that `serve` would run with, from its flags, its environment and its file, and check them.
 
     Parameters
     ----------
     show
         Print them; with --no-show they are only checked.
     """
-    engine, server = options.engine(), options.server(model or EMBEDDED_MODEL)
-    if not show:
-        return
-    for title, settings in (("engine", engine), ("server", server)):
+    _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
+    options: ServeOptions = bound.arguments.get("options", DEFAULTS)
+    engine, server = options.engine(), options.server(bound.arguments.get("model") or EMBEDDED_MODEL)
+    for title, settings in (("engine", engine), ("server", server)) if show else ():
         print(f"[{title}]")
         for name, value in dataclasses.asdict(settings).items():
             print(f"{name} = {'(hidden)' if name == 'api_key' and value else _toml(value)}")

@@ -61,18 +61,15 @@ def test_a_template_cannot_load_files(source):
         render(source)
 
 
-ESCAPES = pytest.mark.xfail(strict=True, reason="only five kinds of Python errors are turned into BadRequest: 500")
-
-
 @pytest.mark.parametrize(
     "source",
     [
         pytest.param("{{ messages[0].content.nothing.more }}", id="undefined"),
         pytest.param("{{ messages[0] + 1 }}", id="wrong type"),
-        pytest.param("{{ 1 / 0 }}", marks=ESCAPES, id="division"),
-        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", marks=ESCAPES, id="recursion"),
-        pytest.param("{{ range(1000000) | list | length }}", marks=ESCAPES, id="long range"),
-        pytest.param("{{ 'x' * 2 ** 100 }}", marks=ESCAPES, id="long text"),
+        pytest.param("{{ 1 / 0 }}", id="division"),
+        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", id="recursion"),
+        pytest.param("{{ range(1000000) | list | length }}", id="long range"),
+        pytest.param("{{ 'x' * 2 ** 100 }}", id="long text"),
     ],
 )
 def test_whatever_a_template_does_wrong_is_a_bad_request(source):
@@ -209,7 +206,6 @@ def test_a_conversation_seen_before_renders_only_what_is_new(embedded_model):
     assert template.n_renders - before <= 4
 
 
-@pytest.mark.xfail(strict=True, reason="every message renders all before it: 1,000 messages take 6 s, 3,000 a minute")
 def test_a_long_conversation_costs_in_proportion_to_its_length(embedded_model):
     template, messages = Counting(embedded_model.chat_template), [HELLO, HI] * 100 + [BYE]
     template.conversation(messages)

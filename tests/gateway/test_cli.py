@@ -58,7 +58,7 @@ def usage_error(done: CompletedProcess[str]) -> str:
 @pytest.fixture
 def toml(tmp_path) -> Path:
     path = tmp_path / "everwarm.toml"
-    path.write_text('[config]\nctx-size = 1111\nslots = 3\nalias = "from the file"\n')
+    path.write_text('[serve]\nctx-size = 1111\nslots = 3\nalias = "from the file"\n')
     return path
 
 
@@ -85,16 +85,13 @@ def test_the_version_is_the_packages_own(here):
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(toml):
-    env = {"EVERWARM_CONFIG": str(toml), "EVERWARM_CONFIG_CTX_SIZE": "2222"}
+    env = {"EVERWARM_CONFIG": str(toml), "EVERWARM_SERVE_CTX_SIZE": "2222"}
     assert shown()["n_ctx"] == "16384"
     assert shown(EVERWARM_CONFIG=str(toml))["n_ctx"] == "1111"
     assert shown(**env)["n_ctx"] == "2222" and shown(**env)["n_slots"] == "3"
     assert shown("-c", "3333", **env)["n_ctx"] == "3333"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="config reads [config] and EVERWARM_CONFIG_*, serve [serve] and EVERWARM_SERVE_*"
-)
 def test_config_shows_what_serve_would_run_with(tmp_path):
     path = tmp_path / "serve.toml"
     path.write_text("[serve]\nctx-size = 1111\n")

@@ -170,13 +170,11 @@ KNOWN = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="integers over 64 bits cannot be packed for the engine: OverflowError, 500")
 @pytest.mark.parametrize(("path", "body"), KNOWN)
 def test_integers_over_64_bits_are_no_accident(server, path, body):
     assert_no_accident(server, path, json.dumps(body).encode())
 
 
-@pytest.mark.xfail(strict=True, reason="a token id from 2**63 on is an OverflowError in the reader: the engine exits")
 def test_a_token_id_of_2_to_the_63_kills_nobody():
     with serving("--request-timeout", "20", "--grace", "1", n_ctx=192) as server:
         pid = server.engine_pid

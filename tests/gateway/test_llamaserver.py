@@ -53,7 +53,6 @@ def test_a_completion_says_what_it_wrote_and_why_it_ended(server):
     assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", "Tiny")
 
 
-@pytest.mark.xfail(strict=True, reason="a stop string met by the last allowed token ends with finish_reason length")
 def test_a_stop_string_at_the_very_end_of_the_length_still_counts_as_one(server):
     limited = complete(server, n_predict=3, return_tokens=True)
     last = server.ask("/detokenize", {"tokens": limited["tokens"][-1:]})["content"]
@@ -101,7 +100,7 @@ def test_probabilities_come_with_ids_and_alternatives(server):
 
 
 def test_without_the_cache_everything_is_read_again(server):
-    prompt = words(200, 3)
+    prompt = f"<|im_start|>system\n{words(200, 3)}<|im_end|>\n{PROMPT}"
     first, again = complete(server, prompt), complete(server, prompt)
     cold = complete(server, prompt, cache_prompt=False)
     assert first["timings"]["cache_n"] == cold["timings"]["cache_n"] == 0
@@ -176,27 +175,23 @@ def test_a_template_is_applied_as_a_chat_would(server):
     assert server.rendered(MESSAGES, chat_template_kwargs={"enable_thinking": False}) == PROMPT
 
 
-@pytest.mark.xfail(strict=True, reason="add_generation_prompt is read but never used, here and in chat")
 def test_a_template_can_be_applied_without_its_generation_prompt(server):
     text = server.rendered(MESSAGES, add_generation_prompt=False)
     assert text == "<|im_start|>user\nWho are you?<|im_end|>\n"
 
 
-TAKEN = pytest.mark.xfail(strict=True, reason="a TypeError of the call itself: 500 in plain text")
-
-
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        pytest.param("/apply-template", "messages", marks=TAKEN),
-        pytest.param("/apply-template", "tools", marks=TAKEN),
-        pytest.param("/apply-template", "self", marks=TAKEN),
+        pytest.param("/apply-template", "messages"),
+        pytest.param("/apply-template", "tools"),
+        pytest.param("/apply-template", "self"),
         ("/apply-template", "add_generation_prompt"),
         ("/apply-template", "not a name"),
         ("/v1/chat/completions", "messages"),
         ("/v1/chat/completions", "tools"),
         ("/v1/chat/completions", "add_generation_prompt"),
-        pytest.param("/v1/chat/completions", "self", marks=TAKEN),
+        pytest.param("/v1/chat/completions", "self"),
         ("/v1/chat/completions", "not a name"),
     ],
 )

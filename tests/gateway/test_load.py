@@ -99,9 +99,6 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(server):
     assert answer(server) == golden and server.engine_pid == pid
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a hang-up in mid-stream raises out of Starlette and is logged as a failed request"
-)
 def test_a_client_that_leaves_in_mid_stream_is_no_error_in_the_log(server):
     before = len(server.said)
     with asking(server, "/completion", ENDLESS | {"stream": True}) as sock:
@@ -227,7 +224,6 @@ def test_told_to_stop_it_does_not_wait_longer_than_its_grace():
         assert not is_alive(engine)
 
 
-@pytest.mark.xfail(strict=True, reason="after the grace uvicorn cancels the request; the CancelledError is logged")
 def test_a_stream_that_outlives_the_grace_is_told_and_nothing_is_logged_as_an_accident():
     with serving("--grace", "0") as server:
         with asking(server, "/completion", ENDLESS | {"stream": True}) as sock:
@@ -254,7 +250,6 @@ def test_a_request_takes_no_longer_than_allowed():
         until(server.is_idle, "the slot is free")
 
 
-@pytest.mark.xfail(strict=True, reason="--request-timeout does not hold for streams")
 def test_a_stream_takes_no_longer_than_allowed_either():
     with serving("--request-timeout", "0.5") as server:
         reply = server.post("/completion", ENDLESS | {"stream": True, "n_predict": 1500})

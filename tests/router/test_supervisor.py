@@ -356,7 +356,6 @@ def test_a_killed_gateway_leaves_no_engine_behind():
 UNPACKABLE = {"tokens": [1 << 64], "sampling": GREEDY}
 
 
-@pytest.mark.xfail(strict=True, reason="it stays pending for ever: stop() waits its whole grace")
 def test_what_cannot_be_packed_is_refused_and_forgotten():
     async def test() -> None:
         async with supervised() as supervisor:
@@ -367,7 +366,6 @@ def test_what_cannot_be_packed_is_refused_and_forgotten():
     run(test)
 
 
-@pytest.mark.xfail(strict=True, reason="it is sent again to the next engine, which ends the supervisor's own task")
 def test_what_cannot_be_packed_does_not_end_the_supervisor_at_the_next_death():
     async def test() -> None:
         async with supervised() as supervisor:
@@ -380,7 +378,6 @@ def test_what_cannot_be_packed_does_not_end_the_supervisor_at_the_next_death():
     run(test)
 
 
-@pytest.mark.xfail(strict=True, reason="np.array(tokens, int64) raises OverflowError on the reader's thread")
 def test_a_token_id_no_int64_can_hold_is_refused_not_fatal():
     async def test() -> None:
         async with supervised() as supervisor:

@@ -114,7 +114,6 @@ def test_a_branch_is_not_taken_before_the_first_allowed_token(prompt, spacing):
     assert all(cut.at >= spacing.min_tokens for cut in found if cut.kind is CutKind.BRANCH)
 
 
-@pytest.mark.xfail(strict=True, reason="cuts() checks min_tokens but not min_gap for a branch")
 def test_a_branch_is_not_taken_closer_than_the_gap_to_the_cut_before_it():
     spacing = Spacing(32, 256, 64, 64)
     found = cuts(400, spacing, n_ubatch=512, boundaries=[100], branch=110)

@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
-from everwarm.engine.request import Ask, Event, Finished, NewToken, Probs, Progress, Result, Started
+from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Result, Started
 from everwarm.engine.text import ReplyText
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
+
+log = logging.getLogger("everwarm.engine")
 
 Send = Callable[[m.Message], None]
 
@@ -46,6 +48,7 @@ class Conversation:
         self._send = send
         self._replies: dict[int, Reply] = {}  # by the core's request id
         self._requests: dict[int, int] = {}  # the core's request id by the gateway's number
+        self._aside = ThreadPoolExecutor(1, "everwarm-aside")
 
     # frames in, on the reader's thread
 
@@ -55,6 +58,9 @@ class Conversation:
             self._dispatch(message, loop)
         except EverwarmError as error:
             self._send(_failed(getattr(message, "id", 0), error))
+        except Exception:
+            log.exception("%s could not be handled", type(message).__name__)
+            self._send(_failed(getattr(message, "id", 0), EverwarmError("internal error")))
 
     def _dispatch(self, message: m.ToEngine, loop: Loop) -> None:
         match message:
@@ -63,13 +69,8 @@ class Conversation:
                 loop.post(lambda _: self._submit(message, ask))
             case m.Cancel(id=id):
                 loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
-            case m.Tokenize():
-                tokens = self._vocab.tokenize(
-                    message.text, add_special=message.add_special, parse_special=message.parse_special
-                )
-                self._send(m.Answer(message.id, [(int(t), self._vocab.piece(int(t))) for t in tokens]))
-            case m.Detokenize():
-                self._send(m.Answer(message.id, self._vocab.detokenize(message.tokens)))
+            case m.Tokenize() | m.Detokenize():
+                self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.AskSlots(id=id):
                 loop.post(lambda core: self._send(m.Answer(id, slots(core))))
             case m.AskStats(id=id):
@@ -77,11 +78,22 @@ class Conversation:
             case _:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
+    def _answer(self, question: m.Tokenize | m.Detokenize) -> None:
+        vocab = self._vocab
+        try:
+            if isinstance(question, m.Detokenize):
+                return self._send(m.Answer(question.id, vocab.detokenize(question.tokens)))
+            special, parse = question.add_special, question.parse_special
+            tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
+            self._send(m.Answer(question.id, [(int(t), vocab.piece(int(t))) for t in tokens]))
+        except EverwarmError as error:
+            self._send(_failed(question.id, error))
+
     def _ask(self, message: m.Submit) -> Ask:
         if message.text is not None:
             prompt, boundaries, stable = self._prompt_of_text(message, message.text)
         else:
-            prompt = Prompt.of_tokens(np.array(message.tokens or [], np.int64))
+            prompt = Prompt.of_tokens(message.tokens or [])
             boundaries, stable = message.boundaries, message.stable
         return Ask(
             prompt,
@@ -164,7 +176,7 @@ class Conversation:
             m.Done(
                 id=reply.id,
                 text=rest,
-                finish=result.finish.value,
+                finish=Finish.STOP.value if reply.stop_text is not None else result.finish.value,
                 stop_text=reply.stop_text,
                 n_prompt=result.n_prompt,
                 n_cached=result.n_cached,

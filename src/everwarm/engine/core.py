@@ -85,9 +85,8 @@ class Core:
         return cls(model, settings, sizes, context, tree, keeper, restorer, slots, Admission(keeper, restorer))
 
     def close(self) -> None:
-        for slot in self.slots:
-            if slot.request is not None:
-                slot.request.sampler.close()
+        for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
+            request.sampler.close()
         self.context.close()
         self.model.close()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,7 +27,15 @@ from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervisor import State, Supervisor
 
 
-def build_app(supervisor: Supervisor, settings: ServerSettings) -> ASGIApp:
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The application, and how to let go of it: admit nothing new, let what runs finish, stop the engine."""
+
+    app: ASGIApp
+    drain: Callable[[], Awaitable[None]]
+
+
+def build_gateway(supervisor: Supervisor, settings: ServerSettings) -> Gateway:
     service = Service(supervisor, settings, Limits(settings), Metrics())
     openai, llama, state = OpenAI(service), LlamaServer(service), Status(service)
     routes = [
@@ -49,16 +58,24 @@ def build_app(supervisor: Supervisor, settings: ServerSettings) -> ASGIApp:
         Route("/slots", llama.slots, methods=["GET"]),
     ]
 
+    async def drain() -> None:
+        service.limits.is_draining = True
+        await supervisor.stop(settings.grace_s)
+
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         supervisor.start()
         yield
-        service.limits.is_draining = True
-        await supervisor.stop(settings.grace_s)
+        await drain()
 
-    handlers = {EverwarmError: _on_error, HTTPException: _on_http_error, Hangup: _on_hangup}
+    handlers = {
+        EverwarmError: _on_error,
+        HTTPException: _on_http_error,
+        Hangup: _on_hangup,
+        Exception: _on_accident,
+    }
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Guard(app, settings)
+    return Gateway(Guard(app, settings), drain)
 
 
 class Status:
@@ -105,6 +122,10 @@ def _not_ready(supervisor: Supervisor) -> str:
 
 async def _on_error(request: Request, error: EverwarmError) -> Response:
     return error_response(error, request.state.request_id)
+
+
+async def _on_accident(request: Request, _error: Exception) -> Response:
+    return error_response(EverwarmError("internal error"), request.state.request_id)
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:

@@ -17,6 +17,7 @@ MAX_MESSAGES = 20_000
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Count = Annotated[int, Meta(ge=0, le=1 << 26)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Name = Annotated[str, Meta(max_length=512)]
 
 
@@ -103,7 +104,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 class CompletionBody(Body, frozen=True, kw_only=True):
     """``prompt``: text, tokens, or (OpenAI) a list holding one of these."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | bool | None = None
     n_probs: Annotated[int, Meta(ge=0, le=100)] | None = None
     return_tokens: bool | None = None
@@ -136,7 +137,7 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 31)]], Meta(max_length=1 << 24)]
+    tokens: Annotated[list[TokenId], Meta(max_length=1 << 24)]
 
 
 T = TypeVar("T")
@@ -160,7 +161,10 @@ def _logit_bias(said: dict[str, float] | list[tuple[int | str, float | bool]] | 
     bias = {}
     for token, value in pairs:
         try:
-            bias[int(token)] = float("-inf") if value is False else float(value)
-        except ValueError:
-            raise BadRequest(f"logit_bias names {token!r}; give a token id") from None
+            id = int(token)
+            bias[id] = float("-inf") if value is False else float(value)
+        except (ValueError, OverflowError):
+            raise BadRequest(f"logit_bias names {str(token)[:40]!r}; give a token id and a number") from None
+        if not 0 <= id < 1 << 31:
+            raise BadRequest(f"logit_bias names {str(token)[:40]!r}; give a token id and a number")
     return bias

@@ -25,6 +25,7 @@ from everwarm.errors import BadRequest
 Message = Mapping[str, Any]
 
 _MAX_REMEMBERED = 4096
+_N_RENDERED = 8
 _NEXT_TURN = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
 
 
@@ -50,23 +51,35 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
         """The text for these messages; what the template raises is the caller's mistake."""
-        values = {**self._globals, **kwargs, "messages": copy.deepcopy(list(messages)), "tools": copy.deepcopy(tools)}
         try:
+            values = {
+                **self._globals,
+                **kwargs,
+                "messages": copy.deepcopy(list(messages)),
+                "tools": copy.deepcopy(tools),
+            }
             return self._template.render(values, add_generation_prompt=add_generation_prompt)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRequest(f"the chat template refused the messages: {error}") from None
+        except Exception as error:  # noqa: BLE001 - whatever a template does wrong, it is not the server's accident
+            raise BadRequest(f"the chat template refused the messages: {error or type(error).__name__}") from None
 
     def conversation(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
     ) -> Rendered:
         """The prompt that asks for the next reply, with its cut hints."""
-        text = self.render(messages, tools=tools, **kwargs)
+        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
         ends = self._message_ends(text, messages, tools, kwargs)
         n_shared = self._shared_with_next_turn(text, messages, tools, kwargs)
         stable = max((end for end in ends if end <= n_shared), default=n_shared)
@@ -75,15 +88,16 @@ class ChatTemplate:
     def _message_ends(
         self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
     ) -> tuple[int, ...]:
-        """Where each message ends, found by rendering the conversation up to it. Remembered: only new ones render."""
+        """Where messages end, found by rendering the conversation up to them. Only new ones near the end are rendered:
+        the others are remembered, or were never seen and are not worth reading the whole history again and again."""
         ends = set()
         key = json.dumps([tools, kwargs], sort_keys=True, default=str)
         for i, message in enumerate(messages):
             key = f"{hash((key, json.dumps(message, sort_keys=True, default=str))):x}"
             end = self._ends.get(key)
-            if end is None:
+            if end is None and (i == 0 or i >= len(messages) - _N_RENDERED):
                 end = self._remember(key, self._end_of(messages[: i + 1], tools, kwargs))
-            if 0 < end <= len(text):
+            if end is not None and 0 < end <= len(text):
                 ends.add(end)
         return tuple(sorted(ends))
 

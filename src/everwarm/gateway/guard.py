@@ -79,7 +79,7 @@ class Guard:
         if key is None or path in OPEN_PATHS:
             return
         given = headers.get(b"authorization", "").removeprefix("Bearer ") or headers.get(b"x-api-key", "")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
             raise Forbidden(401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY")
 
     def _check_length(self, length: str | None) -> None:
@@ -129,6 +129,7 @@ def error_body(error: EverwarmError, request_id: str) -> dict[str, object]:
 
 def _host_name(url: str) -> str:
     try:
-        return (urlsplit(url).hostname or "").lower()
+        parts = urlsplit(url)
+        return "" if "@" in parts.netloc else (parts.hostname or "").lower()
     except ValueError:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -12,8 +13,8 @@ from everwarm.engine import messages as m
 from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read
 from everwarm.gateway.generate import collect, events
-from everwarm.gateway.replies import EventStream, json_response, sse
-from everwarm.gateway.service import Service
+from everwarm.gateway.replies import json_response, sse
+from everwarm.gateway.service import Service, template_options
 
 Json = dict[str, Any]
 
@@ -25,10 +26,9 @@ class LlamaServer:
     async def completion(self, request: Request) -> Response:
         data = await request.body()
         body = read(data, CompletionBody)
-        admitted = self._service.limits.admitted(len(data))
         if body.stream:
-            return EventStream(self._frames(request, body), admitted, self._service.error_frame(request))
-        with admitted:
+            return self._service.stream(request, self._frames(request, body), len(data))
+        with self._service.limits.admitted(len(data)):
             return await self._service.within_time(request, self._whole(request, body))
 
     async def _whole(self, request: Request, body: CompletionBody) -> Response:
@@ -63,23 +63,28 @@ class LlamaServer:
                     yield sse({"index": 0, "content": done.text, "tokens": [], **shapes.llama_end(name, done)})
 
     async def tokenize(self, request: Request) -> Response:
-        body = read(await request.body(), TokenizeBody)
-        tokens = await self._service.supervisor.ask(
-            m.Tokenize, text=body.content, add_special=body.add_special, parse_special=body.parse_special
-        )
+        data = await request.body()
+        body = read(data, TokenizeBody)
+        fields = {"text": body.content, "add_special": body.add_special, "parse_special": body.parse_special}
+        with self._service.limits.admitted(len(data)):
+            asked = self._service.supervisor.ask(m.Tokenize, **fields)
+            tokens = await self._service.within_time(request, asked)
         if body.with_pieces:
             return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in tokens]})
         return json_response({"tokens": [token for token, _ in tokens]})
 
     async def detokenize(self, request: Request) -> Response:
-        body = read(await request.body(), DetokenizeBody)
-        data: bytes = await self._service.supervisor.ask(m.Detokenize, tokens=body.tokens)
-        return json_response({"content": data.decode("utf-8", "replace")})
+        data = await request.body()
+        body = read(data, DetokenizeBody)
+        with self._service.limits.admitted(len(data)):
+            asked = self._service.supervisor.ask(m.Detokenize, tokens=body.tokens)
+            text: bytes = await self._service.within_time(request, asked)
+        return json_response({"content": text.decode("utf-8", "replace")})
 
     async def apply_template(self, request: Request) -> Response:
         body = read(await request.body(), ChatBody)
         template = await self._service.template()
-        text = template.render(body.messages, tools=body.tools, **(body.chat_template_kwargs or {}))
+        text = await asyncio.to_thread(template.render, body.messages, **template_options(body))
         return json_response({"prompt": text})
 
     async def props(self, _request: Request) -> Response:

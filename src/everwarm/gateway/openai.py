@@ -12,7 +12,7 @@ from everwarm.engine import messages as m
 from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, read
 from everwarm.gateway.generate import Event, collect, events
-from everwarm.gateway.replies import SSE_DONE, EventStream, json_response, sse
+from everwarm.gateway.replies import SSE_DONE, json_response, sse
 from everwarm.gateway.service import Service
 
 Json = dict[str, Any]
@@ -26,22 +26,18 @@ class OpenAI:
         data = await request.body()
         body = read(data, ChatBody)
         frame = self._service.frame("chatcmpl", body)
-        admitted = self._service.limits.admitted(len(data))
         if body.stream:
-            frames = self._chat_frames(request, body, frame)
-            return EventStream(frames, admitted, self._service.error_frame(request))
-        with admitted:
+            return self._service.stream(request, self._chat_frames(request, body, frame), len(data))
+        with self._service.limits.admitted(len(data)):
             return await self._service.within_time(request, self._whole_chat(request, body, frame))
 
     async def completions(self, request: Request) -> Response:
         data = await request.body()
         body = read(data, CompletionBody)
         frame = self._service.frame("cmpl", body)
-        admitted = self._service.limits.admitted(len(data))
         if body.stream:
-            frames = self._completion_frames(request, body, frame)
-            return EventStream(frames, admitted, self._service.error_frame(request))
-        with admitted:
+            return self._service.stream(request, self._completion_frames(request, body, frame), len(data))
+        with self._service.limits.admitted(len(data)):
             return await self._service.within_time(request, self._whole_completion(request, body, frame))
 
     async def models(self, _request: Request) -> Response:

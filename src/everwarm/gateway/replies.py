@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from everwarm.errors import EverwarmError
+from everwarm.errors import EverwarmError, Forbidden
 
 _encode = msgspec.json.Encoder().encode
 
@@ -44,22 +44,24 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         admitted: AbstractContextManager[None],
         error_frame: Callable[[EverwarmError], bytes],
+        limit_s: float | None = None,
     ) -> None:
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"}, "text/event-stream")
         del self.headers["content-length"]
         self._frames = frames
         self._admitted = admitted
         self._error_frame = error_frame
+        self._limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        with self._admitted:
+        with self._admitted, contextlib.suppress(Hangup):
             await unless_gone(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
         opening = _Opening(send, self.raw_headers)
         idle = asyncio.create_task(opening.keep_alive())
         try:
-            async with contextlib.aclosing(self._frames):
+            async with within(self._limit_s), contextlib.aclosing(self._frames):
                 async for frame in self._frames:
                     await opening.send(frame)
         except EverwarmError as error:
@@ -98,6 +100,16 @@ class _Opening:
         if not self.is_open:
             await self.send(b"")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
+    """No longer than this, or an error that says so."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise Forbidden(504, "timeout", f"the request took longer than {limit_s:g} s") from None
 
 
 class Hangup(Exception):

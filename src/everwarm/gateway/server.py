@@ -16,7 +16,7 @@ from everwarm import __version__
 from everwarm.engine.messages import ModelInfo
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped, EverwarmError
-from everwarm.gateway.app import build_app
+from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervisor import Supervisor
 
@@ -52,8 +52,9 @@ async def _serve(
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
         task = bar.add_task(f"loading {model.name}", total=1.0)
         supervisor = Supervisor(str(model), engine, on_loading=lambda done: bar.update(task, completed=done))
+        gateway = build_gateway(supervisor, settings)
         config = uvicorn.Config(
-            build_app(supervisor, settings),
+            gateway.app,
             loop="uvloop",
             http="httptools",
             lifespan="on",
@@ -64,7 +65,7 @@ async def _serve(
         )
         server = uvicorn.Server(config)
         running = asyncio.create_task(server.serve([sock]))
-        _stop_on_signals(server)
+        _stop_on_signals(server, gateway)
         host, port = sock.getsockname()[:2]
         ready = asyncio.create_task(_when_ready(supervisor))
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,8 +104,20 @@ def _announce(console: Console, ready: asyncio.Task[ModelInfo], url: str, settin
     return 0
 
 
-def _stop_on_signals(server: uvicorn.Server) -> None:
-    """uvicorn installs its own handlers while serving; these also work while a model loads."""
+def _stop_on_signals(server: uvicorn.Server, gateway: Gateway) -> None:
+    """What runs may finish within the grace and is told when it cannot; a second signal does not wait."""
     loop = asyncio.get_running_loop()
+    stopping: list[asyncio.Task[None]] = []
+
+    async def stop() -> None:
+        await gateway.drain()
+        server.should_exit = True
+
+    def on_signal() -> None:
+        if stopping:
+            server.should_exit = server.force_exit = True
+        else:
+            stopping.append(asyncio.create_task(stop()))
+
     for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, lambda: setattr(server, "should_exit", True))
+        loop.add_signal_handler(sig, on_signal)

@@ -7,20 +7,20 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from everwarm.engine.messages import ModelInfo
-from everwarm.errors import BadRequest, EverwarmError, Forbidden
+from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
-from everwarm.gateway.replies import sse, unless_gone
+from everwarm.gateway.replies import EventStream, sse, unless_gone, within
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervisor import Supervisor
 
@@ -53,11 +53,8 @@ class Service:
 
     async def chat_submits(self, request: Request, body: ChatBody) -> list[dict[str, Any]]:
         info, template = await self.info(), await self.template()
-        kwargs = body.chat_template_kwargs or {}
-        reserved = {"messages", "tools", "add_generation_prompt"} & kwargs.keys()
-        if reserved or not all(name.isidentifier() for name in kwargs):
-            raise BadRequest("chat_template_kwargs must be names of template variables other than messages and tools")
-        rendered = await asyncio.to_thread(template.conversation, body.messages, tools=body.tools, **kwargs)
+        _require_text(body.messages)
+        rendered = await asyncio.to_thread(template.conversation, body.messages, **template_options(body))
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
         common = {
             **self._common(request, body, info),
@@ -114,18 +111,34 @@ class Service:
 
     async def within_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Drop the work when the client hangs up or its time is over."""
-        limit = self.settings.request_timeout_s or None
-        try:
-            async with asyncio.timeout(limit):
-                return await unless_gone(request.receive, work)
-        except TimeoutError:
-            raise Forbidden(504, "timeout", f"the request took longer than {limit:g} s") from None
+        async with within(self.settings.request_timeout_s or None):
+            return await unless_gone(request.receive, work)
 
-    def error_frame(self, request: Request) -> Any:
-        def frame(error: EverwarmError) -> bytes:
+    def stream(self, request: Request, frames: AsyncGenerator[bytes, None], n_body_bytes: int) -> EventStream:
+        def error_frame(error: EverwarmError) -> bytes:
             return sse(error_body(error, request.state.request_id))
 
-        return frame
+        limit_s = self.settings.request_timeout_s or None
+        return EventStream(frames, self.limits.admitted(n_body_bytes), error_frame, limit_s)
+
+
+def _require_text(messages: list[dict[str, Any]]) -> None:
+    """A picture that the model would never see must not pass for one."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type", "text") not in ("text", "input_text", "refusal"):
+                raise BadRequest(
+                    f"content of type {str(part['type'])[:40]!r} cannot be used: this model reads text only"
+                )
+
+
+def template_options(body: ChatBody) -> dict[str, Any]:
+    """What a template is given besides the messages."""
+    kwargs = body.chat_template_kwargs or {}
+    if {"messages", "tools", "add_generation_prompt"} & kwargs.keys() or not all(map(str.isidentifier, kwargs)):
+        raise BadRequest("chat_template_kwargs must be names of template variables other than messages and tools")
+    return {**kwargs, "tools": body.tools, "add_generation_prompt": body.add_generation_prompt is not False}
 
 
 def session_of(headers: Mapping[str, str], body: Body) -> str | None:

@@ -19,6 +19,8 @@ from everwarm.types import ItemCount, Mark, Position, TokenCount
 
 Codes = NDArray[np.int32]
 
+_MAX_TOKEN = int(np.iinfo(np.int32).max)
+_BAD_TOKEN = f"a token id is out of range; give 0 to {_MAX_TOKEN}"
 _PEEK = 256  # most prompts that differ do so early: look there before comparing a hundred thousand items
 
 
@@ -50,15 +52,20 @@ class Prompt:
 
     @classmethod
     def of_tokens(cls, tokens: Iterable[int] | NDArray[np.integer]) -> Prompt:
-        array = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int64)
-        if array.size and (int(array.min()) < 0 or int(array.max()) > np.iinfo(np.int32).max):
-            raise BadRequest("token ids must be 0 or more")
+        try:
+            array = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int64)
+        except OverflowError:
+            raise BadRequest(_BAD_TOKEN) from None
+        if array.size and (int(array.min()) < 0 or int(array.max()) > _MAX_TOKEN):
+            raise BadRequest(_BAD_TOKEN)
         return cls(np.array(array, np.int32))
 
     @classmethod
     def of_items(cls, items: Iterable[int | MediaItem]) -> Prompt:
         listed = list(items)
         media = {i: item for i, item in enumerate(listed) if isinstance(item, MediaItem)}
+        if not all(isinstance(item, MediaItem) or 0 <= item <= _MAX_TOKEN for item in listed):
+            raise BadRequest(_BAD_TOKEN)
         codes = [item.code if isinstance(item, MediaItem) else item for item in listed]
         return cls(np.array(codes, np.int32), MappingProxyType(media))
 

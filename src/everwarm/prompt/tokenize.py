@@ -74,7 +74,10 @@ class Tokenizer:
         return Prompt(self._with_special(tokens) if add_special else tokens)
 
     def count_at(self, text: str, offsets: Iterable[int], *, add_special: bool = False) -> list[int]:
-        """For each character offset, how many tokens of ``text`` lie wholly before it: cut hints from text."""
+        """For each character offset, how many tokens of ``text`` surely lie before it: cut hints from text.
+
+        Exact at the ends of words and control tokens; inside a word it may be less than it could be.
+        """
         whole = self.tokenize(text, add_special=add_special)
         shift = int(add_special and self._vocab.adds_bos)
         ends = _EMPTY.ends if self._splitter is None else self._beginning(text, self._splitter).ends
@@ -164,7 +167,10 @@ def _splitter(vocab: Vocabulary) -> re.Pattern[str] | None:
     safe = [
         text
         for text, attributes in vocab.special.values()
-        if text and not attributes & _STRIPS_NEIGHBOURS and not any(_can_break(other, text) for other in texts)
+        if text
+        and text == text.strip()  # a neighbour that strips could eat it
+        and not attributes & _STRIPS_NEIGHBOURS
+        and not any(_can_break(other, text) for other in texts)
     ]
     return re.compile("|".join(re.escape(text) for text in sorted(safe, key=len, reverse=True))) if safe else None
 
@@ -176,7 +182,7 @@ def _can_break(other: str, text: str) -> bool:
     """
     if other == text:
         return any(text.startswith(text[i:]) for i in range(1, len(text)))
-    if len(other) < len(text):
+    if len(other.encode()) < len(text.encode()):
         return False
     return text in other or _overlap(other, text) or _overlap(text, other)
 

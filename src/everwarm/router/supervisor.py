@@ -23,7 +23,7 @@ import msgspec
 
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import EngineStopped, Refused
+from everwarm.errors import BadRequest, EngineStopped, Refused
 
 log = logging.getLogger("everwarm.router")
 
@@ -55,7 +55,8 @@ class State(enum.Enum):
 class Pending:
     """A request or question on its way: what to send again if the engine dies before it said anything."""
 
-    message: Question | m.Submit
+    id: int
+    frame: bytes
     inbox: asyncio.Queue[m.ToGateway] = field(default_factory=asyncio.Queue)
     has_streamed: bool = False
     was_replayed: bool = False
@@ -155,9 +156,13 @@ class Supervisor:
         """While a question is open it survives the engine; whoever leaves before the answer cancels it."""
         if self._is_over:
             raise self._down()
-        pending = self._pending[message.id] = Pending(message)
+        try:
+            pending = Pending(message.id, m.frame(message))
+        except OverflowError:
+            raise BadRequest("a number is too large; give at most 64 bits") from None
+        self._pending[message.id] = pending
         if self.state is State.READY:
-            self._send(message)
+            self._write(pending.frame)
         try:
             yield pending
         finally:
@@ -169,8 +174,11 @@ class Supervisor:
         return self._next_id
 
     def _send(self, message: m.Message) -> None:
+        self._write(m.frame(message))
+
+    def _write(self, frame: bytes) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(m.frame(message))
+            self._writer.write(frame)
 
     def _down(self) -> EngineStopped:
         return EngineStopped(self.reason or "the engine is not running")
@@ -257,7 +265,7 @@ class Supervisor:
                 self.info = info
                 await self._set(State.READY, None)
                 for pending in self._pending.values():
-                    self._send(pending.message)
+                    self._write(pending.frame)
             case m.Fatal(message=text):
                 await self._give_up(text)
             case _:

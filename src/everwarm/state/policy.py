@@ -52,8 +52,10 @@ def cuts(
     if spacing.max_checkpoints == 0:
         return ()
     found = {cut.at: cut for cut in _steady_cuts(n_items, spacing, boundaries)}
-    if branch is not None and 0 < branch < n_items and branch >= spacing.min_tokens:
-        found.setdefault(branch, Cut(branch, CutKind.BRANCH))
+    if branch is not None and 0 < branch < n_items:
+        before = max((at for at in found if at <= branch), default=0)
+        if _far_enough(branch, before, spacing):
+            found[branch] = Cut(branch, CutKind.BRANCH)
     for cut in _end_cuts(n_items, stable):
         found[cut.at] = cut
     if spacing.every_n_tokens <= 0:

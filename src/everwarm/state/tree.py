@@ -254,6 +254,8 @@ class Tree:
                 return
             del parent.children[key]
             node = parent
+        if node.parent is None and _is_bare(node):
+            self._roots = {name: root for name, root in self._roots.items() if root is not node}
 
     # self-check
 
