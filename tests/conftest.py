@@ -1,6 +1,5 @@
 """What every test may use: `models` on the import path, and models that are opened once per session."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,9 +10,6 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-# libllama's threads sleep while they wait for each other, they do not spin: on a busy machine spinning is a thousand times
-# slower. libgomp reads this when it is loaded, so it comes before the first import of the boundary.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from everwarm.llama.model import Model
 from models import EMBEDDED, tiny_model

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Self, TypeVar
 
 from everwarm.config import Sampling
 from everwarm.engine.core import Core
-from everwarm.engine.loop import Job, Loop, start
+from everwarm.engine.loop import Job, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
@@ -40,6 +41,7 @@ class Stream:
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._result: Result | None = None
         self._error: BaseException | None = None
+        self._ended = threading.Event()
         self.request_id: int | None = None
 
     def events(self) -> Iterator[Event]:
@@ -58,6 +60,7 @@ class Stream:
 
     def result(self) -> Result:
         """Waits for the end; tokens not yet iterated are in it all the same."""
+        self._ended.wait()  # once, and not for every token: that would take a core from whoever writes them
         for _ in self.events():
             pass
         assert self._result is not None
@@ -71,6 +74,8 @@ class Stream:
 
     def _put(self, event: Event | BaseException) -> None:
         self._events.put(event)
+        if isinstance(event, Finished | BaseException):
+            self._ended.set()
 
 
 class Engine:
@@ -83,13 +88,13 @@ class Engine:
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
-        self.core = Core.open(Path(model_path), self.settings, progress)
-        self.model = self.core.model
-        self.tokenizer = Tokenizer(self.model.vocab)
         self._streams: dict[int, Stream] = {}
         self._failure: EngineStopped | None = None
-        self._loop = Loop(self.core, self._deliver)
-        self._thread = start(self._loop, "everwarm-engine", self._ended)
+        running = start(lambda: Core.open(Path(model_path), self.settings, progress), self._deliver, self._ended)
+        self._loop, self._thread = running.loop, running.thread
+        self.core = self._loop.core
+        self.model = self.core.model
+        self.tokenizer = Tokenizer(self.model.vocab)
 
     def prompt(self, text: str, *, add_special: bool = True) -> Prompt:
         return self.tokenizer.tokenize(text, add_special=add_special)

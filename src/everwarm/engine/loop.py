@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from everwarm.engine.core import Core
 from everwarm.engine.request import Event
@@ -20,7 +21,7 @@ Deliver = Callable[[list[Event]], None]
 
 class Loop:
     def __init__(self, core: Core, deliver: Deliver) -> None:
-        self._core = core
+        self.core = core
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._step_began: float | None = None
@@ -41,9 +42,9 @@ class Loop:
     def run(self) -> None:
         """Until ``stop``. What a step raises comes out of here."""
         while self._take_jobs():
-            if self._core.has_work:
+            if self.core.has_work:
                 self._step_began = time.monotonic()
-                events = self._core.step()
+                events = self.core.step()
                 self._step_began = None
                 self._deliver(events)
 
@@ -52,11 +53,11 @@ class Loop:
         while not self._inbox.empty():
             job = self._inbox.get()
             if job is not None:
-                job(self._core)
+                job(self.core)
 
     def _take_jobs(self) -> bool:
         """Run what is in the inbox; wait there only when there is nothing else to do."""
-        idle = not self._core.has_work and not self._core.tidy()
+        idle = not self.core.has_work and not self.core.tidy()
         while True:
             try:
                 job = self._inbox.get(block=idle)
@@ -64,14 +65,30 @@ class Loop:
                 return True
             if job is None:
                 return False
-            job(self._core)
+            job(self.core)
             idle = False
 
 
-def start(loop: Loop, name: str, ended: Callable[[BaseException | None], None]) -> threading.Thread:
-    """Run a loop on a thread of its own; ``ended`` hears how it ended, on that thread."""
+@dataclass(frozen=True, slots=True)
+class Running:
+    loop: Loop
+    thread: threading.Thread
+
+
+def start(open_core: Callable[[], Core], deliver: Deliver, ended: Callable[[BaseException | None], None]) -> Running:
+    """Open a core and run its loop on one new thread; returns when it is open, or raises what opening raised.
+
+    One thread does both because OpenMP gives every thread that computes a team of its own, and more teams than cores wait
+    for each other the slow way. ``ended`` hears how the loop ended, on that thread.
+    """
+    opened: queue.SimpleQueue[Loop | BaseException] = queue.SimpleQueue()
 
     def body() -> None:
+        try:
+            loop = Loop(open_core(), deliver)
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            return opened.put(error)
+        opened.put(loop)
         try:
             loop.run()
         except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
@@ -80,6 +97,9 @@ def start(loop: Loop, name: str, ended: Callable[[BaseException | None], None]) 
             ended(None)
         loop.run_leftovers()
 
-    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread = threading.Thread(target=body, name="everwarm-engine", daemon=True)
     thread.start()
-    return thread
+    got = opened.get()
+    if isinstance(got, BaseException):
+        raise got
+    return Running(got, thread)

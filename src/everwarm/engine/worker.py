@@ -1,7 +1,7 @@
 """The engine process: ``python -m everwarm.engine.worker FD PARENT_PID``.
 
     reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches libllama
-    writer thread   frames out: never lets the loop wait      beat thread    says "alive" whatever the loop is doing
+    writer thread   what the socket did not take at once      beat thread    says "alive" whatever the loop is doing
 
 Exits 0 after ``Stop``, 2 when the model cannot be served, and at once when the gateway is gone.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
+import select
 import signal
 import socket
 import sys
@@ -33,14 +33,16 @@ EXIT_FATAL = 2
 
 
 class Wire:
-    """Frames over a socket: blocking reads on one thread, queued writes on another."""
+    """Frames over a socket. Reads block on one thread; writes never wait: what the socket does not take at once is kept and
+    written by a thread of its own."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._file = sock.makefile("rb")
-        self._outbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write_all, name="everwarm-writer", daemon=True)
-        self._writer.start()
+        self._lock = threading.Lock()
+        self._kept = bytearray()
+        self._has_kept = threading.Event()
+        threading.Thread(target=self._write_kept, name="everwarm-writer", daemon=True).start()
 
     def read(self) -> m.ToEngine | None:
         """The next message, or None when the gateway is gone."""
@@ -52,26 +54,35 @@ class Wire:
         return m.read_to_engine(body) if len(body) == size else None
 
     def send(self, message: m.Message) -> None:
-        self._outbox.put(message)
+        data = m.frame(message)
+        with self._lock:
+            n = 0 if self._kept else self._send_now(data)
+            if n < len(data):
+                self._kept += data[n:]
+                self._has_kept.set()
+
+    def _send_now(self, data: bytes) -> int:
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            os._exit(1)  # nobody is listening any more
 
     def flush(self) -> None:
-        """Wait until everything is written, and write nothing more."""
-        self._outbox.put(None)
-        self._writer.join(5)
+        """Wait until everything is written, but not for ever."""
+        deadline = time.monotonic() + 5
+        while self._kept and time.monotonic() < deadline:
+            time.sleep(0.005)
 
-    def _write_all(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            data = bytearray(m.frame(message))
-            while not self._outbox.empty() and len(data) < 1 << 16:  # one system call for what has piled up
-                more = self._outbox.get()
-                if more is None:
-                    self._sock.sendall(data)
-                    return
-                data += m.frame(more)
-            try:
-                self._sock.sendall(data)
-            except OSError:
-                os._exit(1)  # nobody is listening any more
+    def _write_kept(self) -> None:
+        while True:
+            self._has_kept.wait()
+            select.select([], [self._sock], [])
+            with self._lock:
+                del self._kept[: self._send_now(bytes(self._kept[: 1 << 18]))]
+                if not self._kept:
+                    self._has_kept.clear()
 
 
 class Pulse:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -31,7 +32,16 @@ def serve(model: Path, engine: EngineSettings, settings: ServerSettings, console
         sock = _bind(settings)
     except OSError as error:
         raise EverwarmError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
-    return asyncio.run(_serve(model, engine, settings, console, sock))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(model, engine, settings, console, sock))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return None
+    return uvloop.new_event_loop
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
@@ -55,7 +65,6 @@ async def _serve(
         gateway = build_gateway(supervisor, settings)
         config = uvicorn.Config(
             gateway.app,
-            loop="uvloop",
             http="httptools",
             lifespan="on",
             access_log=False,
