@@ -15,7 +15,7 @@ from everwarm.config import GREEDY, default_threads
 from everwarm.engine.engine import Engine
 from everwarm.engine.settings import EngineSettings
 
-N_PROMPT, N_REPLY, REPEATS = 2048, 128, 5
+N_PROMPT, N_REPLY, REPEATS = 2048, 128, 7
 
 
 def run() -> None:

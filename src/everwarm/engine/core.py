@@ -200,9 +200,10 @@ class Core:
         """Everything a request has is decoded: pick what comes next."""
         at_prompt_end = slot.n_fed == request.n_prompt
         logits = self.context.logits(row).copy() if at_prompt_end else None
-        token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
-        if token is not None and np.isnan(self.context.logits(row)[token]):
-            return self._lose_numbers(slot, events)
+        try:
+            token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
+        except DecodeFailed as error:
+            return self._lose_numbers(slot, error, events)
         probs = None
         if token is not None and request.ask.n_probs is not None:
             probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
@@ -289,11 +290,11 @@ class Core:
             restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
         slot.request = request
+        self.keeper.limit_idle(self.settings.idle_cells)
         slot.session = request.ask.session
-        if slot.session is not None:
-            for other in self.slots:
-                if other.session == slot.session:
-                    other.used_at = time.monotonic()
+        for other in self.slots:
+            if slot.session is not None and other.session == slot.session:
+                other.used_at = time.monotonic()
         request.restored_at = time.monotonic()
         if is_first:
             self.counts.add(request, match, restored, self.keeper.spacing)
@@ -374,11 +375,11 @@ class Core:
         self.keeper.move_out_slot(youngest)
         self.queue.appendleft(request)
 
-    def _lose_numbers(self, slot: Slot, events: list[Event]) -> None:
+    def _lose_numbers(self, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
         """The model's state overflowed. Nothing of it may stay: it would spoil whoever gets its place next."""
         self.keeper.scrub(slot.node)
         self.context.scrub(slot.seq)
-        self._start_over([slot], DecodeFailed("the model's numbers overflowed (NaN)"), events)
+        self._start_over([slot], error, events)
 
     def _start_over(self, slots: list[Slot], error: MemoryFault, events: list[Event]) -> None:
         """libllama failed and the sequences are empty: what they started from is suspect."""

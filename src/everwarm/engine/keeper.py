@@ -278,7 +278,7 @@ class Keeper:
 
     def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
         """Free cells until ``n_cells`` are free, from what nobody is using. Nothing is lost: it goes to RAM."""
-        if not self.context.kind.has_attention:
+        if not self.context.kind.has_attention or self.context.cells.free >= n_cells:
             return True
         for spare in self._parked_by_age():
             if self.context.cells.free >= n_cells:
@@ -289,6 +289,23 @@ class Keeper:
                 return True
             self.move_out_slot(slot)
         return self.context.cells.free >= n_cells
+
+    def limit_idle(self, n_cells: int) -> None:
+        """Keep at most ``n_cells`` of conversations that merely stay: attention runs over their cells as well."""
+        if not self.context.kind.has_attention:
+            return
+        running = [slot for slot in self.slots if not slot.is_idle]
+        own = {id(node) for slot in running for node in slot.node.lineage()}
+        most = self.context.cells.used_by(slot.seq for slot in running) + n_cells
+        for spare in self._parked_by_age():
+            if self.context.cells.used <= most:
+                return
+            if id(self.spares[spare]) not in own:
+                self.move_out_spare(spare)
+        for slot in sorted((s for s in self.slots if s.is_idle and s.n_fed), key=lambda s: s.used_at):
+            if self.context.cells.used <= most:
+                return
+            self.move_out_slot(slot)
 
     def _parked_by_age(self) -> list[SeqId]:
         def age(spare: SeqId) -> tuple[bool, float]:

@@ -100,7 +100,8 @@ class Request:
     room: int  # the most items it may ever hold
     submitted_at: float
     id: int = field(default_factory=lambda: next(_ids))
-    n_items: int = 0
+    n_prompt: int = field(init=False)
+    n_items: int = field(init=False)
     n_cached: int = 0
     n_shared: int = 0
     used: CheckpointUse | None = None
@@ -112,15 +113,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self._codes = np.empty(self.room, np.int32)
-        n = len(self.ask.prompt)
-        self._codes[:n] = self.ask.prompt.codes
-        self.n_items = n
+        self.n_prompt = self.n_items = len(self.ask.prompt)
+        self._codes[: self.n_prompt] = self.ask.prompt.codes
 
     _codes: np.ndarray[tuple[int], np.dtype[np.int32]] = field(init=False)
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.ask.prompt)
 
     @property
     def n_reply(self) -> int:

@@ -28,7 +28,7 @@ class EngineSettings:
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
     ram_bytes: int | None = None  # copies of checkpoints and segments
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
-    idle_cells: int | None = None  # cells that idle conversations may keep beside running ones; None: measured default
+    idle_cells: int = 2048  # cells that idle conversations may keep beside running ones; see docs/log.md for the curve
 
     def __post_init__(self) -> None:
         require(1 <= self.n_slots <= MAX_SLOTS, f"n_slots is {self.n_slots}; give 1 to {MAX_SLOTS}")
@@ -36,7 +36,7 @@ class EngineSettings:
         require(self.n_spares is None or 0 <= self.n_spares <= most, f"n_spares is {self.n_spares}; give 0 to {most}")
         require(self.ram_bytes is None or self.ram_bytes >= 0, f"ram_bytes is {self.ram_bytes}; give 0 or more")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
-        require(self.idle_cells is None or self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
+        require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         self.context(0)  # the same limits as the context's own
 
     def context(self, n_spares: int) -> ContextOptions:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.config import Sampling
-from everwarm.errors import BadRequest
+from everwarm.errors import BadRequest, DecodeFailed
 from everwarm.llama import abi
 from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
@@ -70,10 +70,15 @@ class Sampler:
         ]
 
     def pick(self, context: Context, row: int) -> int:
-        """The next token after the last decode's ``row``."""
+        """The next token after the last decode's ``row``, or ``DecodeFailed`` if the row is not numbers."""
+        logits = context.logits(row)
         if self._plain_greedy:
-            return int(context.logits(row).argmax())
-        return int(self._lib.sampler_sample(self._chain, context.native, context.batch_index(row)))
+            token = int(logits.argmax())
+        else:
+            token = int(self._lib.sampler_sample(self._chain, context.native, context.batch_index(row)))
+        if logits[token] != logits[token]:  # NaN, and only NaN, differs from itself
+            raise DecodeFailed("the model's numbers overflowed (NaN)")
+        return token
 
     def pick_from(self, logits: Logits) -> int:
         """The same pick from a kept copy of a row, when nothing had to be decoded."""
