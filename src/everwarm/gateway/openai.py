@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -10,12 +12,13 @@ from starlette.responses import Response
 
 from everwarm.engine import messages as m
 from everwarm.gateway import shapes
-from everwarm.gateway.body import ChatBody, CompletionBody, read
+from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
 from everwarm.gateway.generate import Event, collect, events
 from everwarm.gateway.replies import SSE_DONE, json_response, sse
 from everwarm.gateway.service import Service
 
 Json = dict[str, Any]
+Submits = Callable[[], Coroutine[Any, Any, list[dict[str, Any]]]]
 
 
 class OpenAI:
@@ -25,20 +28,14 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         data = await request.body()
         body = read(data, ChatBody)
-        frame = self._service.frame("chatcmpl", body)
-        if body.stream:
-            return self._service.stream(request, self._chat_frames(request, body, frame), len(data))
-        with self._service.limits.admitted(len(data)):
-            return await self._service.within_time(request, self._whole_chat(request, body, frame))
+        submits = partial(self._service.chat_submits, request, body)
+        return await self._answer(request, body, submits, len(data), _CHAT, with_probs=body.n_probs is not None)
 
     async def completions(self, request: Request) -> Response:
         data = await request.body()
         body = read(data, CompletionBody)
-        frame = self._service.frame("cmpl", body)
-        if body.stream:
-            return self._service.stream(request, self._completion_frames(request, body, frame), len(data))
-        with self._service.limits.admitted(len(data)):
-            return await self._service.within_time(request, self._whole_completion(request, body, frame))
+        submits = partial(self._service.completion_submits, request, body)
+        return await self._answer(request, body, submits, len(data), _TEXT, with_probs=body.wanted_probs is not None)
 
     async def models(self, _request: Request) -> Response:
         """One body that satisfies OpenAI's and Anthropic's clients."""
@@ -62,49 +59,32 @@ class OpenAI:
         }
         return json_response({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
 
-    # whole answers
+    async def _answer(
+        self, request: Request, body: Body, submits: Submits, n_body_bytes: int, shape: Shape, *, with_probs: bool
+    ) -> Response:
+        """As a stream or whole, whichever was asked for."""
+        frame = self._service.frame(shape.prefix, body)
+        if body.stream:
+            frames = self._frames(body, submits, {**frame, "object": shape.chunk_name}, shape, with_probs=with_probs)
+            return self._service.stream(request, frames, n_body_bytes)
+        with self._service.limits.admitted(n_body_bytes):
+            whole = self._whole(body, submits, frame, shape, with_probs=with_probs)
+            return await self._service.within_time(request, whole)
 
-    async def _whole_chat(self, request: Request, body: ChatBody, frame: Json) -> Response:
-        submits = await self._service.chat_submits(request, body)
-        choices = await collect(events(self._service.supervisor, submits), len(submits))
+    async def _whole(self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool) -> Response:
+        asked = await submits()
+        choices = await collect(events(self._service.supervisor, asked), len(asked))
         for choice in choices:
             self._service.metrics.finished(choice.done)
-        return json_response(shapes.chat_completion(frame, choices, with_probs=body.n_probs is not None))
+        echo = (asked[0]["text"] or "") if isinstance(body, CompletionBody) and body.echo else ""
+        return json_response(shape.whole(frame, choices, with_probs=with_probs, prefix=echo))
 
-    async def _whole_completion(self, request: Request, body: CompletionBody, frame: Json) -> Response:
-        submits = await self._service.completion_submits(request, body)
-        choices = await collect(events(self._service.supervisor, submits), len(submits))
-        for choice in choices:
-            self._service.metrics.finished(choice.done)
-        prefix = (submits[0]["text"] or "") if body.echo else ""
-        with_probs = body.wanted_probs is not None
-        return json_response(shapes.text_completion(frame, choices, with_probs=with_probs, prefix=prefix))
-
-    # streams
-
-    async def _chat_frames(self, request: Request, body: ChatBody, frame: Json) -> AsyncGenerator[bytes, None]:
-        submits = await self._service.chat_submits(request, body)
-        frame = {**frame, "object": "chat.completion.chunk"}
-        dones: dict[int, m.Done] = {}
-        async for event in events(self._service.supervisor, submits):
-            for choice, more in _chat_chunks(event, with_probs=body.n_probs is not None):
-                yield sse({**frame, "choices": [choice] if choice else [], **more})
-            if isinstance(event.message, m.Done):
-                dones[event.index] = event.message
-                self._service.metrics.finished(event.message)
-        if body.includes_usage:
-            ends = [dones[i] for i in sorted(dones)]
-            yield sse({**frame, "choices": [], "usage": shapes.usage(ends), "timings": shapes.timings(ends[0])})
-        yield SSE_DONE
-
-    async def _completion_frames(
-        self, request: Request, body: CompletionBody, frame: Json
+    async def _frames(
+        self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool
     ) -> AsyncGenerator[bytes, None]:
-        submits = await self._service.completion_submits(request, body)
-        frame = {**frame, "object": "text_completion"}
         dones: dict[int, m.Done] = {}
-        async for event in events(self._service.supervisor, submits):
-            for choice, more in _text_chunks(event, with_probs=body.wanted_probs is not None):
+        async for event in events(self._service.supervisor, await submits()):
+            for choice, more in shape.chunks(event, with_probs=with_probs):
                 yield sse({**frame, "choices": [choice] if choice else [], **more})
             if isinstance(event.message, m.Done):
                 dones[event.index] = event.message
@@ -154,3 +134,17 @@ def _text_chunks(event: Event, *, with_probs: bool) -> list[tuple[Json | None, J
             reason = shapes.finish_reason(done)
             end = {"index": event.index, "text": done.text, "logprobs": None, "finish_reason": reason}
             return [(end, {"timings": shapes.timings(done)})]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What tells chat completions and completions apart on the wire."""
+
+    prefix: str
+    chunk_name: str
+    whole: Callable[..., Json]
+    chunks: Callable[..., list[tuple[Json | None, Json]]]
+
+
+_CHAT = Shape("chatcmpl", "chat.completion.chunk", shapes.chat_completion, _chat_chunks)
+_TEXT = Shape("cmpl", "text_completion", shapes.text_completion, _text_chunks)

@@ -87,11 +87,11 @@ def legacy_logprobs(probs: Sequence[m.TokenProb]) -> Json:
     }
 
 
-def chat_completion(frame: Json, choices: Sequence[Choice], *, with_probs: bool) -> Json:
+def chat_completion(frame: Json, choices: Sequence[Choice], *, with_probs: bool, prefix: str = "") -> Json:
     listed = [
         {
             "index": i,
-            "message": {"role": "assistant", "content": choice.text},
+            "message": {"role": "assistant", "content": prefix + choice.text},
             "logprobs": logprobs(choice.probs) if with_probs else None,
             "finish_reason": finish_reason(choice.done),
         }
