@@ -22,7 +22,7 @@ $(STAMP): requirements.lock pyproject.toml
 lock: ## renew requirements.lock from pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-header --no-annotate --extra dev pyproject.toml requirements.build.in -o requirements.lock
 	rm -rf $(VENV)-lock
 
