@@ -67,9 +67,6 @@ def test_the_control_without_a_crowd_both_come_back_and_agree_with_a_cold_run():
     np.testing.assert_allclose(rows[0], cold_rows[0], atol=5e-3)
 
 
-SOURCES = "a second attempt shares KV from a spare that the first attempt moved out"
-
-
 def test_a_second_attempt_does_not_count_on_what_the_first_moved_out():
     prompt = text(1, 200)
     with open_core(n_spares=2, n_ctx=256) as core:

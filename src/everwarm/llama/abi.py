@@ -159,8 +159,6 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_sampler_chain_default_params": (SamplerChainParams, ()),
     "llama_backend_init": (None, ()),
     "llama_log_set": (None, (LOG_CALLBACK, handle)),
-    "llama_print_system_info": (c.c_char_p, ()),
-    "llama_supports_gpu_offload": (c.c_bool, ()),
     # model
     "llama_model_load_from_file": (handle, (c.c_char_p, ModelParams)),
     "llama_model_free": (None, (handle,)),
@@ -168,7 +166,6 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_model_n_ctx_train": (c.c_int32, (handle,)),
     "llama_model_n_layer": (c.c_int32, (handle,)),
     "llama_model_n_swa": (c.c_int32, (handle,)),
-    "llama_model_rope_type": (c.c_int32, (handle,)),
     "llama_model_is_recurrent": (c.c_bool, (handle,)),
     "llama_model_is_hybrid": (c.c_bool, (handle,)),
     "llama_model_is_diffusion": (c.c_bool, (handle,)),
@@ -204,7 +201,6 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_n_seq_max": (c.c_uint32, (handle,)),
     "llama_get_memory": (handle, (handle,)),
     "llama_decode": (c.c_int32, (handle, Batch)),
-    "llama_synchronize": (None, (handle,)),
     "llama_get_logits_ith": (handle, (handle, c.c_int32)),
     # memory
     "llama_memory_clear": (None, (handle, c.c_bool)),
@@ -234,6 +230,5 @@ FUNCTIONS: dict[str, Signature] = {
     "ggml_backend_dev_count": (c.c_size_t, ()),
     "ggml_backend_dev_get": (handle, (c.c_size_t,)),
     "ggml_backend_dev_type": (c.c_int32, (handle,)),
-    "ggml_backend_dev_description": (c.c_char_p, (handle,)),
     "ggml_backend_dev_memory": (None, (handle, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t))),
 }

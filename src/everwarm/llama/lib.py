@@ -25,7 +25,7 @@ ADVICE = f"install {abi.WHEEL}, or point EVERWARM_LIBLLAMA at a libllama built f
 
 SPIN_COUNT = "1000"
 
-_LEVEL_WARN, _LEVEL_ERROR, _LEVEL_CONT = 3, 4, 5
+_LEVEL_WARN, _LEVEL_ERROR = 3, 4
 _RECENT_LINES = 64
 
 
