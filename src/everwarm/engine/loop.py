@@ -58,15 +58,13 @@ class Loop:
     def _take_jobs(self) -> bool:
         """Run what is in the inbox; wait there only when there is nothing else to do."""
         idle = not self.core.has_work and not self.core.tidy()
-        while True:
-            try:
-                job = self._inbox.get(block=idle)
-            except queue.Empty:
-                return True
+        while idle or not self._inbox.empty():
+            job = self._inbox.get()
             if job is None:
                 return False
             job(self.core)
             idle = False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 from everwarm.engine.request import Probs
 
 
-def probabilities(logits: NDArray[np.float32], token: int, n_top: int) -> Probs:
-    """Of the model's own distribution, before any sampling parameter bends it."""
+def probabilities(logits: NDArray[np.float32], token: int | None, n_top: int | None) -> Probs | None:
+    """Of the model's own distribution, before any sampling parameter bends it. None for no token, or if nobody asks."""
+    if token is None or n_top is None:
+        return None
     row = logits.astype(np.float64)
     highest = row.max()
     log_total = highest + np.log(np.exp(row - highest).sum())

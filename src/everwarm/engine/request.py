@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import itertools
+import time
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,6 +111,7 @@ class Request:
     started_at: float | None = None
     restored_at: float | None = None
     first_token_at: float | None = None
+    ended_at: float | None = None  # before what was read is put away
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -141,7 +144,8 @@ class Request:
         """The first ``n_items``, prompt and reply alike, as a prompt of their own."""
         return Prompt(self._codes[:n_items], MappingProxyType(dict(self.ask.prompt.media)))
 
-    def result(self, finish: Finish, now: float, error: EverwarmError | None = None) -> Result:
+    def result(self, finish: Finish, error: EverwarmError | None = None) -> Result:
+        now = self.ended_at or time.monotonic()
         started = self.started_at or now
         restored = self.restored_at or now
         first = self.first_token_at or now
@@ -157,38 +161,33 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     request_id: int
     n_prompt: int
     n_cached: int
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     request_id: int
     n_read: int
     n_prompt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Probs:
+class Probs(NamedTuple):
     """The log-probability of a token that was picked, and the most likely ones at that place."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
+class NewToken(NamedTuple):
     request_id: int
     token: int
     probs: Probs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     request_id: int
     result: Result
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(NamedTuple):
     """A running request, as far as scheduling cares."""
 
     slot: int
@@ -15,14 +14,12 @@ class Lane:
     is_writing: bool  # its prompt is read: it needs one token per step, and somebody watches it
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     slot: int
     n_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """``n_step`` tokens in a step; only ``n_beside`` of them for prompts while replies are being written."""
 
     n_step: int
@@ -33,6 +30,8 @@ def plan(lanes: Sequence[Lane], budget: Budget) -> list[Grant]:
     """Every reply gets its token; prompts share what is left, evenly, so that nobody waits for the longest one."""
     writing = [lane for lane in lanes if lane.is_writing][: budget.n_step]
     grants = [Grant(lane.slot, 1) for lane in writing]
+    if len(grants) == len(lanes):
+        return grants
     room = budget.n_step - len(grants)
     if grants:
         room = min(room, budget.n_beside)

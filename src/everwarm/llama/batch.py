@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,7 @@ from everwarm.types import Mark, SeqId
 Tokens = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """Tokens to append to one sequence; ``start`` is where the caller believes the sequence ends."""
 
     seq: SeqId
@@ -46,12 +45,21 @@ class BatchArrays:
         )
 
     def put(self, at: int, feed: Feed) -> None:
+        if len(feed.tokens) == 1:
+            return self._put_one(at, feed)
         stop = at + len(feed.tokens)
         self._token[at:stop] = feed.tokens
         np.add(self._steps[: stop - at], feed.start.pos, out=self._pos[at:stop])
         self._seq[at:stop] = feed.seq
         self._wants[at:stop] = 0
         self._wants[stop - 1] = feed.wants_logits
+
+    def _put_one(self, at: int, feed: Feed) -> None:
+        """A reply's step: plain stores instead of slices, which cost more than the step's other work together."""
+        self._token[at] = feed.tokens[0]
+        self._pos[at] = feed.start.pos
+        self._seq[at] = feed.seq
+        self._wants[at] = feed.wants_logits
 
     def struct(self, n: int) -> abi.Batch:
         self._struct.n_tokens = n

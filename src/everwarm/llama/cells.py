@@ -21,9 +21,9 @@ class Run:
     n_holders: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
-    """What one sequence holds of a run: its first ``n`` cells."""
+    """What one sequence holds of a run: its first ``n`` cells. Never shared between sequences."""
 
     run: Run
     n: int
@@ -65,17 +65,19 @@ class Cells:
         """Whether every used cell is held by this sequence (others may share them, but add none)."""
         return self.used == self._count[seq]
 
-    def append(self, seq: int, n: int, *, clean: bool) -> None:
-        """``n`` new cells for ``seq``. ``clean`` says whether the batch was; alone-ness is judged here."""
-        clean = clean and self.is_alone(seq) and self.is_clean(seq)
+    def append(self, seq: int, n: int, *, clean: bool) -> bool:
+        """``n`` new cells for ``seq``. ``clean``: its batch was. Returns whether it was alone in the cells as well."""
+        alone = clean and self.is_alone(seq)
+        clean = alone and self.is_clean(seq)
         spans = self._spans[seq]
         if spans and spans[-1].run.clean == clean and spans[-1].run.n_holders == 1:
-            spans[-1] = Span(spans[-1].run, spans[-1].n + n)
+            spans[-1].n += n
         else:
             spans.append(Span(Run(clean), n))
         self._count[seq] += n
         if self._used is not None:
             self._used += n
+        return alone
 
     def share(self, src: int, dst: int, n: int) -> None:
         """Give an empty sequence the first ``n`` cells of another."""
@@ -113,6 +115,6 @@ def _first(spans: list[Span], n: int) -> list[Span]:
     for span in spans:
         if n <= 0:
             break
-        kept.append(span if span.n <= n else Span(span.run, n))
+        kept.append(Span(span.run, min(span.n, n)))
         n -= span.n
     return kept

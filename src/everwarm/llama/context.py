@@ -39,6 +39,7 @@ class Context:
         self.model = model
         self.options = options
         self.kind = model.memory_kind
+        self._has_attention = self.kind.has_attention  # asked for at every step
         self._lib = model.lib
         n_seqs = options.n_seq_max + self.kind.has_attention
         self._scratch = options.n_seq_max
@@ -90,7 +91,7 @@ class Context:
         """Append every feed in one batch. On ``ContextFull`` nothing changed; on ``DecodeFailed`` the feeds' sequences
         are empty."""
         n, rows = self._fill(feeds)
-        if n > self.cells.free and self.kind.has_attention:
+        if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
         code = int(self._lib.decode(self._ptr, self._batch.struct(n)))
         if code == 1:
@@ -126,9 +127,8 @@ class Context:
 
     def _advance(self, feed: Feed, alone: bool) -> None:
         n = len(feed.tokens)
-        if self.kind.has_attention:
-            alone = alone and self.cells.is_alone(feed.seq)
-            self.cells.append(feed.seq, n, clean=alone)
+        if self._has_attention:
+            alone = self.cells.append(feed.seq, n, clean=alone)
         self._state_clean[feed.seq] &= alone
         if not alone:
             self._disturb_windows()

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import blake3
 
+from everwarm.config import cache_directory
+
 _MAX_REMEMBERED = 256
 
 
 def file_digest(path: Path, memory: Path | None = None) -> str:
-    memory = memory or _memory_path()
+    memory = memory or cache_directory() / "digests.json"
     stat = path.stat()
     key = f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_size}"
     known = _read(memory)
@@ -29,11 +31,6 @@ def file_digest(path: Path, memory: Path | None = None) -> str:
     kept = dict(list(known.items())[-_MAX_REMEMBERED + 1 :]) | {key: digest}
     _write(memory, kept)
     return digest
-
-
-def _memory_path() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "everwarm" / "digests.json"
 
 
 def _read(memory: Path) -> dict[str, object]:

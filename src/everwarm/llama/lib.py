@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everwarm.errors import LibraryMismatch
-from everwarm.llama import abi
+from everwarm.llama import abi, crowding
 
 log = logging.getLogger("everwarm.llama")
 
 ADVICE = f"install {abi.WHEEL}, or point EVERWARM_LIBLLAMA at a libllama built from tag {abi.BUILD}"
-
-SPIN_COUNT = "1000"
 
 _LEVEL_WARN, _LEVEL_ERROR = 3, 4
 _RECENT_LINES = 64
@@ -85,24 +83,19 @@ def lib() -> Lib:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    _spin_briefly()
     try:
         # A CUDA build exports its own libstdc++ symbols; without the system's loaded first, opening a model crashes.
         ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
     except OSError:
         log.debug("no libstdc++.so.6 to load first; fine where libllama brings its own")
     try:
-        return ctypes.CDLL(str(path))
+        with crowding.long_spin() as is_ours:
+            cdll = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryMismatch(f"{path.name} cannot be loaded ({error}): {ADVICE}") from None
-
-
-def _spin_briefly() -> None:
-    """libllama's OpenMP threads wait for each other hundreds of times per token. By default they spin for milliseconds
-    before they sleep, which is fine alone and a thousand times too slow when somebody else wants the cores. A short spin
-    costs nothing on a quiet machine. libgomp reads this when it is loaded; whoever has set a policy keeps it."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    if is_ours:
+        crowding.guard(cdll)
+    return cdll
 
 
 def _check_defaults(lib: Lib, path: Path) -> None:

@@ -1,8 +1,9 @@
-"""What the engine process asks of the C library about itself: to die with its parent."""
+"""How the engine process behaves as a process: it dies with its parent, and collects its garbage rarely."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -17,3 +18,10 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before we asked
         os._exit(1)
+
+
+def collect_rarely() -> None:
+    """Keep the garbage collector out of the steps: what is loaded stays for good, and a step leaves next to nothing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
