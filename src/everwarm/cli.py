@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from everwarm import __version__
-from everwarm.config import CacheType, FlashAttention, ModelOptions, default_threads, parse_bytes
+from everwarm.config import CacheType, FlashAttention, ModelOptions, cache_directory, default_threads, parse_bytes
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.demo.tiny import ARCHITECTURES, TinySpec, write_tiny
-from everwarm.engine.settings import EngineSettings
+from everwarm.engine.settings import EngineSettings, RestorePolicy, StoreSettings
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.settings import ServerSettings
 from everwarm.state.params import CheckpointParams
@@ -69,6 +69,9 @@ class ServeOptions:
         None
     )
     max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
+    max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
+        "32MiB"
+    )
     request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds; 0: none")] = 0.0
     grace: Annotated[float, Parameter(group=_NETWORK, help="seconds to finish what runs after SIGTERM")] = 10.0
 
@@ -86,6 +89,16 @@ class ServeOptions:
         str | None,
         Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of what is free"),
     ] = None
+    state_dir: Annotated[
+        str, Parameter(group=_MEMORY, help="where conversations are kept across restarts, one folder per model")
+    ] = dataclasses.field(default_factory=lambda: str(cache_directory() / "states"))
+    disk_cache: Annotated[str, Parameter(group=_MEMORY, help="how much of it, like 64GiB; 0: nothing on disk")] = (
+        "64GiB"
+    )
+    disk_write_budget: Annotated[str, Parameter(group=_MEMORY, help="bytes written per day; 0: any number")] = "0"
+    restore_policy: Annotated[
+        RestorePolicy, Parameter(group=_MEMORY, help="auto: read again where that is faster than loading from disk")
+    ] = "auto"
     spares: Annotated[
         int | None, Parameter(group=_MEMORY, help="checkpoints on the device; default: from the free memory, up to 16")
     ] = None
@@ -134,9 +147,14 @@ class ServeOptions:
             checkpoints=CheckpointParams(
                 self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
             ),
+            store=self._store(),
             n_spares=self.spares,
             ram_bytes=None if self.cache_ram is None else parse_bytes(self.cache_ram),
         )
+
+    def _store(self) -> StoreSettings | None:
+        disk_bytes, write_bytes = parse_bytes(self.disk_cache), parse_bytes(self.disk_write_budget)
+        return StoreSettings(self.state_dir, disk_bytes, write_bytes, self.restore_policy) if disk_bytes else None
 
     def server(self, model: Path) -> ServerSettings:
         return ServerSettings(
@@ -146,6 +164,7 @@ class ServeOptions:
             allowed_hosts=self.allowed_host,
             model_name=self.alias or model.stem,
             max_requests=self.max_requests,
+            max_body_bytes=parse_bytes(self.max_body),
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
         )

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from everwarm.errors import BadRequest
@@ -36,6 +37,11 @@ def parse_bytes(text: str) -> int:
     )
     assert found is not None
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def cache_directory() -> Path:
+    """Where this user's programs keep what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "everwarm"
 
 
 def default_threads() -> int:

@@ -116,7 +116,8 @@ def metric(text: str, name: str) -> float:
 def serving(*flags: str, n_ctx: int = 4096) -> Iterator[Server]:
     """A server that answers; it is told to stop at the end, and must."""
     where = ("--port", "0", "--ctx-size", str(n_ctx))
-    command = [sys.executable, "-m", "everwarm.cli", "serve", "--demo", *where, *SIZE, *flags]
+    disk = () if "--disk-cache" in flags else ("--disk-cache", "0")
+    command = [sys.executable, "-m", "everwarm.cli", "serve", "--demo", *where, *SIZE, *disk, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     server = Server("", process)
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)

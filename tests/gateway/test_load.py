@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from everwarm.demo.tiny import TinySpec, write_tiny
 from gateway.server import Server, children, is_alive, serving, until, words
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -258,3 +261,22 @@ def test_a_stream_takes_no_longer_than_allowed_either():
 
 def test_threads_of_this_test_are_gone():
     assert threading.active_count() < 20
+
+
+def test_the_gateway_never_loads_libllama(server):
+    def maps(pid: int) -> str:
+        return Path(f"/proc/{pid}/maps").read_text()
+
+    assert "xllamacpp" not in maps(server.process.pid) and "libgomp" not in maps(server.process.pid)
+    assert "xllamacpp" in maps(server.engine_pid), "this test could not fail"
+
+
+def test_told_to_stop_while_the_model_loads_it_exits_soon_and_leaves_nobody(tmp_path):
+    write_tiny(tmp_path / "m.gguf", TinySpec(arch="qwen35", n_layers=8, width=1024))
+    command = [sys.executable, "-m", "everwarm.cli", "serve", str(tmp_path / "m.gguf"), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    until(lambda: bool(children(process.pid)), "the engine process has begun")
+    (engine,) = children(process.pid)
+    process.terminate()
+    assert process.wait(15) == 0
+    until(lambda: not is_alive(engine), "the engine is gone")

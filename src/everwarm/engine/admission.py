@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import bisect
 import enum
+from collections.abc import Sequence
 
 from everwarm.engine.keeper import Keeper
-from everwarm.engine.request import Request
-from everwarm.engine.restore import Restorer
+from everwarm.engine.request import Ask, Request
+from everwarm.engine.restore import Restorer, Source
 from everwarm.engine.slots import Slot
+from everwarm.errors import BadRequest, PromptTooLong
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
+from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, CutKind
 
 
@@ -82,3 +86,23 @@ class Admission:
             return
         if self._keeper.spacing.max_checkpoints and all(cut.at != at for cut in slot.cuts):
             bisect.insort(slot.cuts, Cut(at, CutKind.BRANCH), key=lambda cut: -cut.at)
+
+    def seat(self, request: Request, sources: Sequence[Source]) -> Slot:
+        """The idle slot that a request gets."""
+        slots = self._keeper.slots
+        if request.ask.slot is not None:
+            return slots[request.ask.slot]
+        common = {source.seq: source.n_common for source in sources}
+        idle = ((i, slot) for i, slot in enumerate(slots) if slot.is_idle)
+        return slots[policy.seat([policy.Seat(i, s.n_fed, common.get(s.seq, 0), s.used_at) for i, s in idle])]
+
+
+def require_possible(ask: Ask, context: Context, n_slots: int) -> None:
+    """Refuse what can never be answered, with what would be right."""
+    if len(ask.prompt) >= context.n_ctx:
+        raise PromptTooLong(len(ask.prompt), context.n_ctx)
+    top = context.model.vocab.n_tokens - 1
+    if int(ask.prompt.codes.max()) > top:
+        raise BadRequest(f"token {int(ask.prompt.codes.max())} is not in the vocabulary; give 0 to {top}")
+    if ask.slot is not None and not 0 <= ask.slot < n_slots:
+        raise BadRequest(f"slot {ask.slot} does not exist; give 0 to {n_slots - 1}")

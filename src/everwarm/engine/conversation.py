@@ -26,6 +26,8 @@ log = logging.getLogger("everwarm.engine")
 
 Send = Callable[[m.Message], None]
 
+GATHER_S = 0.003  # tokens that come faster than this travel together
+
 
 @dataclass(slots=True)
 class Reply:
@@ -38,6 +40,11 @@ class Reply:
     stop_text: str | None = None
     n_cached: int = 0
     slot: int = -1
+    has_spoken: bool = False
+    # gathered, not sent yet
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probs: list[m.TokenProb] = field(default_factory=list)
 
 
 class Conversation:
@@ -48,6 +55,8 @@ class Conversation:
         self._send = send
         self._replies: dict[int, Reply] = {}  # by the core's request id
         self._requests: dict[int, int] = {}  # the core's request id by the gateway's number
+        self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
+        self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
 
     # frames in, on the reader's thread
@@ -124,6 +133,7 @@ class Conversation:
     # on the loop's thread
 
     def _submit(self, message: m.Submit, ask: Ask) -> None:
+        self._send_gathered()  # the next step may be a long one
         try:
             request = self._core.submit(ask)
         except EverwarmError as error:
@@ -136,6 +146,18 @@ class Conversation:
             reply = self._replies.get(event.request_id)
             if reply is not None:
                 self._deliver(event, reply)
+        if self._gathering and (time.monotonic() - self._sent_at >= GATHER_S or self._core.is_reading):
+            self._send_gathered()
+
+    def _send_gathered(self) -> None:
+        for reply in list(self._gathering.values()):
+            self._send_tokens(reply)
+        self._sent_at = time.monotonic()
+
+    def _send_tokens(self, reply: Reply) -> None:
+        if self._gathering.pop(reply.id, None) is not None:
+            self._send(m.Piece(reply.id, "".join(reply.pieces), reply.tokens, reply.probs or None))
+            reply.pieces, reply.tokens, reply.probs = [], [], []
 
     def _deliver(self, event: Event, reply: Reply) -> None:
         match event:
@@ -149,6 +171,7 @@ class Conversation:
                     seconds = time.monotonic() - reply.began_at
                     self._send(m.PromptRead(reply.id, event.n_read, event.n_prompt, reply.n_cached, seconds))
             case Finished():
+                self._send_tokens(reply)
                 del self._replies[event.request_id]
                 self._requests.pop(reply.id, None)
                 self._finished(event.result, reply)
@@ -157,8 +180,14 @@ class Conversation:
         if reply.stop_text is not None:
             return
         certain = reply.text.feed(self._vocab.piece(event.token))
-        probs = None if event.probs is None else [self._prob(event.token, event.probs)]
-        self._send(m.Piece(reply.id, certain.text, [event.token], probs))
+        reply.pieces.append(certain.text)
+        reply.tokens.append(event.token)
+        if event.probs is not None:
+            reply.probs.append(self._prob(event.token, event.probs))
+        self._gathering[reply.id] = reply
+        if not reply.has_spoken:
+            reply.has_spoken = True
+            self._send_tokens(reply)
         if certain.stop is not None:
             reply.stop_text = certain.stop
             self.deliver(self._core.stop(event.request_id))
@@ -220,6 +249,7 @@ def stats(core: Core) -> dict[str, Any]:
         "n_spares": len(core.keeper.spares),
         "n_cells_used": core.context.cells.used,
         "n_cells": core.context.n_ctx,
+        **(core.archive.stats() if core.archive is not None else {}),
     }
 
 

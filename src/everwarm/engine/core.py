@@ -16,25 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from everwarm.engine.admission import Admission, Verdict
+from everwarm.engine.admission import Admission, Verdict, require_possible
+from everwarm.engine.archive import Archive
 from everwarm.engine.counts import Counts
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.probs import probabilities
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
-from everwarm.engine.restore import Goal, Restored, Restorer, Source
+from everwarm.engine.restore import Goal, Restored, Restorer
 from everwarm.engine.scheduler import Budget, Grant, Lane, plan
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes, decide_sizes
 from everwarm.engine.slots import Slot
-from everwarm.errors import (
-    BadRequest,
-    ContextFull,
-    DecodeFailed,
-    EverwarmError,
-    MemoryFault,
-    PromptTooLong,
-    StateRejected,
-)
+from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
@@ -63,6 +56,8 @@ class Core:
     restorer: Restorer
     slots: list[Slot]
     admission: Admission
+    budget: Budget
+    archive: Archive | None
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
 
@@ -81,29 +76,37 @@ class Core:
             tree.hold(slot.node)
         keeper = Keeper(context, tree, slots, sizes.spacing, sizes.ram_bytes, seconds_per_token=1e-3)
         keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
-        restorer = Restorer(keeper)
-        return cls(model, settings, sizes, context, tree, keeper, restorer, slots, Admission(keeper, restorer))
+        archive = None
+        if settings.store is not None:
+            archive = Archive(settings.store, lambda: settings.fingerprint(model.fingerprint), keeper)
+            keeper.leaving = archive.offer
+        restorer = Restorer(keeper, archive)
+        admission = Admission(keeper, restorer)
+        budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
+        return cls(model, settings, sizes, context, tree, keeper, restorer, slots, admission, budget, archive)
 
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
+        if self.archive is not None:
+            self.archive.close()
         self.context.close()
         self.model.close()
+
+    def put_away(self) -> None:
+        """Before stopping: everything worth keeping is durable when this returns."""
+        while self.tidy():
+            pass
+        if self.archive is not None:
+            self.archive.flush()
 
     # asking
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse it with a reason. Nothing that gets past here can abort libllama."""
-        n_prompt = len(ask.prompt)
-        if n_prompt >= self.context.n_ctx:
-            raise PromptTooLong(n_prompt, self.context.n_ctx)
-        if int(ask.prompt.codes.max()) >= self.model.vocab.n_tokens:
-            top = self.model.vocab.n_tokens - 1
-            raise BadRequest(f"token {int(ask.prompt.codes.max())} is not in the vocabulary; give 0 to {top}")
-        if ask.slot is not None and not 0 <= ask.slot < len(self.slots):
-            raise BadRequest(f"slot {ask.slot} does not exist; give 0 to {len(self.slots) - 1}")
+        require_possible(ask, self.context, len(self.slots))
         sampler = Sampler(self.model, ask.sampling, ask.prompt.codes)
-        room = min(n_prompt + ask.max_tokens, self.context.n_ctx)
+        room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx)
         request = Request(ask, sampler, room, time.monotonic())
         self.queue.append(request)
         return request
@@ -126,9 +129,14 @@ class Core:
     def has_work(self) -> bool:
         return bool(self.queue) or any(not slot.is_idle for slot in self.slots)
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the next step may be a long one."""
+        return bool(self.queue) or any(slot.request and slot.n_fed < slot.request.n_prompt for slot in self.slots)
+
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        return self.keeper.tidy()
+        return self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
 
     # the step
 
@@ -136,7 +144,7 @@ class Core:
         events: list[Event] = []
         self._drop_cancelled(events)
         self._admit(events)
-        grants = plan(self._lanes(), self._budget())
+        grants = plan(self._lanes(), self.budget)
         grants = self._with_room(grants, events)
         if grants:
             started = time.monotonic()
@@ -160,9 +168,6 @@ class Core:
             if request is not None:
                 lanes.append(Lane(i, slot.next_stop() - slot.n_fed, slot.n_fed >= request.n_prompt))
         return lanes
-
-    def _budget(self) -> Budget:
-        return Budget(min(self.settings.n_ubatch, self.context.n_batch), self.settings.prefill_beside_decode)
 
     def _feed(self, grant: Grant) -> Feed:
         slot = self.slots[grant.slot]
@@ -204,9 +209,7 @@ class Core:
             token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
         except DecodeFailed as error:
             return self._lose_numbers(slot, error, events)
-        probs = None
-        if token is not None and request.ask.n_probs is not None:
-            probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
+        probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
         if logits is not None:
             self.keeper.take(slot, CutKind.END, logits=logits)  # parks or does nothing
         self._go_on(slot, request, token, probs, events)
@@ -226,6 +229,7 @@ class Core:
     def _finish(
         self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
     ) -> None:
+        request.ended_at = time.monotonic()
         if slot.n_fed != request.n_prompt:
             self._keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
         elif slot.n_fed:
@@ -252,7 +256,7 @@ class Core:
 
     def _close(self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None) -> None:
         request.sampler.close()
-        events.append(Finished(request.id, request.result(finish, time.monotonic(), error)))
+        events.append(Finished(request.id, request.result(finish, error)))
 
     # starting
 
@@ -282,14 +286,15 @@ class Core:
         prompt = request.items(request.n_items)
         goal = Goal(prompt, request.ask.namespace, clean_only=request.ask.deterministic)
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
-        slot = self._seat(request, sources)
-        match = self.restorer.match(prompt, goal.namespace, sources)
+        slot = self.admission.seat(request, sources)
         if request.ask.use_cache:
+            match = self.restorer.find(goal, sources)
             restored = self.restorer.bring(slot, goal, match, sources)
         else:
+            match = self.restorer.match(prompt, goal.namespace, sources)
             restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
-        slot.request = request
+        slot.request, slot.stable = request, request.ask.stable
         self.keeper.limit_idle(self.settings.idle_cells)
         slot.session = request.ask.session
         for other in self.slots:
@@ -304,21 +309,7 @@ class Core:
 
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)
-        probs = None
-        if token is not None and request.ask.n_probs is not None:
-            probs = probabilities(logits, token, request.ask.n_probs)
-        self._go_on(slot, request, token, probs, events)
-
-    def _seat(self, request: Request, sources: list[Source]) -> Slot:
-        if request.ask.slot is not None:
-            return self.slots[request.ask.slot]
-        common = {source.seq: source.n_common for source in sources}
-        seats = [
-            policy.Seat(i, slot.n_fed, common.get(slot.seq, 0), slot.used_at)
-            for i, slot in enumerate(self.slots)
-            if slot.is_idle
-        ]
-        return self.slots[policy.seat(seats)]
+        self._go_on(slot, request, token, probabilities(logits, token, request.ask.n_probs), events)
 
     def _plan_cuts(self, slot: Slot, request: Request, match: Match, restored: Restored) -> None:
         known = match.n_shared if match.n_shared - restored.n_items > policy.GUARD else None

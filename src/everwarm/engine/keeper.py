@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,7 @@ class Keeper:
     seconds_per_token: float
     spares: dict[SeqId, Node | None] = field(default_factory=dict)
     counts: KeeperCounts = field(default_factory=KeeperCounts)
+    leaving: Callable[[Slot], None] = field(default=lambda _: None)  # hears of a slot that is about to be emptied
 
     # taking
 
@@ -77,8 +78,8 @@ class Keeper:
             checkpoint.logits = None if logits is None else logits.copy()
         self.tree.set_checkpoint(node, checkpoint)
         self.counts.n_created += 1
-        self._say("created", node, checkpoint)
         self._thin(node)
+        self._say("created", node, checkpoint)
         self.enforce_budget()
 
     def _upgrade(self, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
@@ -91,7 +92,7 @@ class Keeper:
 
     def mark_end(self, slot: Slot) -> Node:
         """The tree node at the slot's end; without checkpoints this alone lets the KV be found again."""
-        slot.is_tidy = False
+        slot.is_tidy = slot.is_archived = False
         node = self.tree.grow(slot.node, slot.resident(), slot.n_fed)
         self.seat(slot, node)
         return node
@@ -290,13 +291,13 @@ class Keeper:
             self.move_out_slot(slot)
         return self.context.cells.free >= n_cells
 
-    def limit_idle(self, n_cells: int) -> None:
-        """Keep at most ``n_cells`` of conversations that merely stay: attention runs over their cells as well."""
+    def limit_idle(self, n_cells_each: int) -> None:
+        """Let conversations that merely stay keep so many cells per running one: attention runs over theirs as well."""
         if not self.context.kind.has_attention:
             return
         running = [slot for slot in self.slots if not slot.is_idle]
         own = {id(node) for slot in running for node in slot.node.lineage()}
-        most = self.context.cells.used_by(slot.seq for slot in running) + n_cells
+        most = self.context.cells.used_by(slot.seq for slot in running) + n_cells_each * len(running)
         for spare in self._parked_by_age():
             if self.context.cells.used <= most:
                 return
@@ -327,9 +328,15 @@ class Keeper:
 
     def move_out_slot(self, slot: Slot) -> None:
         """Empty an idle slot; its conversation comes back from RAM."""
+        self.vacate(slot, slot.node.root())
+
+    def vacate(self, slot: Slot, root: Node) -> None:
+        """Empty the sequence; what is worth it is in RAM before."""
         self.save_kv(slot.seq, slot.node)
+        if not slot.is_archived:
+            self.leaving(slot)
         self.context.drop(slot.seq)
-        self.seat(slot, slot.node.root())
+        self.seat(slot, root)
         slot.clear()
 
     def enforce_budget(self) -> None:

@@ -13,6 +13,7 @@ from itertools import groupby
 
 import numpy as np
 
+from everwarm.engine.archive import Archive
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
@@ -52,8 +53,10 @@ class Source:
 
 
 class Restorer:
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, archive: Archive | None = None) -> None:
         self._keeper = keeper
+        self._archive = archive
+        self._n_from_disk = 0
         self._context = keeper.context
         self._tree = keeper.tree
 
@@ -74,6 +77,12 @@ class Restorer:
         n_resident = max((source.n_common for source in sources), default=0)
         return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
 
+    def find(self, goal: Goal, sources: Sequence[Source]) -> Match:
+        """What is known of a prompt, after bringing from disk what is known only there."""
+        match = self.match(goal.prompt, goal.namespace, sources)
+        self._n_from_disk = 0 if self._archive is None else self._archive.bring(goal.prompt, goal.namespace, match)
+        return self.match(goal.prompt, goal.namespace, sources) if self._n_from_disk else match
+
     def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
         """Restore the deepest usable point into ``slot``. Unless its logits were kept, an item is left to decode."""
         here = self._stay(slot, goal, match, sources)
@@ -89,7 +98,7 @@ class Restorer:
         return self.start_cold(slot, goal)
 
     def start_cold(self, slot: Slot, goal: Goal) -> Restored:
-        self._vacate(slot, self._tree.root(goal.namespace))
+        self._keeper.vacate(slot, self._tree.root(goal.namespace))
         self._stand(slot, goal, [], 0)
         return Restored(0)
 
@@ -121,6 +130,7 @@ class Restorer:
                 if not isinstance(error, ContextFull | KvMissing):
                     self._keeper.quarantine(node, error)
                 return None
+            how = "from disk" if node.n_items == self._n_from_disk else how
             self._stand(slot, goal, match.path, node.n_items)
             slot.chunks = list(checkpoint.chunks)
             self._keeper.note_restored(node, how)
@@ -132,7 +142,7 @@ class Restorer:
         assert checkpoint is not None
         root = self._tree.root(goal.namespace)
         if checkpoint.parked is not None:
-            self._vacate(slot, root)
+            self._keeper.vacate(slot, root)
             self._context.unpark(checkpoint.parked, slot.seq)
             return "unparked"
         assert checkpoint.state is not None
@@ -140,7 +150,7 @@ class Restorer:
         if self._context.kind.has_attention:
             how = self._bring_kv(slot, goal, node.n_items, match.path, sources)
         else:
-            self._vacate(slot, root)
+            self._keeper.vacate(slot, root)
         history = history_over(slot.chunks, node.n_items) if self._context.kind.has_attention else checkpoint.chunks
         clean = checkpoint.clean and history is not None and history == checkpoint.chunks
         self._context.restore(slot.seq, checkpoint.state, node.mark, clean=clean)
@@ -159,6 +169,7 @@ class Restorer:
         history = history_over(slot.chunks, n)
         slot.chunks = list(history) if history and n_items_of(history) == n else []  # cut inside a chunk: not known
         self._stand(slot, goal, match.path, n)
+        how = "from disk" if n and n == self._n_from_disk else how
         return Restored(n, CheckpointUse(n, None, how) if n else None)
 
     @staticmethod
@@ -187,7 +198,7 @@ class Restorer:
         if best.n_common > own and self._context.kind.can_share_cells:
             have, how = min(best.n_common, n_items), "shared"
             chunks = list(self._keeper.history(best.seq))
-            self._vacate(slot, self._tree.root(goal.namespace))
+            self._keeper.vacate(slot, self._tree.root(goal.namespace))
             self._context.share_kv(best.seq, slot.seq, goal.prompt.mark(have))
             slot.chunks = chunks
         else:
@@ -221,18 +232,11 @@ class Restorer:
 
     # the slot's own record
 
-    def _vacate(self, slot: Slot, root: Node) -> None:
-        """Empty the sequence; what is worth it is in RAM before."""
-        self._keeper.save_kv(slot.seq, slot.node)
-        self._context.drop(slot.seq)
-        self._keeper.seat(slot, root)
-        slot.clear()
-
     def _give_up(self, slot: Slot) -> None:
         """A restore failed half-way: keep the KV that is still good for the next best checkpoint, then start empty."""
         if self._context.cells.count(slot.seq) < slot.node.mark.n_tokens:
             self._keeper.seat(slot, slot.node.root())  # the fault took the KV as well
-        self._vacate(slot, slot.node.root())
+        self._keeper.vacate(slot, slot.node.root())
 
     def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int) -> None:
         """The slot holds the prompt's first ``n_items``; its node is the last one inside them."""
@@ -240,7 +244,7 @@ class Restorer:
         self._keeper.seat(slot, next((node for node in reversed(path) if node.n_items <= n_items), root))
         slot.n_fed = n_items
         slot.items = goal.prompt.first(n_items)
-        slot.is_tidy = False
+        slot.is_tidy = slot.is_archived = False
 
 
 def _common(slot: Slot, sources: Sequence[Source]) -> int:

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
 from everwarm.state.params import CheckpointParams
 
 MAX_SLOTS = 64
 MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
+
+
+RestorePolicy = Literal["auto", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """The disk tier. ``auto`` reads a prompt again where that is measured to be faster than loading it."""
+
+    directory: str
+    disk_bytes: int = 64 << 30
+    write_bytes_per_day: int = 0  # 0: any number
+    restore_policy: RestorePolicy = "auto"
+
+    def __post_init__(self) -> None:
+        require(bool(self.directory), "the state directory has no name")
+        require(
+            self.disk_bytes >= 1 << 20, f"disk_bytes is {self.disk_bytes}; give at least 1 MiB, or leave the store out"
+        )
+        require(self.write_bytes_per_day >= 0, f"write_bytes_per_day is {self.write_bytes_per_day}; give 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +48,9 @@ class EngineSettings:
     checkpoints: CheckpointParams = field(default_factory=CheckpointParams)
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
     ram_bytes: int | None = None  # copies of checkpoints and segments
+    store: StoreSettings | None = None  # None: nothing is written to disk
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
-    idle_cells: int = 2048  # cells that idle conversations may keep beside running ones; see docs/log.md for the curve
+    idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:
         require(1 <= self.n_slots <= MAX_SLOTS, f"n_slots is {self.n_slots}; give 1 to {MAX_SLOTS}")
@@ -38,6 +60,10 @@ class EngineSettings:
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         self.context(0)  # the same limits as the context's own
+
+    def fingerprint(self, model: str) -> str:
+        """What a state depends on besides the weights: kept states of other settings are never offered."""
+        return f"{model}|{self.cache_type_k}|{self.cache_type_v}|{self.flash_attention}|unified"
 
     def context(self, n_spares: int) -> ContextOptions:
         return ContextOptions(

@@ -22,9 +22,11 @@ class Slot:
     n_fed: int = 0
     cuts: list[Cut] = field(default_factory=list)  # still ahead, nearest last
     chunks: list[tuple[int, int]] = field(default_factory=list)
+    stable: int | None = None  # what the next turn will share of the last prompt, if the caller said so
     used_at: float = 0.0
     session: str | None = None
     is_tidy: bool = True  # everything of it that is worth keeping is in RAM
+    is_archived: bool = True  # and has been offered to the disk
 
     @property
     def is_idle(self) -> bool:
@@ -42,4 +44,4 @@ class Slot:
     def clear(self) -> None:
         self.n_fed, self.chunks, self.cuts = 0, [], []
         self.items = Prompt.of_tokens([])
-        self.is_tidy = True
+        self.is_tidy = self.is_archived = True

@@ -24,7 +24,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.errors import EverwarmError
 from everwarm.llama.abi import BUILD
-from everwarm.llama.process import die_with_parent
+from everwarm.llama.process import collect_rarely, die_with_parent
 
 log = logging.getLogger("everwarm.worker")
 
@@ -122,6 +122,7 @@ def main() -> None:
         os._exit(1)
     pulse = Pulse(wire)
     core = _open(first, wire)
+    collect_rarely()
     wire.send(m.Ready(_info(core)))
     _serve(core, wire, pulse)
 
@@ -148,6 +149,7 @@ def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     pulse.watch(core, loop)
     threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
     loop.run()
+    core.put_away()
     wire.flush()
     core.close()
 

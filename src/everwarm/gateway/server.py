@@ -15,11 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from everwarm import __version__
 from everwarm.engine.messages import ModelInfo
-from everwarm.engine.settings import EngineSettings
+from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.supervisor import Supervisor
+from everwarm.router.supervisor import State, Supervisor
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -78,7 +78,10 @@ async def _serve(
         host, port = sock.getsockname()[:2]
         ready = asyncio.create_task(_when_ready(supervisor))
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
-    code = _announce(console, ready, f"http://{f'[{host}]' if ':' in host else host}:{port}", settings)
+    code = 0
+    if ready.done() and supervisor.state is not State.STOPPED:  # else it was told to stop while loading
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        code = _announce(console, ready, url, settings, engine.store)
     if code:
         server.should_exit = True
     await running
@@ -92,9 +95,9 @@ async def _when_ready(supervisor: Supervisor) -> ModelInfo:
     return await supervisor.wait_ready()
 
 
-def _announce(console: Console, ready: asyncio.Task[ModelInfo], url: str, settings: ServerSettings) -> int:
-    if not ready.done():
-        return 0  # told to stop while loading
+def _announce(
+    console: Console, ready: asyncio.Task[ModelInfo], url: str, settings: ServerSettings, store: StoreSettings | None
+) -> int:
     try:
         info = ready.result()
     except EngineStopped as error:
@@ -106,7 +109,8 @@ def _announce(console: Console, ready: asyncio.Task[ModelInfo], url: str, settin
         f"  {info.n_slots} slots share {info.n_ctx:,} tokens of context; "
         f"{info.kv_bytes_per_token:,} bytes of KV per token, {info.state_bytes / _MIB:.1f} MiB per recurrent state\n"
         f"  checkpoints: up to {info.max_checkpoints} per conversation, every {info.every_n_tokens} tokens; "
-        f"{info.n_spares} on the device, {info.ram_bytes / _MIB:,.0f} MiB of RAM\n"
+        f"{info.n_spares} on the device, {info.ram_bytes / _MIB:,.0f} MiB of RAM, "
+        f"{f'up to {store.disk_bytes / _MIB:,.0f} MiB in {store.directory}' if store else 'nothing on disk'}\n"
         f"  {url}/v1 · {'API key required' if settings.api_key else 'open to this machine only'}",
         highlight=False,
     )

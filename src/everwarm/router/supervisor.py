@@ -27,6 +27,7 @@ from everwarm.errors import BadRequest, EngineStopped, Refused
 
 log = logging.getLogger("everwarm.router")
 
+PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
 MAX_DEATHS = 5
 
 Question = m.Tokenize | m.Detokenize | m.AskSlots | m.AskStats
@@ -138,12 +139,15 @@ class Supervisor:
         deadline = time.monotonic() + grace_s
         while self._pending and time.monotonic() < deadline and not self._is_over:
             await asyncio.sleep(0.02)
+        was_ready = self.state is State.READY
         await self._set(State.STOPPED, "the server is stopping")
         self._fail_everybody("the server is stopping")
         self._send(m.Stop())
+        if not was_ready:
+            self._kill("it was still loading")
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 5.0)
+                await asyncio.wait_for(self._process.wait(), PUT_AWAY_S)
             self._kill("it did not stop when told to")
         if self._task is not None:
             self._task.cancel()

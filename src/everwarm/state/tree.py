@@ -57,6 +57,7 @@ class Segment:
     clean: bool
     chunks: Chunks | None = None  # the history of its cells, over the chunk that ``stop`` lies in; None: unknown
     n_users: int = 0
+    name: str | None = None  # of its object on disk
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +122,10 @@ class Tree:
         if root is None:
             root = self._roots[namespace] = Node(Prompt.of_tokens([]), 0, START, None)
         return root
+
+    def namespace(self, node: Node) -> str:
+        root = node.root()
+        return next((name for name, other in self._roots.items() if other is root), "")
 
     def nodes(self) -> Iterator[Node]:
         for root in self._roots.values():
@@ -212,6 +217,16 @@ class Tree:
         node.segment = segment
         segment.n_users = 1
         self.ram_bytes += segment.blob.nbytes
+
+    def lay_segment(self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int) -> None:
+        """Keep a segment that came from elsewhere: every node of its interval that has none uses it."""
+        self.grow(above, prompt, n_start)
+        end = self.grow(above, prompt, n_stop)
+        users = [node for node in end.lineage() if node.start >= n_start and node.segment is None]
+        for node in users:
+            node.segment = segment
+        segment.n_users = len(users)
+        self.ram_bytes += segment.blob.nbytes if users else 0
 
     def drop_segment(self, node: Node) -> None:
         assert node.segment is not None

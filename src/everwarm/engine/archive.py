@@ -1,0 +1,288 @@
+"""Between the tree and the disk: what of a finished turn is written, and what is brought back when a prompt needs it.
+
+A turn writes the KV that is new and one state. Everything here may fail without harm: then a prompt is read again. The
+loop's thread decides and reads; one thread of its own hashes, writes and syncs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from everwarm.engine.keeper import Keeper
+from everwarm.engine.settings import StoreSettings
+from everwarm.engine.slots import Slot
+from everwarm.errors import EverwarmError
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.disk import Disk, Kept
+from everwarm.state.history import Chunks
+from everwarm.state.lineage import keys, root_key
+from everwarm.state.object import MAJOR, Blob, Damaged, Header, Reader, name_of
+from everwarm.state.policy import GUARD, CutKind
+from everwarm.state.tree import Checkpoint, Match, Node, Segment
+from everwarm.types import Mark, Position, TokenCount
+
+log = logging.getLogger("everwarm.archive")
+
+OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
+FIRST_READ_RATE = 500e6  # bytes per second, until measured
+FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
+_RATE_MEMORY = 0.7
+_MIB = 1 << 20
+
+Done = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One object to write, with its parts as they are in RAM: nobody changes them."""
+
+    header: Header
+    parts: dict[str, Blob]
+
+
+class Archive:
+    def __init__(self, settings: StoreSettings, fingerprint: Callable[[], str], keeper: Keeper) -> None:
+        self._settings = settings
+        self._keeper = keeper
+        self._fingerprint = ""
+        self._read_rate = FIRST_READ_RATE
+        self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
+        self._on_the_way: set[str] = set()
+        self._opened = threading.Event()
+        self.disk: Disk | None = None
+        self.n_brought = 0
+        self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
+        self._thread.start()
+        self._opened.wait(OPEN_S)
+
+    def stats(self) -> dict[str, float]:
+        disk = self.disk
+        if disk is None:
+            return {}
+        shown: dict[str, float] = {f"disk_{name}": value for name, value in dataclasses.asdict(disk.counts).items()}
+        sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes, "disk_n_brought": self.n_brought}
+        return {**shown, **sizes, "disk_is_degraded": disk.degraded is not None}
+
+    # keeping
+
+    def tidy(self, slots: Sequence[Slot]) -> bool:
+        """One piece of idle work: offer a finished turn to the disk. False: there is none."""
+        for slot in slots:
+            if slot.is_idle and slot.is_tidy and not slot.is_archived:
+                slot.is_archived = True
+                self.offer(slot)
+                return True
+        return False
+
+    def offer(self, slot: Slot) -> None:
+        """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
+        node = None if self.disk is None or slot.items.media else self._worth_writing(slot)
+        if self.disk is None or node is None:
+            return
+        lineage = node.lineage() if self._keeper.context.kind.has_attention else []
+        segments = {id(n.segment): (n.segment, n.path) for n in lineage if n.segment is not None}
+        if any(n.segment is None for n in lineage):
+            return
+        root, known = (
+            root_key(self._fingerprint, self._keeper.tree.namespace(node)),
+            self.disk.names() | self._on_the_way,
+        )
+        jobs = [self._kv_job(root, seg, path) for seg, path in segments.values() if seg.name not in known]
+        if None in jobs:
+            return
+        needs = tuple(segment.name or "" for segment, _ in segments.values())
+        for job in (*jobs, self._state_job(root, node, needs)):
+            if job is not None and name_of(job.header) not in known:
+                self._on_the_way.add(name_of(job.header))
+                self._jobs.put(job)
+
+    def _worth_writing(self, slot: Slot) -> Node | None:
+        """One point per turn: where the next turn will go on from, as far as anybody knows."""
+        end = slot.node
+        lineage = end.lineage()
+        if not self._keeper.context.kind.needs_checkpoints and lineage:
+            n_items = min(slot.stable or end.n_items, end.n_items)
+            return self._keeper.tree.grow(end.root(), end.path, n_items)  # any point will do without states
+        kept = [n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
+        stable = [n for n in kept if n.checkpoint is not None and n.checkpoint.kind is CutKind.STABLE]
+        best = stable or kept
+        return best[-1] if best else None
+
+    def _kv_job(self, root: str, segment: Segment, path: Prompt) -> Job | None:
+        """None: the way to the segment's end is not known any more."""
+        n_start, n_stop = int(segment.start.n_tokens), int(segment.stop.n_tokens)
+        if n_stop > len(path):
+            return None
+        named = keys(root, path.codes, (n_start, n_stop))
+        header = self._header("kv", named[n_start], named[n_stop], n_start, n_stop, segment.clean, segment.chunks)
+        segment.name = name_of(header)
+        return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": segment.blob})
+
+    def _state_job(self, root: str, node: Node, needs: tuple[str, ...]) -> Job:
+        n, checkpoint = node.n_items, node.checkpoint
+        key = keys(root, node.path.codes, (n,))[n]
+        clean, chunks = (checkpoint.clean, checkpoint.chunks) if checkpoint is not None else (False, None)
+        cut = checkpoint.kind.value if checkpoint is not None else ""
+        header = self._header("state", key, key, n, n, clean, chunks, cut=cut, needs=needs)
+        parts = {"items": _bytes(node.path, 0, n)}
+        if checkpoint is not None and checkpoint.state is not None:
+            parts["state"] = checkpoint.state
+        return Job(header, parts)
+
+    def _header(
+        self,
+        kind: str,
+        start: str,
+        key: str,
+        n_start: int,
+        n_items: int,
+        clean: bool,
+        chunks: Chunks | None,
+        *,
+        cut: str = "",
+        needs: tuple[str, ...] = (),
+    ) -> Header:
+        return Header(
+            kind="kv" if kind == "kv" else "state",
+            fingerprint=self._fingerprint,
+            key=key,
+            start=start,
+            n_start=n_start,
+            n_items=n_items,
+            cut=cut,
+            clean=clean,
+            chunks=chunks,
+            needs=needs,
+        )
+
+    # bringing back
+
+    def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
+        """Lay into the tree the deepest point on disk that is worth it. Returns where it is; 0: there was none."""
+        if self.disk is None or prompt.media:
+            return 0
+        needs_checkpoints = self._keeper.context.kind.needs_checkpoints
+        n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
+        kept = self.disk.find(root_key(self._fingerprint, namespace), prompt.codes, len(prompt) - 1)
+        if kept is None or kept.n_items <= n_have + GUARD or not self._is_worth_it(kept, kept.n_items - n_have):
+            return 0
+        began = time.monotonic()
+        try:
+            n_bytes = self._load(kept, prompt, namespace, match.n_kv)
+        except Damaged as error:
+            log.warning("%d tokens on disk could not be used: %s", kept.n_items, error)
+            return 0
+        seconds = max(1e-6, time.monotonic() - began)
+        self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * n_bytes / seconds
+        self.disk.touch((kept.name, *kept.needs))
+        self.n_brought += 1
+        log.info("brought %d tokens from disk: %.1f MiB in %.3f s", kept.n_items, n_bytes / _MIB, seconds)
+        return kept.n_items
+
+    def _is_worth_it(self, kept: Kept, n_saved: int) -> bool:
+        assert self.disk is not None
+        sizes = {other.name: other.size for other in self.disk.objects()}
+        load_s = (kept.size + sum(sizes.get(name, 0) for name in kept.needs)) / self._read_rate
+        read_s = n_saved * self._keeper.seconds_per_token
+        if self._settings.restore_policy == "auto" and load_s > read_s:
+            log.info("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
+            return False
+        return True
+
+    def _load(self, kept: Kept, prompt: Prompt, namespace: str, n_kv: int) -> int:
+        """Read everything first, then change the tree: a damaged object changes nothing."""
+        assert self.disk is not None
+        kind = self._keeper.context.kind
+        with self.disk.reading(kept.name) as reader:
+            head = self._checked(reader, prompt)
+            state = reader.read("state") if kind.needs_checkpoints else None
+        segments = [s for s in (self._load_segment(name, prompt, head.n_items, n_kv) for name in kept.needs) if s]
+        tree, root = self._keeper.tree, self._keeper.tree.root(namespace)
+        for segment in segments:
+            stop = min(int(segment.stop.n_tokens), head.n_items)
+            tree.lay_segment(root, prompt, segment, int(segment.start.n_tokens), stop)
+        node = tree.grow(root, prompt, head.n_items)
+        if state is not None and node.checkpoint is None:
+            cut = next((cut for cut in CutKind if cut.value == head.cut), CutKind.BOUNDARY)
+            checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
+            tree.set_checkpoint(node, checkpoint)
+        return sum(segment.blob.nbytes for segment in segments) + (0 if state is None else state.nbytes)
+
+    def _load_segment(self, name: str, prompt: Prompt, n_items: int, n_kv: int) -> Segment | None:
+        assert self.disk is not None
+        with self.disk.reading(name) as reader:
+            head = self._checked(reader, prompt, n_items)
+            if head.n_items <= n_kv:
+                return None  # its KV is here already
+            start, stop = _mark(head.n_start), _mark(head.n_items)
+            return Segment(reader.read("kv"), start, stop, head.clean, head.chunks, name=name)
+
+    def _checked(self, reader: Reader, prompt: Prompt, n_items: int | None = None) -> Header:
+        """A hash never decides alone: the items themselves are compared, as far as the prompt goes along."""
+        head = reader.header
+        stored = reader.read("items").view("<i4")
+        start = head.n_start if head.kind == "kv" else 0
+        stop = min(head.n_items, n_items or head.n_items)
+        same = len(stored) == head.n_items - start and stop <= len(prompt)
+        if not same or head.fingerprint != self._fingerprint or not start < stop:
+            raise Damaged("it is not what the index said")
+        if not np.array_equal(stored[: stop - start], prompt.codes[start:stop]):
+            raise Damaged("its items are others than its name says")
+        return head
+
+    # the thread
+
+    def flush(self) -> None:
+        """Wait until everything offered is durable or has failed."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+        if self.disk is not None:
+            self.disk.close()
+
+    def _run(self, fingerprint: Callable[[], str]) -> None:
+        try:
+            self._open(fingerprint())
+        except (OSError, EverwarmError) as error:
+            log.warning("nothing is kept on disk: %s", error)
+        self._opened.set()
+        while (job := self._jobs.get()) is not None:
+            if callable(job):
+                job()
+            elif self.disk is not None:
+                self.disk.put(job.header, job.parts)
+                self._on_the_way.discard(name_of(job.header))
+
+    def _open(self, fingerprint: str) -> None:
+        directory = Path(self._settings.directory).expanduser()
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._fingerprint = fingerprint
+        place = directory / f"v{MAJOR}-{root_key(fingerprint, '')[:24]}"
+        disk = Disk(place, self._settings.disk_bytes, self._settings.write_bytes_per_day)
+        room = disk.n_bytes + int(FREE_SHARE * shutil.disk_usage(place).free)
+        disk.budget_bytes = min(disk.budget_bytes, room)
+        shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
+        log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
+        self.disk = disk
+
+
+def _bytes(path: Prompt, start: int, stop: int) -> Blob:
+    return np.ascontiguousarray(path.codes[start:stop], "<i4").view(np.uint8)
+
+
+def _mark(n: int) -> Mark:
+    return Mark(TokenCount(n), Position(n))

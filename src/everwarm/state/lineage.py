@@ -1,0 +1,28 @@
+"""Names for lineages: a digest of everything from the root to a point, the same in every process. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import blake3
+import numpy as np
+
+from everwarm.prompt.prompt import Codes
+
+
+def root_key(fingerprint: str, namespace: str) -> str:
+    """Different models, settings and namespaces never share a name."""
+    return blake3.blake3(f"everwarm\0{len(fingerprint)}\0{fingerprint}\0{namespace}".encode()).hexdigest()
+
+
+def keys(root: str, codes: Codes, ends: Iterable[int]) -> dict[int, str]:
+    """The names of the lineages that end after so many items, all in one pass."""
+    hasher = blake3.blake3(bytes.fromhex(root))
+    found, done = {}, 0
+    data = np.ascontiguousarray(codes, dtype="<i4")
+    for end in sorted(set(ends)):
+        if end > done:
+            hasher.update(data[done:end].data.cast("B"))
+        done = end
+        found[end] = hasher.hexdigest()
+    return found

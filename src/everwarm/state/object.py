@@ -1,0 +1,175 @@
+"""One immutable, self-describing, verified file for a state or for the KV of an interval. The format, and nothing else.
+
+    magic "EVERWARM" · u16 major · u16 minor · u32 header length (≤ 1 MiB) · JSON header · zeroes to 4096
+    · sections, each at a multiple of 4096, zeroes between · footer: BLAKE3 of all before the first section, end mark
+
+Every byte of a file is covered by a digest or must be zero. Sizes are checked against the file's before anything is
+allocated. Whatever is not exactly as this says is ``Damaged``: a miss, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import blake3
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from everwarm.errors import EverwarmError
+
+Blob = NDArray[np.uint8]
+Kind = Literal["kv", "state"]
+
+MAGIC, END = b"EVERWARM", b"MRAWREVE"
+MAJOR, MINOR = 1, 0
+ALIGN = 4096
+MAX_HEADER = 1 << 20
+MAX_SECTIONS = 16
+SUFFIX = ".ew"
+
+_PREFIX = struct.Struct("<8sHHI")
+_FOOTER = struct.Struct("<32s8s")
+_ZEROES = bytes(ALIGN)
+_MAX_COUNT = 1 << 40
+
+
+class Damaged(EverwarmError):
+    """Not an object of this format, or not what it was when it was written."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    offset: int
+    length: int
+    blake3: str
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``start`` and ``key`` name the lineage up to where the object begins and ends (see ``lineage.keys``). A state begins
+    where it ends, and says which KV objects make it whole."""
+
+    kind: Kind
+    fingerprint: str
+    key: str
+    start: str
+    n_start: int
+    n_items: int
+    cut: str  # why the state was taken; "" for KV
+    clean: bool
+    chunks: tuple[tuple[int, int], ...] | None
+    needs: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
+
+
+_encoder = msgspec.json.Encoder(order="sorted")
+_decoder = msgspec.json.Decoder(Header)
+
+
+def encode(header: Header, parts: Mapping[str, Blob]) -> Iterator[bytes | memoryview]:
+    """The file, piece by piece; large parts are not copied."""
+    head, end = _head(header, parts)
+    yield head
+    for part in parts.values():
+        yield part.data
+        yield _ZEROES[: -len(part) % ALIGN]
+    yield end
+
+
+def _head(header: Header, parts: Mapping[str, Blob]) -> tuple[bytes, bytes]:
+    digests = {name: blake3.blake3(part.data).hexdigest() for name, part in parts.items()}
+    n_pages = 1
+    while True:  # the header's length decides where sections begin, and their offsets are in the header
+        at, sections = n_pages * ALIGN, []
+        for name, part in parts.items():
+            sections.append(Section(name, at, len(part), digests[name]))
+            at += _aligned(len(part))
+        body = _encoder.encode(msgspec.structs.replace(header, sections=tuple(sections)))
+        if _PREFIX.size + len(body) <= n_pages * ALIGN:
+            break
+        n_pages += 1
+    if len(body) > MAX_HEADER:
+        raise ValueError(f"a header of {len(body)} bytes is over the limit of {MAX_HEADER}")
+    head = (_PREFIX.pack(MAGIC, MAJOR, MINOR, len(body)) + body).ljust(n_pages * ALIGN, b"\0")
+    return head, _FOOTER.pack(blake3.blake3(head).digest(), END)
+
+
+def name_of(header: Header) -> str:
+    """Where an object lies: the same content always under the same name."""
+    return f"{header.kind}-{header.start[:16]}-{header.key[:32]}{SUFFIX}"
+
+
+class Reader:
+    """An open object file: the header is checked on opening, each section when it is read."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._size = os.fstat(fd).st_size
+        self.header = self._read_header()
+
+    def _read_header(self) -> Header:
+        prefix = self._bytes(0, _PREFIX.size)
+        magic, major, _minor, length = _PREFIX.unpack(prefix)
+        if magic != MAGIC or major != MAJOR:
+            raise Damaged("not an object of this format")
+        if length > MAX_HEADER:
+            raise Damaged(f"its header of {length} bytes is over the limit")
+        head_size = _aligned(_PREFIX.size + length)
+        if head_size + _FOOTER.size > self._size:
+            raise Damaged("it ends inside its header")
+        head = self._bytes(0, head_size)
+        digest, end = _FOOTER.unpack(self._bytes(self._size - _FOOTER.size, _FOOTER.size))
+        if end != END or blake3.blake3(head).digest() != digest:
+            raise Damaged("its header is not what it was")
+        try:
+            header = _decoder.decode(head[_PREFIX.size : _PREFIX.size + length])
+        except msgspec.MsgspecError as error:
+            raise Damaged(f"its header cannot be read: {error}") from None
+        self._check(header, head_size)
+        return header
+
+    def _check(self, header: Header, at: int) -> None:
+        """Sections lie one after the other, and the footer right behind the last."""
+        if len(header.sections) > MAX_SECTIONS or not 0 <= header.n_start <= header.n_items <= _MAX_COUNT:
+            raise Damaged("its header makes no sense")
+        for section in header.sections:
+            if section.offset != at or not 0 <= section.length <= self._size:
+                raise Damaged(f"its section {section.name!r} is not where it should be")
+            at += _aligned(section.length)
+        if at + _FOOTER.size != self._size:
+            raise Damaged(f"it has {self._size} bytes instead of {at + _FOOTER.size}")
+
+    def read(self, name: str) -> Blob:
+        """A section, verified."""
+        section = next((s for s in self.header.sections if s.name == name), None)
+        if section is None:
+            raise Damaged(f"it has no section {name!r}")
+        blob = np.empty(_aligned(section.length), np.uint8)
+        self._fill(blob.data, section.offset)
+        if blake3.blake3(blob.data[: section.length]).hexdigest() != section.blake3:
+            raise Damaged(f"its section {name!r} is not what it was")
+        if blob[section.length :].any():
+            raise Damaged(f"there is something behind its section {name!r}")
+        return blob[: section.length]
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        if offset + size > self._size:
+            raise Damaged("it is too short")
+        buffer = bytearray(size)
+        self._fill(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            n = os.preadv(self._fd, [view[done:]], offset + done)
+            if n == 0:
+                raise Damaged("it ends early")
+            done += n
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN

@@ -1,0 +1,216 @@
+"""What a new process finds of an old one's conversations: as much as was kept, the same bytes, and never a wrong one."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
+from everwarm.engine.core import Core
+from everwarm.engine.settings import StoreSettings
+from everwarm.state.tree import START
+
+ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
+HISTORY, NEW = text(1, 600), text(2, 40)
+STABLE = 580
+
+
+@contextmanager
+def kept_core(tmp_path: Path, arch: str = "qwen35", *, policy: str = "always", disk_bytes: int = 1 << 30, **settings):
+    store = StoreSettings(str(tmp_path / "states"), disk_bytes, restore_policy=policy)
+    with open_core(arch, store=store, **settings) as core:
+        assert core.archive is not None and core.archive.disk is not None
+        yield core
+
+
+def put_away(core: Core) -> None:
+    core.put_away()
+    check(core)
+
+
+def files(tmp_path: Path, kind: str = "") -> list[Path]:
+    return sorted(path for path in (tmp_path / "states").rglob("*.ew") if path.name.startswith(kind))
+
+
+def fingerprint_of_slot(core: Core, n_tokens: int) -> tuple[bytes, bytes]:
+    """Everything libllama holds of the sequence that ends there: its state and its KV."""
+    slot = next(slot for slot in core.slots if slot.n_fed == n_tokens)
+    kind, end = core.context.kind, core.context.end(slot.seq)
+    kv = core.context.capture_segment(slot.seq, START, end).tobytes() if kind.has_attention else b""
+    state = core.context.capture(slot.seq).tobytes() if kind.needs_checkpoints else b""
+    return state, kv
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_new_process_goes_on_where_the_old_one_stopped_with_the_same_bytes(tmp_path, arch):
+    with kept_core(tmp_path, arch) as core:
+        first = run(core, HISTORY, stable=STABLE)
+        put_away(core)
+        next_prompt = [*HISTORY[:STABLE], *NEW]
+        there = run(core, next_prompt)
+        expected = fingerprint_of_slot(core, len(next_prompt) + 3)
+    with kept_core(tmp_path, arch) as core:
+        again = run(core, next_prompt)
+        found = fingerprint_of_slot(core, len(next_prompt) + 3)
+        check(core)
+    assert again.n_cached == STABLE and again.checkpoint is not None and again.checkpoint.how == "from disk"
+    assert first.n_cached == 0 and again.tokens == there.tokens
+    assert found == expected
+    with kept_core(tmp_path / "elsewhere", arch) as core:
+        assert run(core, next_prompt).n_cached == 0, "this test could not fail"
+
+
+def test_a_wrong_state_on_disk_would_be_seen(tmp_path):
+    """The negative control of the test above: bytes that pass every check but belong to another prompt."""
+    with kept_core(tmp_path) as core:
+        run(core, HISTORY, stable=STABLE)
+        run(core, text(9, 600), stable=STABLE)
+        mine = next(n for n in core.tree.nodes() if n.n_items == STABLE and n.path.codes[0] == HISTORY[0])
+        other = next(n for n in core.tree.nodes() if n.n_items == STABLE and n.path.codes[0] != HISTORY[0])
+        put_away(core)
+        prompt = [*HISTORY[:STABLE], *NEW]
+        run(core, prompt)
+        right = fingerprint_of_slot(core, len(prompt) + 3)
+        assert mine.checkpoint is not None and other.checkpoint is not None
+        other_state = other.checkpoint.state
+    with kept_core(tmp_path) as core:
+        kept = core.archive.disk.reading
+
+        class Liar:
+            def __init__(self, reader):
+                self.header, self._reader = reader.header, reader
+
+            def read(self, name):
+                return other_state if name == "state" else self._reader.read(name)
+
+        @contextmanager
+        def lying(name):
+            with kept(name) as reader:
+                yield Liar(reader)
+
+        core.archive.disk.reading = lying
+        assert run(core, prompt).n_cached == STABLE
+        assert fingerprint_of_slot(core, len(prompt) + 3) != right
+
+
+def test_a_turn_writes_the_new_kv_and_one_state(tmp_path):
+    sizes = []
+    with kept_core(tmp_path, n_ctx=4096) as core:
+        prompt = list(HISTORY)
+        for turn in range(5):
+            run(core, prompt, stable=len(prompt) - 20)
+            put_away(core)
+            sizes.append(core.archive.disk.counts.n_bytes_written)
+            prompt += text(100 + turn, 200)
+        states = files(tmp_path, "state")
+        shape = core.sizes.shape
+    assert len(states) == 5
+    per_turn = np.diff(sizes)
+    new_kv, state = 200 * shape.kv_bytes_per_token, shape.state_bytes
+    pages = 64 << 10  # headers, padding and the items themselves
+    assert (per_turn <= 1.1 * (new_kv + state) + pages).all(), (per_turn.tolist(), new_kv, state)
+
+
+def test_nothing_is_written_twice(tmp_path):
+    with kept_core(tmp_path) as core:
+        run(core, HISTORY, stable=STABLE)
+        put_away(core)
+        n = core.archive.disk.counts.n_written
+        put_away(core)
+        run(core, HISTORY, stable=STABLE)
+        put_away(core)
+        assert core.archive.disk.counts.n_written == n > 0
+
+
+def test_a_conversation_that_lost_its_slot_before_idle_work_is_kept_too(tmp_path):
+    with kept_core(tmp_path, n_slots=1) as core:
+        run(core, HISTORY, stable=STABLE)
+        run(core, text(5, 300))
+        core.archive.flush()
+    with kept_core(tmp_path) as core:
+        assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == STABLE
+
+
+def test_two_branches_share_what_they_have_in_common(tmp_path):
+    kv_bytes = []
+    with kept_core(tmp_path) as core:
+        for seed in (21, 22):
+            prompt = [*HISTORY[:STABLE], *text(seed, 100)]
+            run(core, prompt, boundaries=(STABLE,), stable=len(prompt) - 5)
+            put_away(core)
+            kv_bytes.append(sum(path.stat().st_size for path in files(tmp_path, "kv")))
+    with kept_core(tmp_path, n_slots=1) as core:
+        for seed in (21, 22):
+            prompt = [*HISTORY[:STABLE], *text(seed, 100)]
+            assert run(core, [*prompt[:-5], *NEW]).n_cached == len(prompt) - 5
+    assert kv_bytes[1] < 1.5 * kv_bytes[0]
+
+
+@pytest.mark.parametrize("kind", ["state", "kv"])
+def test_a_damaged_object_is_a_miss_and_goes(tmp_path, kind):
+    with kept_core(tmp_path) as core:
+        run(core, HISTORY, stable=STABLE)
+        put_away(core)
+        expected = run(core, [*HISTORY[:STABLE], *NEW], use_cache=False).tokens
+    victim = files(tmp_path, kind)[0]
+    data = bytearray(victim.read_bytes())
+    data[-5000] ^= 1
+    victim.write_bytes(data)
+    with kept_core(tmp_path) as core:
+        result = run(core, [*HISTORY[:STABLE], *NEW])
+        assert core.archive.disk.counts.n_damaged == 1
+        assert not victim.exists()
+    assert result.n_cached == 0 and result.tokens == expected
+
+
+def test_other_settings_and_other_namespaces_are_misses(tmp_path):
+    with kept_core(tmp_path) as core:
+        run(core, HISTORY, stable=STABLE, namespace="a")
+        put_away(core)
+    prompt = [*HISTORY[:STABLE], *NEW]
+    with kept_core(tmp_path, cache_type_k="q8_0") as core:
+        assert run(core, prompt, namespace="a").n_cached == 0
+    with kept_core(tmp_path) as core:
+        assert run(core, prompt, namespace="b").n_cached == 0
+        assert run(core, prompt, namespace="a").n_cached == STABLE
+
+
+def test_where_reading_again_is_faster_it_is_read_again(tmp_path):
+    with kept_core(tmp_path) as core:
+        run(core, HISTORY, stable=STABLE)
+        put_away(core)
+    for policy, n_cached in (("auto", 0), ("always", STABLE)):
+        with kept_core(tmp_path, policy=policy) as core:
+            core.keeper.seconds_per_token = 1e-12
+            assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == n_cached
+    with kept_core(tmp_path, policy="auto") as core:
+        core.keeper.seconds_per_token = 10.0
+        assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == STABLE
+
+
+def test_a_directory_that_another_engine_holds_is_left_alone(tmp_path):
+    with kept_core(tmp_path) as core:
+        store = StoreSettings(str(tmp_path / "states"))
+        with open_core(store=store) as second:
+            assert second.archive is not None and second.archive.disk is None
+            run(second, HISTORY, stable=STABLE)
+            second.put_away()
+        run(core, HISTORY, stable=STABLE)
+        put_away(core)
+        assert files(tmp_path)
+
+
+def test_a_small_disk_keeps_within_its_budget_and_what_is_left_is_right(tmp_path):
+    with kept_core(tmp_path, disk_bytes=2 << 20) as core:
+        for seed in range(8):
+            run(core, text(seed, 400), stable=380)
+            put_away(core)
+            disk = core.archive.disk
+            assert disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 2 << 20
+        assert disk.counts.n_evicted > 0
+    with kept_core(tmp_path, n_slots=1) as core:
+        warm = [run(core, [*text(seed, 400)[:380], *NEW]).n_cached for seed in range(8)]
+    assert set(warm) <= {0, 380} and 380 in warm
