@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ log = logging.getLogger("everwarm.archive")
 
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 FIRST_READ_RATE = 500e6  # bytes per second, until measured
+N_READERS = 4
 FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
 _RATE_MEMORY = 0.7
 _MIB = 1 << 20
@@ -59,6 +61,7 @@ class Archive:
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
         self._opened = threading.Event()
+        self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
         self.disk: Disk | None = None
         self.n_brought = 0
         self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
@@ -206,7 +209,8 @@ class Archive:
         with self.disk.reading(kept.name) as reader:
             head = self._checked(reader, prompt)
             state = reader.read("state") if kind.needs_checkpoints else None
-        segments = [s for s in (self._load_segment(name, prompt, head.n_items, n_kv) for name in kept.needs) if s]
+        loaded = self._readers.map(lambda name: self._load_segment(name, prompt, head.n_items, n_kv), kept.needs)
+        segments = [segment for segment in loaded if segment is not None]
         tree, root = self._keeper.tree, self._keeper.tree.root(namespace)
         for segment in segments:
             stop = min(int(segment.stop.n_tokens), head.n_items)
@@ -251,6 +255,7 @@ class Archive:
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
+        self._readers.shutdown()
         if self.disk is not None:
             self.disk.close()
 

@@ -183,7 +183,7 @@ class Keeper:
         """One piece of idle work: copy down a parked checkpoint or an idle conversation's KV. False: nothing to do."""
         for node in self.spares.values():
             checkpoint = None if node is None else node.checkpoint
-            if node is not None and checkpoint and checkpoint.kind is not CutKind.END and not checkpoint.tidied:
+            if node is not None and checkpoint and not checkpoint.tidied:
                 checkpoint.tidied = True
                 self.copy_down(node)
                 self.enforce_budget()
@@ -321,7 +321,7 @@ class Keeper:
 
     def move_out_spare(self, spare: SeqId) -> None:
         node = self.spares[spare]
-        if node is not None and node.checkpoint is not None and node.checkpoint.kind is not CutKind.END:
+        if node is not None:
             self.copy_down(node)
         self.unpark(spare)
         self.enforce_budget()

@@ -1,0 +1,160 @@
+"""What the disk tier writes and how fast it brings back, beside llama-server's slot files.
+
+Wanted: a turn writes at most 1.1 × (its new KV + one state); coming back to an 8k-token conversation on a slot that another
+one took is at least 3× faster than llama-server; bringing back from disk reaches 80 % of a plain read of the same files.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from bench.measure import hundred_megabytes, table
+from bench.peer import Peer, PeerOptions, llama_server
+from everwarm.config import GREEDY, default_threads
+from everwarm.engine.engine import Engine
+from everwarm.engine.settings import EngineSettings, StoreSettings
+from everwarm.prompt.prompt import Prompt
+
+N_TURNS, N_TURN, N_REPLY = 20, 200, 8
+N_LONG, N_SWITCHES = 8192, 7
+
+
+def run() -> None:
+    with tempfile.TemporaryDirectory(prefix="everwarm-bench-") as name:
+        where = Path(name)
+        (where / "slots").mkdir()
+        options = PeerOptions(hundred_megabytes(), 24576, 1, default_threads(), slot_save_path=f"{where / 'slots'}/")
+        with llama_server(options) as peer:
+            with _engine(where) as engine:
+                _turns(engine, peer)
+                print()
+                rows = [_switch(engine, peer)]
+                tokens = _tokens(50, N_LONG)
+                _read(engine, tokens)
+            rows.append(_restart(where, peer, tokens))
+            table(
+                f"Coming back to {N_LONG} tokens, until the first new token", ("", "Everwarm", "llama-server", ""), rows
+            )
+        print()
+        _from_disk(where, tokens)
+
+
+@contextmanager
+def _engine(where: Path) -> Iterator[Engine]:
+    store = StoreSettings(str(where / "states"), restore_policy="always")
+    settings = EngineSettings(n_slots=1, n_ctx=24576, store=store)
+    with Engine(hundred_megabytes(), settings) as engine:
+        yield engine
+        engine.call(lambda core: core.put_away())
+
+
+def _tokens(seed: int, n: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, n).tolist()
+
+
+def _read(engine: Engine, tokens: list[int], n_reply: int = 1) -> tuple[float, int]:
+    """Seconds until the first token, and how many prompt tokens were known."""
+    began = time.perf_counter()
+    result = engine.submit(tokens, GREEDY, max_tokens=n_reply, ignore_eos=True, stable=len(tokens) - 4).result()
+    return time.perf_counter() - began, result.n_cached
+
+
+def _turns(engine: Engine, peer: Peer) -> None:
+    """A growing conversation, saved after each turn."""
+    tokens, ours, theirs, allowed = _tokens(0, 1000), [], [], []
+    shape = engine.core.sizes.shape
+    for turn in range(N_TURNS):
+        assert engine.core.archive is not None and engine.core.archive.disk is not None
+        before = engine.core.archive.disk.counts.n_bytes_written
+        _read(engine, tokens, N_REPLY)
+        engine.call(lambda core: core.put_away())
+        ours.append(engine.core.archive.disk.counts.n_bytes_written - before)
+        allowed.append((N_TURN if turn else len(tokens)) * shape.kv_bytes_per_token + shape.state_bytes)
+        peer.complete(tokens, N_REPLY, ignore_eos=True)
+        theirs.append(peer.post("/slots/0?action=save", {"filename": "turns.bin"})["n_written"])
+        tokens = tokens + _tokens(100 + turn, N_TURN)
+    worst = max(a / b for a, b in zip(ours[1:], allowed[1:], strict=True))
+    rows = [
+        ("all turns", _mib(sum(ours)), _mib(sum(theirs)), f"{sum(theirs) / sum(ours):.1f}× less"),
+        ("the last turn", _mib(ours[-1]), _mib(theirs[-1]), f"{theirs[-1] / ours[-1]:.1f}× less"),
+        ("worst turn beside its new KV + one state", f"{worst:.3f}×", "–", "wanted ≤ 1.1×"),
+    ]
+    table(f"Written in {N_TURNS} turns of {N_TURN} new tokens", ("", "Everwarm", "llama-server slot save", ""), rows)
+
+
+def _switch(engine: Engine, peer: Peer) -> tuple[str, str, str, str]:
+    """Two long conversations take turns on one slot; both servers keep what leaves the slot in RAM."""
+    talks = [_tokens(50 + i, N_LONG) for i in range(2)]
+    ours, theirs = [], []
+    for i in range(2 * (N_SWITCHES + 1)):
+        tokens = talks[i % 2]
+        a, _ = _read(engine, tokens)
+        b = _first_s(peer, tokens)
+        if i >= 2:
+            ours.append(a)
+            theirs.append(b)
+    return ("another conversation took the slot", *_ratio(statistics.median(ours), statistics.median(theirs)))
+
+
+def _restart(where: Path, peer: Peer, tokens: list[int]) -> tuple[str, str, str, str]:
+    """A new process, beside llama-server's slot restore in the old one."""
+    peer.complete(tokens, 1, ignore_eos=True)
+    peer.post("/slots/0?action=save", {"filename": "restart.bin"})
+    ours, theirs = [], []
+    for _ in range(3):
+        with _engine(where) as engine:
+            seconds, n_cached = _read(engine, tokens)
+            assert n_cached > N_LONG - 64, "it was not on disk"
+            ours.append(seconds)
+        peer.post("/slots/0?action=erase", {})
+        began = time.perf_counter()
+        peer.post("/slots/0?action=restore", {"filename": "restart.bin"})
+        peer.complete(tokens, 1, ignore_eos=True)
+        theirs.append(time.perf_counter() - began)
+    return ("from disk, in a new process", *_ratio(statistics.median(ours), statistics.median(theirs)))
+
+
+def _from_disk(where: Path, tokens: list[int]) -> None:
+    with _engine(where) as engine:
+        archive = engine.core.archive
+        assert archive is not None and archive.disk is not None
+        prompt = Prompt.of_tokens(tokens)
+        began = time.perf_counter()
+        n = engine.call(lambda core: archive.bring(prompt, "", core.restorer.match(prompt, "", ())))
+        loaded_s = time.perf_counter() - began
+        kept = max(archive.disk.objects(), key=lambda k: (k.kind == "state", k.n_items))
+        paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
+        began = time.perf_counter()
+        size = sum(len(path.read_bytes()) for path in paths)
+        plain_s = time.perf_counter() - began
+    rows = [
+        (
+            f"{n} tokens, {len(paths)} files",
+            _mib(size),
+            f"{size / loaded_s / 1e9:.2f} GB/s",
+            f"{size / plain_s / 1e9:.2f} GB/s",
+            f"{plain_s / loaded_s:.2f}×",
+        )
+    ]
+    table("Reading and verifying from disk (page cache warm)", ("", "bytes", "Everwarm", "plain read", "ratio"), rows)
+
+
+def _ratio(ours_s: float, theirs_s: float) -> tuple[str, str, str]:
+    return f"{1e3 * ours_s:.1f} ms", f"{1e3 * theirs_s:.1f} ms", f"{theirs_s / ours_s:.1f}× sooner"
+
+
+def _first_s(peer: Peer, tokens: list[int]) -> float:
+    began = time.perf_counter()
+    peer.complete(tokens, 1, ignore_eos=True)
+    return time.perf_counter() - began
+
+
+def _mib(n: float) -> str:
+    return f"{n / (1 << 20):.1f} MiB"
