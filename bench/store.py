@@ -52,7 +52,6 @@ def _engine(where: Path) -> Iterator[Engine]:
     settings = EngineSettings(n_slots=1, n_ctx=24576, store=store)
     with Engine(hundred_megabytes(), settings) as engine:
         yield engine
-        engine.call(lambda core: core.put_away())
 
 
 def _tokens(seed: int, n: int) -> list[int]:

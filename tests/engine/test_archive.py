@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
+from engine.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
 from everwarm.state.tree import START
 
+CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
 HISTORY, NEW = text(1, 600), text(2, 40)
 STABLE = 580
@@ -214,3 +216,40 @@ def test_a_small_disk_keeps_within_its_budget_and_what_is_left_is_right(tmp_path
     with kept_core(tmp_path, n_slots=1) as core:
         warm = [run(core, [*text(seed, 400)[:380], *NEW]).n_cached for seed in range(8)]
     assert set(warm) <= {0, 380} and 380 in warm
+
+
+def test_a_branch_inside_an_older_segment_uses_only_its_part_of_it(tmp_path):
+    branch = [*HISTORY[:590], *text(31, 60)]
+    with kept_core(tmp_path) as core:
+        run(core, HISTORY, stable=STABLE)
+        put_away(core)
+        run(core, branch, stable=640)
+        put_away(core)
+    with kept_core(tmp_path) as core:
+        assert run(core, [*branch[:640], *NEW]).n_cached == 640
+        assert core.archive.disk.counts.n_damaged == 0
+
+
+@pytest.mark.parametrize("arch", EVERY_KIND)
+@pytest.mark.parametrize("seed", range(12 if CAMPAIGN else 2))
+def test_random_conversations_with_restarts_are_found_as_far_as_they_were_kept(tmp_path, arch, seed):
+    rng = np.random.default_rng(seed)
+    kept: list[list[int]] = []  # what was promised: prompts up to their stable points
+    prompts = [text(int(rng.integers(200)), int(rng.integers(40, 300)))]
+    for life in range(3):
+        with kept_core(tmp_path, arch, n_slots=int(rng.integers(1, 3)), n_spares=int(rng.integers(0, 3))) as core:
+            for turn in range(4):
+                old = prompts[int(rng.integers(len(prompts)))]
+                cut = int(rng.integers(1, len(old))) if rng.random() < 0.4 else len(old)
+                prompt = [*old[:cut], *text(int(rng.integers(200)), int(rng.integers(1, 120)))]
+                promised = max((len(k) for k in kept if k == prompt[: len(k)] and len(k) < len(prompt)), default=0)
+                stable = max(1, len(prompt) - int(rng.integers(1, 12)))
+                result = run(core, prompt, max_tokens=int(rng.integers(1, 6)), stable=stable)
+                assert result.n_cached >= promised - GUARD, (life, turn)
+                prompts.append(prompt)
+                if rng.random() < 0.7:
+                    put_away(core)
+                    kept.append(prompt[:stable])
+            put_away(core)
+            kept.append(prompt[:stable])
+            assert core.archive.disk.counts.n_damaged == 0

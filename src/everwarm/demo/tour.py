@@ -1,9 +1,11 @@
 """The guided demo: a conversation that loses its slot and comes back, an edit, a branch, a retry, six conversations on two
-slots. Everything shown is measured while it runs; nothing is scripted but the questions.
+slots, and a new engine that finds an old one's conversation on disk. Everything shown is measured while it runs; nothing
+is scripted but the questions.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,7 @@ from everwarm.demo.text import story
 from everwarm.engine.engine import Engine
 from everwarm.engine.exact import ExactReport, compare_with_cold
 from everwarm.engine.request import Result
-from everwarm.engine.settings import EngineSettings
+from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.prompt.prompt import Prompt
@@ -59,8 +61,8 @@ class Talker:
     turns: list[Turn] = field(default_factory=list)
 
     @classmethod
-    def open(cls, model: Path, checkpoints: CheckpointParams) -> Talker:
-        settings = EngineSettings(n_slots=2, n_ctx=N_CTX, checkpoints=checkpoints, ram_bytes=1 << 30)
+    def open(cls, model: Path, checkpoints: CheckpointParams, store: StoreSettings | None = None) -> Talker:
+        settings = EngineSettings(n_slots=2, n_ctx=N_CTX, checkpoints=checkpoints, ram_bytes=1 << 30, store=store)
         engine = Engine(model, settings)
         source = engine.model.chat_template
         if source is None:
@@ -103,6 +105,7 @@ def run_tour(console: Console, model: Path | None) -> None:
         speed_up = _lost_slot(console, warm, cold)
         _changes_of_mind(console, warm)
         _six_on_two(console, warm)
+        _new_engine(console, path)
         _conclude(console, warm, speed_up)
 
 
@@ -195,6 +198,25 @@ def _six_on_two(console: Console, warm: Talker) -> None:
     console.print(
         f"\n[bold]Six conversations, two slots, taking turns:[/] {len(turns)} requests with {n_prompt:,} prompt tokens; "
         f"{n_read:,} processed, {regret} of them again."
+    )
+
+
+def _new_engine(console: Console, path: Path) -> None:
+    """An engine is closed and everything in memory with it; the next one has only the disk."""
+    talk = _new_talk()
+    with tempfile.TemporaryDirectory(prefix="everwarm-demo-") as states:
+        store = StoreSettings(states, restore_policy="always")
+        old = Talker.open(path, CheckpointParams(), store)
+        with old.engine:
+            for question in (f"My secret code is {SECRET}.", f"Here is a text.\n{story(120, seed=3)}"):
+                old.reply(talk, question)
+        new = Talker.open(path, CheckpointParams(), store)
+        with new.engine:
+            turn = new.reply(talk, "What is my secret code?")
+    result = turn.result
+    console.print(
+        f"\n[bold]The engine closed, a new one opened, the secret asked again:[/] {turn.text} "
+        f"({result.n_prompt:,} prompt tokens, {result.n_cached:,} of them from disk, {result.n_processed} processed)"
     )
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ log = logging.getLogger("everwarm.archive")
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 FIRST_READ_RATE = 500e6  # bytes per second, until measured
 N_READERS = 4
+MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
 _RATE_MEMORY = 0.7
 _MIB = 1 << 20
@@ -51,6 +53,10 @@ class Job:
     header: Header
     parts: dict[str, Blob]
 
+    @property
+    def size(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
 
 class Archive:
     def __init__(self, settings: StoreSettings, fingerprint: Callable[[], str], keeper: Keeper) -> None:
@@ -60,6 +66,7 @@ class Archive:
         self._read_rate = FIRST_READ_RATE
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
+        self._n_queued = 0  # bytes
         self._opened = threading.Event()
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
         self.disk: Disk | None = None
@@ -91,22 +98,27 @@ class Archive:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
         node = None if self.disk is None or slot.items.media else self._worth_writing(slot)
         if self.disk is None or node is None:
-            return
+            return None
         lineage = node.lineage() if self._keeper.context.kind.has_attention else []
-        segments = {id(n.segment): (n.segment, n.path) for n in lineage if n.segment is not None}
+        segments = {id(n.segment): (n.segment, n) for n in lineage if n.segment is not None}  # with its last user
         if any(n.segment is None for n in lineage):
-            return
+            return None
         root, known = (
             root_key(self._fingerprint, self._keeper.tree.namespace(node)),
             self.disk.names() | self._on_the_way,
         )
-        jobs = [self._kv_job(root, seg, path) for seg, path in segments.values() if seg.name not in known]
+        jobs = [self._kv_job(root, seg, last.path) for seg, last in segments.values() if seg.name not in known]
         if None in jobs:
-            return
-        needs = tuple(segment.name or "" for segment, _ in segments.values())
+            return None
+        needs = {segment.name or "": last.n_items for segment, last in segments.values()}
+        if self._n_queued > MAX_QUEUED:
+            return log.warning(
+                "the disk is too slow: %.0f MiB wait to be written, a turn is not kept", self._n_queued / _MIB
+            )
         for job in (*jobs, self._state_job(root, node, needs)):
             if job is not None and name_of(job.header) not in known:
                 self._on_the_way.add(name_of(job.header))
+                self._n_queued += job.size
                 self._jobs.put(job)
 
     def _worth_writing(self, slot: Slot) -> Node | None:
@@ -131,7 +143,7 @@ class Archive:
         segment.name = name_of(header)
         return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": segment.blob})
 
-    def _state_job(self, root: str, node: Node, needs: tuple[str, ...]) -> Job:
+    def _state_job(self, root: str, node: Node, needs: dict[str, int]) -> Job:
         n, checkpoint = node.n_items, node.checkpoint
         key = keys(root, node.path.codes, (n,))[n]
         clean, chunks = (checkpoint.clean, checkpoint.chunks) if checkpoint is not None else (False, None)
@@ -153,7 +165,7 @@ class Archive:
         chunks: Chunks | None,
         *,
         cut: str = "",
-        needs: tuple[str, ...] = (),
+        needs: dict[str, int] | None = None,
     ) -> Header:
         return Header(
             kind="kv" if kind == "kv" else "state",
@@ -165,7 +177,8 @@ class Archive:
             cut=cut,
             clean=clean,
             chunks=chunks,
-            needs=needs,
+            needs=tuple(needs or ()),
+            reaches=tuple((needs or {}).values()),
         )
 
     # bringing back
@@ -207,39 +220,41 @@ class Archive:
         assert self.disk is not None
         kind = self._keeper.context.kind
         with self.disk.reading(kept.name) as reader:
-            head = self._checked(reader, prompt)
+            head = self._checked(reader, prompt, kept.n_items)
             state = reader.read("state") if kind.needs_checkpoints else None
-        loaded = self._readers.map(lambda name: self._load_segment(name, prompt, head.n_items, n_kv), kept.needs)
-        segments = [segment for segment in loaded if segment is not None]
+        if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
+            raise Damaged("it does not say how far its parts reach")
+        load = partial(self._load_segment, prompt, n_kv)
+        segments = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
         tree, root = self._keeper.tree, self._keeper.tree.root(namespace)
-        for segment in segments:
-            stop = min(int(segment.stop.n_tokens), head.n_items)
-            tree.lay_segment(root, prompt, segment, int(segment.start.n_tokens), stop)
+        for segment, reach in segments:
+            tree.lay_segment(root, prompt, segment, int(segment.start.n_tokens), reach)
         node = tree.grow(root, prompt, head.n_items)
         if state is not None and node.checkpoint is None:
             cut = next((cut for cut in CutKind if cut.value == head.cut), CutKind.BOUNDARY)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
             tree.set_checkpoint(node, checkpoint)
-        return sum(segment.blob.nbytes for segment in segments) + (0 if state is None else state.nbytes)
+        return sum(segment.blob.nbytes for segment, _ in segments) + (0 if state is None else state.nbytes)
 
-    def _load_segment(self, name: str, prompt: Prompt, n_items: int, n_kv: int) -> Segment | None:
+    def _load_segment(self, prompt: Prompt, n_kv: int, name: str, reach: int) -> tuple[Segment, int] | None:
+        """None: its KV is here already."""
         assert self.disk is not None
         with self.disk.reading(name) as reader:
-            head = self._checked(reader, prompt, n_items)
-            if head.n_items <= n_kv:
-                return None  # its KV is here already
+            head = self._checked(reader, prompt, reach)
+            if reach <= n_kv:
+                return None
             start, stop = _mark(head.n_start), _mark(head.n_items)
-            return Segment(reader.read("kv"), start, stop, head.clean, head.chunks, name=name)
+            return Segment(reader.read("kv"), start, stop, head.clean, head.chunks, name=name), reach
 
-    def _checked(self, reader: Reader, prompt: Prompt, n_items: int | None = None) -> Header:
-        """A hash never decides alone: the items themselves are compared, as far as the prompt goes along."""
+    def _checked(self, reader: Reader, prompt: Prompt, stop: int) -> Header:
+        """A hash never decides alone: the items themselves are compared, as far as they are used."""
         head = reader.header
         stored = reader.read("items").view("<i4")
         start = head.n_start if head.kind == "kv" else 0
-        stop = min(head.n_items, n_items or head.n_items)
-        same = len(stored) == head.n_items - start and stop <= len(prompt)
-        if not same or head.fingerprint != self._fingerprint or not start < stop:
+        if len(stored) != head.n_items - start or head.fingerprint != self._fingerprint:
             raise Damaged("it is not what the index said")
+        if not start < stop <= min(head.n_items, len(prompt)):
+            raise Damaged("it does not reach as far as it is needed")
         if not np.array_equal(stored[: stop - start], prompt.codes[start:stop]):
             raise Damaged("its items are others than its name says")
         return head
@@ -270,6 +285,7 @@ class Archive:
                 job()
             elif self.disk is not None:
                 self.disk.put(job.header, job.parts)
+                self._n_queued -= job.size
                 self._on_the_way.discard(name_of(job.header))
 
     def _open(self, fingerprint: str) -> None:

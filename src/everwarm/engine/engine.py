@@ -149,10 +149,11 @@ class Engine:
         return got
 
     def close(self) -> None:
-        """Stop the loop, end what still runs, free the model. Safe to call twice."""
+        """Stop the loop, end what still runs, put away what is worth it, free the model. Safe to call twice."""
         if self._thread.is_alive():
             self._loop.stop()
             self._thread.join()
+            self.core.put_away()
         self.core.close()
 
     def __enter__(self) -> Self:

@@ -62,6 +62,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     clean: bool
     chunks: tuple[tuple[int, int], ...] | None
     needs: tuple[str, ...] = ()
+    reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
     sections: tuple[Section, ...] = ()
 
 
