@@ -48,16 +48,27 @@ bench: $(STAMP) ## measure, beside llama-server
 demo: $(STAMP) ## the main job on the embedded model, in under a minute
 	$(BIN)/everwarm demo
 
-LIBLLAMA_CMAKE ?= -DGGML_CUDA=ON
-libllama-cuda: $(STAMP) ## build the matching libllama and libmtmd for CUDA (see docs/gpu.md)
-	mkdir -p build/libllama-src
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
-	  --dest build/libllama-src "$$($(BIN)/python -c 'from everwarm.llama.abi import WHEEL; print(WHEEL)')"
-	tar -xzf build/libllama-src/xllamacpp-*.tar.gz -C build/libllama-src --strip-components 1
-	cmake -S build/libllama-src/thirdparty/llama.cpp -B build/libllama -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON \
-	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF $(LIBLLAMA_CMAKE)
-	cmake --build build/libllama --target llama mtmd -j
+# CUDA unless switched off: LIBLLAMA_CMAKE comes last, and the last switch counts.
+LIBLLAMA_CMAKE ?=
+LIBLLAMA_WHEEL := $(shell sed -n 's/^WHEEL = "\(.*\)"/\1/p' src/everwarm/llama/abi.py)
+LIBLLAMA_ARCHIVE := build/libllama-src/$(subst ==,-,$(LIBLLAMA_WHEEL)).tar.gz
+libllama-cuda: $(LIBLLAMA_ARCHIVE) ## build the matching libllama and libmtmd for CUDA (see docs/gpu.md)
+	@command -v cmake >/dev/null || { echo "cmake was not found: install CMake 3.18 or newer" >&2; exit 1; }
+	@case "$(LIBLLAMA_CMAKE)" in *GGML_CUDA=OFF*) ;; *) command -v "$${CUDACXX:-nvcc}" >/dev/null || \
+	  { echo "nvcc was not found: install the CUDA toolkit and put nvcc on PATH, or its path into CUDACXX" >&2; exit 1; } ;; esac
+	@grep -qF "$$(sha256sum $< | cut -d ' ' -f 1)" requirements.lock || \
+	  { echo "$< is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
+	tar -xzf $< -C $(<D) --strip-components 1
+	cmake -S $(<D)/thirdparty/llama.cpp -B build/libllama -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON \
+	  -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	  -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_MTMD=ON \
+	  -DGGML_CUDA=ON $(LIBLLAMA_CMAKE)
+	cmake --build build/libllama --target llama mtmd -j "$${CMAKE_BUILD_PARALLEL_LEVEL:-$$(nproc)}"
 	@echo "export EVERWARM_LIBLLAMA=$$PWD/build/libllama/bin/libllama.so"
+
+$(LIBLLAMA_ARCHIVE):
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(@D) $(LIBLLAMA_WHEEL)
 
 clean: ## remove what make made
 	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

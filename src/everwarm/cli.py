@@ -96,6 +96,9 @@ class ServeOptions:
         "64GiB"
     )
     disk_write_budget: Annotated[str, Parameter(group=_MEMORY, help="bytes written per day; 0: any number")] = "0"
+    slot_save_path: Annotated[
+        str | None, Parameter(group=_MEMORY, help="directory for files of POST /slots/N?action=save and restore")
+    ] = None
     restore_policy: Annotated[
         RestorePolicy, Parameter(group=_MEMORY, help="auto: read again where that is faster than loading from disk")
     ] = "auto"
@@ -167,6 +170,7 @@ class ServeOptions:
             max_body_bytes=parse_bytes(self.max_body),
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
+            slot_save_path=self.slot_save_path,
         )
 
 

@@ -59,6 +59,7 @@ EXPECTED = {
     "a_state_of_two_cells": UNTOUCHED,
     "a_segment_with_a_state_of_two_cells": UNTOUCHED,
     "a_state_that_is_not_a_number": "same bits",
+    "a_state_that_is_not_a_number_without_flash_attention": "same bits",
 }
 
 

@@ -25,8 +25,9 @@ from everwarm.engine.settings import StoreSettings
 from everwarm.engine.slots import Slot
 from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk import Disk, Kept
+from everwarm.state.disk import Disk
 from everwarm.state.history import Chunks
+from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.object import MAJOR, Blob, Damaged, Header, Reader, name_of
 from everwarm.state.policy import GUARD, CutKind
@@ -105,7 +106,7 @@ class Archive:
             return None
         root, known = (
             root_key(self._fingerprint, self._keeper.tree.namespace(node)),
-            self.disk.names() | self._on_the_way,
+            self.disk.whole_names() | self._on_the_way,
         )
         jobs = [self._kv_job(root, seg, last.path) for seg, last in segments.values() if seg.name not in known]
         if None in jobs:
@@ -279,14 +280,22 @@ class Archive:
             self._open(fingerprint())
         except (OSError, EverwarmError) as error:
             log.warning("nothing is kept on disk: %s", error)
+        except Exception:
+            log.exception("nothing is kept on disk")
         self._opened.set()
         while (job := self._jobs.get()) is not None:
             if callable(job):
                 job()
             elif self.disk is not None:
-                self.disk.put(job.header, job.parts)
-                self._n_queued -= job.size
-                self._on_the_way.discard(name_of(job.header))
+                self._put(self.disk, job)
+
+    def _put(self, disk: Disk, job: Job) -> None:
+        try:
+            disk.put(job.header, job.parts)
+        except Exception:
+            log.exception("an object was not kept")  # whoever waits for a flush must not wait for ever
+        self._n_queued -= job.size
+        self._on_the_way.discard(name_of(job.header))
 
     def _open(self, fingerprint: str) -> None:
         directory = Path(self._settings.directory).expanduser()

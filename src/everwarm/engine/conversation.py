@@ -17,8 +17,9 @@ from everwarm.engine import messages as m
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Result, Started
+from everwarm.engine.slotfiles import SlotFiles
 from everwarm.engine.text import ReplyText
-from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
+from everwarm.errors import BadRequest, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 
@@ -58,6 +59,7 @@ class Conversation:
         self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
+        self._slot_files = SlotFiles(core, send)
 
     # frames in, on the reader's thread
 
@@ -66,10 +68,10 @@ class Conversation:
         try:
             self._dispatch(message, loop)
         except EverwarmError as error:
-            self._send(_failed(getattr(message, "id", 0), error))
+            self._send(m.failed(getattr(message, "id", 0), error))
         except Exception:
             log.exception("%s could not be handled", type(message).__name__)
-            self._send(_failed(getattr(message, "id", 0), EverwarmError("internal error")))
+            self._send(m.failed(getattr(message, "id", 0), EverwarmError("internal error")))
 
     def _dispatch(self, message: m.ToEngine, loop: Loop) -> None:
         match message:
@@ -80,6 +82,8 @@ class Conversation:
                 loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Detokenize():
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
+            case m.SlotAction():
+                self._slot_files.handle(message, loop)
             case m.AskSlots(id=id):
                 loop.post(lambda core: self._send(m.Answer(id, slots(core))))
             case m.AskStats(id=id):
@@ -96,7 +100,7 @@ class Conversation:
             tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
             self._send(m.Answer(question.id, [(int(t), vocab.piece(int(t))) for t in tokens]))
         except EverwarmError as error:
-            self._send(_failed(question.id, error))
+            self._send(m.failed(question.id, error))
 
     def _ask(self, message: m.Submit) -> Ask:
         if message.text is not None:
@@ -137,7 +141,7 @@ class Conversation:
         try:
             request = self._core.submit(ask)
         except EverwarmError as error:
-            return self._send(_failed(message.id, error))
+            return self._send(m.failed(message.id, error))
         self._replies[request.id] = Reply(message.id, ReplyText(message.stop), message.wants_progress)
         self._requests[message.id] = request.id
 
@@ -146,6 +150,7 @@ class Conversation:
             reply = self._replies.get(event.request_id)
             if reply is not None:
                 self._deliver(event, reply)
+        self._slot_files.go_on()
         if self._gathering and (time.monotonic() - self._sent_at >= GATHER_S or self._core.is_reading):
             self._send_gathered()
 
@@ -198,7 +203,7 @@ class Conversation:
 
     def _finished(self, result: Result, reply: Reply) -> None:
         if result.error is not None:
-            return self._send(_failed(reply.id, result.error))
+            return self._send(m.failed(reply.id, result.error))
         rest = "" if reply.stop_text is not None else reply.text.finish()
         use = result.checkpoint
         self._send(
@@ -251,8 +256,3 @@ def stats(core: Core) -> dict[str, Any]:
         "n_cells": core.context.n_ctx,
         **(core.archive.stats() if core.archive is not None else {}),
     }
-
-
-def _failed(id: int, error: EverwarmError) -> m.Failed:
-    n_prompt, n_context = (error.n_prompt, error.n_context) if isinstance(error, PromptTooLong) else (None, None)
-    return m.Failed(id, error.status, error.code, str(error), n_prompt, n_context)

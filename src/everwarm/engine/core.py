@@ -190,7 +190,8 @@ class Core:
         for grant, feed in zip(grants, feeds, strict=True):
             slot = self.slots[grant.slot]
             request = slot.request
-            assert request is not None
+            if request is None:
+                continue  # it starts over
             slot.n_fed += grant.n_tokens
             record(slot.chunks, grant.n_tokens)
             if slot.n_fed <= request.n_prompt:
@@ -234,7 +235,8 @@ class Core:
             self._keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
         elif slot.n_fed:
             self.keeper.mark_end(slot)
-        slot.items = request.items(slot.n_fed)
+        slot.items = slot.content = request.items(slot.n_fed)
+        slot.namespace = request.ask.namespace
         slot.request, slot.cuts, slot.used_at = None, [], time.monotonic()
         self._close(request, finish, events, error)
 
@@ -367,13 +369,20 @@ class Core:
         self.queue.appendleft(request)
 
     def _lose_numbers(self, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
-        """The model's state overflowed. Nothing of it may stay: it would spoil whoever gets its place next."""
+        """The model's state overflowed. Nothing of it may stay: it spoils whoever attends over it or gets its place. Those
+        that ran beside it start over as well; those that did not run are moved out, and everything is zeroed."""
         self.keeper.scrub(slot.node)
-        self.context.scrub(slot.seq)
-        self._start_over([slot], error, events)
+        running = [other for other in self.slots if other.request is not None]
+        for other in running:
+            self.context.scrub(other.seq)
+        self._start_over(running, error, events, guilty=slot)
+        self._move_everybody_out()
+        self.context.clear()
 
-    def _start_over(self, slots: list[Slot], error: MemoryFault, events: list[Event]) -> None:
-        """libllama failed and the sequences are empty: what they started from is suspect."""
+    def _start_over(
+        self, slots: list[Slot], error: MemoryFault, events: list[Event], guilty: Slot | None = None
+    ) -> None:
+        """libllama failed and the sequences are empty: what they started from is suspect. Without a guilty one all are."""
         self.counts.n_decode_failures += 1
         log.warning("a request starts over: %s", error)
         for slot in slots:
@@ -384,7 +393,7 @@ class Core:
             self.keeper.seat(slot, slot.node.root())
             slot.request = None
             slot.clear()
-            request.attempts += 1
+            request.attempts += guilty in (None, slot)
             if request.attempts < MAX_ATTEMPTS:
                 self.queue.appendleft(request)
             else:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from everwarm.config import Sampling
 from everwarm.engine.settings import EngineSettings
+from everwarm.errors import EverwarmError, PromptTooLong
 
 MAX_FRAME_BYTES: Final = 256 << 20
 HEADER: Final = struct.Struct("<I")
@@ -76,6 +77,16 @@ class AskSlots(Message, frozen=True, tag=True):
 
 class AskStats(Message, frozen=True, tag=True):
     id: int
+
+
+class SlotAction(Message, frozen=True, tag=True):
+    """Save a slot's conversation to a file, restore it from there, or erase it. The gateway has checked the path."""
+
+    id: int
+    slot: int
+    action: Literal["save", "restore", "erase"]
+    path: str = ""
+    namespace: str = ""
 
 
 class Stop(Message, frozen=True, tag=True):
@@ -197,7 +208,13 @@ class Answer(Message, frozen=True, tag=True):
     data: Any
 
 
-ToEngine = Open | Submit | Cancel | Tokenize | Detokenize | AskSlots | AskStats | Stop
+def failed(id: int, error: EverwarmError) -> Failed:
+    """An error, in its own words."""
+    n_prompt, n_context = (error.n_prompt, error.n_context) if isinstance(error, PromptTooLong) else (None, None)
+    return Failed(id, error.status, error.code, str(error), n_prompt, n_context)
+
+
+ToEngine = Open | Submit | Cancel | Tokenize | Detokenize | AskSlots | AskStats | SlotAction | Stop
 ToGateway = Loading | Ready | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
 
 _encoder = msgspec.msgpack.Encoder()

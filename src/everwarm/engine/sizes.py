@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from everwarm.engine.settings import MAX_SEQUENCES, EngineSettings
-from everwarm.llama.memory import MemoryShape, free_bytes, measure, require_fit
+from everwarm.llama.memory import MemoryShape, free_bytes, host_free_bytes, is_on_gpu, measure, require_fit
 from everwarm.llama.model import Model
 from everwarm.state.params import Spacing
 
@@ -37,7 +37,8 @@ def decide_sizes(model: Model, settings: EngineSettings) -> Sizes:
     free = free_bytes(model) - shape.context_bytes(settings.n_ctx, settings.n_slots + 1)
     n_spares = _spares(settings, shape, free) if kind.needs_checkpoints and kind.can_share_cells else 0
     require_fit(model, settings.context(n_spares))
-    ram = min(MAX_RAM_BYTES, int(free * RAM_SHARE)) if settings.ram_bytes is None else settings.ram_bytes
+    on_host = host_free_bytes() if is_on_gpu(model) else free
+    ram = min(MAX_RAM_BYTES, int(on_host * RAM_SHARE)) if settings.ram_bytes is None else settings.ram_bytes
     return Sizes(shape, spacing, n_spares, ram)
 
 

@@ -25,6 +25,8 @@ class Slot:
     stable: int | None = None  # what the next turn will share of the last prompt, if the caller said so
     used_at: float = 0.0
     session: str | None = None
+    content: Prompt = field(default_factory=lambda: Prompt.of_tokens([]))  # the last conversation that ran here
+    namespace: str = ""  # whose it is
     is_tidy: bool = True  # everything of it that is worth keeping is in RAM
     is_archived: bool = True  # and has been offered to the disk
 

@@ -56,6 +56,7 @@ def build_gateway(supervisor: Supervisor, settings: ServerSettings) -> Gateway:
         Route("/apply-template", llama.apply_template, methods=["POST"]),
         Route("/props", llama.props, methods=["GET"]),
         Route("/slots", llama.slots, methods=["GET"]),
+        Route("/slots/{id}", llama.slot_action, methods=["POST"]),
     ]
 
     async def drain() -> None:

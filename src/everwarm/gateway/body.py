@@ -140,6 +140,13 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
     tokens: Annotated[list[TokenId], Meta(max_length=1 << 24)]
 
 
+class SlotBody(msgspec.Struct, frozen=True):
+    """Of a slot action; erasing needs no file."""
+
+    filename: Annotated[str, Meta(max_length=256)] = ""
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+
+
 T = TypeVar("T")
 
 

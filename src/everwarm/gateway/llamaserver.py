@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from everwarm.engine import messages as m
+from everwarm.errors import BadRequest, Forbidden
 from everwarm.gateway import shapes
-from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read
+from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect, events
 from everwarm.gateway.replies import json_response, sse
 from everwarm.gateway.service import Service, template_options
+from everwarm.state.slotfile import checked_name
 
 Json = dict[str, Any]
 
@@ -110,6 +114,32 @@ class LlamaServer:
 
     async def slots(self, _request: Request) -> Response:
         return json_response(await self._service.supervisor.ask(m.AskSlots))
+
+    async def slot_action(self, request: Request) -> Response:
+        """llama-server's ``POST /slots/N?action=save|restore|erase``."""
+        data = await request.body()
+        action, number = request.query_params.get("action", ""), request.path_params["id"]
+        if action not in ("save", "restore", "erase"):
+            raise BadRequest(f"action is {action[:32]!r}; give save, restore or erase")
+        if not re.fullmatch(r"[0-9]{1,4}", number):
+            raise BadRequest("the slot in the path is not a number")
+        body = read(data or b"{}", SlotBody)
+        namespace = self._service.namespace(body.cache_salt)
+        fields: dict[str, Any] = {"slot": int(number), "action": action, "namespace": namespace}
+        shown = {}
+        if action != "erase":
+            shown["filename"] = checked_name(body.filename)
+            fields["path"] = str(self._slot_directory() / shown["filename"])
+        with self._service.limits.admitted(len(data)):
+            answer = await self._service.within_time(request, self._service.supervisor.ask(m.SlotAction, **fields))
+        return json_response({"id_slot": answer["id_slot"], **shown, **answer})
+
+    def _slot_directory(self) -> Path:
+        where = self._service.settings.slot_save_path
+        if where is None:
+            message = "this server does not save slots to files; start it with --slot-save-path"
+            raise Forbidden(501, "not_supported_error", message)
+        return Path(where)
 
 
 def _piece(piece: bytes) -> str | list[int]:

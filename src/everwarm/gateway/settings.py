@@ -22,6 +22,7 @@ class ServerSettings:
     max_waiting_tokens: int = 4_000_000  # prompt tokens of all of them, estimated from their text
     request_timeout_s: float = 0.0  # 0: none
     grace_s: float = 10.0
+    slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +18,9 @@ from everwarm.config import ContextOptions
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
 from everwarm.llama import abi
 from everwarm.llama.batch import BatchArrays, Feed
-from everwarm.llama.blobs import describes_cells, describes_end, is_finite, without_nan
+from everwarm.llama.blobs import begins_sequence, describes_cells, describes_end, is_finite, with_header, without_nan
 from everwarm.llama.cells import Cells
+from everwarm.llama.closing import Closing
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.opening import open_context
 from everwarm.types import START, Mark, Position, SeqId, TokenCount
@@ -32,7 +31,7 @@ Logits = NDArray[np.float32]
 _BLOB_HEADER = 8  # u32 magic, i32 sequence id
 
 
-class Context:
+class Context(Closing):
     """``n_seq_max`` sequences for the caller, and one more inside for moving KV ranges in and out."""
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
@@ -88,8 +87,7 @@ class Context:
     # decoding
 
     def decode(self, feeds: Sequence[Feed]) -> None:
-        """Append every feed in one batch. On ``ContextFull`` nothing changed; on ``DecodeFailed`` the feeds' sequences
-        are empty."""
+        """Append every feed in one batch. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequences are empty."""
         n, rows = self._fill(feeds)
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
@@ -210,11 +208,8 @@ class Context:
     # states: points
 
     def capture(self, seq: SeqId) -> Blob:
-        """The recurrent and sliding-window state at the sequence's end.
-
-        A sliding-window cache is a ring, and its sums depend on where in the ring the window lies. So the window is
-        seated anew right after it was read: whoever restores this state later continues from the very same cells.
-        """
+        """The recurrent and sliding-window state at the sequence's end. A window cache is a ring, and its sums depend on
+        where in it the window lies: so it is seated anew right after it was read, as a later restore will seat it."""
         self._check_seq(seq)
         assert self.kind.needs_checkpoints, "plain attention has no state to capture"
         blob = self._read(seq, abi.STATE_PARTIAL)
@@ -225,9 +220,8 @@ class Context:
 
     def is_finite(self, seq: SeqId) -> bool:
         """Whether the state holds only numbers. One that does not spoils whatever uses its place next: see ``scrub``."""
-        return (
-            not self.kind.needs_checkpoints or self._end[seq] == START or is_finite(self._read(seq, abi.STATE_PARTIAL))
-        )
+        has_state = self.kind.needs_checkpoints and self._end[seq] != START
+        return not has_state or is_finite(self._read(seq, abi.STATE_PARTIAL))
 
     def scrub(self, seq: SeqId) -> None:
         """Drop a sequence whose state is not a number. libllama empties a recurrent cell by multiplying it with 0, and
@@ -236,6 +230,14 @@ class Context:
         if self.kind.needs_checkpoints and self._end[seq] != START:
             self._write(seq, without_nan(self._read(seq, abi.STATE_PARTIAL)), abi.STATE_PARTIAL)
         self.drop(seq)
+        if not any(end.n_tokens for end in self._end):
+            self.clear()
+
+    def clear(self) -> None:
+        """Empty everything and zero it: NaN in a freed KV cell spoils whoever attends over it, masked or not."""
+        for seq in range(self.options.n_seq_max):
+            self._forget(SeqId(seq))
+        self._lib.memory_clear(self._mem, True)
 
     def touch(self, seq: SeqId) -> None:
         """What capturing does to a sequence, without the copy: nothing, but for a window's seat."""
@@ -260,6 +262,30 @@ class Context:
             raise StateRejected(f"the sequence could not be cut to its restored state at {mark.n_tokens} tokens")
         self._set_end(seq, mark)
         self._state_clean[seq] = clean
+
+    # whole sequences
+
+    def capture_sequence(self, seq: SeqId) -> Blob:
+        """KV and state of a whole sequence, as libllama writes them into a file."""
+        return self._read(seq, abi.STATE_FULL)[_BLOB_HEADER:]
+
+    def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark) -> int:
+        """Put a whole sequence in place of an empty one; returns its bytes. On ``StateRejected`` it is still empty."""
+        self._check_seq(seq)
+        assert self._end[seq] == START, f"sequence {seq} is not empty"
+        blob, n = with_header(data, seq), 0
+        if begins_sequence(blob, self.kind, mark):
+            n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, abi.STATE_FULL))
+        if n <= _BLOB_HEADER or int(self._lib.memory_seq_pos_max(self._mem, seq)) != mark.pos - 1:
+            self.drop(seq)
+            raise StateRejected(
+                f"{len(data)} bytes are no sequence of {mark.n_tokens} tokens: {self._lib.last_words()}"
+            )
+        if self.kind.has_attention:
+            self.cells.append(seq, mark.n_tokens, clean=False)
+        self._disturb_windows()
+        self._end[seq], self._state_clean[seq] = mark, False
+        return n - _BLOB_HEADER
 
     # segments: intervals
 
@@ -372,11 +398,3 @@ class Context:
             self._views.clear()
             self._lib.free(self._ptr)
             self._ptr = self._mem = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -65,11 +65,18 @@ def require_fit(model: Model, options: ContextOptions) -> None:
 
 
 def free_bytes(model: Model) -> int:
-    """Host memory that can be had, plus what the GPUs have free."""
-    return _host_free_bytes() + _gpu_free_bytes(model)
+    """What a context of this model can have: the GPUs' memory if the whole model is there, else the host's as well."""
+    on_gpu = _gpu_free_bytes(model) if model.options.n_gpu_layers else 0
+    return on_gpu if is_on_gpu(model) else host_free_bytes() + on_gpu
 
 
-def _host_free_bytes() -> int:
+def is_on_gpu(model: Model) -> bool:
+    """Whether all of the model is on GPUs, and its contexts with it."""
+    layers = model.options.n_gpu_layers
+    return (layers < 0 or layers > model.n_layers) and _gpu_free_bytes(model) > 0
+
+
+def host_free_bytes() -> int:
     free = [_meminfo_available(), _cgroup_available()]
     return min(n for n in free if n is not None) if any(n is not None for n in free) else 1 << 62
 

@@ -11,12 +11,11 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from everwarm.config import ModelOptions
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
+from everwarm.llama.closing import Closing
 from everwarm.llama.digest import file_digest
 from everwarm.llama.lib import Lib, lib
 from everwarm.llama.vocab import Vocab
@@ -58,7 +57,7 @@ class MemoryKind(enum.Enum):
         return not self.has_window
 
 
-class Model:
+class Model(Closing):
     """A loaded model. Use as a context manager; closing it while a context is open is a bug."""
 
     def __init__(self, path: Path, options: ModelOptions | None = None, progress: Progress | None = None) -> None:
@@ -133,14 +132,6 @@ class Model:
         if self.ptr:
             self.lib.model_free(self.ptr)
             self.ptr = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check_file(path: Path) -> None:

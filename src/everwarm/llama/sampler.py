@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 from everwarm.config import Sampling
 from everwarm.errors import BadRequest, DecodeFailed
 from everwarm.llama import abi
+from everwarm.llama.closing import Closing
 from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
 
@@ -26,7 +25,7 @@ _MIN_KEEP = 1
 _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never passed on
 
 
-class Sampler:
+class Sampler(Closing):
     """One request's sampler. ``history`` is what the penalties look back on: the end of the prompt."""
 
     def __init__(self, model: Model, sampling: Sampling, history: Sequence[int] | NDArray[np.int32] = ()) -> None:
@@ -97,11 +96,3 @@ class Sampler:
         if self._chain:
             self._lib.sampler_free(self._chain)
             self._chain = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

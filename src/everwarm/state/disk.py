@@ -10,6 +10,7 @@ the tier says that it is degraded and goes on. Knows no tree and no libllama.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -24,34 +25,28 @@ from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Codes
 from everwarm.state import policy
 from everwarm.state.files import TEMPORARY, Files
+from everwarm.state.index import Index, Kept
 from everwarm.state.lineage import keys
-from everwarm.state.object import SUFFIX, Blob, Damaged, Header, Kind, Reader, encode, name_of
+from everwarm.state.object import (
+    SUFFIX,
+    Blob,
+    Damaged,
+    Header,
+    Reader,
+    Unreadable,
+    encode,
+    file_size,
+    name_of,
+)
 
 log = logging.getLogger("everwarm.disk")
 
-_TABLE = """
-CREATE TABLE IF NOT EXISTS objects (
-  name TEXT PRIMARY KEY, kind TEXT, key TEXT, n_items INTEGER, size INTEGER, needs TEXT, used_at REAL, hits INTEGER
-)"""
 _DAY_S = 86_400.0
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
 
 class DirectoryTaken(EverwarmError):
     """Another process has this model's directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What the index knows of an object."""
-
-    name: str
-    kind: Kind
-    key: str
-    n_items: int
-    size: int
-    needs: tuple[str, ...]
-    used_at: float
-    hits: int = 0
 
 
 @dataclass(slots=True)
@@ -74,13 +69,17 @@ class Disk:
         self._written_today = (time.time(), 0)
         self._files = files or Files()
         self._lock = threading.RLock()
+        self._writing = threading.RLock()  # taken before the other
+        self._failed_to = ""
+        self._fresh: set[str] = set()
+        self._stuck: dict[str, int] = {}  # files that could not be removed
         self._kept: dict[str, Kept] = {}
         self._states: dict[str, str] = {}  # names of states by key
         self.n_bytes = 0
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make(directory, self._files)
         self._held = _hold(directory)
         try:
-            self._index = _open_index(directory / "index.sqlite")
+            self._index = Index(directory / "index.sqlite")
             self.scan()
         except BaseException:
             os.close(self._held)
@@ -97,6 +96,11 @@ class Disk:
         with self._lock:
             return frozenset(self._kept)
 
+    def whole_names(self) -> frozenset[str]:
+        """Everything that need not be written again."""
+        with self._lock:
+            return frozenset(name for name in self._kept if self._is_whole(name))
+
     def objects(self) -> list[Kept]:
         with self._lock:
             return list(self._kept.values())
@@ -108,16 +112,17 @@ class Disk:
             named = keys(root, codes, lengths)
             for n_items in sorted(named, reverse=True):
                 name = self._states.get(named[n_items])
-                kept = self._kept.get(name or "")
-                if kept is not None and all(need in self._kept for need in kept.needs):
-                    return kept
+                if name is not None and self._is_whole(name):
+                    return self._kept[name]
         return None
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Reader]:
         """An object, whose sections are verified as they are read. ``Damaged`` ones are gone afterwards."""
+        if Path(name).name != name:
+            raise Damaged(f"{name!r} is not the name of an object")
         try:
-            fd = self._files.open(self.directory / name)
+            fd = self._open(name)
             try:
                 reader = Reader(fd)
                 if name_of(reader.header) != name:
@@ -126,42 +131,81 @@ class Disk:
             finally:
                 os.close(fd)
         except Damaged as error:
-            log.warning("%s is damaged and forgotten: %s", name, error)
-            self.counts.n_damaged += 1
-            self.drop(name)
+            if not error.name:  # else it is about another object, and was seen to there
+                error.name = name
+                self._lose(name, error)
             raise
-        except OSError as error:
+        self.counts.n_read += 1
+        if self._failed_to == "read":
+            self.degraded = None
+
+    def _open(self, name: str) -> int:
+        try:
+            return self._files.open(self.directory / name)
+        except FileNotFoundError:
+            self._forget(name)
+            error = Damaged("it is gone")
+        except OSError as failure:
+            self._fail("read", failure)
+            if failure.errno not in _PASSING:
+                self._forget(name)
+            error = Unreadable(f"it cannot be read: {failure.strerror}")
+        error.name = name
+        raise error
+
+    def _lose(self, name: str, error: Damaged) -> None:
+        if isinstance(error, Unreadable):
             self._fail("read", error)
             self._forget(name)
-            raise Damaged(f"it cannot be read: {error.strerror}") from None
-        self.counts.n_read += 1
+            return
+        log.warning("%s is damaged and forgotten: %s", name, error)
+        self.counts.n_damaged += 1
+        self.drop(name)
 
     # changes
 
     def put(self, header: Header, parts: Mapping[str, Blob]) -> bool:
         """Durable when this returns True. False: not kept, and nothing is lost but time."""
         name = name_of(header)
-        with self._lock:
-            if name in self._kept:
+        with self._writing:
+            if self._is_whole(name):
                 return True
-        size = sum(len(part) for part in parts.values())
-        if size > self.budget_bytes or not self._may_write(size):
-            return False
-        try:
-            size = self._files.write(self.directory / name, encode(header, parts))
-        except OSError as error:
-            self._fail("written", error)
-            return False
-        self.degraded = None
-        kept = Kept(name, header.kind, header.key, header.n_items, size, header.needs, time.time())
-        with self._lock:
-            self._remember(kept)
-            self._store(kept)
-            self.counts.n_written += 1
-            self.counts.n_bytes_written += size
-            self._written_today = (self._written_today[0], self._written_today[1] + size)
-            self._evict(spare=frozenset((name, *header.needs)))
+            try:
+                size = file_size(header, parts)
+                if not self._may_keep(size, header.needs) or not self._may_write(size):
+                    return False
+                self._forget(name)
+                self._files.write(self.directory / name, encode(header, parts))
+            except (OSError, ValueError) as error:
+                self._fail("written", error)
+                return False
+            self.degraded = None
+            kept = Kept(name, header.kind, header.key, header.n_items, size, header.needs, time.time())
+            with self._lock:
+                self._remember(kept)
+                self._store(kept)
+                self.counts.n_written += 1
+                self.counts.n_bytes_written += size
+                self._written_today = (self._written_today[0], self._written_today[1] + size)
+                self._make_room(kept)
         return True
+
+    def _is_whole(self, name: str) -> bool:
+        with self._lock:
+            kept = self._kept.get(name)
+            return kept is not None and all(need in self._kept for need in kept.needs)
+
+    def _may_keep(self, size: int, needs: Sequence[str]) -> bool:
+        with self._lock:
+            return size + sum(self._kept[n].size for n in set(needs) if n in self._kept) <= self.budget_bytes
+
+    def _make_room(self, new: Kept) -> None:
+        """KV written since the last state belongs to a state still to come."""
+        spare = {new.name, *new.needs}
+        self._fresh = {new.name} | self._fresh if new.kind == "kv" else set()
+        if sum(self._kept[n].size for n in spare | self._fresh if n in self._kept) > self.budget_bytes:
+            self._fresh = set()
+        self._evict(spare=frozenset(spare | self._fresh))
 
     def touch(self, names: Sequence[str]) -> None:
         """Somebody used these."""
@@ -174,38 +218,38 @@ class Disk:
 
     def drop(self, name: str) -> None:
         with self._lock:
-            self._forget(name)
+            size = self._forget(name)
             try:
                 self._files.unlink(self.directory / name)
             except FileNotFoundError:
                 pass
             except OSError as error:
                 self._fail("removed", error)
+                self._stuck[name] = size
+                self.n_bytes += size
 
     def scan(self) -> None:
         """Make the index say what the files say."""
-        with self._lock:
-            self._kept, self._states, self.n_bytes = {}, {}, 0
-            known = {row.name: row for row in self._rows()}
+        with self._writing, self._lock:
+            self._kept, self._states, self._stuck, self.n_bytes = {}, {}, {}, 0
+            uses = self._uses()
             for path in sorted(self.directory.iterdir()):
                 if path.name.startswith(TEMPORARY):
-                    self._files.unlink(path)
+                    self.drop(path.name)
                 elif path.name.endswith(SUFFIX):
-                    self._admit(path, known.get(path.name))
-            for name in known.keys() - self._kept.keys():
+                    self._admit(path, *uses.get(path.name, (time.time(), 0)))
+            for name in uses.keys() - self._kept.keys():
                 self._delete_row(name)
             self._evict(spare=frozenset())
 
-    def _admit(self, path: Path, known: Kept | None) -> None:
+    def _admit(self, path: Path, used_at: float, hits: int) -> None:
         try:
             size = path.lstat().st_size
-            if known is not None and known.size == size:
-                return self._remember(known)
             with self.reading(path.name) as reader:
                 head = reader.header
-            kept = Kept(path.name, head.kind, head.key, head.n_items, size, head.needs, time.time())
         except (Damaged, OSError):
-            return None
+            return
+        kept = Kept(path.name, head.kind, head.key, head.n_items, size, head.needs, used_at, hits)
         self._remember(kept)
         self._store(kept)
 
@@ -225,17 +269,16 @@ class Disk:
             victims = self._stranded(spare) or self._least(spare)
             if not victims:
                 return
-            for name in victims:
-                self.counts.n_evicted += 1
-                self.drop(name)
+            self.counts.n_evicted += 1
+            self.drop(victims[0])
 
     def _stranded(self, spare: frozenset[str]) -> list[str]:
         needed = {need for kept in self._kept.values() for need in kept.needs}
-        whole = {kept.name for kept in self._kept.values() if all(need in self._kept for need in kept.needs)}
         return [
             kept.name
             for kept in self._kept.values()
-            if kept.name not in spare and (kept.name not in needed if kept.kind == "kv" else kept.name not in whole)
+            if kept.name not in spare
+            and (kept.name not in needed if kept.kind == "kv" else not self._is_whole(kept.name))
         ]
 
     def _least(self, spare: frozenset[str]) -> list[str]:
@@ -250,36 +293,45 @@ class Disk:
     # the index
 
     def _remember(self, kept: Kept) -> None:
+        before = self._kept.get(kept.name)
+        self.n_bytes += kept.size - (before.size if before else 0) - self._stuck.pop(kept.name, 0)
         self._kept[kept.name] = kept
-        self.n_bytes += kept.size
         if kept.kind == "state":
             self._states[kept.key] = kept.name
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str) -> int:
+        """Its size."""
         with self._lock:
+            stuck = self._stuck.pop(name, 0)
+            self.n_bytes -= stuck
             kept = self._kept.pop(name, None)
-            if kept is not None:
-                self.n_bytes -= kept.size
-                self._states.pop(kept.key, None)
-                self._delete_row(name)
+            if kept is None:
+                return stuck
+            self.n_bytes -= kept.size
+            if self._states.get(kept.key) == name:
+                del self._states[kept.key]
+            self._delete_row(name)
+            return kept.size
 
-    def _rows(self) -> Iterator[Kept]:
+    def _uses(self) -> dict[str, tuple[float, int]]:
         try:
-            for name, kind, key, n_items, size, needs, used_at, hits in self._index.execute("SELECT * FROM objects"):
-                yield Kept(name, kind, key, n_items, size, tuple(filter(None, needs.split(","))), used_at, hits)
+            return self._index.uses()
         except sqlite3.Error as error:
-            log.warning("the index cannot be read and is made anew: %s", error)
+            self._fail("found in the index", error)
+            return {}
 
     def _store(self, kept: Kept) -> None:
-        row = (kept.name, kept.kind, kept.key, kept.n_items, kept.size, ",".join(kept.needs), kept.used_at, kept.hits)
-        self._execute("INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)", row)
+        with self._indexing():
+            self._index.store(kept)
 
     def _delete_row(self, name: str) -> None:
-        self._execute("DELETE FROM objects WHERE name = ?", (name,))
+        with self._indexing():
+            self._index.delete(name)
 
-    def _execute(self, statement: str, values: tuple[object, ...]) -> None:
+    @contextlib.contextmanager
+    def _indexing(self) -> Iterator[None]:
         try:
-            self._index.execute(statement, values)
+            yield
         except sqlite3.Error as error:  # the files are the truth: the next scan puts it right
             self._fail("indexed", error)
 
@@ -287,11 +339,21 @@ class Disk:
         self.counts.n_failures += 1
         if self.degraded is None:
             log.warning("the disk tier is degraded: an object could not be %s (%s)", what, error)
-        self.degraded = str(error)
+        self.degraded, self._failed_to = str(error), what
+
+
+def _make(directory: Path, files: Files) -> None:
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if missing:
+        os.chmod(directory, 0o700)
+    for path in missing:
+        files.sync_directory(path.parent)
 
 
 def _hold(directory: Path) -> int:
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -300,24 +362,3 @@ def _hold(directory: Path) -> int:
             f"another Everwarm keeps this model's states in {directory}: give one of them another --state-dir"
         ) from None
     return fd
-
-
-def _open_index(path: Path) -> sqlite3.Connection:
-    """Made anew if it cannot be used: everything in it can be read from the files."""
-    for attempt in range(2):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            index.execute("PRAGMA journal_mode=WAL")
-            index.execute("PRAGMA synchronous=NORMAL")
-            index.execute(_TABLE)
-            index.execute("SELECT name, kind, key, n_items, size, needs, used_at, hits FROM objects LIMIT 1").fetchall()
-        except sqlite3.Error:
-            index.close()
-            if attempt:
-                raise
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-        else:
-            return index
-    raise AssertionError("unreachable")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,18 +24,21 @@ class Files:
         try:
             size = sum(self.append(fd, memoryview(piece)) for piece in pieces)
             self.sync(fd)
+            self.rename(temporary, path)
+            self.sync_directory(path.parent)
         except BaseException:
-            with contextlib.suppress(OSError):
-                self.unlink(temporary)
+            for left in (temporary, path):
+                with contextlib.suppress(OSError):
+                    self.unlink(left)
             raise
         finally:
             os.close(fd)
-        self.rename(temporary, path)
-        self.sync_directory(path.parent)
         return size
 
     def create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        os.fchmod(fd, 0o600)
+        return fd
 
     def append(self, fd: int, data: memoryview) -> int:
         done = 0
@@ -58,4 +63,8 @@ class Files:
         os.unlink(path)
 
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | _FLAGS)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a file")
+        return fd

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from everwarm.errors import EverwarmError
 
 Blob = NDArray[np.uint8]
-Kind = Literal["kv", "state"]
+Kind = Literal["kv", "state", "slot"]
 
 MAGIC, END = b"EVERWARM", b"MRAWREVE"
 MAJOR, MINOR = 1, 0
 ALIGN = 4096
 MAX_HEADER = 1 << 20
-MAX_SECTIONS = 16
+MAX_SECTIONS = 1024
 SUFFIX = ".ew"
 
 _PREFIX = struct.Struct("<8sHHI")
@@ -40,12 +40,28 @@ _MAX_COUNT = 1 << 40
 class Damaged(EverwarmError):
     """Not an object of this format, or not what it was when it was written."""
 
+    name = ""  # of the object, once somebody knows it
+
+
+class Unreadable(Damaged):
+    """The system did not give it."""
+
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     offset: int
     length: int
     blake3: str
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One checkpoint of a slot's companion; its state is in the section of that name."""
+
+    n_items: int
+    cut: str
+    clean: bool
+    chunks: tuple[tuple[int, int], ...]
+    section: str
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,6 +79,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     chunks: tuple[tuple[int, int], ...] | None
     needs: tuple[str, ...] = ()
     reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
+    points: tuple[Point, ...] = ()  # of a slot
+    main: str = ""  # digest of the file that a slot's companion belongs to
     sections: tuple[Section, ...] = ()
 
 
@@ -80,8 +98,21 @@ def encode(header: Header, parts: Mapping[str, Blob]) -> Iterator[bytes | memory
     yield end
 
 
+def file_size(header: Header, parts: Mapping[str, Blob]) -> int:
+    """Of the whole file, without reading the parts. ``ValueError``: it could not be read back."""
+    head = _laid_out(header, parts, dict.fromkeys(parts, "0" * 64))
+    return len(head) + sum(_aligned(len(part)) for part in parts.values()) + _FOOTER.size
+
+
 def _head(header: Header, parts: Mapping[str, Blob]) -> tuple[bytes, bytes]:
     digests = {name: blake3.blake3(part.data).hexdigest() for name, part in parts.items()}
+    head = _laid_out(header, parts, digests)
+    return head, _FOOTER.pack(blake3.blake3(head).digest(), END)
+
+
+def _laid_out(header: Header, parts: Mapping[str, Blob], digests: Mapping[str, str]) -> bytes:
+    if len(parts) > MAX_SECTIONS or not _makes_sense(header):
+        raise ValueError("an object with such a header could not be read back")
     n_pages = 1
     while True:  # the header's length decides where sections begin, and their offsets are in the header
         at, sections = n_pages * ALIGN, []
@@ -94,8 +125,12 @@ def _head(header: Header, parts: Mapping[str, Blob]) -> tuple[bytes, bytes]:
         n_pages += 1
     if len(body) > MAX_HEADER:
         raise ValueError(f"a header of {len(body)} bytes is over the limit of {MAX_HEADER}")
-    head = (_PREFIX.pack(MAGIC, MAJOR, MINOR, len(body)) + body).ljust(n_pages * ALIGN, b"\0")
-    return head, _FOOTER.pack(blake3.blake3(head).digest(), END)
+    return (_PREFIX.pack(MAGIC, MAJOR, MINOR, len(body)) + body).ljust(n_pages * ALIGN, b"\0")
+
+
+def _makes_sense(header: Header) -> bool:
+    names = {section.name for section in header.sections}
+    return len(names) == len(header.sections) <= MAX_SECTIONS and 0 <= header.n_start <= header.n_items <= _MAX_COUNT
 
 
 def name_of(header: Header) -> str:
@@ -125,16 +160,18 @@ class Reader:
         digest, end = _FOOTER.unpack(self._bytes(self._size - _FOOTER.size, _FOOTER.size))
         if end != END or blake3.blake3(head).digest() != digest:
             raise Damaged("its header is not what it was")
+        if any(head[_PREFIX.size + length :]):
+            raise Damaged("there is something behind its header")
         try:
             header = _decoder.decode(head[_PREFIX.size : _PREFIX.size + length])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise Damaged(f"its header cannot be read: {error}") from None
         self._check(header, head_size)
         return header
 
     def _check(self, header: Header, at: int) -> None:
         """Sections lie one after the other, and the footer right behind the last."""
-        if len(header.sections) > MAX_SECTIONS or not 0 <= header.n_start <= header.n_items <= _MAX_COUNT:
+        if not _makes_sense(header):
             raise Damaged("its header makes no sense")
         for section in header.sections:
             if section.offset != at or not 0 <= section.length <= self._size:
@@ -167,7 +204,10 @@ class Reader:
     def _fill(self, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            n = os.preadv(self._fd, [view[done:]], offset + done)
+            try:
+                n = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise Unreadable(f"it cannot be read: {error.strerror}") from error
             if n == 0:
                 raise Damaged("it ends early")
             done += n

@@ -147,7 +147,7 @@ class Entry:
 
 def score(entry: Entry) -> float:
     """Seconds saved per byte, times the chance that somebody comes back."""
-    chance: float = (1 + entry.hits) * 0.5 ** (entry.age_s / HALF_LIFE_S)
+    chance: float = (1 + entry.hits) * 0.5 ** (max(0.0, entry.age_s) / HALF_LIFE_S)
     return entry.seconds_saved * chance / max(1, entry.size_bytes)
 
 

@@ -1,0 +1,115 @@
+"""Slot actions from frames: file work on a thread of its own, the slot itself on the loop's, when it is idle."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from everwarm.engine import messages as m
+from everwarm.engine import slotio
+from everwarm.engine.core import Core
+from everwarm.engine.loop import Loop
+from everwarm.engine.slots import Slot
+from everwarm.errors import BadRequest, EverwarmError
+from everwarm.state.object import Damaged
+
+log = logging.getLogger("everwarm.engine")
+
+
+class SlotFiles:
+    def __init__(self, core: Core, send: Callable[[m.Message], None]) -> None:
+        self._core = core
+        self._send = send
+        self._files = ThreadPoolExecutor(1, "everwarm-slots")
+        self._waiting: list[tuple[Slot, Callable[[], None]]] = []  # for their slots to be idle
+
+    def handle(self, message: m.SlotAction, loop: Loop) -> None:
+        """On the reader's thread."""
+        n_slots = len(self._core.slots)
+        if not 0 <= message.slot < n_slots:
+            raise BadRequest(f"slot {message.slot} does not exist; give 0 to {n_slots - 1}")
+        slot, began = self._core.slots[message.slot], time.monotonic()
+        match message.action:
+            case "save":
+                loop.post(lambda core: self._when_idle(slot, lambda: self._capture(core, slot, message, began)))
+            case "restore":
+                self._files.submit(self._read, slot, message, began, loop)
+            case "erase":
+                loop.post(lambda core: self._when_idle(slot, lambda: self._erase(core, slot, message)))
+
+    def go_on(self) -> None:
+        """On the loop's thread, after every step: whoever waited for a slot that is idle now."""
+        ready = [entry for entry in self._waiting if entry[0].is_idle]
+        self._waiting = [entry for entry in self._waiting if not entry[0].is_idle]
+        for _, job in ready:
+            job()
+
+    def _when_idle(self, slot: Slot, job: Callable[[], None]) -> None:
+        if slot.is_idle:
+            job()
+        else:
+            self._waiting.append((slot, job))
+
+    def _answer(self, message: m.SlotAction, work: Callable[[], dict[str, Any]]) -> None:
+        """Whatever goes wrong is said to whoever asked."""
+        try:
+            self._send(m.Answer(message.id, {"id_slot": message.slot, **work()}))
+        except EverwarmError as error:
+            self._send(m.failed(message.id, error))
+        except OSError as error:
+            reason = BadRequest(f"the slot file could not be used: {error.strerror}")
+            self._send(m.failed(message.id, reason))
+        except Exception:
+            log.exception("a slot action failed")
+            self._send(m.failed(message.id, EverwarmError("internal error")))
+
+    # save
+
+    def _capture(self, core: Core, slot: Slot, message: m.SlotAction, began: float) -> None:
+        try:
+            saved = slotio.capture(core, slot, message.namespace)
+        except EverwarmError as error:
+            return self._send(m.failed(message.id, error))
+        self._files.submit(self._answer, message, lambda: self._write(saved, message, began))
+
+    def _write(self, saved: slotio.Saved, message: m.SlotAction, began: float) -> dict[str, Any]:
+        n_bytes = slotio.write(Path(message.path), saved, self._fingerprint())
+        return {
+            "n_saved": saved.n_tokens,
+            "n_written": n_bytes,
+            "timings": {"save_ms": 1e3 * (time.monotonic() - began)},
+        }
+
+    # restore
+
+    def _read(self, slot: Slot, message: m.SlotAction, began: float, loop: Loop) -> None:
+        try:
+            saved, n_bytes = slotio.read(Path(message.path), self._fingerprint(), self._core.context.n_ctx)
+        except (Damaged, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            reason = BadRequest(f"the slot file cannot be restored: {why}")
+            return loop.post(lambda core: self._when_idle(slot, lambda: self._fail(core, slot, message, reason)))
+
+        def work(core: Core) -> dict[str, Any]:
+            n = slotio.put_back(core, slot, saved, message.namespace)
+            ms = 1e3 * (time.monotonic() - began)
+            return {"n_restored": n, "n_read": n_bytes, "timings": {"restore_ms": ms}}
+
+        loop.post(lambda core: self._when_idle(slot, lambda: self._answer(message, lambda: work(core))))
+
+    def _fail(self, core: Core, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
+        """A slot that could not be restored is empty; what it held before is still known."""
+        slotio.empty(core, slot)
+        self._send(m.failed(message.id, error))
+
+    # erase
+
+    def _erase(self, core: Core, slot: Slot, message: m.SlotAction) -> None:
+        self._answer(message, lambda: {"n_erased": slotio.erase(core, slot, message.namespace)})
+
+    def _fingerprint(self) -> str:
+        return self._core.settings.fingerprint(self._core.model.fingerprint)

@@ -1,0 +1,187 @@
+"""Saving a slot's conversation to a file, bringing it back, and forgetting it: what llama-server's slot actions do.
+
+``capture``, ``put_back`` and ``erase`` run on the loop's thread while the slot is idle; ``write`` and ``read`` do the file
+work and may run anywhere. The main file is llama.cpp's; the companion holds every checkpoint of the conversation, so that
+after a restore any next request is warm, not only one that goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+import numpy as np
+
+from everwarm.engine.core import Core
+from everwarm.engine.restore import Goal
+from everwarm.engine.slots import Slot
+from everwarm.errors import BadRequest, MemoryFault
+from everwarm.prompt.prompt import Codes, Prompt
+from everwarm.state.files import Files
+from everwarm.state.object import Blob, Damaged, Header, Point, Reader, encode
+from everwarm.state.policy import CutKind
+from everwarm.state.slotfile import COMPANION, encode_main, open_plain, read_main
+from everwarm.state.tree import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A conversation outside of the engine."""
+
+    tokens: Codes
+    state: Blob
+    points: tuple[tuple[Point, Blob], ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def capture(core: Core, slot: Slot, namespace: str) -> Saved:
+    """The slot's last conversation, brought back into it first if it has left the context."""
+    if not len(slot.content) or slot.namespace != namespace:
+        raise BadRequest(f"slot {slot.seq} holds no conversation of yours")
+    if slot.content.media:
+        raise BadRequest("a conversation with images cannot be saved to a slot file")
+    _bring_back(core, slot)
+    if not slot.n_fed:
+        raise BadRequest(f"the conversation of slot {slot.seq} is not kept any more")
+    keeper = core.keeper
+    points = []
+    for node in slot.node.lineage():
+        checkpoint = node.checkpoint
+        if checkpoint is None or node.n_items > slot.n_fed:
+            continue
+        if checkpoint.parked is not None:
+            keeper.copy_down(node)
+        if checkpoint.state is not None:
+            name = f"state-{node.n_items}"
+            point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, name)
+            points.append((point, checkpoint.state))
+    return Saved(slot.items.codes[: slot.n_fed], core.context.capture_sequence(slot.seq), tuple(points))
+
+
+def _bring_back(core: Core, slot: Slot) -> None:
+    if slot.n_fed or not len(slot.content):
+        return
+    prompt = Prompt(np.append(slot.content.codes, np.int32(0)))  # one more, so that the whole of it may be restored
+    goal = Goal(prompt, slot.namespace)
+    sources = core.restorer.sources(prompt, slot.namespace)
+    core.restorer.bring(slot, goal, core.restorer.find(goal, sources), sources)
+
+
+def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None) -> int:
+    """Both files, each whole or not at all; returns their bytes."""
+    files = files or Files()
+    companion = path.with_name(path.name + COMPANION)
+    companion.unlink(missing_ok=True)  # never an old companion beside a new file
+    n_bytes = files.write(path, encode_main(saved.tokens, saved.state))
+    items = np.ascontiguousarray(saved.tokens, "<i4").view(np.uint8)
+    header = Header(
+        kind="slot",
+        fingerprint=fingerprint,
+        key="",
+        start="",
+        n_start=0,
+        n_items=saved.n_tokens,
+        cut="",
+        clean=False,
+        chunks=None,
+        points=tuple(point for point, _ in saved.points),
+        main=_digest(saved.tokens, saved.state),
+    )
+    parts = {"items": items} | {point.section: state for point, state in saved.points}
+    return n_bytes + files.write(companion, encode(header, parts))
+
+
+def read(path: Path, fingerprint: str, max_tokens: int) -> tuple[Saved, int]:
+    """The conversation in a slot file, with its checkpoints if the companion is there and belongs to it; and its bytes."""
+    tokens, state = read_main(path, max_tokens)
+    companion = path.with_name(path.name + COMPANION)
+    try:
+        points, n_bytes = _read_companion(companion, tokens, state, fingerprint)
+    except Damaged:
+        points, n_bytes = (), 0  # none, an older or a foreign one: the main file alone goes as far as it goes
+    return Saved(tokens, state, points), path.stat().st_size + n_bytes
+
+
+def _read_companion(
+    path: Path, tokens: Codes, state: Blob, fingerprint: str
+) -> tuple[tuple[tuple[Point, Blob], ...], int]:
+    fd = open_plain(path)
+    try:
+        reader = Reader(fd)
+        head = reader.header
+        same = head.kind == "slot" and head.fingerprint == fingerprint and head.main == _digest(tokens, state)
+        if not same or not np.array_equal(reader.read("items").view("<i4"), tokens):
+            raise Damaged("it belongs to another file or model")
+        if any(not 0 < point.n_items <= len(tokens) for point in head.points):
+            raise Damaged("a checkpoint lies outside of the conversation")
+        return tuple((point, reader.read(point.section)) for point in head.points), os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
+    """The conversation into the slot, whatever was there before; returns how many tokens a next request can reuse."""
+    empty(core, slot)
+    prompt = Prompt.of_tokens(saved.tokens)
+    n = len(prompt)
+    if n >= core.context.n_ctx:
+        raise BadRequest(f"the file holds {n} tokens but the context {core.context.n_ctx}")
+    if int(saved.tokens.max()) >= core.model.vocab.n_tokens:
+        raise BadRequest("the file holds tokens that this model does not have")
+    root = core.tree.root(namespace)
+    if not core.keeper.make_room(n, keep=slot):
+        raise BadRequest(f"there is no room for {n} tokens beside what is running; try again later")
+    try:
+        core.context.restore_sequence(slot.seq, saved.state, prompt.end)
+    except MemoryFault as error:
+        raise BadRequest(f"the file is not a state of this model: {error}") from None
+    slot.n_fed, slot.items, slot.content, slot.namespace = n, prompt, prompt, namespace
+    for point, state in saved.points:
+        node = core.tree.grow(root, prompt, point.n_items)
+        if node.checkpoint is None:
+            cut = next((cut for cut in CutKind if cut.value == point.cut), CutKind.BOUNDARY)
+            kept = Checkpoint(cut, point.clean, point.chunks, state=state, used_at=time.monotonic())
+            core.tree.set_checkpoint(node, kept)
+    core.keeper.seat(slot, root)
+    core.keeper.mark_end(slot)
+    core.keeper.take(slot, CutKind.REPLY)
+    core.keeper.enforce_budget()
+    return n
+
+
+def empty(core: Core, slot: Slot) -> None:
+    """Nothing is in the slot afterwards; what was is still known."""
+    core.keeper.vacate(slot, slot.node.root())
+    slot.content = Prompt.of_tokens([])
+
+
+def erase(core: Core, slot: Slot, namespace: str) -> int:
+    """Forget the slot's conversation as far as no other one shares it; returns its tokens."""
+    if slot.namespace != namespace:
+        return 0
+    n = len(slot.content)
+    _bring_back(core, slot)
+    node = slot.node
+    core.context.drop(slot.seq)
+    core.keeper.seat(slot, node.root())
+    slot.clear()
+    slot.content = Prompt.of_tokens([])
+    while node.parent is not None and not node.children and not node.holders:
+        parent = node.parent
+        if node.checkpoint is not None:
+            core.keeper.drop_checkpoint(node, "erased")
+        if node.segment is not None:
+            core.tree.drop_segment(node)
+        node = parent
+    return n
+
+
+def _digest(tokens: Codes, state: Blob) -> str:
+    hasher = blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
+    return hasher.update(state.data).hexdigest()

@@ -1,0 +1,89 @@
+"""The disk tier's index: what its files say and how they were used, in SQLite (WAL). Can be thrown away at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from everwarm.state.object import Kind
+
+log = logging.getLogger("everwarm.disk")
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS objects (
+  name TEXT PRIMARY KEY, kind TEXT, key TEXT, n_items INTEGER, size INTEGER, needs TEXT, used_at REAL, hits INTEGER
+)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the index knows of an object."""
+
+    name: str
+    kind: Kind
+    key: str
+    n_items: int
+    size: int
+    needs: tuple[str, ...]
+    used_at: float
+    hits: int = 0
+
+
+class Index:
+    """Raises ``sqlite3.Error`` when it cannot; on one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = _open(path)
+
+    def uses(self) -> dict[str, tuple[float, int]]:
+        """When each was used and how often: all that the files do not say."""
+        rows = self._database.execute("SELECT name, used_at, hits FROM objects").fetchall()
+        return {name: (at, hits) for name, at, hits in rows if isinstance(at, float) and isinstance(hits, int)}
+
+    def store(self, kept: Kept) -> None:
+        row = (kept.name, kept.kind, kept.key, kept.n_items, kept.size, ",".join(kept.needs), kept.used_at, kept.hits)
+        self._database.execute("INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)", row)
+
+    def delete(self, name: str) -> None:
+        self._database.execute("DELETE FROM objects WHERE name = ?", (name,))
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Made anew if it cannot be used, and kept in memory if that fails: the files say everything but the use."""
+    for place in (path, path, ":memory:"):
+        try:
+            return _connect(place)
+        except (sqlite3.Error, OSError) as error:
+            log.warning("the index cannot be used and is made anew: %s", error)
+            for suffix in ("", "-wal", "-shm"):
+                with contextlib.suppress(OSError):
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+    raise AssertionError("unreachable")
+
+
+def _connect(place: Path | str) -> sqlite3.Connection:
+    if isinstance(place, Path):
+        fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.fchmod(fd, 0o600)
+        os.close(fd)
+    index = sqlite3.connect(place, isolation_level=None, check_same_thread=False)
+    try:
+        index.execute("PRAGMA journal_mode=WAL")
+        index.execute("PRAGMA synchronous=NORMAL")
+        index.execute(_TABLE)
+        made = index.execute("SELECT sql FROM sqlite_master WHERE name = 'objects'").fetchone()[0]
+        if made.split() != _TABLE.replace("IF NOT EXISTS ", "").split():
+            raise sqlite3.DatabaseError("its table is another")
+        if index.execute("PRAGMA integrity_check").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("it is damaged")
+    except sqlite3.Error:
+        index.close()
+        raise
+    return index

@@ -1,0 +1,99 @@
+"""Slot files: llama.cpp's own sequence file, and our companion beside it. Formats and safe opening, nothing else.
+
+    NAME               u32 "ggsq" · u32 version · u32 n · n × i32 tokens · libllama's sequence state
+    NAME.checkpoints   an object (see ``object``) with the items, every checkpoint, and the digest of NAME
+
+The first is llama-server's format. It writes its token list packed (−1, version, count, tokens, media) and may append
+checkpoints of its own behind the state; both are read. A name never leaves its directory, and a symbolic link is never
+followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from everwarm.errors import BadRequest
+from everwarm.prompt.prompt import Codes
+from everwarm.state.object import Blob, Damaged
+
+MAGIC, VERSION = 0x67677371, 4
+COMPANION = ".checkpoints"
+
+_HEAD = struct.Struct("<III")
+_PACKED = struct.Struct("<iII")  # −1, version, tokens
+_PACKED_VERSION = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name) or name.endswith(COMPANION):
+        raise BadRequest("filename must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit")
+    return name
+
+
+def encode_main(tokens: Codes, state: Blob) -> Iterator[bytes | memoryview]:
+    yield _HEAD.pack(MAGIC, VERSION, len(tokens))
+    yield np.ascontiguousarray(tokens, "<i4").tobytes()
+    yield state.data
+
+
+def read_main(path: Path, max_tokens: int) -> tuple[Codes, Blob]:
+    """Tokens and state of a sequence file, its sizes checked before anything is allocated; ``Damaged`` otherwise."""
+    fd = open_plain(path)
+    try:
+        size = os.fstat(fd).st_size
+        head = os.pread(fd, _HEAD.size, 0)
+        if len(head) < _HEAD.size:
+            raise Damaged("it is too short")
+        magic, version, n = _HEAD.unpack(head)
+        if magic != MAGIC or version != VERSION:
+            raise Damaged("it is not a sequence file of this libllama")
+        end = _HEAD.size + 4 * n
+        if end > size or n > 2 * max_tokens + 1024:
+            raise Damaged(f"it says that it has {n} tokens")
+        packed = np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4")
+        state = np.empty(size - end, np.uint8)
+        done = 0
+        while done < len(state):
+            got = os.preadv(fd, [state.data[done:]], end + done)
+            if got == 0:
+                raise Damaged("it ends early")
+            done += got
+    finally:
+        os.close(fd)
+    return _unpacked(packed), state
+
+
+def _unpacked(packed: Codes) -> Codes:
+    """A plain list of tokens, or llama-server's packed one without media."""
+    tokens = packed
+    if len(packed) and packed[0] == -1:
+        data = packed.tobytes()
+        if len(data) < _PACKED.size + 4:
+            raise Damaged("its token list is too short")
+        _, version, n = _PACKED.unpack_from(data)
+        if version != _PACKED_VERSION or len(packed) != n + 4 or packed[-1] != 0:
+            raise Damaged("its token list cannot be read, or holds media")
+        tokens = packed[3 : 3 + n]
+    if len(tokens) == 0 or int(tokens.min()) < 0:
+        raise Damaged("it has no tokens, or some that are none")
+    return np.ascontiguousarray(tokens, np.int32)
+
+
+def open_plain(path: Path) -> int:
+    """A regular file, never through a symbolic link."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise Damaged(f"it cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Damaged("it is not a regular file")
+    return fd

@@ -1,0 +1,209 @@
+"""Slot files: every kind of next request is warm after a restore, the bytes are the same, and a bad file harms nobody."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
+from everwarm.engine import slotio
+from everwarm.errors import BadRequest
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.object import Damaged
+from everwarm.state.slotfile import COMPANION, VERSION, checked_name, read_main
+
+ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
+HISTORY, NEW = text(1, 400), text(2, 30)
+STABLE, MIDDLE = 380, 200
+PRINT = "fingerprint"
+
+
+def save(core, path: Path, slot: int = 0) -> slotio.Saved:
+    saved = slotio.capture(core, core.slots[slot], "")
+    slotio.write(path, saved, PRINT)
+    return saved
+
+
+def restore(core, path: Path, slot: int = 0) -> int:
+    saved, _ = slotio.read(path, PRINT, core.context.n_ctx)
+    n = slotio.put_back(core, core.slots[slot], saved, "")
+    check(core)
+    return n
+
+
+def talk(core) -> list[int]:
+    """A conversation in slot 0; returns all of it, with the reply."""
+    result = run(core, HISTORY, boundaries=(MIDDLE,), stable=STABLE, slot=0)
+    return [*HISTORY, *result.tokens[:-1]]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_after_a_restore_every_kind_of_next_request_is_warm(tmp_path, arch):
+    with open_core(arch) as core:
+        whole = talk(core)
+        save(core, tmp_path / "a.bin")
+    needs = arch != "llama"
+    for prompt, n_cached in (
+        ([*whole, *NEW], len(whole)),  # goes on
+        ([*HISTORY[:STABLE], *NEW], STABLE),  # what came after the stable point was stripped
+        ([*HISTORY[:MIDDLE], *NEW], MIDDLE),  # the last message was edited
+        (HISTORY, len(HISTORY) - 20),  # said again, or regenerated
+    ):
+        with open_core(arch) as core:
+            assert restore(core, tmp_path / "a.bin") == len(whole)
+            result = run(core, prompt)
+            assert result.n_cached >= n_cached if needs else result.n_cached >= min(n_cached, len(prompt) - 1)
+    with open_core(arch) as core:
+        assert run(core, [*whole, *NEW]).n_cached == 0, "this test could not fail"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_is_restored_is_byte_for_byte_what_was_saved(tmp_path, arch):
+    with open_core(arch) as core:
+        talk(core)
+        saved = save(core, tmp_path / "a.bin")
+        save(core, tmp_path / "b.bin")
+    with open_core(arch) as core:
+        restore(core, tmp_path / "a.bin")
+        again = slotio.capture(core, core.slots[0], "")
+    assert again.tokens.tolist() == saved.tokens.tolist()
+    assert again.state.tobytes() == saved.state.tobytes()
+    assert [p.n_items for p, _ in again.points] == [p.n_items for p, _ in saved.points]
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    other = bytearray(saved.state.tobytes())
+    other[len(other) // 2] ^= 1
+    assert again.state.tobytes() != bytes(other), "this test could not fail"
+
+
+def test_a_conversation_that_left_the_context_is_saved_all_the_same(tmp_path):
+    with open_core() as core:
+        whole = talk(core)
+        core.keeper.move_out_slot(core.slots[0])
+        assert core.slots[0].n_fed == 0
+        assert save(core, tmp_path / "a.bin").tokens.tolist() == whole
+        check(core)
+
+
+@pytest.mark.parametrize("how", ["none", "foreign", "garbage", "of another file"])
+def test_without_its_companion_the_main_file_goes_as_far_as_it_goes(tmp_path, how):
+    with open_core() as core:
+        whole = talk(core)
+        save(core, tmp_path / "a.bin")
+        run(core, text(3, 300), slot=1)
+        save(core, tmp_path / "b.bin", slot=1)
+    companion = tmp_path / f"a.bin{COMPANION}"
+    if how == "none":
+        companion.unlink()
+    elif how == "garbage":
+        companion.write_bytes(b"x" * 9000)
+    elif how == "of another file":
+        companion.write_bytes((tmp_path / f"b.bin{COMPANION}").read_bytes())
+    with open_core() as core:
+        saved, _ = slotio.read(tmp_path / "a.bin", "another" if how == "foreign" else PRINT, core.context.n_ctx)
+        assert saved.points == ()
+        slotio.put_back(core, core.slots[0], saved, "")
+        assert run(core, [*whole, *NEW]).n_cached == len(whole)
+
+
+def test_saving_empty_slots_and_other_peoples_slots_is_refused(tmp_path):
+    with open_core() as core:
+        with pytest.raises(BadRequest):
+            slotio.capture(core, core.slots[1], "")
+        run(core, HISTORY, namespace="mine", slot=0)
+        with pytest.raises(BadRequest):
+            slotio.capture(core, core.slots[0], "yours")
+        assert slotio.erase(core, core.slots[0], "yours") == 0
+        assert run(core, [*HISTORY, *NEW], namespace="mine").n_cached >= len(HISTORY) - 20
+
+
+def test_erasing_forgets_what_nobody_shares(tmp_path):
+    with open_core() as core:
+        talk(core)
+        run(core, [*HISTORY[:MIDDLE], *NEW], slot=1)
+        assert slotio.erase(core, core.slots[0], "") == len(HISTORY) + 3
+        check(core)
+        assert run(core, [*HISTORY[:MIDDLE], *text(7, 20)], slot=1).n_cached == MIDDLE
+        assert run(core, [*HISTORY, *NEW]).n_cached == MIDDLE
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_mutated_main_file_is_refused_or_is_right_and_the_slot_stays_usable(tmp_path, seed):
+    """Flips inside the numbers themselves cannot be told from numbers; without a companion that is llama-server's own
+    guarantee. Everything structural is refused, nothing aborts, and the engine answers as before."""
+    rng = np.random.default_rng(seed)
+    with open_core(EVERY_KIND[seed % len(EVERY_KIND)]) as core:
+        talk(core)
+        path = tmp_path / "a.bin"
+        save(core, path)
+        (tmp_path / f"a.bin{COMPANION}").unlink()
+        expected = run(core, text(9, 50), deterministic=True).tokens
+        data = bytearray(path.read_bytes())
+        match seed % 4:
+            case 0:
+                data = data[: int(rng.integers(0, len(data)))]
+            case 1:
+                at = int(rng.integers(0, 64))
+                data[at] ^= 1 << int(rng.integers(8))
+            case 2:
+                at = 12 + 4 * len(HISTORY) + int(rng.integers(0, 64))
+                data[at : at + 4] = struct.pack("<I", int(rng.integers(1 << 32)))
+            case 3:
+                data[: int(rng.integers(1, 200))] = b""
+        path.write_bytes(data)
+        try:
+            saved, _ = slotio.read(path, PRINT, core.context.n_ctx)
+            slotio.put_back(core, core.slots[0], saved, "")
+        except (Damaged, BadRequest):
+            pass
+        check(core)
+        assert run(core, text(9, 50), deterministic=True, use_cache=False).tokens == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../a", "a/b", "/etc/passwd", "a\0b", "-a", "a" * 65, "ä", "a b", ".hidden", f"a{COMPANION}"],
+)
+def test_a_name_that_could_leave_the_directory_is_refused(name):
+    with pytest.raises(BadRequest):
+        checked_name(name)
+
+
+def test_good_names_are_good():
+    assert [checked_name(n) for n in ("a", "a.bin", "A-1_2.x", "0")] == ["a", "a.bin", "A-1_2.x", "0"]
+
+
+def test_a_symbolic_link_is_never_followed(tmp_path):
+    with open_core() as core:
+        talk(core)
+        save(core, tmp_path / "a.bin")
+        (tmp_path / "link").symlink_to(tmp_path / "a.bin")
+        with pytest.raises(Damaged):
+            slotio.read(tmp_path / "link", PRINT, core.context.n_ctx)
+        target = tmp_path / "victim"
+        target.write_text("precious")
+        (tmp_path / "b.bin").symlink_to(target)
+        (tmp_path / f"b.bin{COMPANION}").symlink_to(target)
+        save(core, tmp_path / "b.bin")
+        assert target.read_text() == "precious" and not (tmp_path / "b.bin").is_symlink()
+
+
+def test_llama_servers_packed_token_list_is_understood(tmp_path):
+    tokens = np.array([5, 6, 7], "<i4")
+    packed = struct.pack("<iII", -1, 1, 3) + tokens.tobytes() + struct.pack("<I", 0)
+    path = tmp_path / "peer.bin"
+    path.write_bytes(struct.pack("<III", 0x67677371, VERSION, len(packed) // 4) + packed + b"state")
+    found, state = read_main(path, 100)
+    assert found.tolist() == [5, 6, 7] and state.tobytes() == b"state"
+    path.write_bytes(struct.pack("<III", 0x67677371, VERSION, 1 << 31) + packed)
+    with pytest.raises(Damaged):
+        read_main(path, 100)
+
+
+def test_a_slots_content_is_its_last_conversation():
+    with open_core() as core:
+        run(core, HISTORY, slot=0)
+        run(core, text(4, 100), slot=0)
+        assert core.slots[0].content.first(100).codes.tolist() == Prompt.of_tokens(text(4, 100)).codes.tolist()

@@ -1,0 +1,162 @@
+"""llama-server's slot actions over HTTP, and its slot files both ways: what it saved we restore, and it what we saved."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench.peer import PeerOptions, llama_server
+
+from everwarm.demo import EMBEDDED_MODEL
+from everwarm.state.slotfile import read_main
+from gateway.server import Server, serving, words
+
+PROMPT = np.random.default_rng(3).integers(12, 2000, 300).tolist()
+MORE = np.random.default_rng(4).integers(12, 2000, 20).tolist()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    path: Path = tmp_path_factory.mktemp("slots")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
+    with serving("--slot-save-path", str(directory)) as server:
+        yield server
+
+
+def complete(server: Server, tokens: list[int], n: int = 8, **more: Any) -> Any:
+    body = {"prompt": tokens, "n_predict": n, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    return server.ask("/completion", body | more)
+
+
+def act(server: Server, action: str, slot: int = 0, **body: Any) -> Any:
+    return server.ask(f"/slots/{slot}?action={action}", body)
+
+
+def test_saved_erased_and_restored_it_is_warm_again(server, directory):
+    first = complete(server, PROMPT, id_slot=0)
+    whole = [*PROMPT, *first["tokens"]]
+    saved = act(server, "save", filename="a.bin")
+    assert saved["id_slot"] == 0 and saved["filename"] == "a.bin" and saved["n_saved"] == len(whole) - 1
+    sizes = [path.stat().st_size for path in (directory / "a.bin", directory / "a.bin.checkpoints")]
+    assert saved["n_written"] == sum(sizes) and saved["timings"]["save_ms"] > 0
+    assert act(server, "erase")["n_erased"] == len(whole) - 1
+    assert complete(server, [*whole, *MORE], id_slot=1)["timings"]["cache_n"] == 0
+    act(server, "erase", slot=1)
+    restored = act(server, "restore", filename="a.bin")
+    assert restored["n_restored"] == len(whole) - 1 and restored["n_read"] == sum(sizes)
+    assert complete(server, [*whole, *MORE])["timings"]["cache_n"] == len(whole) - 1
+    assert complete(server, PROMPT)["timings"]["prompt_n"] <= 16
+    assert complete(server, PROMPT)["tokens"] == first["tokens"]
+
+
+def test_a_busy_slot_waits_its_turn(server):
+    answers: list[Any] = []
+    long = threading.Thread(target=lambda: answers.append(complete(server, PROMPT, 400, id_slot=0)))
+    long.start()
+    saved = act(server, "save", filename="busy.bin")
+    long.join()
+    assert saved["n_saved"] in (len(PROMPT) + 399, len(PROMPT) + 7), "either before it began or after its end"
+    assert len(answers[0]["tokens"]) == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/slots/0?action=save", {}),
+        ("/slots/0?action=save", {"filename": "../a"}),
+        ("/slots/0?action=save", {"filename": 7}),
+        ("/slots/9?action=save", {"filename": "a"}),
+        ("/slots/-1?action=save", {"filename": "a"}),
+        ("/slots/x?action=save", {"filename": "a"}),
+        ("/slots/99999999999?action=erase", {}),
+        ("/slots/0?action=frob", {"filename": "a"}),
+        ("/slots/0", {"filename": "a"}),
+        ("/slots/0?action=restore", {"filename": "missing.bin"}),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_names_no_path(server, directory, path, body):
+    reply = server.post(path, body)
+    assert reply.status == 400, reply.data
+    assert str(directory).encode() not in reply.data
+
+
+def test_without_a_directory_there_are_no_files():
+    with serving() as server:
+        assert server.post("/slots/0?action=save", {"filename": "a"}).status == 501
+        assert server.post("/slots/0?action=erase", {}).status == 200
+
+
+def test_hostile_names_touch_nothing(server, directory):
+    before = sorted(path.name for path in directory.iterdir())
+    rng = random.Random(0)
+    pieces = ["..", "/", "\\", "\0", "a", ".", "~", "%2e%2e", "CON", " ", "\n", "é", "etc", "passwd", "-", "😀"]
+    for _ in range(150):
+        name = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 8)))
+        if all(c.isascii() and (c.isalnum() or c in "._-") for c in name) and name[0].isalnum():
+            continue
+        for action in ("save", "restore"):
+            assert server.post(f"/slots/0?action={action}", {"filename": name}).status == 400
+    assert sorted(path.name for path in directory.iterdir()) == before
+
+
+def test_a_planted_link_is_not_followed(server, directory, tmp_path):
+    (tmp_path / "secret").write_text("precious")
+    (directory / "link").symlink_to(tmp_path / "secret")
+    assert server.post("/slots/0?action=restore", {"filename": "link"}).status == 400
+    complete(server, PROMPT, id_slot=0)
+    act(server, "save", filename="link")
+    assert (tmp_path / "secret").read_text() == "precious"
+
+
+def test_a_failed_restore_leaves_the_slot_empty_and_usable(server, directory):
+    complete(server, PROMPT, id_slot=0)
+    (directory / "bad.bin").write_bytes(b"nonsense" * 100)
+    assert server.post("/slots/0?action=restore", {"filename": "bad.bin"}).status == 400
+    assert server.post("/slots/0?action=save", {"filename": "x.bin"}).status == 400, "it holds nothing now"
+    assert len(complete(server, PROMPT, id_slot=0)["tokens"]) == 8
+
+
+def test_slot_files_travel_both_ways(server, directory, tmp_path):
+    """The same prompt, greedily: whoever restores the other's file goes on with the same tokens and reads only new ones."""
+    golden = complete(server, [*PROMPT, *MORE], cache_prompt=False)["tokens"]
+    for slot in (0, 1):
+        act(server, "erase", slot)
+    options = PeerOptions(EMBEDDED_MODEL, 4096, 1, 1, slot_save_path=f"{directory}/")
+    with llama_server(options) as peer:
+        their_golden = peer.complete([*PROMPT, *MORE], 8, return_tokens=True)["tokens"]
+        peer.post("/slots/0?action=erase", {})
+        peer.complete(PROMPT, 1, ignore_eos=True)
+        theirs = peer.post("/slots/0?action=save", {"filename": "theirs.bin"})
+        restored = act(server, "restore", filename="theirs.bin")
+        assert restored["n_restored"] == theirs["n_saved"]
+        answer = complete(server, [*PROMPT, *MORE])
+        assert answer["timings"]["cache_n"] == len(PROMPT) and answer["tokens"] == golden
+
+        complete(server, PROMPT, 1, id_slot=0, cache_prompt=False)
+        ours = act(server, "save", filename="ours.bin")
+        peer.post("/slots/0?action=erase", {})
+        assert peer.post("/slots/0?action=restore", {"filename": "ours.bin"})["n_restored"] == ours["n_saved"]
+        answer = peer.complete([*PROMPT, *MORE], 8, return_tokens=True)
+        assert answer["timings"]["cache_n"] == len(PROMPT) and answer["tokens"] == their_golden
+    states = [read_main(directory / name, 4096)[1] for name in ("ours.bin", "theirs.bin")]
+    assert states[0].tobytes() == states[1][: len(states[0])].tobytes(), "the same build reads the same prompt alike"
+
+
+def test_words_of_a_chat_survive_too(server):
+    talk = [{"role": "user", "content": f"The code is 4711. {words(100)}"}]
+    body = {"messages": talk, "temperature": 0, "max_tokens": 8, "id_slot": 0}
+    n_prompt = server.ask("/v1/chat/completions", body)["usage"]["prompt_tokens"]
+    act(server, "save", filename="chat.bin")
+    act(server, "erase")
+    act(server, "restore", filename="chat.bin")
+    again = server.ask("/v1/chat/completions", body)["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] >= n_prompt - 16
