@@ -27,6 +27,7 @@ TO_ENGINE = [
     m.Detokenize(6, [1, 2]),
     m.AskSlots(7),
     m.AskStats(8),
+    m.SlotAction(9, 1, "restore", "a.bin", "n"),
     m.Stop(),
 ]
 TO_GATEWAY = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody
 from gateway.server import Server, serving
 
 N_EXAMPLES = 5000 if os.environ.get("EVERWARM_CAMPAIGN") else 40
@@ -22,6 +22,9 @@ KINDS = {
     "/apply-template": ChatBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/slots/0?action=save": SlotBody,
+    "/slots/1?action=restore": SlotBody,
+    "/slots/1?action=erase": SlotBody,
 }
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)  # beyond: see the tests of known accidents below
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -55,6 +58,8 @@ OWN: dict[str, st.SearchStrategy[Any]] = {
     "chat_template_kwargs": st.none() | st.dictionaries(NAMES, Json, max_size=2),
     "prompt": TEXT | st.lists(st.integers(0, 2047), max_size=20) | st.lists(INT64 | TEXT | st.lists(INT64), max_size=4),
     "content": TEXT,
+    "filename": st.sampled_from(["a", "b.bin", "c-1"]) | TEXT,
+    "cache_salt": st.none() | st.just("salt") | Json,
     "n": st.none() | st.integers(1, 4) | Json,
 }
 
@@ -106,8 +111,9 @@ def broken(body: Any, at: float, junk: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--request-timeout", "20", "--grace", "1", n_ctx=192) as server:
+def server(tmp_path_factory) -> Iterator[Server]:
+    slots = ("--slot-save-path", str(tmp_path_factory.mktemp("slots")))
+    with serving("--request-timeout", "20", "--grace", "1", *slots, n_ctx=192) as server:
         yield server
 
 

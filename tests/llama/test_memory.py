@@ -45,7 +45,7 @@ def test_a_smaller_cache_type_is_measured_smaller(open_tiny: Callable) -> None:
 
 
 def test_a_huge_context_is_refused_with_both_numbers(open_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_host_free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 1 << 30)
     huge = ContextOptions(n_ctx=1 << 26, n_seq_max=4)
     with pytest.raises(ContextTooBig) as raised:
         require_fit(open_tiny("llama"), huge)
@@ -92,7 +92,7 @@ def test_free_memory_is_the_least_of_what_is_known(monkeypatch: pytest.MonkeyPat
     ):
         monkeypatch.setattr(memory, "_meminfo_available", lambda known=machine: known)
         monkeypatch.setattr(memory, "_cgroup_available", lambda known=group: known)
-        assert memory._host_free_bytes() == expected
+        assert memory.host_free_bytes() == expected
 
 
 def test_the_cost_is_linear_in_tokens_and_sequences() -> None:
