@@ -15,6 +15,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from bench.measure import EMBEDDED, table
 from bench.peer import PeerOptions, llama_server
 from everwarm.config import default_threads
 
-N_HISTORY, N_NEW, N_REPLY, TURNS = 8192, 50, 16, 6
-N_STREAM = 256
+N_HISTORY, N_NEW, N_REPLY, TURNS = 8192, 50, 16, 12
+N_STREAM, N_ROUNDS = 256, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,13 @@ def run() -> None:
 
 @contextlib.contextmanager
 def _everwarm(model: Path, threads: int) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="everwarm-bench-") as states:
+        yield from _serving(model, threads, states)
+
+
+def _serving(model: Path, threads: int, states: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "everwarm.cli", "serve", str(model), "--port", "0", "-c", "32768", "-np", "8"]
+    command += ["--state-dir", states]
     environment = os.environ | {"EVERWARM_LOG": "WARNING"}
     process = subprocess.Popen([*command, "-t", str(threads)], stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -111,11 +118,13 @@ def _warm_turns(*servers: Server) -> tuple[str, str, str, str]:
 def _streams(*servers: Server) -> Iterator[tuple[str, str, str, str]]:
     for n in (1, 8):
         speeds: dict[str, list[float]] = {server.name: [] for server in servers}
-        for repeat in range(4):
-            for server in servers:
+        for repeat in range(N_ROUNDS + 1):  # the first one warms up; now one server begins and now the other
+            for server in servers if repeat % 2 else servers[::-1]:
                 speeds[server.name].append(_total_speed(server, n, repeat))
-        a, b = (statistics.median(speeds[server.name][1:]) for server in servers)
-        yield f"tokens/s, {n} stream{'s' if n > 1 else ''}", f"{a:.0f}", f"{b:.0f}", f"{a / b:.2f}×"
+        ours, theirs = (speeds[server.name][1:] for server in servers)
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        shown = (f"{statistics.median(each):.0f}" for each in (ours, theirs))
+        yield f"tokens/s, {n} stream{'s' if n > 1 else ''}", *shown, f"{ratio:.2f}×"
 
 
 def _total_speed(server: Server, n: int, seed: int) -> float:

@@ -26,7 +26,6 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk import Disk
-from everwarm.state.history import Chunks
 from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.object import MAJOR, Blob, Damaged, Header, Reader, name_of
@@ -67,7 +66,7 @@ class Archive:
         self._read_rate = FIRST_READ_RATE
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
-        self._n_queued = 0  # bytes
+        self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._opened = threading.Event()
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
         self.disk: Disk | None = None
@@ -104,22 +103,19 @@ class Archive:
         segments = {id(n.segment): (n.segment, n) for n in lineage if n.segment is not None}  # with its last user
         if any(n.segment is None for n in lineage):
             return None
-        root, known = (
-            root_key(self._fingerprint, self._keeper.tree.namespace(node)),
-            self.disk.whole_names() | self._on_the_way,
-        )
+        root = root_key(self._fingerprint, self._keeper.tree.namespace(node))
+        known = self.disk.whole_names() | self._on_the_way
         jobs = [self._kv_job(root, seg, last.path) for seg, last in segments.values() if seg.name not in known]
         if None in jobs:
             return None
         needs = {segment.name or "": last.n_items for segment, last in segments.values()}
-        if self._n_queued > MAX_QUEUED:
-            return log.warning(
-                "the disk is too slow: %.0f MiB wait to be written, a turn is not kept", self._n_queued / _MIB
-            )
+        n_waiting = self._n_sent - self._n_done
+        if n_waiting > MAX_QUEUED:
+            return log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting / _MIB)
         for job in (*jobs, self._state_job(root, node, needs)):
             if job is not None and name_of(job.header) not in known:
                 self._on_the_way.add(name_of(job.header))
-                self._n_queued += job.size
+                self._n_sent += job.size
                 self._jobs.put(job)
 
     def _worth_writing(self, slot: Slot) -> Node | None:
@@ -140,47 +136,39 @@ class Archive:
         if n_stop > len(path):
             return None
         named = keys(root, path.codes, (n_start, n_stop))
-        header = self._header("kv", named[n_start], named[n_stop], n_start, n_stop, segment.clean, segment.chunks)
+        header = Header(
+            kind="kv",
+            fingerprint=self._fingerprint,
+            start=named[n_start],
+            key=named[n_stop],
+            n_start=n_start,
+            n_items=n_stop,
+            clean=segment.clean,
+            chunks=segment.chunks,
+        )
         segment.name = name_of(header)
         return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": segment.blob})
 
     def _state_job(self, root: str, node: Node, needs: dict[str, int]) -> Job:
         n, checkpoint = node.n_items, node.checkpoint
         key = keys(root, node.path.codes, (n,))[n]
-        clean, chunks = (checkpoint.clean, checkpoint.chunks) if checkpoint is not None else (False, None)
-        cut = checkpoint.kind.value if checkpoint is not None else ""
-        header = self._header("state", key, key, n, n, clean, chunks, cut=cut, needs=needs)
+        header = Header(
+            kind="state",
+            fingerprint=self._fingerprint,
+            start=key,
+            key=key,
+            n_start=n,
+            n_items=n,
+            cut="" if checkpoint is None else checkpoint.kind.value,
+            clean=checkpoint is not None and checkpoint.clean,
+            chunks=None if checkpoint is None else checkpoint.chunks,
+            needs=tuple(needs),
+            reaches=tuple(needs.values()),
+        )
         parts = {"items": _bytes(node.path, 0, n)}
         if checkpoint is not None and checkpoint.state is not None:
             parts["state"] = checkpoint.state
         return Job(header, parts)
-
-    def _header(
-        self,
-        kind: str,
-        start: str,
-        key: str,
-        n_start: int,
-        n_items: int,
-        clean: bool,
-        chunks: Chunks | None,
-        *,
-        cut: str = "",
-        needs: dict[str, int] | None = None,
-    ) -> Header:
-        return Header(
-            kind="kv" if kind == "kv" else "state",
-            fingerprint=self._fingerprint,
-            key=key,
-            start=start,
-            n_start=n_start,
-            n_items=n_items,
-            cut=cut,
-            clean=clean,
-            chunks=chunks,
-            needs=tuple(needs or ()),
-            reaches=tuple((needs or {}).values()),
-        )
 
     # bringing back
 
@@ -294,7 +282,7 @@ class Archive:
             disk.put(job.header, job.parts)
         except Exception:
             log.exception("an object was not kept")  # whoever waits for a flush must not wait for ever
-        self._n_queued -= job.size
+        self._n_done += job.size
         self._on_the_way.discard(name_of(job.header))
 
     def _open(self, fingerprint: str) -> None:

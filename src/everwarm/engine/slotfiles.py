@@ -43,6 +43,8 @@ class SlotFiles:
 
     def go_on(self) -> None:
         """On the loop's thread, after every step: whoever waited for a slot that is idle now."""
+        if not self._waiting:
+            return
         ready = [entry for entry in self._waiting if entry[0].is_idle]
         self._waiting = [entry for entry in self._waiting if not entry[0].is_idle]
         for _, job in ready:

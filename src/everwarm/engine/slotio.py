@@ -87,9 +87,6 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
         start="",
         n_start=0,
         n_items=saved.n_tokens,
-        cut="",
-        clean=False,
-        chunks=None,
         points=tuple(point for point, _ in saved.points),
         main=_digest(saved.tokens, saved.state),
     )

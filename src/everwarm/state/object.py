@@ -74,9 +74,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     start: str
     n_start: int
     n_items: int
-    cut: str  # why the state was taken; "" for KV
-    clean: bool
-    chunks: tuple[tuple[int, int], ...] | None
+    cut: str = ""  # why a state was taken
+    clean: bool = False
+    chunks: tuple[tuple[int, int], ...] | None = None
     needs: tuple[str, ...] = ()
     reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
     points: tuple[Point, ...] = ()  # of a slot
