@@ -220,7 +220,7 @@ class Archive:
             tree.lay_segment(root, prompt, segment, int(segment.start.n_tokens), reach)
         node = tree.grow(root, prompt, head.n_items)
         if state is not None and node.checkpoint is None:
-            cut = next((cut for cut in CutKind if cut.value == head.cut), CutKind.BOUNDARY)
+            cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
             tree.set_checkpoint(node, checkpoint)
         return sum(segment.blob.nbytes for segment, _ in segments) + (0 if state is None else state.nbytes)

@@ -16,8 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from everwarm.config import Sampling
 from everwarm.engine.core import Core
@@ -25,6 +24,7 @@ from everwarm.engine.loop import Job, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
+from everwarm.llama.closing import Closing
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 
@@ -78,7 +78,7 @@ class Stream:
             self._ended.set()
 
 
-class Engine:
+class Engine(Closing):
     """A loaded model and everything it remembers. Use as a context manager."""
 
     def __init__(
@@ -155,14 +155,6 @@ class Engine:
             self._thread.join()
             self.core.put_away()
         self.core.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # on the engine's thread
 

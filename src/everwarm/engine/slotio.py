@@ -142,7 +142,7 @@ def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     for point, state in saved.points:
         node = core.tree.grow(root, prompt, point.n_items)
         if node.checkpoint is None:
-            cut = next((cut for cut in CutKind if cut.value == point.cut), CutKind.BOUNDARY)
+            cut = CutKind.named(point.cut)
             kept = Checkpoint(cut, point.clean, point.chunks, state=state, used_at=time.monotonic())
             core.tree.set_checkpoint(node, kept)
     core.keeper.seat(slot, root)

@@ -186,7 +186,7 @@ class Reader:
         if section is None:
             raise Damaged(f"it has no section {name!r}")
         blob = np.empty(_aligned(section.length), np.uint8)
-        self._fill(blob.data, section.offset)
+        fill(self._fd, blob.data, section.offset)
         # somebody waits for this, so all cores may help; writing keeps to one
         if blake3.blake3(blob.data[: section.length], max_threads=blake3.blake3.AUTO).hexdigest() != section.blake3:
             raise Damaged(f"its section {name!r} is not what it was")
@@ -198,19 +198,21 @@ class Reader:
         if offset + size > self._size:
             raise Damaged("it is too short")
         buffer = bytearray(size)
-        self._fill(memoryview(buffer), offset)
+        fill(self._fd, memoryview(buffer), offset)
         return bytes(buffer)
 
-    def _fill(self, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                n = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise Unreadable(f"it cannot be read: {error.strerror}") from error
-            if n == 0:
-                raise Damaged("it ends early")
-            done += n
+
+def fill(fd: int, view: memoryview, offset: int) -> None:
+    """Read until the view is full."""
+    done = 0
+    while done < len(view):
+        try:
+            n = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise Unreadable(f"it cannot be read: {error.strerror}") from error
+        if n == 0:
+            raise Damaged("it ends early")
+        done += n
 
 
 def _aligned(n: int) -> int:

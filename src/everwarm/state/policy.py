@@ -28,6 +28,11 @@ class CutKind(enum.Enum):
     END = "prompt-end"
     STABLE = "stable"
 
+    @classmethod
+    def named(cls, value: str) -> CutKind:
+        """The kind a file names; one that is not known any more is a boundary."""
+        return next((cut for cut in cls if cut.value == value), cls.BOUNDARY)
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,8 @@ import numpy as np
 
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
-from everwarm.state.object import Blob, Damaged
+from everwarm.state.files import Files
+from everwarm.state.object import Blob, Damaged, fill
 
 MAGIC, VERSION = 0x67677371, 4
 COMPANION = ".checkpoints"
@@ -60,12 +60,7 @@ def read_main(path: Path, max_tokens: int) -> tuple[Codes, Blob]:
             raise Damaged(f"it says that it has {n} tokens")
         packed = np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4")
         state = np.empty(size - end, np.uint8)
-        done = 0
-        while done < len(state):
-            got = os.preadv(fd, [state.data[done:]], end + done)
-            if got == 0:
-                raise Damaged("it ends early")
-            done += got
+        fill(fd, state.data, end)
     finally:
         os.close(fd)
     return _unpacked(packed), state
@@ -90,10 +85,6 @@ def _unpacked(packed: Codes) -> Codes:
 def open_plain(path: Path) -> int:
     """A regular file, never through a symbolic link."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return Files().open(path)
     except OSError as error:
         raise Damaged(f"it cannot be opened: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise Damaged("it is not a regular file")
-    return fd
