@@ -13,6 +13,7 @@ import numpy as np
 
 from bench.measure import EMBEDDED, table
 from everwarm.config import GREEDY
+from everwarm.engine.assemble import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings
@@ -46,7 +47,7 @@ def run() -> None:
 
 def _measure(n_running: int) -> tuple[int, float, float]:
     watch = Stopwatch()
-    core = Core.open(EMBEDDED, EngineSettings(n_slots=8, n_ctx=16384))
+    core = assemble(EMBEDDED, EngineSettings(n_slots=8, n_ctx=16384))
     lib_decode, pick = core.context._lib.decode, Sampler.pick
     core.context._lib.decode = watch.wrap(lib_decode)  # the C call itself
     Sampler.pick = watch.wrap(pick)  # type: ignore[method-assign]

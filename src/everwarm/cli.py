@@ -6,25 +6,32 @@ something wins, for every command alike. Unknown keys are errors.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import cyclopts
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everwarm import __version__
-from everwarm.config import CacheType, FlashAttention, ModelOptions, cache_directory, default_threads, parse_bytes
+from everwarm.cli_cache import cache
+from everwarm.cli_serve import DEFAULTS, ServeOptions
+from everwarm.config import (
+    require,
+)
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.demo.tiny import ARCHITECTURES, TinySpec, write_tiny
-from everwarm.engine.settings import EngineSettings, RestorePolicy, StoreSettings
+from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.gateway.settings import ServerSettings
-from everwarm.state.params import CheckpointParams
+from everwarm.router import hub
+from everwarm.router.catalog import Catalog, Resolve, discover, only
+from everwarm.router.plan import Limits
 
 app = cyclopts.App(
     name="everwarm",
@@ -47,156 +54,67 @@ app.config = [
     ),
 ]
 
-_NETWORK, _MEMORY, _COMPUTE, _CHECKPOINTS = (
-    Group(name, sort_key=i) for i, name in enumerate(("Network", "Context and memory", "Compute", "Checkpoints"))
-)
+app.command(cache)
 
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True)
-class ServeOptions:
-    """The flags of ``serve``; llama-server's short names where it has them."""
-
-    host: Annotated[
-        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key")
-    ] = "127.0.0.1"
-    port: Annotated[int, Parameter(group=_NETWORK, help="0 takes any free port")] = 8080
-    api_key: Annotated[str | None, Parameter(group=_NETWORK, help="required from clients as a Bearer token")] = None
-    allowed_host: Annotated[
-        tuple[str, ...], Parameter(group=_NETWORK, help="another name clients may call this server by; repeatable")
-    ] = ()
-    alias: Annotated[str | None, Parameter(group=_NETWORK, help="the model's name in the API; default: the file's")] = (
-        None
-    )
-    max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
-    max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
-        "32MiB"
-    )
-    request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds; 0: none")] = 0.0
-    grace: Annotated[float, Parameter(group=_NETWORK, help="seconds to finish what runs after SIGTERM")] = 10.0
-
-    slots: Annotated[int, Parameter(name=["--slots", "--parallel", "-np"], group=_MEMORY, help="requests at once")] = 4
-    ctx_size: Annotated[
-        int, Parameter(name=["--ctx-size", "-c"], group=_MEMORY, help="tokens of context, shared by all slots")
-    ] = 16384
-    cache_type_k: Annotated[CacheType, Parameter(name=["--cache-type-k", "-ctk"], group=_MEMORY, help="KV keys")] = (
-        "f16"
-    )
-    cache_type_v: Annotated[CacheType, Parameter(name=["--cache-type-v", "-ctv"], group=_MEMORY, help="KV values")] = (
-        "f16"
-    )
-    cache_ram: Annotated[
-        str | None,
-        Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of what is free"),
-    ] = None
-    state_dir: Annotated[
-        str, Parameter(group=_MEMORY, help="where conversations are kept across restarts, one folder per model")
-    ] = dataclasses.field(default_factory=lambda: str(cache_directory() / "states"))
-    disk_cache: Annotated[str, Parameter(group=_MEMORY, help="how much of it, like 64GiB; 0: nothing on disk")] = (
-        "64GiB"
-    )
-    disk_write_budget: Annotated[str, Parameter(group=_MEMORY, help="bytes written per day; 0: any number")] = "0"
-    slot_save_path: Annotated[
-        str | None, Parameter(group=_MEMORY, help="directory for files of POST /slots/N?action=save and restore")
-    ] = None
-    restore_policy: Annotated[
-        RestorePolicy, Parameter(group=_MEMORY, help="auto: read again where that is faster than loading from disk")
-    ] = "auto"
-    spares: Annotated[
-        int | None, Parameter(group=_MEMORY, help="checkpoints on the device; default: from the free memory, up to 16")
-    ] = None
-
-    threads: Annotated[int, Parameter(name=["--threads", "-t"], group=_COMPUTE, help="CPU threads")] = (
-        dataclasses.field(default_factory=default_threads)
-    )
-    batch_size: Annotated[
-        int, Parameter(name=["--batch-size", "-b"], group=_COMPUTE, help="tokens per decode call")
-    ] = 2048
-    ubatch_size: Annotated[int, Parameter(name=["--ubatch-size", "-ub"], group=_COMPUTE, help="tokens per step")] = 512
-    n_gpu_layers: Annotated[int, Parameter(name=["--n-gpu-layers", "-ngl"], group=_COMPUTE, help="-1: all")] = -1
-    flash_attn: Annotated[FlashAttention, Parameter(name=["--flash-attn", "-fa"], group=_COMPUTE, help="")] = "auto"
-    tensor_split: Annotated[
-        tuple[float, ...],
-        Parameter(name=["--tensor-split", "-ts"], group=_COMPUTE, help="each GPU's share of the model"),
-    ] = ()
-    n_cpu_moe: Annotated[
-        int, Parameter(name=["--n-cpu-moe", "-ncmoe"], group=_COMPUTE, help="layers whose experts stay in host memory")
-    ] = 0
-    lora: Annotated[
-        tuple[str, ...], Parameter(group=_COMPUTE, help="adapter file, or FILE:SCALE; repeatable", negative=())
-    ] = ()
-    mmap: Annotated[bool, Parameter(group=_COMPUTE, help="map the model file instead of reading it")] = True
-
-    max_checkpoints: Annotated[int, Parameter(group=_CHECKPOINTS, help="per conversation; 0: off")] = 32
-    checkpoint_every: Annotated[
-        int | None, Parameter(group=_CHECKPOINTS, help="tokens inside long messages; default: from the model")
-    ] = None
-    checkpoint_min_tokens: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none before; default: 0")] = None
-    checkpoint_min_gap: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none closer; default: 0")] = None
-
-    def engine(self) -> EngineSettings:
-        return EngineSettings(
-            n_slots=self.slots,
-            n_ctx=self.ctx_size,
-            n_batch=self.batch_size,
-            n_ubatch=min(self.ubatch_size, self.batch_size),
-            n_threads=self.threads,
-            cache_type_k=self.cache_type_k,
-            cache_type_v=self.cache_type_v,
-            flash_attention=self.flash_attn,
-            model=ModelOptions(
-                self.n_gpu_layers, self.mmap, self.tensor_split, self.n_cpu_moe, tuple(map(_scaled, self.lora))
-            ),
-            checkpoints=CheckpointParams(
-                self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
-            ),
-            store=self._store(),
-            n_spares=self.spares,
-            ram_bytes=None if self.cache_ram is None else parse_bytes(self.cache_ram),
-        )
-
-    def _store(self) -> StoreSettings | None:
-        disk_bytes, write_bytes = parse_bytes(self.disk_cache), parse_bytes(self.disk_write_budget)
-        return StoreSettings(self.state_dir, disk_bytes, write_bytes, self.restore_policy) if disk_bytes else None
-
-    def server(self, model: Path) -> ServerSettings:
-        return ServerSettings(
-            host=self.host,
-            port=self.port,
-            api_key=self.api_key,
-            allowed_hosts=self.allowed_host,
-            model_name=self.alias or model.stem,
-            max_requests=self.max_requests,
-            max_body_bytes=parse_bytes(self.max_body),
-            request_timeout_s=self.request_timeout,
-            grace_s=self.grace,
-            slot_save_path=self.slot_save_path,
-        )
-
-
-DEFAULTS = ServeOptions()
+DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
 @app.command
 def serve(
-    model: Annotated[Path | None, Parameter(name=["model", "--model", "-m"])] = None,
+    model: Annotated[str | None, Parameter(name=["model", "--model", "-m"])] = None,
     *,
     demo: bool = False,
+    models: str | None = None,
     options: ServeOptions = DEFAULTS,
 ) -> int:
-    """Serve a model over HTTP, for clients of OpenAI's and llama-server's APIs.
+    """Serve a model, or many, over HTTP, for clients of OpenAI's and llama-server's APIs.
 
     Parameters
     ----------
     model
-        The GGUF file.
+        The GGUF file, or `hf:owner/repo[:quant]` for one of the Hugging Face Hub, which is downloaded once.
     demo
         Serve the embedded everwarm-tiny instead of a file.
+    models
+        Many models behind one address, loaded when they are asked for: a folder of GGUF files, a TOML file that lists
+        them, or `hf:` for all that are in the Hugging Face cache. Each keeps its conversations while it is not loaded.
     """
     from everwarm.gateway.server import serve as run
 
-    path = _chosen(model, demo)
-    return run(path, options.engine(), options.server(path), Console(stderr=True))
+    require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
+    engine, console = options.engine(), Console(stderr=True)
+    if models is None:
+        catalog = _single(model, options, engine, console)
+        return run(lambda: catalog, Limits(), options.server(), console)
+    source, default, state_dir = models, options.models_default, options.state_dir
+    with _downloads(console) as resolve:
+        found = discover(source, engine, default=default, resolve=resolve, state_dir=state_dir)
+
+    def read_again() -> Catalog:
+        return discover(source, engine, default=default, state_dir=state_dir)
+
+    return run(read_again, options.limits(found), options.server(), console, autoload=options.models_autoload)
+
+
+def _single(model: str | None, options: ServeOptions, engine: EngineSettings, console: Console) -> Catalog:
+    if model is not None and model.startswith(hub.PREFIX):
+        with _downloads(console) as resolve:
+            there = resolve(model)
+        return only(there.path, engine, options.alias or there.id, mmproj=there.mmproj)
+    path = EMBEDDED_MODEL if model is None else Path(model)
+    return only(path, engine, options.alias or path.stem)
+
+
+@contextlib.contextmanager
+def _downloads(console: Console) -> Iterator[Resolve]:
+    """Models from the Hub, with a bar for each that is not here yet."""
+    with Progress(*DOWNLOAD_COLUMNS, console=console, transient=True) as bar:
+
+        def resolve(name: str) -> hub.HubModel:
+            task = bar.add_task(name, total=None, visible=False)
+            return hub.resolve(name, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
+
+        yield resolve
 
 
 @app.command
@@ -213,21 +131,12 @@ def config(
     """
     _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
     options: ServeOptions = bound.arguments.get("options", DEFAULTS)
-    engine, server = options.engine(), options.server(bound.arguments.get("model") or EMBEDDED_MODEL)
+    engine, server = options.engine(), options.server()
     for title, settings in (("engine", engine), ("server", server)) if show else ():
         print(f"[{title}]")
         for name, value in dataclasses.asdict(settings).items():
             print(f"{name} = {'(hidden)' if name == 'api_key' and value else _toml(value)}")
         print()
-
-
-def _scaled(lora: str) -> tuple[str, float]:
-    """``FILE`` or ``FILE:SCALE``."""
-    path, _, scale = lora.rpartition(":")
-    try:
-        return (path, float(scale)) if path else (lora, 1.0)
-    except ValueError:
-        return lora, 1.0
 
 
 def _toml(value: Any) -> str:

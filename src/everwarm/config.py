@@ -18,6 +18,9 @@ from everwarm.errors import BadRequest
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
 FlashAttention = Literal["auto", "on", "off"]
 
+MAX_CTX = 1 << 26
+MAX_BATCH = 1 << 16
+
 
 def require(condition: bool, message: str) -> None:
     """Refuse a setting with a sentence that says what would be right."""
@@ -27,16 +30,30 @@ def require(condition: bool, message: str) -> None:
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_MAX_DIGITS = 24  # beyond, a float is no number any more
 
 
 def parse_bytes(text: str) -> int:
     """``8GiB``, ``500 MB`` or ``0`` as a number of bytes."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     require(
-        found is not None and found[2].upper() in _UNITS, f"{text!r} is not a size; give a number like 8GiB or 500MB"
+        found is not None and found[2].upper() in _UNITS and len(found[1]) <= _MAX_DIGITS,
+        f"{text!r} is not a size; give a number like 8GiB or 500MB",
     )
     assert found is not None
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def parse_duration(text: str) -> float:
+    """``30d``, ``12h``, ``90m`` or ``45s`` as seconds."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text)
+    require(
+        found is not None and len(found[1]) <= _MAX_DIGITS,
+        f"{text!r} is not a time; give a number like 30d, 12h or 90m",
+    )
+    assert found is not None
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def cache_directory() -> Path:
@@ -84,9 +101,9 @@ class ContextOptions:
     flash_attention: FlashAttention = "auto"
 
     def __post_init__(self) -> None:
-        require(1 <= self.n_ctx <= 1 << 26, f"n_ctx is {self.n_ctx}; give 1 to {1 << 26} cells")
+        require(1 <= self.n_ctx <= MAX_CTX, f"n_ctx is {self.n_ctx}; give 1 to {MAX_CTX} cells")
         require(1 <= self.n_ubatch <= self.n_batch, f"n_ubatch is {self.n_ubatch}; give 1 to n_batch ({self.n_batch})")
-        require(self.n_batch <= 1 << 16, f"n_batch is {self.n_batch}; give at most {1 << 16}")
+        require(self.n_batch <= MAX_BATCH, f"n_batch is {self.n_batch}; give at most {MAX_BATCH}")
         require(1 <= self.n_seq_max <= 255, f"n_seq_max is {self.n_seq_max}; give 1 to 255 (one more is needed inside)")
         require(1 <= self.n_threads <= 1024, f"n_threads is {self.n_threads}; give 1 to 1024")
         require(1 <= self.n_threads_batch <= 1024, f"n_threads_batch is {self.n_threads_batch}; give 1 to 1024")

@@ -12,6 +12,8 @@ EverwarmError
 │   ├── TrimRefused                 the tail cannot be cut here; nothing changed
 │   ├── StateRejected               a state was not accepted; the sequence has none now
 │   └── DecodeFailed                the sequences of the batch are empty now
+├── ModelNotFound              404  no model of that name
+├── NoRoom                     503  no memory for that model
 └── EngineStopped              503  the engine is closing
 """
 
@@ -83,6 +85,18 @@ class KvMissing(MemoryFault):
 class EngineStopped(EverwarmError):
     status = 503
     code = "unavailable_error"
+
+
+class ModelNotFound(EverwarmError):
+    status = 404
+    code = "model_not_found"
+
+
+class NoRoom(EverwarmError):
+    """A model does not fit beside what must stay."""
+
+    status = 503
+    code = "no_room_for_model"
 
 
 class Overloaded(EverwarmError):

@@ -1,10 +1,14 @@
-"""The counting types that cross every room.
+"""The types that cross every room: what is counted, and bytes.
 
 A token count and a position are both integers and must never be mixed: under M-RoPE an image of 60 cells may advance
 the position by 8. They are distinct types here, and only ``everwarm.prompt`` converts between them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, NewType
+
+import numpy as np
+from numpy.typing import NDArray
 
 Token = NewType("Token", int)  # a vocabulary id
 ItemCount = NewType("ItemCount", int)  # prompt elements: a text token is one, a whole image is one
@@ -21,3 +25,17 @@ class Mark(NamedTuple):
 
 
 START = Mark(TokenCount(0), Position(0))
+
+
+Blob = NDArray[np.uint8]
+Place = Callable[[int], Blob]  # gives memory for so many bytes
+
+
+def heap(n_bytes: int) -> Blob:
+    """The place for what need not outlive anybody."""
+    return np.empty(n_bytes, np.uint8)
+
+
+def token_mark(n_items: int) -> Mark:
+    """Where a text of so many items ends: one cell and one position each."""
+    return Mark(TokenCount(n_items), Position(n_items))

@@ -1,5 +1,6 @@
 """Driving a ``Core`` by hand: open one on a tiny model, ask, step, and check everything that must always hold."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from everwarm.config import GREEDY
+from everwarm.engine.assemble import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.replay import replay as read_cold
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Request, Result
@@ -27,9 +29,11 @@ NEAR_TIE = 0.02  # of logits; a reply to another prompt is worse by 2 and more
 
 
 @contextmanager
-def open_core(arch: str = "qwen35", *, width: int = 128, path=None, **settings) -> Iterator[Core]:
+def open_core(arch: str = "qwen35", *, width: int = 128, path=None, memory=None, **settings) -> Iterator[Core]:
+    """``memory``: the file of the RAM tier, which stays open."""
     wanted = {"n_slots": 2, "n_ctx": 2048, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20} | settings
-    core = Core.open(path or tiny_model(arch, width=width), EngineSettings(**wanted))
+    given = None if memory is None else os.dup(memory)
+    core = assemble(path or tiny_model(arch, width=width), EngineSettings(**wanted), memory=given)
     try:
         yield core
     finally:

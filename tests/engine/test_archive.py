@@ -85,7 +85,7 @@ def test_a_wrong_state_on_disk_would_be_seen(tmp_path):
             def __init__(self, reader):
                 self.header, self._reader = reader.header, reader
 
-            def read(self, name):
+            def read(self, name, *_place):
                 return other_state if name == "state" else self._reader.read(name)
 
         @contextmanager

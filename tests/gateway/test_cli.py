@@ -155,7 +155,7 @@ def test_a_bad_value_is_answered_with_one_sentence(here, flags, said):
 
 @pytest.mark.parametrize("arguments", [["serve"], ["serve", "--demo", "x.gguf"]])
 def test_a_model_must_be_given_once(here, arguments):
-    assert sentence(here(*arguments)) == "everwarm: give a GGUF file, or --demo for the embedded model"
+    assert sentence(here(*arguments)) == "everwarm: give a GGUF file, --models for many, or --demo"
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["serve", "--nothing"], ["config", "--slots", "many"]])

@@ -213,9 +213,9 @@ def test_every_answer_has_a_request_id_of_its_own(server):
 
 
 class Broken:
-    """A supervisor with a bug."""
+    """A pool with a bug."""
 
-    async def ask(self, *_: Any, **__: Any) -> Any:
+    def lease(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("/a/path of ours")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,28 @@ def test_an_engine_that_dies_finds_its_conversations_again(tmp_path: Path, golde
         until(server.is_ready, "it is back")
         n_prompt, n_cached, said = _next_turn(server, talk)
     assert n_cached > 0.6 * n_prompt and said == golden[1]
+
+
+def _is_settled(server: Server) -> bool:
+    """Whether an engine that has nothing to do has done all that it does then."""
+    seen = [server.get("/metrics").data.decode()]
+    time.sleep(0.2)
+    seen.append(server.get("/metrics").data.decode())
+    sizes = [metric(text, "everwarm_ram_arena_bytes") for text in seen]
+    return sizes[0] == sizes[1] > 0 and metric(seen[1], "everwarm_ram_waiting") == 0
+
+
+def test_an_engine_that_is_killed_leaves_its_conversations_in_memory(golden):
+    """Nothing is on disk here: the RAM tier belongs to the gateway."""
+    with serving() as server:
+        talk = _first_turn(server)
+        for _ in range(3):
+            until(lambda: _is_settled(server), "everything is in RAM")
+            server.kill_engine()
+            until(lambda: not server.is_ready(), "the death is noticed")
+            until(server.is_ready, "it is back")
+            n_prompt, n_cached, said = _next_turn(server, talk)
+            assert n_prompt - n_cached <= 120 + GUARD and said == golden[1]
 
 
 def test_the_directory_is_the_owners_alone(tmp_path: Path):

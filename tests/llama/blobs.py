@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everwarm.llama.context import Blob
+from everwarm.types import Blob
 
 HEADER = 8
 RECURRENT_POSITION = HEADER + 4  # after the cell count

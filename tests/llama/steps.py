@@ -14,9 +14,9 @@ import numpy as np
 
 from everwarm.config import ContextOptions
 from everwarm.llama.batch import Feed, Tokens
-from everwarm.llama.context import Blob, Context, Logits
+from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import MemoryKind, Model
-from everwarm.types import Mark, Position, SeqId, TokenCount
+from everwarm.types import Blob, Mark, Position, SeqId, TokenCount
 
 N_UBATCH = 64  # flash attention works in tiles from 64 tokens on; below, bits would not show the layout of the cells
 OPTIONS = ContextOptions(

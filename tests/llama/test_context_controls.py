@@ -9,8 +9,9 @@ import pytest
 from everwarm.errors import DecodeFailed, StateRejected
 from everwarm.llama import abi
 from everwarm.llama.batch import Tokens
-from everwarm.llama.context import Blob, Logits
+from everwarm.llama.context import Logits
 from everwarm.llama.model import Model
+from everwarm.types import Blob
 from llama.blobs import (
     Numbers,
     recurrent_numbers,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from everwarm.errors import MemoryFault, StateRejected
-from everwarm.llama.context import Blob, Context
-from everwarm.types import START
+from everwarm.llama.context import Context
+from everwarm.types import START, Blob
 from llama.blobs import HEADER, recurrent_numbers
 from llama.steps import (
     HYBRIDS,

@@ -39,6 +39,7 @@ async def supervised(patience: Patience = QUICK, model: str = str(EMBEDDED)) -> 
         yield supervisor
     finally:
         await supervisor.stop(0.0)
+        supervisor.forget()
 
 
 async def answer(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[int]:
@@ -246,6 +247,25 @@ def test_a_model_file_that_is_none_is_said_at_once(tmp_path):
         pid = supervisor.pid
         await supervisor.stop(0.0)
         assert pid is not None and not is_alive(pid)
+
+    run(test)
+
+
+def test_one_that_was_stopped_starts_again_and_remembers():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            golden = await everything(supervisor)
+            assert isinstance(golden[-1], m.Done) and golden[-1].n_cached == 0
+            for _ in range(2):
+                await supervisor.stop(0.0)
+                assert not supervisor.is_running
+                with pytest.raises(EngineStopped):
+                    await everything(supervisor)
+                supervisor.start()
+                again = (await everything(supervisor))[-1]  # it may be asked while it is starting
+                assert isinstance(again, m.Done) and again.n_cached >= again.n_prompt - 16
+            supervisor.forget()
+            await supervisor.stop(0.0)
 
     run(test)
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from everwarm.state.disk import Disk
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Blob, Header, Reader, encode, name_of
+from everwarm.state.object import Header, Reader, encode, name_of
+from everwarm.types import Blob
 
 FINGERPRINT = "a model and its settings"
 ROOT = root_key(FINGERPRINT, "")

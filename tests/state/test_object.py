@@ -24,12 +24,12 @@ from everwarm.state.object import (
     MAX_HEADER,
     MAX_SECTIONS,
     MINOR,
-    Blob,
     Damaged,
     Header,
     Reader,
     name_of,
 )
+from everwarm.types import Blob
 from state.crash_writer import Thing, blob, contents, kv, state
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))

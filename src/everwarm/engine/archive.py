@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,23 +21,27 @@ from pathlib import Path
 import numpy as np
 
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.ram import Ram
 from everwarm.engine.settings import StoreSettings
+from everwarm.engine.signature import Signature
 from everwarm.engine.slots import Slot
 from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.about import folder_name
 from everwarm.state.disk import Disk
 from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import MAJOR, Blob, Damaged, Header, Reader, name_of
+from everwarm.state.object import Damaged, Header, Reader, name_of
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.tree import Checkpoint, Match, Node, Segment
-from everwarm.types import Mark, Position, TokenCount
+from everwarm.types import Blob, token_mark
 
 log = logging.getLogger("everwarm.archive")
 
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 FIRST_READ_RATE = 500e6  # bytes per second, until measured
 N_READERS = 4
+N_FETCHERS = 2  # prompts at once that are brought back; each keeps the readers busy
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
 _RATE_MEMORY = 0.7
@@ -58,10 +62,51 @@ class Job:
         return sum(part.nbytes for part in self.parts.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A point as it was on disk, with the KV that was missing and how far each part of that is used."""
+
+    checkpoint: Checkpoint | None
+    segments: list[tuple[Segment, int]]
+    seconds: float
+
+    @property
+    def n_bytes(self) -> int:
+        state = 0 if self.checkpoint is None else self.checkpoint.size_bytes
+        return state + sum(segment.blob.nbytes for segment, _ in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A point that is being read for a prompt."""
+
+    kept: Kept
+    prompt: Prompt
+    namespace: str
+    future: Future[Loaded]
+
+    @property
+    def is_done(self) -> bool:
+        return self.future.done()
+
+    def wait(self, seconds: float) -> None:
+        """Not longer than that."""
+        wait((self.future,), seconds)
+
+
 class Archive:
-    def __init__(self, settings: StoreSettings, fingerprint: Callable[[], str], keeper: Keeper) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        fingerprint: Callable[[], str],
+        keeper: Keeper,
+        ram: Ram,
+        words: Callable[[Prompt], str] = lambda _: "",
+    ) -> None:
         self._settings = settings
         self._keeper = keeper
+        self._ram = ram
+        self._words = words
         self._fingerprint = ""
         self._read_rate = FIRST_READ_RATE
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
@@ -69,7 +114,9 @@ class Archive:
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._opened = threading.Event()
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
+        self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.disk: Disk | None = None
+        self._signature: Signature | None = None
         self.n_brought = 0
         self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
         self._thread.start()
@@ -164,6 +211,7 @@ class Archive:
             chunks=None if checkpoint is None else checkpoint.chunks,
             needs=tuple(needs),
             reaches=tuple(needs.values()),
+            words=self._words(node.path.first(n)),
         )
         parts = {"items": _bytes(node.path, 0, n)}
         if checkpoint is not None and checkpoint.state is not None:
@@ -174,24 +222,39 @@ class Archive:
 
     def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
         """Lay into the tree the deepest point on disk that is worth it. Returns where it is; 0: there was none."""
+        fetch = self.seek(prompt, namespace, match)
+        return 0 if fetch is None else self.lay(fetch)
+
+    def seek(self, prompt: Prompt, namespace: str, match: Match) -> Fetch | None:
+        """Begin to read the deepest point on disk that is worth it, on other threads."""
         if self.disk is None or prompt.media:
-            return 0
+            return None
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
         n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
         kept = self.disk.find(root_key(self._fingerprint, namespace), prompt.codes, len(prompt) - 1)
         if kept is None or kept.n_items <= n_have + GUARD or not self._is_worth_it(kept, kept.n_items - n_have):
-            return 0
-        began = time.monotonic()
+            return None
+        return Fetch(kept, prompt, namespace, self._fetchers.submit(self._load, kept, prompt, match.n_kv))
+
+    def lay(self, fetch: Fetch) -> int:
+        """What was read, into the tree. Returns where it is; 0: it could not be used."""
+        assert self.disk is not None
+        kept = fetch.kept
         try:
-            n_bytes = self._load(kept, prompt, namespace, match.n_kv)
+            loaded = fetch.future.result()
         except Damaged as error:
             log.warning("%d tokens on disk could not be used: %s", kept.n_items, error)
             return 0
-        seconds = max(1e-6, time.monotonic() - began)
-        self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * n_bytes / seconds
+        tree, root = self._keeper.tree, self._keeper.tree.root(fetch.namespace)
+        for segment, reach in loaded.segments:
+            tree.lay_segment(root, fetch.prompt, segment, int(segment.start.n_tokens), reach)
+        node = tree.grow(root, fetch.prompt, kept.n_items)
+        if loaded.checkpoint is not None and node.checkpoint is None:
+            tree.set_checkpoint(node, loaded.checkpoint)
+        self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * loaded.n_bytes / loaded.seconds
         self.disk.touch((kept.name, *kept.needs))
         self.n_brought += 1
-        log.info("brought %d tokens from disk: %.1f MiB in %.3f s", kept.n_items, n_bytes / _MIB, seconds)
+        log.info("brought %d tokens from disk: %.1f MiB in %.3f s", kept.n_items, loaded.n_bytes / _MIB, loaded.seconds)
         return kept.n_items
 
     def _is_worth_it(self, kept: Kept, n_saved: int) -> bool:
@@ -204,26 +267,23 @@ class Archive:
             return False
         return True
 
-    def _load(self, kept: Kept, prompt: Prompt, namespace: str, n_kv: int) -> int:
-        """Read everything first, then change the tree: a damaged object changes nothing."""
+    def _load(self, kept: Kept, prompt: Prompt, n_kv: int) -> Loaded:
+        """Everything is read before anything is changed: a damaged object changes nothing."""
         assert self.disk is not None
+        began = time.monotonic()
         kind = self._keeper.context.kind
         with self.disk.reading(kept.name) as reader:
             head = self._checked(reader, prompt, kept.n_items)
-            state = reader.read("state") if kind.needs_checkpoints else None
+            state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")
         load = partial(self._load_segment, prompt, n_kv)
         segments = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
-        tree, root = self._keeper.tree, self._keeper.tree.root(namespace)
-        for segment, reach in segments:
-            tree.lay_segment(root, prompt, segment, int(segment.start.n_tokens), reach)
-        node = tree.grow(root, prompt, head.n_items)
-        if state is not None and node.checkpoint is None:
+        checkpoint = None
+        if state is not None:
             cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
-            tree.set_checkpoint(node, checkpoint)
-        return sum(segment.blob.nbytes for segment, _ in segments) + (0 if state is None else state.nbytes)
+        return Loaded(checkpoint, segments, max(1e-6, time.monotonic() - began))
 
     def _load_segment(self, prompt: Prompt, n_kv: int, name: str, reach: int) -> tuple[Segment, int] | None:
         """None: its KV is here already."""
@@ -232,8 +292,8 @@ class Archive:
             head = self._checked(reader, prompt, reach)
             if reach <= n_kv:
                 return None
-            start, stop = _mark(head.n_start), _mark(head.n_items)
-            return Segment(reader.read("kv"), start, stop, head.clean, head.chunks, name=name), reach
+            start, stop = token_mark(head.n_start), token_mark(head.n_items)
+            return Segment(reader.read("kv", self._ram.place), start, stop, head.clean, head.chunks, name=name), reach
 
     def _checked(self, reader: Reader, prompt: Prompt, stop: int) -> Header:
         """A hash never decides alone: the items themselves are compared, as far as they are used."""
@@ -259,6 +319,7 @@ class Archive:
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
+        self._fetchers.shutdown()
         self._readers.shutdown()
         if self.disk is not None:
             self.disk.close()
@@ -272,6 +333,8 @@ class Archive:
             log.exception("nothing is kept on disk")
         self._opened.set()
         while (job := self._jobs.get()) is not None:
+            if self._signature is not None:
+                self._signature.renew()
             if callable(job):
                 job()
             elif self.disk is not None:
@@ -279,7 +342,8 @@ class Archive:
 
     def _put(self, disk: Disk, job: Job) -> None:
         try:
-            disk.put(job.header, job.parts)
+            if all(map(self._ram.arena.is_sound, job.parts.values())):
+                disk.put(job.header, job.parts)
         except Exception:
             log.exception("an object was not kept")  # whoever waits for a flush must not wait for ever
         self._n_done += job.size
@@ -289,18 +353,15 @@ class Archive:
         directory = Path(self._settings.directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._fingerprint = fingerprint
-        place = directory / f"v{MAJOR}-{root_key(fingerprint, '')[:24]}"
+        place = directory / folder_name(fingerprint)
         disk = Disk(place, self._settings.disk_bytes, self._settings.write_bytes_per_day)
         room = disk.n_bytes + int(FREE_SHARE * shutil.disk_usage(place).free)
         disk.budget_bytes = min(disk.budget_bytes, room)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
         self.disk = disk
+        self._signature = Signature(place, fingerprint, self._keeper)
 
 
 def _bytes(path: Prompt, start: int, stop: int) -> Blob:
     return np.ascontiguousarray(path.codes[start:stop], "<i4").view(np.uint8)
-
-
-def _mark(n: int) -> Mark:
-    return Mark(TokenCount(n), Position(n))

@@ -254,5 +254,6 @@ def stats(core: Core) -> dict[str, Any]:
         "n_spares": len(core.keeper.spares),
         "n_cells_used": core.context.cells.used,
         "n_cells": core.context.n_ctx,
+        **core.ram.stats(),
         **(core.archive.stats() if core.archive is not None else {}),
     }

@@ -12,7 +12,6 @@ import collections
 import logging
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -21,27 +20,27 @@ from everwarm.engine.archive import Archive
 from everwarm.engine.counts import Counts
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.probs import probabilities
+from everwarm.engine.ram import Ram
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.restore import Goal, Restored, Restorer
 from everwarm.engine.scheduler import Budget, Grant, Lane, plan
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.sizes import Sizes, decide_sizes
+from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
-from everwarm.llama.model import Progress as LoadProgress
 from everwarm.llama.sampler import Sampler
 from everwarm.state import policy
 from everwarm.state.history import record
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Match, Tree
-from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")
 
 MAX_ATTEMPTS = 3
+DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: somebody may want to cancel
 _SPEED_MEMORY = 0.8
 
 
@@ -57,39 +56,17 @@ class Core:
     slots: list[Slot]
     admission: Admission
     budget: Budget
+    ram: Ram
     archive: Archive | None
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
-
-    @classmethod
-    def open(cls, path: Path, settings: EngineSettings, progress: LoadProgress | None = None) -> Core:
-        model = Model(path, settings.model, progress)
-        try:
-            sizes = decide_sizes(model, settings)
-            context = Context(model, settings.context(sizes.n_spares))
-        except BaseException:
-            model.close()
-            raise
-        tree = Tree()
-        slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
-        for slot in slots:
-            tree.hold(slot.node)
-        keeper = Keeper(context, tree, slots, sizes.spacing, sizes.ram_bytes, seconds_per_token=1e-3)
-        keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
-        archive = None
-        if settings.store is not None:
-            archive = Archive(settings.store, lambda: settings.fingerprint(model.fingerprint), keeper)
-            keeper.leaving = archive.offer
-        restorer = Restorer(keeper, archive)
-        admission = Admission(keeper, restorer)
-        budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-        return cls(model, settings, sizes, context, tree, keeper, restorer, slots, admission, budget, archive)
 
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
         if self.archive is not None:
             self.archive.close()
+        self.ram.close()
         self.context.close()
         self.model.close()
 
@@ -97,6 +74,7 @@ class Core:
         """Before stopping: everything worth keeping is durable when this returns."""
         while self.tidy():
             pass
+        self.ram.flush()
         if self.archive is not None:
             self.archive.flush()
 
@@ -159,6 +137,8 @@ class Core:
                 return events
             self._learn_speed(feeds, time.monotonic() - started)
             self._commit(grants, feeds, events)
+        elif self.queue:
+            self.admission.wait_for_disk(DISK_WAIT_S)
         return events
 
     def _lanes(self) -> list[Lane]:
@@ -265,6 +245,7 @@ class Core:
     def _drop_cancelled(self, events: list[Event]) -> None:
         for request in [r for r in self.queue if r.cancelled]:
             self.queue.remove(request)
+            self.admission.forget(request)
             self._close(request, Finish.CANCELLED, events)
         for slot in self.slots:
             if slot.request is not None and slot.request.cancelled:
@@ -286,14 +267,14 @@ class Core:
         if request.ask.deterministic:
             self._move_everybody_out()
         prompt = request.items(request.n_items)
-        goal = Goal(prompt, request.ask.namespace, clean_only=request.ask.deterministic)
+        n_from_disk = self.admission.lay_fetched(request)
+        goal = Goal(prompt, request.ask.namespace, request.ask.deterministic, n_from_disk)
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
         slot = self.admission.seat(request, sources)
+        match = self.restorer.match(prompt, goal.namespace, sources)
         if request.ask.use_cache:
-            match = self.restorer.find(goal, sources)
             restored = self.restorer.bring(slot, goal, match, sources)
         else:
-            match = self.restorer.match(prompt, goal.namespace, sources)
             restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
         slot.request, slot.stable = request, request.ask.stable

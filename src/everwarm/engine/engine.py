@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from everwarm.config import Sampling
+from everwarm.engine.assemble import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Job, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
@@ -90,7 +91,7 @@ class Engine(Closing):
         self.settings = settings or EngineSettings()
         self._streams: dict[int, Stream] = {}
         self._failure: EngineStopped | None = None
-        running = start(lambda: Core.open(Path(model_path), self.settings, progress), self._deliver, self._ended)
+        running = start(lambda: assemble(Path(model_path), self.settings, progress), self._deliver, self._ended)
         self._loop, self._thread = running.loop, running.thread
         self.core = self._loop.core
         self.model = self.core.model

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from everwarm.engine.core import Core
-from everwarm.engine.replay import replay
-from everwarm.llama.context import Blob, Context
+from everwarm.engine.replay import cold_state, is_same_state
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.history import SEATED
 from everwarm.state.tree import Checkpoint, Node
 from everwarm.types import SeqId
 
@@ -37,35 +34,18 @@ def compare_with_cold(core: Core, most: int = 4) -> ExactReport:
     options = replace(core.settings.context(0), n_seq_max=1)
     with Context(core.model, options) as context:
         for node, checkpoint in clean[:most]:
-            different += not _equal(_cold_state(context, node, checkpoint), checkpoint)
-            controls_equal += _equal(_cold_state(context, node, checkpoint, change=node.n_items // 2), checkpoint)
+            different += not _is_reproduced(context, node, checkpoint)
+            controls_equal += _is_reproduced(context, node, checkpoint, change=node.n_items // 2)
     n = len(clean[:most])
     return ExactReport(n, different, n, controls_equal)
 
 
-def _cold_state(context: Context, node: Node, checkpoint: Checkpoint, change: int | None = None) -> Blob:
+def _is_reproduced(context: Context, node: Node, checkpoint: Checkpoint, change: int | None = None) -> bool:
     codes = node.path.codes[: node.n_items].copy()
     if change is not None:
         codes[change] = (codes[change] + 1) % context.model.vocab.n_tokens
-    chunks = checkpoint.chunks
-    while chunks and chunks[-1][0] == SEATED:  # the capture below seats it
-        chunks = chunks[:-1]
-    replay(context, SeqId(0), Prompt(codes), chunks)
+    assert checkpoint.state is not None
     try:
-        return context.capture(SeqId(0))
+        return is_same_state(cold_state(context, SeqId(0), Prompt(codes), checkpoint.chunks), checkpoint.state)
     finally:
         context.drop(SeqId(0))
-
-
-def _equal(blob: Blob, checkpoint: Checkpoint) -> bool:
-    """Bytes after the header, which names the sequence a state was taken from. Zeroes may differ in sign: libllama empties
-    a used cell by multiplying it with 0, and a prompt of one to three tokens leaves some of that in place."""
-    state = checkpoint.state
-    assert state is not None
-    return bool(np.array_equal(_unsigned_zeroes(blob), _unsigned_zeroes(state)))
-
-
-def _unsigned_zeroes(blob: Blob) -> Blob:
-    words = blob[8 : 8 + (len(blob) - 8) // 4 * 4].view(np.uint32).copy()
-    words[words == 0x80000000] = 0
-    return words.view(np.uint8)

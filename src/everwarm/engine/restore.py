@@ -13,8 +13,8 @@ from itertools import groupby
 
 import numpy as np
 
-from everwarm.engine.archive import Archive
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.ram import Ram
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
@@ -42,6 +42,7 @@ class Goal:
     prompt: Prompt
     namespace: str
     clean_only: bool = False
+    n_from_disk: int = 0  # what was brought from there for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,9 @@ class Source:
 
 
 class Restorer:
-    def __init__(self, keeper: Keeper, archive: Archive | None = None) -> None:
+    def __init__(self, keeper: Keeper, ram: Ram) -> None:
         self._keeper = keeper
-        self._archive = archive
-        self._n_from_disk = 0
+        self._ram = ram
         self._context = keeper.context
         self._tree = keeper.tree
 
@@ -76,12 +76,6 @@ class Restorer:
     def match(self, prompt: Prompt, namespace: str, sources: Sequence[Source]) -> Match:
         n_resident = max((source.n_common for source in sources), default=0)
         return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
-
-    def find(self, goal: Goal, sources: Sequence[Source]) -> Match:
-        """What is known of a prompt, after bringing from disk what is known only there."""
-        match = self.match(goal.prompt, goal.namespace, sources)
-        self._n_from_disk = 0 if self._archive is None else self._archive.bring(goal.prompt, goal.namespace, match)
-        return self.match(goal.prompt, goal.namespace, sources) if self._n_from_disk else match
 
     def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
         """Restore the deepest usable point into ``slot``. Unless its logits were kept, an item is left to decode."""
@@ -130,7 +124,7 @@ class Restorer:
                 if not isinstance(error, ContextFull | KvMissing):
                     self._keeper.quarantine(node, error)
                 return None
-            how = "from disk" if node.n_items == self._n_from_disk else how
+            how = "from disk" if node.n_items == goal.n_from_disk else how
             self._stand(slot, goal, match.path, node.n_items)
             slot.chunks = list(checkpoint.chunks)
             self._keeper.note_restored(node, how)
@@ -146,6 +140,7 @@ class Restorer:
             self._context.unpark(checkpoint.parked, slot.seq)
             return "unparked"
         assert checkpoint.state is not None
+        self._ram.require_sound(checkpoint.state)
         how = "from ram"
         if self._context.kind.has_attention:
             how = self._bring_kv(slot, goal, node.n_items, match.path, sources)
@@ -169,7 +164,7 @@ class Restorer:
         history = history_over(slot.chunks, n)
         slot.chunks = list(history) if history and n_items_of(history) == n else []  # cut inside a chunk: not known
         self._stand(slot, goal, match.path, n)
-        how = "from disk" if n and n == self._n_from_disk else how
+        how = "from disk" if n and n == goal.n_from_disk else how
         return Restored(n, CheckpointUse(n, None, how) if n else None)
 
     @staticmethod
@@ -223,6 +218,7 @@ class Restorer:
                 raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
             start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
             try:
+                self._ram.require_sound(segment.blob)
                 self._context.splice_segment(slot.seq, segment.blob, start, end, n_cells=n_cells, clean=segment.clean)
             except MemoryFault:
                 self._keeper.drop_segments(users)

@@ -15,6 +15,11 @@ MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
 RestorePolicy = Literal["auto", "always"]
 
 
+def state_fingerprint(model: str, options: ContextOptions) -> str:
+    """What a state depends on besides the weights: kept states of other settings are never offered."""
+    return f"{model}|{options.cache_type_k}|{options.cache_type_v}|{options.flash_attention}|unified"
+
+
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
     """The disk tier. ``auto`` reads a prompt again where that is measured to be faster than loading it."""
@@ -62,8 +67,7 @@ class EngineSettings:
         self.context(0)  # the same limits as the context's own
 
     def fingerprint(self, model: str) -> str:
-        """What a state depends on besides the weights: kept states of other settings are never offered."""
-        return f"{model}|{self.cache_type_k}|{self.cache_type_v}|{self.flash_attention}|unified"
+        return state_fingerprint(model, self.context(0))
 
     def context(self, n_spares: int) -> ContextOptions:
         return ContextOptions(

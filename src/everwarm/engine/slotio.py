@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import blake3
 import numpy as np
 
 from everwarm.engine.core import Core
@@ -21,10 +20,11 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault
 from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.state.files import Files
-from everwarm.state.object import Blob, Damaged, Header, Point, Reader, encode
+from everwarm.state.object import Damaged, Header, Point, Reader, encode
 from everwarm.state.policy import CutKind
-from everwarm.state.slotfile import COMPANION, encode_main, open_plain, read_main
+from everwarm.state.slotfile import COMPANION, encode_main, main_digest, open_plain, read_main
 from everwarm.state.tree import Checkpoint
+from everwarm.types import Blob
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,11 @@ def _bring_back(core: Core, slot: Slot) -> None:
     if slot.n_fed or not len(slot.content):
         return
     prompt = Prompt(np.append(slot.content.codes, np.int32(0)))  # one more, so that the whole of it may be restored
-    goal = Goal(prompt, slot.namespace)
     sources = core.restorer.sources(prompt, slot.namespace)
-    core.restorer.bring(slot, goal, core.restorer.find(goal, sources), sources)
+    match = core.restorer.match(prompt, slot.namespace, sources)
+    if core.archive is not None and core.archive.bring(prompt, slot.namespace, match):
+        match = core.restorer.match(prompt, slot.namespace, sources)
+    core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
 
 
 def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None) -> int:
@@ -88,7 +90,7 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
         n_start=0,
         n_items=saved.n_tokens,
         points=tuple(point for point, _ in saved.points),
-        main=_digest(saved.tokens, saved.state),
+        main=main_digest(saved.tokens, saved.state),
     )
     parts = {"items": items} | {point.section: state for point, state in saved.points}
     return n_bytes + files.write(companion, encode(header, parts))
@@ -112,7 +114,7 @@ def _read_companion(
     try:
         reader = Reader(fd)
         head = reader.header
-        same = head.kind == "slot" and head.fingerprint == fingerprint and head.main == _digest(tokens, state)
+        same = head.kind == "slot" and head.fingerprint == fingerprint and head.main == main_digest(tokens, state)
         if not same or not np.array_equal(reader.read("items").view("<i4"), tokens):
             raise Damaged("it belongs to another file or model")
         if any(not 0 < point.n_items <= len(tokens) for point in head.points):
@@ -177,8 +179,3 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
             core.tree.drop_segment(node)
         node = parent
     return n
-
-
-def _digest(tokens: Codes, state: Blob) -> str:
-    hasher = blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
-    return hasher.update(state.data).hexdigest()

@@ -1,10 +1,16 @@
-"""A reply's tokens as text, as soon as it is certain: whole characters, and nothing that may begin a stop string."""
+"""Tokens as text: a reply's as soon as it is certain (whole characters, and nothing that may begin a stop string), and the
+first and last words of a conversation for people to know it by."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from everwarm.llama.vocab import Vocab
+from everwarm.prompt.prompt import Prompt
+
+FIRST_TOKENS, LAST_TOKENS = 64, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +60,15 @@ class ReplyText:
             if any(stop.startswith(end) for stop in self._stops):
                 return n
         return 0
+
+
+def words_of(vocab: Vocab, prompt: Prompt) -> str:
+    """How a text begins and ends, on one line."""
+    codes = [code for code in prompt.codes.tolist() if code >= 0]
+
+    def shown(tokens: list[int]) -> str:
+        return " ".join(vocab.detokenize(tokens).decode("utf-8", "replace").split())
+
+    if len(codes) <= FIRST_TOKENS + LAST_TOKENS:
+        return shown(codes)
+    return f"{shown(codes[:FIRST_TOKENS])} … {shown(codes[-LAST_TOKENS:])}"

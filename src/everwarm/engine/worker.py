@@ -1,4 +1,4 @@
-"""The engine process: ``python -m everwarm.engine.worker FD PARENT_PID``.
+"""The engine process: ``python -m everwarm.engine.worker SOCKET MEMORY PARENT_PID``, the first two being descriptors.
 
     reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches libllama
     writer thread   what the socket did not take at once      beat thread    says "alive" whatever the loop is doing
@@ -8,6 +8,7 @@ Exits 0 after ``Stop``, 2 when the model cannot be served, and at once when the 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import select
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 
 from everwarm.engine import messages as m
+from everwarm.engine.assemble import assemble
 from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
@@ -110,7 +112,7 @@ class Pulse:
 
 
 def main() -> None:
-    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    fd, memory, parent_pid = map(int, sys.argv[1:4])
     die_with_parent(parent_pid)
     for sig in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which tells us when to stop
         signal.signal(sig, signal.SIG_IGN)
@@ -121,13 +123,14 @@ def main() -> None:
     if not isinstance(first, m.Open):
         os._exit(1)
     pulse = Pulse(wire)
-    core = _open(first, wire)
+    core = _open(first, wire, memory)
+    _call_test_hook(core)
     collect_rarely()
     wire.send(m.Ready(_info(core)))
     _serve(core, wire, pulse)
 
 
-def _open(message: m.Open, wire: Wire) -> Core:
+def _open(message: m.Open, wire: Wire, memory: int) -> Core:
     shown = [-1.0]
 
     def progress(fraction: float) -> None:
@@ -136,11 +139,20 @@ def _open(message: m.Open, wire: Wire) -> Core:
             wire.send(m.Loading(fraction))
 
     try:
-        return Core.open(Path(message.model), message.settings, progress)
+        return assemble(Path(message.model), message.settings, progress, memory)
     except EverwarmError as error:
         wire.send(m.Fatal(str(error)))
         wire.flush()
         sys.exit(EXIT_FATAL)
+
+
+def _call_test_hook(core: Core) -> None:
+    """For tests only: what EVERWARM_TEST_HOOK names as ``module:function`` gets the core before anybody is served."""
+    named = os.environ.get("EVERWARM_TEST_HOOK")
+    if named:
+        log.warning("EVERWARM_TEST_HOOK is set: %s changes this engine, which is for tests only", named)
+        module, _, function = named.partition(":")
+        getattr(importlib.import_module(module), function)(core)
 
 
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:

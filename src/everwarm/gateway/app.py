@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,10 +21,12 @@ from everwarm.gateway.guard import Guard, error_response
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import LlamaServer
 from everwarm.gateway.metrics import CONTENT_TYPE, Metrics
+from everwarm.gateway.models import Models
 from everwarm.gateway.openai import OpenAI
 from everwarm.gateway.replies import Hangup, json_response
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
+from everwarm.router.pool import Pool
 from everwarm.router.supervisor import State, Supervisor
 
 
@@ -35,9 +38,9 @@ class Gateway:
     drain: Callable[[], Awaitable[None]]
 
 
-def build_gateway(supervisor: Supervisor, settings: ServerSettings) -> Gateway:
-    service = Service(supervisor, settings, Limits(settings), Metrics())
-    openai, llama, state = OpenAI(service), LlamaServer(service), Status(service)
+def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
+    service = Service(pool, settings, Limits(settings), Metrics())
+    openai, llama, models, state = OpenAI(service), LlamaServer(service), Models(service), Status(service)
     routes = [
         Route("/", state.home, methods=["GET"]),
         Route("/health", state.health, methods=["GET"]),
@@ -47,8 +50,10 @@ def build_gateway(supervisor: Supervisor, settings: ServerSettings) -> Gateway:
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
-        Route("/v1/models", openai.models, methods=["GET"]),
-        Route("/models", openai.models, methods=["GET"]),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/models", models.list, methods=["GET"]),
+        Route("/models/load", models.load, methods=["POST"]),
+        Route("/models/unload", models.unload, methods=["POST"]),
         Route("/completion", llama.completion, methods=["POST"]),
         Route("/completions", llama.completion, methods=["POST"]),
         Route("/tokenize", llama.tokenize, methods=["POST"]),
@@ -61,11 +66,11 @@ def build_gateway(supervisor: Supervisor, settings: ServerSettings) -> Gateway:
 
     async def drain() -> None:
         service.limits.is_draining = True
-        await supervisor.stop(settings.grace_s)
+        await pool.stop(settings.grace_s)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        supervisor.start()
+        pool.start()
         yield
         await drain()
 
@@ -93,32 +98,48 @@ class Status:
         return json_response({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
-        supervisor = self._service.supervisor
-        about = {
-            "status": "ready" if supervisor.is_ready else _not_ready(supervisor),
-            "loaded": supervisor.loaded,
-            "restarts": supervisor.n_restarts,
-            "reason": supervisor.reason,
-        }
-        return json_response(
-            about, 200 if supervisor.is_ready else 503, {} if supervisor.is_ready else {"retry-after": "1"}
-        )
+        """Of one model: whether it can be used now. With several, whoever is needed is loaded: the server is ready."""
+        standings = self._service.pool.standings()
+        is_ready, about = True, {"status": "ready", "models": len(standings)}
+        if len(standings) == 1:
+            (one,) = standings
+            is_ready, about = one.supervisor.is_ready, _condition(one.supervisor)
+        return json_response(about, 200 if is_ready else 503, {} if is_ready else {"retry-after": "1"})
 
-    async def metrics(self, _request: Request) -> Response:
-        supervisor = self._service.supervisor
-        engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
-        load = supervisor.load
+    async def metrics(self, request: Request) -> Response:
+        """The gateway's own, and the engine's of one model: the only one, or the one that is named."""
+        pool, name = self._service.pool, request.query_params.get("model")
+        standings = pool.standings()
         gauges = {
-            "llamacpp:requests_processing": ("Requests being read or written", float(load.n_running if load else 0)),
-            "llamacpp:requests_deferred": ("Requests waiting for a slot", float(load.n_queued if load else 0)),
-            "everwarm_engine_restarts": ("Times the engine was started again", float(supervisor.n_restarts)),
-            "everwarm_engine_ready": ("1 if the engine is ready", float(supervisor.is_ready)),
+            "everwarm_models": ("Models that can be asked for", float(len(standings))),
+            "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
         }
+        engine: dict[str, Any] = {}
+        if name is not None or pool.catalog.find(None) is not None:
+            supervisor = pool.find(name).supervisor
+            engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
+            gauges |= _engine_gauges(supervisor)
         return Response(self._service.metrics.render(engine, gauges), media_type=CONTENT_TYPE)
 
 
-def _not_ready(supervisor: Supervisor) -> str:
-    return "stalled" if supervisor.state is State.READY else supervisor.state.value
+def _condition(supervisor: Supervisor) -> dict[str, Any]:
+    state = "stalled" if supervisor.state is State.READY else supervisor.state.value
+    return {
+        "status": "ready" if supervisor.is_ready else state,
+        "loaded": supervisor.loaded,
+        "restarts": supervisor.n_restarts,
+        "reason": supervisor.reason,
+    }
+
+
+def _engine_gauges(supervisor: Supervisor) -> dict[str, tuple[str, float]]:
+    load = supervisor.load
+    return {
+        "llamacpp:requests_processing": ("Requests being read or written", float(load.n_running if load else 0)),
+        "llamacpp:requests_deferred": ("Requests waiting for a slot", float(load.n_queued if load else 0)),
+        "everwarm_engine_restarts": ("Times the engine was started again", float(supervisor.n_restarts)),
+        "everwarm_engine_ready": ("1 if the engine is ready", float(supervisor.is_ready)),
+    }
 
 
 async def _on_error(request: Request, error: EverwarmError) -> Response:

@@ -131,6 +131,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
 class TokenizeBody(msgspec.Struct, frozen=True):
     content: str
+    model: Name | None = None
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
@@ -138,13 +139,21 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
     tokens: Annotated[list[TokenId], Meta(max_length=1 << 24)]
+    model: Name | None = None
 
 
 class SlotBody(msgspec.Struct, frozen=True):
     """Of a slot action; erasing needs no file."""
 
     filename: Annotated[str, Meta(max_length=256)] = ""
+    model: Name | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+class ModelBody(msgspec.Struct, frozen=True):
+    """Of an order to load or unload."""
+
+    model: Name
 
 
 T = TypeVar("T")

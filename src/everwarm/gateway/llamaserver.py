@@ -16,11 +16,14 @@ from everwarm.errors import BadRequest, Forbidden
 from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect, events
-from everwarm.gateway.replies import json_response, sse
+from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
 from everwarm.gateway.service import Service, template_options
+from everwarm.router.pool import Served
 from everwarm.state.slotfile import checked_name
 
 Json = dict[str, Any]
+
+_TEXT_ONLY = {"vision": False, "audio": False, "video": False}
 
 
 class LlamaServer:
@@ -36,19 +39,29 @@ class LlamaServer:
             return await self._service.within_time(request, self._whole(request, body))
 
     async def _whole(self, request: Request, body: CompletionBody) -> Response:
-        submits = await self._service.completion_submits(request, body)
-        (choice,) = await collect(events(self._service.supervisor, submits[:1]), 1)
+        async with self._service.borrowed(body.model) as served:
+            submits = await self._service.completion_submits(request, body, served)
+            (choice,) = await collect(events(served.supervisor, submits[:1]), 1)
         self._service.metrics.finished(choice.done)
-        name = body.model or self._service.settings.model_name
+        name = body.model or served.id
         with_probs = body.wanted_probs is not None
         answer = shapes.llama_completion(name, choice, with_tokens=bool(body.return_tokens), with_probs=with_probs)
         return json_response(answer)
 
     async def _frames(self, request: Request, body: CompletionBody) -> AsyncGenerator[bytes, None]:
-        submits = await self._service.completion_submits(request, body)
-        name = body.model or self._service.settings.model_name
+        with self._service.pool.lease(body.model) as lease:
+            async for loaded in lease.waiting(LOADING_S):
+                yield sse_loading(lease.served.id, loaded)
+            async for frame in self._completion_frames(request, body, lease.served):
+                yield frame
+
+    async def _completion_frames(
+        self, request: Request, body: CompletionBody, served: Served
+    ) -> AsyncGenerator[bytes, None]:
+        submits = await self._service.completion_submits(request, body, served)
+        name = body.model or served.id
         n_prompt = n_reply = slot = 0
-        async for event in events(self._service.supervisor, submits[:1]):
+        async for event in events(served.supervisor, submits[:1]):
             match event.message:
                 case m.Begun() as begun:
                     n_prompt, slot = begun.n_prompt, begun.slot
@@ -71,8 +84,7 @@ class LlamaServer:
         body = read(data, TokenizeBody)
         fields = {"text": body.content, "add_special": body.add_special, "parse_special": body.parse_special}
         with self._service.limits.admitted(len(data)):
-            asked = self._service.supervisor.ask(m.Tokenize, **fields)
-            tokens = await self._service.within_time(request, asked)
+            tokens = await self._service.ask(request, body.model, m.Tokenize, **fields)
         if body.with_pieces:
             return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in tokens]})
         return json_response({"tokens": [token for token, _ in tokens]})
@@ -81,30 +93,35 @@ class LlamaServer:
         data = await request.body()
         body = read(data, DetokenizeBody)
         with self._service.limits.admitted(len(data)):
-            asked = self._service.supervisor.ask(m.Detokenize, tokens=body.tokens)
-            text: bytes = await self._service.within_time(request, asked)
+            text: bytes = await self._service.ask(request, body.model, m.Detokenize, tokens=body.tokens)
         return json_response({"content": text.decode("utf-8", "replace")})
 
     async def apply_template(self, request: Request) -> Response:
         body = read(await request.body(), ChatBody)
-        template = await self._service.template()
+        async with self._service.borrowed(body.model) as served:
+            template = await self._service.template(served)
         text = await asyncio.to_thread(template.render, body.messages, **template_options(body))
         return json_response({"prompt": text})
 
-    async def props(self, _request: Request) -> Response:
-        info = await self._service.info()
+    async def props(self, request: Request) -> Response:
+        name = request.query_params.get("model")
+        if name is None and self._service.pool.catalog.find(None) is None:
+            models = [standing.spec.id for standing in self._service.pool.standings()]
+            return json_response({"role": "router", "models": models, "modalities": _TEXT_ONLY})
+        async with self._service.borrowed(name) as served:
+            info = await served.supervisor.wait_ready()
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": info.n_ctx, "params": {}},
                 "total_slots": info.n_slots,
-                "model_alias": self._service.settings.model_name,
+                "model_alias": served.id,
                 "model_description": info.description,
                 "memory_kind": info.memory_kind,
-                "modalities": {"vision": False, "audio": False, "video": False},
+                "modalities": _TEXT_ONLY,
                 "endpoint_slots": True,
                 "endpoint_props": False,
                 "endpoint_metrics": True,
-                "chat_template": info.chat_template or "",
+                "chat_template": served.spec.template or info.chat_template or "",
                 "bos_token": info.bos,
                 "eos_token": info.eos,
                 "build_info": f"everwarm, libllama {info.build}",
@@ -112,8 +129,8 @@ class LlamaServer:
             }
         )
 
-    async def slots(self, _request: Request) -> Response:
-        return json_response(await self._service.supervisor.ask(m.AskSlots))
+    async def slots(self, request: Request) -> Response:
+        return json_response(await self._service.ask(request, request.query_params.get("model"), m.AskSlots))
 
     async def slot_action(self, request: Request) -> Response:
         """llama-server's ``POST /slots/N?action=save|restore|erase``."""
@@ -131,7 +148,8 @@ class LlamaServer:
             shown["filename"] = checked_name(body.filename)
             fields["path"] = str(self._slot_directory() / shown["filename"])
         with self._service.limits.admitted(len(data)):
-            answer = await self._service.within_time(request, self._service.supervisor.ask(m.SlotAction, **fields))
+            name = body.model or request.query_params.get("model")
+            answer = await self._service.ask(request, name, m.SlotAction, **fields)
         return json_response({"id_slot": answer["id_slot"], **shown, **answer})
 
     def _slot_directory(self) -> Path:

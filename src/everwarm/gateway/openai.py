@@ -1,4 +1,4 @@
-"""OpenAI's dialect: chat completions, completions, models."""
+"""OpenAI's dialect: chat completions and completions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from everwarm.engine import messages as m
 from everwarm.gateway import shapes
 from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
 from everwarm.gateway.generate import Event, collect, events
-from everwarm.gateway.replies import SSE_DONE, json_response, sse
+from everwarm.gateway.replies import LOADING_S, SSE_DONE, json_response, sse, sse_loading
 from everwarm.gateway.service import Service
+from everwarm.router.pool import Served
 
 Json = dict[str, Any]
-Submits = Callable[[], Coroutine[Any, Any, list[dict[str, Any]]]]
+Submits = Callable[[Served], Coroutine[Any, Any, list[dict[str, Any]]]]
 
 
 class OpenAI:
@@ -37,28 +38,6 @@ class OpenAI:
         submits = partial(self._service.completion_submits, request, body)
         return await self._answer(request, body, submits, len(data), _TEXT, with_probs=body.wanted_probs is not None)
 
-    async def models(self, _request: Request) -> Response:
-        """One body that satisfies OpenAI's and Anthropic's clients."""
-        info = await self._service.info()
-        name = self._service.settings.model_name
-        meta = {
-            "n_ctx_train": info.n_ctx_train,
-            "n_params": info.n_params,
-            "size": info.size_bytes,
-            "n_vocab": info.n_vocab,
-        }
-        model = {
-            "id": name,
-            "object": "model",
-            "type": "model",
-            "created": 0,
-            "created_at": "1970-01-01T00:00:00Z",
-            "owned_by": "everwarm",
-            "display_name": name,
-            "meta": meta,
-        }
-        return json_response({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
-
     async def _answer(
         self, request: Request, body: Body, submits: Submits, n_body_bytes: int, shape: Shape, *, with_probs: bool
     ) -> Response:
@@ -72,8 +51,9 @@ class OpenAI:
             return await self._service.within_time(request, whole)
 
     async def _whole(self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool) -> Response:
-        asked = await submits()
-        choices = await collect(events(self._service.supervisor, asked), len(asked))
+        async with self._service.borrowed(body.model) as served:
+            asked = await submits(served)
+            choices = await collect(events(served.supervisor, asked), len(asked))
         for choice in choices:
             self._service.metrics.finished(choice.done)
         echo = (asked[0]["text"] or "") if isinstance(body, CompletionBody) and body.echo else ""
@@ -83,12 +63,15 @@ class OpenAI:
         self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool
     ) -> AsyncGenerator[bytes, None]:
         dones: dict[int, m.Done] = {}
-        async for event in events(self._service.supervisor, await submits()):
-            for choice, more in shape.chunks(event, with_probs=with_probs):
-                yield sse({**frame, "choices": [choice] if choice else [], **more})
-            if isinstance(event.message, m.Done):
-                dones[event.index] = event.message
-                self._service.metrics.finished(event.message)
+        with self._service.pool.lease(body.model) as lease:
+            async for loaded in lease.waiting(LOADING_S):
+                yield sse_loading(lease.served.id, loaded)
+            async for event in events(lease.served.supervisor, await submits(lease.served)):
+                for choice, more in shape.chunks(event, with_probs=with_probs):
+                    yield sse({**frame, "choices": [choice] if choice else [], **more})
+                if isinstance(event.message, m.Done):
+                    dones[event.index] = event.message
+                    self._service.metrics.finished(event.message)
         if body.includes_usage:
             ends = [dones[i] for i in sorted(dones)]
             yield sse({**frame, "choices": [], "usage": shapes.usage(ends), "timings": shapes.timings(ends[0])})

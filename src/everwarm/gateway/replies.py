@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 1.0  # an error within this time still gets its own status; then the stream begins
 KEEP_ALIVE_S = 10.0
+LOADING_S = 1.0  # between comments that say how far a model is loaded
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -33,6 +34,12 @@ def sse(body: Any) -> bytes:
 
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_KEEP_ALIVE = b": waiting\n\n"
+
+
+def sse_loading(model: str, loaded: float) -> bytes:
+    """A comment: clients ignore it, people and proxies see that something happens."""
+    name = "".join(c for c in model if c.isprintable())
+    return f": loading {name} {loaded:.0%}\n\n".encode()
 
 
 class EventStream(Response):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,7 +23,8 @@ from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.replies import EventStream, sse, unless_gone, within
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.supervisor import Supervisor
+from everwarm.router.pool import Pool, Served
+from everwarm.router.supervisor import Question
 
 T = TypeVar("T")
 
@@ -32,27 +34,43 @@ SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-
 
 @dataclass(slots=True)
 class Service:
-    supervisor: Supervisor
+    pool: Pool
     settings: ServerSettings
     limits: Limits
     metrics: Metrics
-    _template: tuple[str, ChatTemplate] | None = field(default=None)
+    _templates: dict[str, tuple[str, ChatTemplate]] = field(default_factory=dict)  # by model
 
-    async def info(self) -> ModelInfo:
-        return await self.supervisor.wait_ready()
-
-    async def template(self) -> ChatTemplate:
-        info = await self.info()
-        if info.chat_template is None:
+    async def template(self, served: Served) -> ChatTemplate:
+        info = await served.supervisor.wait_ready()
+        text = served.spec.template or info.chat_template
+        if text is None:
             raise BadRequest("this model has no chat template; use /v1/completions")
-        if self._template is None or self._template[0] != info.chat_template:
-            self._template = (info.chat_template, ChatTemplate(info.chat_template, bos=info.bos, eos=info.eos))
-        return self._template[1]
+        known = self._templates.get(served.id)
+        if known is None or known[0] != text:
+            known = self._templates[served.id] = (text, ChatTemplate(text, bos=info.bos, eos=info.eos))
+        return known[1]
+
+    # borrowing a model
+
+    async def ask(self, request: Request, name: str | None, question: type[Question], **fields: Any) -> Any:
+        """Ask a model's engine something, with the model loaded for it if need be."""
+
+        async def asked() -> Any:
+            with self.pool.lease(name) as lease:
+                served = await lease.ready()
+                return await served.supervisor.ask(question, **fields)
+
+        return await self.within_time(request, asked())
+
+    @contextlib.asynccontextmanager
+    async def borrowed(self, name: str | None) -> AsyncIterator[Served]:
+        with self.pool.lease(name) as lease:
+            yield await lease.ready()
 
     # bodies to submits
 
-    async def chat_submits(self, request: Request, body: ChatBody) -> list[dict[str, Any]]:
-        info, template = await self.info(), await self.template()
+    async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> list[dict[str, Any]]:
+        info, template = await served.supervisor.wait_ready(), await self.template(served)
         _require_text(body.messages)
         rendered = await asyncio.to_thread(template.conversation, body.messages, **template_options(body))
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
@@ -66,10 +84,10 @@ class Service:
         }
         return _choices(common, body)
 
-    async def completion_submits(self, request: Request, body: CompletionBody) -> list[dict[str, Any]]:
+    async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> list[dict[str, Any]]:
         text, tokens = body.text_or_tokens()
         common = {
-            **self._common(request, body, await self.info()),
+            **self._common(request, body, await served.supervisor.wait_ready()),
             "text": text,
             "tokens": tokens,
             "n_probs": body.wanted_probs,
@@ -102,11 +120,13 @@ class Service:
 
     def frame(self, kind: str, body: Body) -> dict[str, Any]:
         """What every chunk and answer of one request repeats."""
+        served = self.pool.find(body.model)
+        info = served.supervisor.info
         return {
             "id": f"{kind}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": body.model or self.settings.model_name,
-            "system_fingerprint": f"everwarm-{self.supervisor.info.build if self.supervisor.info else ''}",
+            "model": body.model or served.id,
+            "system_fingerprint": f"everwarm-{info.build if info else ''}",
         }
 
     async def within_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:

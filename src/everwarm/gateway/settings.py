@@ -16,7 +16,6 @@ class ServerSettings:
     port: int = 8080
     api_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()  # names clients may call this server by, besides loopback and ``host``
-    model_name: str = "everwarm"
     max_body_bytes: int = 32 << 20
     max_requests: int = 256  # running and waiting
     max_waiting_tokens: int = 4_000_000  # prompt tokens of all of them, estimated from their text

@@ -23,9 +23,8 @@ from everwarm.llama.cells import Cells
 from everwarm.llama.closing import Closing
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.opening import open_context
-from everwarm.types import START, Mark, Position, SeqId, TokenCount
+from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap
 
-Blob = NDArray[np.uint8]
 Logits = NDArray[np.float32]
 
 _BLOB_HEADER = 8  # u32 magic, i32 sequence id
@@ -35,6 +34,7 @@ class Context(Closing):
     """``n_seq_max`` sequences for the caller, and one more inside for moving KV ranges in and out."""
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
+        self.place: Place = heap  # where captured states and segments go
         self.model = model
         self.options = options
         self.kind = model.memory_kind
@@ -212,7 +212,7 @@ class Context(Closing):
         where in it the window lies: so it is seated anew right after it was read, as a later restore will seat it."""
         self._check_seq(seq)
         assert self.kind.needs_checkpoints, "plain attention has no state to capture"
-        blob = self._read(seq, abi.STATE_PARTIAL)
+        blob = self._read(seq, abi.STATE_PARTIAL, self.place)
         if self.kind.has_window and not self._write(seq, blob, abi.STATE_PARTIAL):
             self.drop(seq)
             raise StateRejected(f"a window of {len(blob)} bytes could not be seated anew: {self._lib.last_words()}")
@@ -296,8 +296,7 @@ class Context(Closing):
         self._lib.memory_seq_cp(self._mem, seq, self._scratch, start.pos, stop.pos)
         try:
             self._strip_state_of_scratch()
-            blob = self._read(SeqId(self._scratch), abi.STATE_FULL)
-            return self._without_tail(blob)
+            return self._without_tail(self._read(SeqId(self._scratch), abi.STATE_FULL, self.place))
         finally:
             self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
 
@@ -347,16 +346,16 @@ class Context(Closing):
         tail = self._size(SeqId(self._scratch), abi.STATE_PARTIAL) - _BLOB_HEADER
         if tail == len(self._empty_tail):
             return blob
-        cut = len(blob) - tail
-        return np.concatenate([blob[:cut], self._empty_tail])
+        whole = self.place(len(blob) - tail + len(self._empty_tail))
+        return np.concatenate([blob[: len(blob) - tail], self._empty_tail], out=whole)
 
     # the C side of blobs
 
     def _size(self, seq: SeqId, flags: int) -> int:
         return int(self._lib.state_seq_get_size_ext(self._ptr, seq, flags))
 
-    def _read(self, seq: SeqId, flags: int) -> Blob:
-        blob = np.empty(self._size(seq, flags), np.uint8)
+    def _read(self, seq: SeqId, flags: int, place: Place = heap) -> Blob:
+        blob = place(self._size(seq, flags))
         n = int(self._lib.state_seq_get_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, flags))
         assert n == len(blob), f"libllama wrote {n} of {len(blob)} bytes of a state"
         return blob

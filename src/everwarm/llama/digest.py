@@ -1,4 +1,4 @@
-"""The digest of a model file, computed once and remembered by path, inode, time and size.
+"""What a model file is: its identity (path, inode, time and size), and its digest, computed once and remembered by that.
 
 Reading 28 GB takes seconds; reading it at every start would be felt. The memory is a small JSON file in the user's cache
 directory and may be deleted at any time.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -17,12 +18,26 @@ import blake3
 from everwarm.config import cache_directory
 
 _MAX_REMEMBERED = 256
+_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of a model that was split into several, the first of which is given."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    return [path.with_name(f"{found[1]}-{i + 1:05}-of-{found[2]}.gguf") for i in range(int(found[2]))]
+
+
+def file_identity(path: Path) -> str:
+    """Another whenever the file is another."""
+    stat = path.stat()
+    return f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_size}"
 
 
 def file_digest(path: Path, memory: Path | None = None) -> str:
     memory = memory or cache_directory() / "digests.json"
-    stat = path.stat()
-    key = f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_size}"
+    key = file_identity(path)
     known = _read(memory)
     found = known.get(key)
     if isinstance(found, str) and len(found) == 64:

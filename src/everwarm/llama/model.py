@@ -16,7 +16,7 @@ from everwarm.config import ModelOptions
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.closing import Closing
-from everwarm.llama.digest import file_digest
+from everwarm.llama.digest import file_digest, file_identity, parts_of
 from everwarm.llama.lib import Lib, lib
 from everwarm.llama.vocab import Vocab
 
@@ -63,8 +63,10 @@ class Model(Closing):
     def __init__(self, path: Path, options: ModelOptions | None = None, progress: Progress | None = None) -> None:
         self.path = path
         self.lib: Lib = lib()
-        _check_file(path)
         self.options = options or ModelOptions()
+        for file in (path, *(Path(file) for file, _ in self.options.lora)):
+            _check_file(file)
+        self.identity = self._identity()
         self.ptr = _open(self.lib, path, self.options, progress)
         try:
             self._read_facts()
@@ -115,12 +117,20 @@ class Model(Closing):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identity of weights, adapters and build. A state of one fingerprint is never offered to another."""
-        adapters = "".join(f"-{file_digest(Path(file))}*{scale!r}" for file, scale in self.options.lora)
-        return f"{file_digest(self.path)}{adapters}-{abi.BUILD}"
+        found = fingerprint_of(self.path, self.options)
+        if self._identity() != self.identity:
+            raise ModelFileError(f"{self.path.name} was changed while it was loaded")
+        return found
+
+    def _identity(self) -> str:
+        """The same for a process that opens the same files, without reading them."""
+        try:
+            return _over_files(self.path, self.options, file_identity)
+        except OSError as error:
+            raise ModelFileError(f"a file of {self.path.name} cannot be read: {error.strerror or error}") from None
 
     def _open_adapter(self, path: Path) -> int:
         """A LoRA; libllama frees it with the model."""
-        _check_file(path)
         self.lib.forget_log()
         ptr: int | None = self.lib.adapter_lora_init(self.ptr, os.fsencode(path))
         if not ptr:
@@ -132,6 +142,17 @@ class Model(Closing):
         if self.ptr:
             self.lib.model_free(self.ptr)
             self.ptr = None
+
+
+def fingerprint_of(path: Path, options: ModelOptions) -> str:
+    """What the fingerprint of a model opened so would be, without opening it."""
+    return _over_files(path, options, file_digest)
+
+
+def _over_files(path: Path, options: ModelOptions, told: Callable[[Path], str]) -> str:
+    parts = "+".join(map(told, parts_of(path)))
+    adapters = "".join(f"-{told(Path(file))}*{scale!r}" for file, scale in options.lora)
+    return f"{parts}{adapters}-{abi.BUILD}"
 
 
 def _check_file(path: Path) -> None:

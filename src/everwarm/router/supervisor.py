@@ -24,6 +24,7 @@ import msgspec
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, Refused
+from everwarm.state.arena import memory_file
 
 log = logging.getLogger("everwarm.router")
 
@@ -75,7 +76,7 @@ class Supervisor:
         self._open = m.Open(model, settings)
         self._patience = patience or Patience()
         self._on_loading = on_loading
-        self.state = State.STARTING
+        self.state = State.STOPPED
         self.info: m.ModelInfo | None = None
         self.reason: str | None = None
         self.n_restarts = 0
@@ -90,6 +91,7 @@ class Supervisor:
         self._kill_reason = ""
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
+        self._memory = memory_file()  # the RAM tier: it outlives the engine and goes with us
 
     # what callers see
 
@@ -99,6 +101,10 @@ class Supervisor:
         return self.state is State.READY and fresh
 
     @property
+    def is_running(self) -> bool:
+        return not self._is_over
+
+    @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
@@ -106,8 +112,27 @@ class Supervisor:
     def n_pending(self) -> int:
         return len(self._pending)
 
+    @property
+    def is_worn_out(self) -> bool:
+        """Whether it was given up because it kept dying."""
+        return self.state is State.UNHEALTHY and self._n_deaths >= MAX_DEATHS
+
     def start(self) -> None:
+        """Also again, after it was stopped or given up: what was kept in RAM is still there."""
+        assert self._is_over, f"it is {self.state.value} already"
+        self.state, self.reason, self.loaded, self._n_deaths = State.STARTING, None, 0.0, 0
         self._task = asyncio.create_task(self._run(), name="everwarm-supervisor")
+
+    async def until(self, *states: State) -> State:
+        """Until it is in one of these states, or its life is over."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.state in states or self._is_over)
+        return self.state
+
+    async def ended(self) -> None:
+        """Until the process of a life that is over is gone."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def wait_ready(self) -> m.ModelInfo:
         """Until the model is known, or EngineStopped with the reason why it never will be."""
@@ -151,7 +176,13 @@ class Supervisor:
             self._kill("it did not stop when told to")
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await self.ended()
+
+    def forget(self) -> None:
+        """Give back the memory of the RAM tier."""
+        if self._memory >= 0:
+            os.close(self._memory)
+        self._memory = -1
 
     # asking
 
@@ -224,8 +255,9 @@ class Supervisor:
                 "-m",
                 "everwarm.engine.worker",
                 str(theirs.fileno()),
+                str(self._memory),
                 str(os.getpid()),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), self._memory),
                 stdin=asyncio.subprocess.DEVNULL,
             )
             theirs.close()

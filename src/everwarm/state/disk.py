@@ -25,11 +25,10 @@ from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Codes
 from everwarm.state import policy
 from everwarm.state.files import TEMPORARY, Files
-from everwarm.state.index import Index, Kept
+from everwarm.state.index import INDEX, Index, Kept
 from everwarm.state.lineage import keys
 from everwarm.state.object import (
     SUFFIX,
-    Blob,
     Damaged,
     Header,
     Reader,
@@ -38,6 +37,7 @@ from everwarm.state.object import (
     file_size,
     name_of,
 )
+from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.disk")
 
@@ -76,10 +76,10 @@ class Disk:
         self._kept: dict[str, Kept] = {}
         self._states: dict[str, str] = {}  # names of states by key
         self.n_bytes = 0
-        _make(directory, self._files)
-        self._held = _hold(directory)
+        make_folder(directory, self._files)
+        self._held = hold(directory)
         try:
-            self._index = Index(directory / "index.sqlite")
+            self._index = Index(directory / INDEX)
             self.scan()
         except BaseException:
             os.close(self._held)
@@ -342,7 +342,8 @@ class Disk:
         self.degraded, self._failed_to = str(error), what
 
 
-def _make(directory: Path, files: Files) -> None:
+def make_folder(directory: Path, files: Files) -> None:
+    """For the owner alone, and there after a crash."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if missing:
@@ -351,7 +352,8 @@ def _make(directory: Path, files: Files) -> None:
         files.sync_directory(path.parent)
 
 
-def _hold(directory: Path) -> int:
+def hold(directory: Path) -> int:
+    """Until the descriptor is closed nobody else can. ``DirectoryTaken``: somebody does."""
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     try:

@@ -6,12 +6,17 @@ import contextlib
 import logging
 import os
 import sqlite3
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from everwarm.state.files import Files
 from everwarm.state.object import Kind
 
 log = logging.getLogger("everwarm.disk")
+
+INDEX = "index.sqlite"
+MAX_INDEX = 1 << 30
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS objects (
@@ -41,8 +46,7 @@ class Index:
 
     def uses(self) -> dict[str, tuple[float, int]]:
         """When each was used and how often: all that the files do not say."""
-        rows = self._database.execute("SELECT name, used_at, hits FROM objects").fetchall()
-        return {name: (at, hits) for name, at, hits in rows if isinstance(at, float) and isinstance(hits, int)}
+        return _uses(self._database)
 
     def store(self, kept: Kept) -> None:
         row = (kept.name, kept.kind, kept.key, kept.n_items, kept.size, ",".join(kept.needs), kept.used_at, kept.hits)
@@ -53,6 +57,32 @@ class Index:
 
     def close(self) -> None:
         self._database.close()
+
+
+def _uses(database: sqlite3.Connection) -> dict[str, tuple[float, int]]:
+    rows = database.execute("SELECT name, used_at, hits FROM objects").fetchall()
+    return {name: (at, hits) for name, at, hits in rows if isinstance(at, float) and isinstance(hits, int)}
+
+
+def peek_uses(path: Path) -> dict[str, tuple[float, int]]:
+    """What ``uses`` would say, from a copy: looking takes no lock from a running engine and leaves no file behind."""
+    with tempfile.TemporaryDirectory(prefix="everwarm-") as copy:
+        try:
+            for suffix in ("-wal", ""):
+                _copy(path.with_name(path.name + suffix), Path(copy, path.name + suffix))
+            with contextlib.closing(sqlite3.connect(Path(copy, path.name))) as index:
+                return _uses(index)
+        except (OSError, sqlite3.Error):
+            return {}
+
+
+def _copy(path: Path, to: Path) -> None:
+    try:
+        fd = Files().open(path)
+    except FileNotFoundError:
+        return
+    with os.fdopen(fd, "rb") as file:
+        to.write_bytes(file.read(MAX_INDEX))
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -16,12 +16,10 @@ from typing import Literal
 
 import blake3
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from everwarm.errors import EverwarmError
+from everwarm.types import Blob, Place, heap
 
-Blob = NDArray[np.uint8]
 Kind = Literal["kv", "state", "slot"]
 
 MAGIC, END = b"EVERWARM", b"MRAWREVE"
@@ -35,6 +33,7 @@ _PREFIX = struct.Struct("<8sHHI")
 _FOOTER = struct.Struct("<32s8s")
 _ZEROES = bytes(ALIGN)
 _MAX_COUNT = 1 << 40
+_PIECE = 4 << 20
 
 
 class Damaged(EverwarmError):
@@ -81,6 +80,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
     points: tuple[Point, ...] = ()  # of a slot
     main: str = ""  # digest of the file that a slot's companion belongs to
+    words: str = ""  # how the text begins and ends, for people
     sections: tuple[Section, ...] = ()
 
 
@@ -139,11 +139,13 @@ def name_of(header: Header) -> str:
 
 
 class Reader:
-    """An open object file: the header is checked on opening, each section when it is read."""
+    """An open object: the header is checked on opening, each section when it is read. It may lie inside of a larger file,
+    ``size`` bytes from ``at`` on."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, at: int = 0, size: int | None = None) -> None:
         self._fd = fd
-        self._size = os.fstat(fd).st_size
+        self._at = at
+        self._size = os.fstat(fd).st_size - at if size is None else size
         self.header = self._read_header()
 
     def _read_header(self) -> Header:
@@ -167,6 +169,7 @@ class Reader:
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise Damaged(f"its header cannot be read: {error}") from None
         self._check(header, head_size)
+        self._head = head
         return header
 
     def _check(self, header: Header, at: int) -> None:
@@ -180,13 +183,13 @@ class Reader:
         if at + _FOOTER.size != self._size:
             raise Damaged(f"it has {self._size} bytes instead of {at + _FOOTER.size}")
 
-    def read(self, name: str) -> Blob:
-        """A section, verified."""
+    def read(self, name: str, place: Place = heap) -> Blob:
+        """A section, verified; ``place`` gives the memory for it."""
         section = next((s for s in self.header.sections if s.name == name), None)
         if section is None:
             raise Damaged(f"it has no section {name!r}")
-        blob = np.empty(_aligned(section.length), np.uint8)
-        fill(self._fd, blob.data, section.offset)
+        blob = place(_aligned(section.length))
+        fill(self._fd, blob.data, self._at + section.offset)
         # somebody waits for this, so all cores may help; writing keeps to one
         if blake3.blake3(blob.data[: section.length], max_threads=blake3.blake3.AUTO).hexdigest() != section.blake3:
             raise Damaged(f"its section {name!r} is not what it was")
@@ -194,11 +197,32 @@ class Reader:
             raise Damaged(f"there is something behind its section {name!r}")
         return blob[: section.length]
 
+    def pieces(self) -> Iterator[bytes]:
+        """The whole file, verified on the way, in little memory: whoever got the last piece has it as it was written."""
+        yield self._head
+        for section in self.header.sections:
+            yield from self.section_pieces(section)
+        yield _FOOTER.pack(blake3.blake3(self._head).digest(), END)
+
+    def section_pieces(self, section: Section) -> Iterator[bytes]:
+        hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+        stop = section.offset + section.length
+        for at in range(section.offset, stop, _PIECE):
+            piece = self._bytes(at, min(_PIECE, stop - at))
+            hasher.update(piece)
+            yield piece
+        if hasher.hexdigest() != section.blake3:
+            raise Damaged(f"its section {section.name!r} is not what it was")
+        padding = self._bytes(stop, -section.length % ALIGN)
+        if any(padding):
+            raise Damaged(f"there is something behind its section {section.name!r}")
+        yield padding
+
     def _bytes(self, offset: int, size: int) -> bytes:
         if offset + size > self._size:
             raise Damaged("it is too short")
         buffer = bytearray(size)
-        fill(self._fd, memoryview(buffer), offset)
+        fill(self._fd, memoryview(buffer), self._at + offset)
         return bytes(buffer)
 
 

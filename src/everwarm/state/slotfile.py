@@ -16,12 +16,14 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import blake3
 import numpy as np
 
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
 from everwarm.state.files import Files
-from everwarm.state.object import Blob, Damaged, fill
+from everwarm.state.object import Damaged, fill
+from everwarm.types import Blob
 
 MAGIC, VERSION = 0x67677371, 4
 COMPANION = ".checkpoints"
@@ -42,6 +44,12 @@ def encode_main(tokens: Codes, state: Blob) -> Iterator[bytes | memoryview]:
     yield _HEAD.pack(MAGIC, VERSION, len(tokens))
     yield np.ascontiguousarray(tokens, "<i4").tobytes()
     yield state.data
+
+
+def main_digest(tokens: Codes, state: Blob) -> str:
+    """By which a companion knows the file it belongs to."""
+    hasher = blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
+    return str(hasher.update(state.data).hexdigest())
 
 
 def read_main(path: Path, max_tokens: int) -> tuple[Codes, Blob]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,7 @@ from numpy.typing import NDArray
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.history import Chunks
 from everwarm.state.policy import CutKind
-from everwarm.types import START, Mark, SeqId
-
-Blob = NDArray[np.uint8]
+from everwarm.types import START, Blob, Mark, SeqId
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +111,18 @@ class Match:
     path: tuple[Node, ...]  # the nodes it passes, the last perhaps only in part
 
 
+class Watcher(Protocol):
+    """Hears of everything that comes to RAM."""
+
+    def on_state(self, node: Node) -> None: ...
+    def on_segment(self, node: Node) -> None: ...
+
+
 class Tree:
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self.ram_bytes = 0
+        self.watcher: Watcher | None = None
 
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
@@ -181,12 +188,22 @@ class Tree:
         assert node.parent is not None and node.checkpoint is None
         node.checkpoint = checkpoint
         self.ram_bytes += checkpoint.size_bytes
+        self._tell_of_state(node)
 
     def set_state(self, node: Node, state: Blob) -> None:
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.state is None
         checkpoint.state = state
         self.ram_bytes += state.nbytes
+        self._tell_of_state(node)
+
+    def _tell_of_state(self, node: Node) -> None:
+        if self.watcher is not None and node.checkpoint is not None and node.checkpoint.state is not None:
+            self.watcher.on_state(node)
+
+    def _tell_of_segment(self, node: Node) -> None:
+        if self.watcher is not None:
+            self.watcher.on_segment(node)
 
     def add_logits(self, checkpoint: Checkpoint, logits: NDArray[np.float32]) -> None:
         assert checkpoint.logits is None
@@ -217,6 +234,7 @@ class Tree:
         node.segment = segment
         segment.n_users = 1
         self.ram_bytes += segment.blob.nbytes
+        self._tell_of_segment(node)
 
     def lay_segment(self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int) -> None:
         """Keep a segment that came from elsewhere: every node of its interval that has none uses it."""
@@ -226,7 +244,9 @@ class Tree:
         for node in users:
             node.segment = segment
         segment.n_users = len(users)
-        self.ram_bytes += segment.blob.nbytes if users else 0
+        if users:
+            self.ram_bytes += segment.blob.nbytes
+            self._tell_of_segment(users[-1])
 
     def drop_segment(self, node: Node) -> None:
         assert node.segment is not None

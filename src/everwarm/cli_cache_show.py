@@ -1,0 +1,232 @@
+"""How ``everwarm cache`` says what it found: as facts for JSON, and as text for people.
+
+What comes out of files is shown without anything a terminal would obey.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from everwarm.state.inspect import Inspected
+from everwarm.state.inventory import Folder, Lineage
+
+if TYPE_CHECKING:
+    from everwarm.engine.checkup import Report
+
+SHORT_KEY = 12
+_MOST_SHOWN = 50
+
+Facts = dict[str, Any]
+
+
+def readable(text: str) -> str:
+    return "".join(c if c.isprintable() else "·" for c in text)
+
+
+def size_text(n_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
+def _time_text(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _when(at: float) -> str:
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+# ls
+
+
+def folder_facts(folder: Folder) -> Facts:
+    about = folder.about
+    return {
+        "folder": folder.path.name,
+        "model": "" if about is None else about.model,
+        "path": "" if about is None else about.path,
+        "description": "" if about is None else about.description,
+        "fingerprint": folder.fingerprint,
+        "seconds_per_token": None if about is None else about.seconds_per_token,
+        "n_objects": len(folder.objects),
+        "n_bytes": folder.n_bytes,
+        "n_broken": len(folder.broken),
+        "n_quarantined": len(folder.quarantined()),
+        "states": [_state_facts(lineage) for lineage in folder.lineages()],
+    }
+
+
+def _state_facts(lineage: Lineage) -> Facts:
+    state, head = lineage.state, lineage.state.header
+    return {
+        "name": state.name,
+        "words": head.words,
+        "n_tokens": head.n_items,
+        "n_bytes": lineage.n_bytes,
+        "n_bytes_shared": lineage.n_bytes_shared,
+        "tier": "disk",
+        "used_at": _when(state.used_at),
+        "hits": state.hits,
+        "seconds_saved": lineage.seconds_saved,
+        "clean": head.clean,
+        "cut": head.cut,
+        "is_whole": not lineage.missing,
+    }
+
+
+def print_folder(console: Console, folder: Folder, now: float) -> None:
+    about = folder.about
+    speed = about.seconds_per_token if about is not None else None
+    said = [readable(about.description)] if about is not None and about.description else []
+    said += [f"{len(folder.objects)} objects", size_text(folder.n_bytes)]
+    said += [f"{1 / speed:,.0f} tokens/s"] if speed else ["speed not measured yet"]
+    said += [f"{len(folder.broken)} damaged"] if folder.broken else []
+    said += [f"{n} in quarantine"] if (n := len(folder.quarantined())) else []
+    console.print(Text(readable(folder.title), "bold"), Text(f"{folder.path.name} · {' · '.join(said)}"))
+    if lineages := folder.lineages():
+        console.print(Text(_COLUMNS.format(*_TITLES), "dim"), soft_wrap=True)
+    for lineage in lineages:
+        console.print(Text(_COLUMNS.format(*_cells(lineage, now))), soft_wrap=True)
+        words = Text("    " + readable(lineage.state.header.words or "(no words)"), "dim")
+        words.truncate(console.width, overflow="ellipsis")
+        console.print(words, soft_wrap=True)
+    console.print()
+
+
+_TITLES = ("key", "tokens", "size", "shared", "tier", "last use", "hits", "saves")
+_COLUMNS = "{:<12} {:>9} {:>10} {:>10} {:>5} {:>9} {:>5} {:>9}"
+
+
+def _cells(lineage: Lineage, now: float) -> tuple[str, ...]:
+    state = lineage.state
+    saved = "?" if lineage.seconds_saved is None else _time_text(lineage.seconds_saved)
+    return (
+        readable(state.header.key[:SHORT_KEY]),
+        f"{state.header.n_items:,}",
+        size_text(lineage.n_bytes),
+        size_text(lineage.n_bytes_shared) if lineage.n_bytes_shared else "-",
+        "disk",
+        _time_text(max(0.0, now - state.used_at)),
+        str(state.hits),
+        "not whole" if lineage.missing else saved,
+    )
+
+
+# show
+
+
+def object_facts(found: Inspected) -> Facts:
+    head = found.header
+    facts: Facts = {
+        "name": found.path.name,
+        "kind": head.kind,
+        "is_whole": found.is_whole,
+        "n_bytes": found.size,
+        "words": head.words,
+        "n_tokens": head.n_items,
+        "n_start": head.n_start,
+        "key": head.key,
+        "start": head.start,
+        "fingerprint": head.fingerprint,
+        "cut": head.cut,
+        "clean": head.clean,
+        "chunks": [f"{size}×{times}" for size, times in head.chunks or ()],
+        "needs": [
+            {"name": need, "up_to": reach, "trouble": trouble}
+            for (need, trouble), reach in zip(found.needs.items(), _reaches(found), strict=False)
+        ],
+        "sections": [
+            {"name": s.name, "n_bytes": s.length, "blake3": s.blake3, "trouble": found.damaged.get(s.name, "")}
+            for s in head.sections
+        ],
+    }
+    if head.kind == "slot":
+        facts["main"] = head.main
+        facts["points"] = [{"n_tokens": p.n_items, "cut": p.cut, "clean": p.clean} for p in head.points]
+    return facts
+
+
+def _reaches(found: Inspected) -> tuple[int, ...]:
+    head = found.header
+    return head.reaches if len(head.reaches) == len(found.needs) else (head.n_items,) * len(found.needs)
+
+
+def print_facts(console: Console, facts: Facts) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if shown := _shown(value):
+            table.add_row(Text(name.replace("_", " ")), Text(shown))
+    console.print(table)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, list):
+        return ("yes" if value else "no") if isinstance(value, bool) else readable(str(value))
+    lines = [readable(_line(item)) for item in value[:_MOST_SHOWN]]
+    lines += [f"… and {len(value) - _MOST_SHOWN} more"] if len(value) > _MOST_SHOWN else []
+    return ("\n" if any(isinstance(item, dict) for item in value) else " ").join(lines)
+
+
+def _line(item: Any) -> str:
+    if not isinstance(item, dict):
+        return str(item)
+    said = ", ".join(f"{n.replace('_', ' ')} {value}" for n, value in item.items() if n not in ("name", "trouble"))
+    verdict = f" — {item['trouble'] or 'whole'}" if "trouble" in item else ""
+    return f"{item.get('name', '')} {said}{verdict}".strip()
+
+
+# verify
+
+
+def report_facts(report: Report) -> Facts:
+    return {
+        "folder": report.folder.path.name,
+        "model": report.folder.title,
+        "n_objects": len(report.folder.objects) + len(report.folder.broken),
+        "damaged": [{"name": broken.path.name, "why": str(broken.why)} for broken in report.broken],
+        "replayed": [{"name": f.name, "verdict": f.verdict, "spread": f.spread, "why": f.why} for f in report.findings],
+        "not_replayed": report.not_replayed,
+        "n_left": report.n_left,
+        "quarantined": list(report.wrong) if report.is_put_aside else [],
+        "is_well": report.is_well,
+    }
+
+
+def print_report(console: Console, report: Report) -> None:
+    folder = report.folder
+    n_good = len(folder.objects) + len(folder.broken) - len(report.broken)
+    lines = [f"{n_good} objects are what was written"]
+    lines += [f"damaged: {broken.path.name}: {broken.why}" for broken in report.broken]
+    n_exact = sum(finding.verdict == "exact" for finding in report.findings)
+    lines += [f"{n_exact} objects have the bytes of a cold reading"] if n_exact else []
+    for finding in report.findings:
+        spread = "" if finding.spread is None else f": logits differ by up to {finding.spread:.3g}"
+        if finding.verdict == "close":
+            lines.append(f"{finding.why or 'not clean'}: {finding.name}{spread}")
+        elif finding.verdict != "exact":
+            lines.append(f"{finding.verdict}: {finding.name}{spread}{': ' * bool(finding.why)}{finding.why}")
+    lines += [f"no state was read again: {report.not_replayed}"] if report.not_replayed else []
+    lines += [f"{report.n_left} more states were not read again"] if report.n_left and not report.not_replayed else []
+    if report.wrong and report.is_put_aside:
+        lines.append(f"{len(report.wrong)} objects were moved to {folder.path.name}/quarantine")
+    elif report.wrong:
+        lines.append("reported but not quarantined: a running server holds the folder")
+    console.print(Text(readable(folder.title), "bold"), Text(folder.path.name))
+    for line in lines:
+        console.print(Text("  " + readable(line)), soft_wrap=True)

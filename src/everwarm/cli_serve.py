@@ -1,0 +1,180 @@
+"""The flags of ``serve``, and the frozen settings they become."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from everwarm.config import (
+    CacheType,
+    FlashAttention,
+    ModelOptions,
+    cache_directory,
+    default_threads,
+    parse_bytes,
+    require,
+)
+from everwarm.engine.settings import EngineSettings, RestorePolicy, StoreSettings
+from everwarm.gateway.settings import ServerSettings
+from everwarm.router.catalog import Catalog
+from everwarm.router.plan import Limits
+from everwarm.state.params import CheckpointParams
+
+_GROUPS = ("Network", "Many models", "Context and memory", "Compute", "Checkpoints")
+_NETWORK, _MODELS, _MEMORY, _COMPUTE, _CHECKPOINTS = (Group(name, sort_key=i) for i, name in enumerate(_GROUPS))
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """The flags of ``serve``; llama-server's short names where it has them."""
+
+    host: Annotated[
+        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key")
+    ] = "127.0.0.1"
+    port: Annotated[int, Parameter(group=_NETWORK, help="0 takes any free port")] = 8080
+    api_key: Annotated[str | None, Parameter(group=_NETWORK, help="required from clients as a Bearer token")] = None
+    allowed_host: Annotated[
+        tuple[str, ...], Parameter(group=_NETWORK, help="another name clients may call this server by; repeatable")
+    ] = ()
+    alias: Annotated[str | None, Parameter(group=_NETWORK, help="the model's name in the API; default: the file's")] = (
+        None
+    )
+    models_max: Annotated[
+        int | None, Parameter(group=_MODELS, help="how many are in memory at once; 0: any number; default: 1")
+    ] = None
+    memory_limit: Annotated[
+        str | None, Parameter(group=_MODELS, help="how much memory they may take together, like 48GiB; default: any")
+    ] = None
+    models_default: Annotated[
+        str | None, Parameter(group=_MODELS, help="the one for clients that ask for a name nobody has; default: none")
+    ] = None
+    models_autoload: Annotated[
+        bool, Parameter(group=_MODELS, help="load a model when it is asked for; else only POST /models/load does")
+    ] = True
+
+    max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
+    max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
+        "32MiB"
+    )
+    request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds; 0: none")] = 0.0
+    grace: Annotated[float, Parameter(group=_NETWORK, help="seconds to finish what runs after SIGTERM")] = 10.0
+
+    slots: Annotated[int, Parameter(name=["--slots", "--parallel", "-np"], group=_MEMORY, help="requests at once")] = 4
+    ctx_size: Annotated[
+        int, Parameter(name=["--ctx-size", "-c"], group=_MEMORY, help="tokens of context, shared by all slots")
+    ] = 16384
+    cache_type_k: Annotated[CacheType, Parameter(name=["--cache-type-k", "-ctk"], group=_MEMORY, help="KV keys")] = (
+        "f16"
+    )
+    cache_type_v: Annotated[CacheType, Parameter(name=["--cache-type-v", "-ctv"], group=_MEMORY, help="KV values")] = (
+        "f16"
+    )
+    cache_ram: Annotated[
+        str | None,
+        Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of what is free"),
+    ] = None
+    state_dir: Annotated[
+        str, Parameter(group=_MEMORY, help="where conversations are kept across restarts, one folder per model")
+    ] = dataclasses.field(default_factory=lambda: str(cache_directory() / "states"))
+    disk_cache: Annotated[str, Parameter(group=_MEMORY, help="how much of it, like 64GiB; 0: nothing on disk")] = (
+        "64GiB"
+    )
+    disk_write_budget: Annotated[str, Parameter(group=_MEMORY, help="bytes written per day; 0: any number")] = "0"
+    slot_save_path: Annotated[
+        str | None, Parameter(group=_MEMORY, help="directory for files of POST /slots/N?action=save and restore")
+    ] = None
+    restore_policy: Annotated[
+        RestorePolicy, Parameter(group=_MEMORY, help="auto: read again where that is faster than loading from disk")
+    ] = "auto"
+    spares: Annotated[
+        int | None, Parameter(group=_MEMORY, help="checkpoints on the device; default: from the free memory, up to 16")
+    ] = None
+
+    threads: Annotated[int, Parameter(name=["--threads", "-t"], group=_COMPUTE, help="CPU threads")] = (
+        dataclasses.field(default_factory=default_threads)
+    )
+    batch_size: Annotated[
+        int, Parameter(name=["--batch-size", "-b"], group=_COMPUTE, help="tokens per decode call")
+    ] = 2048
+    ubatch_size: Annotated[int, Parameter(name=["--ubatch-size", "-ub"], group=_COMPUTE, help="tokens per step")] = 512
+    n_gpu_layers: Annotated[int, Parameter(name=["--n-gpu-layers", "-ngl"], group=_COMPUTE, help="-1: all")] = -1
+    flash_attn: Annotated[FlashAttention, Parameter(name=["--flash-attn", "-fa"], group=_COMPUTE, help="")] = "auto"
+    tensor_split: Annotated[
+        tuple[float, ...],
+        Parameter(name=["--tensor-split", "-ts"], group=_COMPUTE, help="each GPU's share of the model"),
+    ] = ()
+    n_cpu_moe: Annotated[
+        int, Parameter(name=["--n-cpu-moe", "-ncmoe"], group=_COMPUTE, help="layers whose experts stay in host memory")
+    ] = 0
+    lora: Annotated[
+        tuple[str, ...], Parameter(group=_COMPUTE, help="adapter file, or FILE:SCALE; repeatable", negative=())
+    ] = ()
+    mmap: Annotated[bool, Parameter(group=_COMPUTE, help="map the model file instead of reading it")] = True
+
+    max_checkpoints: Annotated[int, Parameter(group=_CHECKPOINTS, help="per conversation; 0: off")] = 32
+    checkpoint_every: Annotated[
+        int | None, Parameter(group=_CHECKPOINTS, help="tokens inside long messages; default: from the model")
+    ] = None
+    checkpoint_min_tokens: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none before; default: 0")] = None
+    checkpoint_min_gap: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none closer; default: 0")] = None
+
+    def engine(self) -> EngineSettings:
+        return EngineSettings(
+            n_slots=self.slots,
+            n_ctx=self.ctx_size,
+            n_batch=self.batch_size,
+            n_ubatch=min(self.ubatch_size, self.batch_size),
+            n_threads=self.threads,
+            cache_type_k=self.cache_type_k,
+            cache_type_v=self.cache_type_v,
+            flash_attention=self.flash_attn,
+            model=ModelOptions(
+                self.n_gpu_layers, self.mmap, self.tensor_split, self.n_cpu_moe, tuple(map(_scaled, self.lora))
+            ),
+            checkpoints=CheckpointParams(
+                self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
+            ),
+            store=self._store(),
+            n_spares=self.spares,
+            ram_bytes=None if self.cache_ram is None else parse_bytes(self.cache_ram),
+        )
+
+    def _store(self) -> StoreSettings | None:
+        disk_bytes, write_bytes = parse_bytes(self.disk_cache), parse_bytes(self.disk_write_budget)
+        return StoreSettings(self.state_dir, disk_bytes, write_bytes, self.restore_policy) if disk_bytes else None
+
+    def limits(self, catalog: Catalog) -> Limits:
+        """What was not said here may be said beside the models."""
+        most = self.models_max if self.models_max is not None else catalog.models_max
+        memory = self.memory_limit
+        n_bytes = parse_bytes(memory) if memory is not None else catalog.memory_limit
+        require(most is None or most >= 0, f"models-max is {most}; give 0 (any number) or more")
+        return Limits(1 if most is None else most, n_bytes or 0)
+
+    def server(self) -> ServerSettings:
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            api_key=self.api_key,
+            allowed_hosts=self.allowed_host,
+            max_requests=self.max_requests,
+            max_body_bytes=parse_bytes(self.max_body),
+            request_timeout_s=self.request_timeout,
+            grace_s=self.grace,
+            slot_save_path=self.slot_save_path,
+        )
+
+
+def _scaled(lora: str) -> tuple[str, float]:
+    """``FILE`` or ``FILE:SCALE``."""
+    path, _, scale = lora.rpartition(":")
+    try:
+        return (path, float(scale)) if path else (lora, 1.0)
+    except ValueError:
+        return lora, 1.0
+
+
+DEFAULTS = ServeOptions()

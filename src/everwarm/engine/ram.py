@@ -1,0 +1,237 @@
+"""Between the tree and the arena: what is copied to RAM is kept so that the next engine finds it there.
+
+Captures are placed in the arena; a thread of its own then says what they are and takes their digest, away from the steps. A
+new engine lays what it finds into its tree before the first request. Bytes of an earlier process are believed when their
+digest is right: that thread looks at all of them, and whoever needs one sooner looks himself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from everwarm.errors import StateRejected
+from everwarm.llama.model import MemoryKind
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.arena import Arena, Found
+from everwarm.state.history import Chunks
+from everwarm.state.lineage import keys, root_key
+from everwarm.state.policy import CutKind
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.types import Blob, token_mark
+
+log = logging.getLogger("everwarm.ram")
+
+NICENESS = 10  # steps come first
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What is said about an object: enough to find its place in a tree again. Segments bring their own items; a state lies
+    where segments lead, and brings all items where there are none."""
+
+    namespace: str
+    key: str
+    start: str
+    n_start: int
+    n_items: int
+    items: bytes
+    clean: bool
+    chunks: Chunks | None
+    cut: str  # of a state; "": a segment
+    n_stop: int  # where its cells end: beyond ``n_items`` they belong to another branch
+
+    @property
+    def codes(self) -> np.ndarray:
+        return np.frombuffer(self.items, "<i4")
+
+    @property
+    def makes_sense(self) -> bool:
+        n = self.n_items - self.n_start
+        return (
+            0 <= self.n_start <= self.n_items <= self.n_stop and len(self.items) in (0, 4 * n) and all(self.codes >= 0)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the thread will say about an object, if it is still there by then."""
+
+    blob: weakref.ref[Blob]
+    path: Prompt
+    namespace: str
+    n_start: int
+    n_items: int
+    clean: bool
+    chunks: Chunks | None
+    cut: str
+    n_stop: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(About)
+
+
+class Ram:
+    def __init__(self, arena: Arena, tree: Tree, kind: MemoryKind) -> None:
+        tree.watcher = self
+        self.arena = arena
+        self._tree = tree
+        self._kind = kind
+        self._notes: queue.SimpleQueue[Note | Callable[[], object] | None] = queue.SimpleQueue()
+        self.n_adopted = 0
+        self.n_unsound = 0
+        self._thread = threading.Thread(target=self._run, name="everwarm-ram", daemon=True)
+        self._thread.start()
+
+    def place(self, n_bytes: int) -> Blob:
+        return self.arena.place(n_bytes)
+
+    def stats(self) -> dict[str, float]:
+        arena = self.arena
+        sizes = {
+            "ram_arena_bytes": arena.n_used,
+            "ram_n_outside": arena.n_outside,
+            "ram_n_waiting": self._notes.qsize(),
+        }
+        return {**sizes, "ram_n_adopted": self.n_adopted, "ram_n_unsound": self.n_unsound}
+
+    # keeping
+
+    def on_segment(self, node: Node) -> None:
+        """Have the next engine find the segment that was laid at this node."""
+        segment = node.segment
+        assert segment is not None
+        span = int(segment.start.n_tokens), node.n_items
+        self._note(node, segment.blob, span, segment.clean, segment.chunks, "", int(segment.stop.n_tokens))
+
+    def on_state(self, node: Node) -> None:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None and checkpoint.state is not None
+        span = node.n_items if self._kind.has_attention else 0, node.n_items
+        cut = checkpoint.kind.value
+        self._note(node, checkpoint.state, span, checkpoint.clean, checkpoint.chunks, cut, node.n_items)
+
+    def _note(
+        self,
+        node: Node,
+        blob: Blob,
+        span: tuple[int, int],
+        clean: bool,
+        chunks: Chunks | None,
+        cut: str,
+        n_stop: int,
+    ) -> None:
+        if not node.path.media:
+            namespace = self._tree.namespace(node)
+            self._notes.put(Note(weakref.ref(blob), node.path, namespace, *span, clean, chunks, cut, n_stop))
+
+    def require_sound(self, blob: Blob) -> None:
+        """Refuse bytes of an earlier process that are not what they were."""
+        if not self.arena.is_sound(blob):
+            self.n_unsound += 1
+            raise StateRejected(f"{blob.nbytes} bytes in RAM are not what they were")
+
+    # taking up what an earlier engine left
+
+    def adopt(self) -> int:
+        """Lay everything that is found into the tree; returns how many objects that was."""
+        found = [(about, blob) for about, blob in map(_read, self.arena.found()) if about is not None]
+        ends = sorted({number for about, _ in found for number in (about.n_start, about.n_items)})
+        known: dict[str, Prompt] = {}
+        for about, blob in sorted(found, key=lambda pair: (bool(pair[0].cut), pair[0].n_start, pair[0].n_items)):
+            path = _path_of(about, known, ends)
+            if path is not None:  # else the way to it is not known any more
+                self._lay(about, blob, path)
+                self.n_adopted += 1
+        blobs = [weakref.ref(blob) for _, blob in found]
+        self._notes.put(lambda: self._look_at(blobs))
+        return self.n_adopted
+
+    def _lay(self, about: About, blob: Blob, path: Prompt) -> None:
+        root, now = self._tree.root(about.namespace), time.monotonic()
+        if not about.cut:
+            segment = Segment(blob, token_mark(about.n_start), token_mark(about.n_stop), about.clean, about.chunks)
+            return self._tree.lay_segment(root, path, segment, about.n_start, about.n_items)
+        node = self._tree.grow(root, path, about.n_items)
+        if node.checkpoint is None:
+            cut = CutKind.named(about.cut)
+            self._tree.set_checkpoint(
+                node, Checkpoint(cut, about.clean, about.chunks or (), state=blob, used_at=now, tidied=True)
+            )
+
+    # the thread
+
+    def flush(self) -> None:
+        """Wait until everything said so far is there for the next engine."""
+        done = threading.Event()
+        self._notes.put(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        self._notes.put(None)
+        self._thread.join()
+        self.arena.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (note := self._notes.get()) is not None:
+            try:
+                self._keep(note) if isinstance(note, Note) else note()
+            except Exception:
+                log.exception("an object in RAM will not outlive the engine")
+
+    def _keep(self, note: Note) -> None:
+        blob = note.blob()
+        if blob is None or self.arena.is_kept(blob):
+            return
+        root = root_key("", note.namespace)
+        named = keys(root, note.path.codes, (note.n_start, note.n_items))
+        items = np.ascontiguousarray(note.path.codes[note.n_start : note.n_items], "<i4").tobytes()
+        span = (named[note.n_items], named[note.n_start], note.n_start, note.n_items, items)
+        self.arena.keep(
+            blob, _encoder.encode(About(note.namespace, *span, note.clean, note.chunks, note.cut, note.n_stop))
+        )
+
+    def _look_at(self, blobs: list[weakref.ref[Blob]]) -> None:
+        for ref in blobs:
+            blob = ref()
+            if blob is not None and not self.arena.is_sound(blob):
+                self.n_unsound += 1
+                log.warning("%d bytes that an earlier engine left are not what they were", blob.nbytes)
+
+
+def _read(found: Found) -> tuple[About | None, Blob]:
+    try:
+        about = _decoder.decode(found.about)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None, found.blob
+    return (about if about.makes_sense else None), found.blob
+
+
+def _path_of(about: About, known: dict[str, Prompt], ends: list[int]) -> Prompt | None:
+    """A prompt that leads through the object, found by the name of where it starts. Adds the names of all ends on it."""
+    if about.key in known:
+        return known[about.key]
+    above = known.get(about.start) if about.n_start else Prompt.of_tokens([])
+    if above is None:
+        return None
+    path = Prompt(np.concatenate([above.codes[: about.n_start], about.codes]).astype(np.int32))
+    inside = ends[bisect.bisect(ends, about.n_start) : bisect.bisect(ends, len(path))]
+    named = keys(root_key("", about.namespace), path.codes, inside)
+    if named.get(about.n_items) != about.key:
+        return None
+    for key in named.values():
+        known.setdefault(key, path)
+    return path

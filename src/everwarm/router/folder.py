@@ -1,0 +1,201 @@
+"""GGUF files on this machine: what is in a folder, what belongs together, and what cannot be used and why.
+
+Reads names and headers, never tensors. Knows no settings and no configuration. A file that cannot be used never keeps
+the others from being listed.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from everwarm.config import require
+from everwarm.errors import ModelFileError
+from everwarm.router.header import Header, read_header
+from everwarm.router.names import Group, groups, is_alone, is_gguf, is_projector, projector_for
+
+MAX_DEPTH = 8
+MAX_FOLDERS = 4096
+_NOT_MODELS = {"adapter": "a LoRA adapter", "mmproj": "a projector", "imatrix": "an importance matrix"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One model that can be opened: its first part, and the bytes of all its parts."""
+
+    id: str
+    path: Path
+    header: Header
+    n_bytes: int
+    changed_ns: int
+    mmproj: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A model that is there and cannot be used."""
+
+    id: str
+    path: Path
+    reason: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    models: tuple[ModelFile, ...] = ()
+    broken: tuple[Broken, ...] = ()
+    notes: tuple[str, ...] = ()  # what somebody should know who wonders where a file went
+
+
+def scan(root: Path) -> Listing:
+    """Every model under a folder."""
+    require(root.is_dir(), f"{root} is not a folder; give one with GGUF files")
+    notes: list[str] = []
+    names = list(_gguf_files(root, notes))
+    readable = [name for name in names if _is_text(name)]
+    broken = [
+        Broken(_as_text(name), root / name, "its name is not UTF-8; rename it") for name in set(names) - set(readable)
+    ]
+    models: list[ModelFile] = []
+    found = groups(readable)
+    for group, model_id in zip(found, _ids(found, notes), strict=True):
+        try:
+            models.append(_open(root, group, model_id, found, readable))
+        except _NotAModel as error:
+            notes.append(str(error))
+        except ModelFileError as error:
+            broken.append(Broken(model_id, root / group.names[0], str(error)))
+    notes += _unclaimed(root, models, readable)
+    return Listing(tuple(models), tuple(broken), tuple(notes))
+
+
+def one_file(path: Path) -> ModelFile:
+    """The model that this file is, or is a part of, whatever lies beside it."""
+    try:
+        beside = [entry.name for entry in os.scandir(path.parent) if is_gguf(entry.name) and _is_text(entry.name)]
+    except OSError:
+        beside = []
+    found = groups(beside)
+    alone = Group("", path.name.removesuffix(".gguf"), (path.name,))
+    group = next((group for group in found if path.name in group.names), alone)
+    return _open(path.parent, group, group.stem, found, beside)
+
+
+class _NotAModel(ModelFileError):
+    pass
+
+
+def _open(root: Path, group: Group, model_id: str, found: list[Group], names: list[str]) -> ModelFile:
+    if group.missing is not None:
+        raise ModelFileError(group.missing)
+    parts = [root / name for name in group.names]
+    headers = [read_header(part) for part in parts]
+    kind = headers[0].text("general.type") or ("mmproj" if headers[0].architecture == "clip" else "model")
+    if kind in _NOT_MODELS:
+        raise _NotAModel(f"{group.names[0]} is {_NOT_MODELS[kind]}, not a model")
+    if not any(header.n_tensors for header in headers):
+        raise ModelFileError(f"{parts[0].name} has no tensors: it is a vocabulary, not a model")
+    n_split = headers[0].values.get("split.count")
+    if isinstance(n_split, int) and n_split > len(parts):
+        raise ModelFileError(f"{parts[0].name} is one of {n_split} parts under another name; give them back theirs")
+    siblings = [other for other in found if other.folder == group.folder]
+    mmproj = _projector(root, group, siblings, names)
+    facts = [_stat(part) for part in parts]
+    n_bytes, changed_ns = sum(fact.st_size for fact in facts), max(fact.st_mtime_ns for fact in facts)
+    return ModelFile(model_id, parts[0], headers[0], n_bytes, changed_ns, mmproj)
+
+
+def size_bytes(path: Path) -> int:
+    return _stat(path).st_size
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise ModelFileError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _projector(root: Path, group: Group, siblings: list[Group], names: list[str]) -> Path | None:
+    beside = [n for n in names if is_projector(n) and os.path.dirname(n) == group.folder and _is_readable(root / n)]
+    name = projector_for(group, beside, is_alone=is_alone(group, siblings))
+    return None if name is None else root / name
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        read_header(path)
+    except ModelFileError:
+        return False
+    return True
+
+
+def _unclaimed(root: Path, models: list[ModelFile], names: list[str]) -> Iterator[str]:
+    claimed = {model.mmproj for model in models}
+    for name in names:
+        if is_projector(name) and root / name not in claimed:
+            why = "belongs to no model beside it" if _is_readable(root / name) else "is not a readable GGUF file"
+            yield f"the projector {name} {why}"
+
+
+def _ids(found: list[Group], notes: list[str]) -> list[str]:
+    """Stems; where two are alike the path below the folder as well; where even that is alike the whole file name."""
+    stems = collections.Counter(group.stem for group in found)
+    paths = collections.Counter(os.path.join(group.folder, group.stem) for group in found)
+
+    def named(group: Group) -> str:
+        path = os.path.join(group.folder, group.stem)
+        return group.stem if stems[group.stem] == 1 else path if paths[path] == 1 else group.names[0]
+
+    ids = [named(group) for group in found]
+    for stem, count in stems.items():
+        if count > 1:
+            alike = ", ".join(model_id for model_id, group in zip(ids, found, strict=True) if group.stem == stem)
+            notes.append(f"{count} models are called {stem}; they are served as {alike}")
+    return ids
+
+
+def _gguf_files(root: Path, notes: list[str]) -> Iterator[str]:
+    """Their paths below the folder. Links are followed, but no folder is visited twice."""
+    todo, seen = [("", 0)], set()
+    while todo:
+        below, depth = todo.pop()
+        try:
+            where = (root / below).stat()
+            entries = sorted(os.scandir(root / below), key=lambda entry: entry.name)
+        except OSError as error:
+            notes.append(f"the folder {below or root} cannot be read: {error.strerror}")
+            continue
+        if (where.st_dev, where.st_ino) in seen:
+            continue
+        seen.add((where.st_dev, where.st_ino))
+        if len(seen) > MAX_FOLDERS:
+            notes.append(f"{root} has more than {MAX_FOLDERS} folders; the rest was not looked at")
+            return
+        for entry in entries:
+            name = os.path.join(below, entry.name)
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                todo += [(name, depth + 1)] if depth < MAX_DEPTH else []
+            elif is_gguf(entry.name):
+                yield name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _is_text(name: str) -> bool:
+    return name == _as_text(name)
+
+
+def _as_text(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", "replace")

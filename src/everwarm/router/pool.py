@@ -1,0 +1,278 @@
+"""Many models behind one address: whoever needs one borrows it, and it is loaded, waited for or made room for.
+
+Carries out what ``plan`` decides, with one supervisor per model. A supervisor stays when its engine is put to sleep, and so
+does its RAM tier: a model that comes back finds every conversation as it left it. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound, NoRoom
+from everwarm.router import plan
+from everwarm.router.catalog import Catalog, ModelSpec
+from everwarm.router.plan import Limits, ModelPlan, ModelStatus, Planner
+from everwarm.router.supervisor import Patience, State, Supervisor
+
+log = logging.getLogger("everwarm.router")
+
+TICK_S = 1.0
+REST_S = 30.0  # an engine that kept dying is not tried again before
+REFRESH_S = 1.0  # the catalog is not read again sooner
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A model of the catalog and its engine, whether that runs or not."""
+
+    spec: ModelSpec
+    supervisor: Supervisor
+    n_loads: int = 0
+    rests_until: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to use a model until it is given back. First it must be waited for."""
+
+    served: Served
+    _granted: asyncio.Future[None]
+
+    async def ready(self) -> Served:
+        await self._granted
+        return self.served
+
+    async def waiting(self, every_s: float) -> AsyncIterator[float]:
+        """How far the model is loaded, from time to time, until it can be used."""
+        while not self._granted.done():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._granted), every_s)
+                break
+            yield self.served.supervisor.loaded
+        await self._granted
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a list of models says about one."""
+
+    spec: ModelSpec
+    status: ModelStatus
+    supervisor: Supervisor
+
+
+@dataclass(slots=True)
+class Pool:
+    read_catalog: Callable[[], Catalog]
+    limits: Limits
+    autoload: bool = True  # else only orders load
+    patience: Patience | None = None
+    on_loading: Callable[[str, float], None] | None = None
+    catalog: Catalog = field(init=False)
+    _served: dict[str, Served] = field(init=False, default_factory=dict)
+    _leases: dict[int, Lease] = field(init=False, default_factory=dict)
+    _ids: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    _planner: Planner = field(init=False)
+    _read_at: float = field(init=False, default=0.0)
+    has_started: bool = field(init=False, default=False)
+    is_stopping: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.catalog = self.read_catalog()
+        self._served = {spec.id: self._new(spec) for spec in self.catalog.specs.values()}
+        self._planner = Planner(self.limits, [_planned(spec) for spec in self.catalog.specs.values()])
+
+    def _new(self, spec: ModelSpec) -> Served:
+        def told(done: float) -> None:
+            if self.on_loading is not None:
+                self.on_loading(spec.id, done)
+
+        return Served(spec, Supervisor(str(spec.path), spec.settings, patience=self.patience, on_loading=told))
+
+    def start(self) -> None:
+        self._spawn(self._tick())
+        for spec in self.catalog.specs.values():
+            if spec.load_on_start:
+                self._feed(plan.LoadAsked(spec.id, time.monotonic()))
+        self.has_started = True
+
+    async def stop(self, grace_s: float) -> None:
+        """Let what runs finish within ``grace_s``; then every engine puts away what is worth keeping and ends."""
+        self.is_stopping = True
+        for lease in list(self._leases.values()):
+            if not lease._granted.done():
+                lease._granted.set_exception(EngineStopped("the server is stopping"))
+        await asyncio.gather(*(served.supervisor.stop(grace_s) for served in self._served.values()))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for served in self._served.values():
+            served.supervisor.forget()
+
+    # borrowing
+
+    @contextlib.contextmanager
+    def lease(self, name: str | None) -> Iterator[Lease]:
+        """Ask for a model by any name it has; leaving gives it back, whether or not it had come."""
+        served = self.find(name)
+        if time.monotonic() < served.rests_until:
+            raise EngineStopped(f"{served.supervisor.reason}; it is tried again in a while")
+        if self.is_stopping:
+            raise EngineStopped("the server is stopping")
+        if not self.autoload and not served.supervisor.is_running:
+            raise BadRequest(f"the model {served.id!r} is not loaded; load it with POST /models/load")
+        id, lease = next(self._ids), Lease(served, asyncio.get_running_loop().create_future())
+        self._leases[id] = lease
+        self._feed(plan.Wanted(id, served.id, time.monotonic()))
+        try:
+            yield lease
+        finally:
+            del self._leases[id]
+            lease._granted.cancel()
+            self._feed(plan.Gone(id, time.monotonic()))
+
+    def find(self, name: str | None) -> Served:
+        """The model of that name. A name nobody knows may be that of a file that has just come."""
+        spec = self.catalog.find(name)
+        if spec is None and self.refresh():
+            spec = self.catalog.find(name)
+        if spec is None:
+            names = ", ".join(sorted(self.catalog.specs)) or "none"
+            told = "no model was named" if not name else f"there is no model {name[:100]!r}"
+            raise ModelNotFound(f"{told}; there are: {names}{self._broken(name)}")
+        return self._served[spec.id]
+
+    def _broken(self, name: str | None) -> str:
+        broken = self.catalog.find_broken(name)
+        return f" ({broken.id}: {broken.reason})" if broken is not None else ""
+
+    # managing
+
+    def standings(self) -> list[Standing]:
+        found = []
+        for served in self._served.values():
+            status = self._planner.status(served.id)
+            if status is not None:
+                found.append(Standing(served.spec, status, served.supervisor))
+        return found
+
+    def load(self, name: str) -> None:
+        served = self.find(name)
+        served.rests_until = 0.0
+        self._feed(plan.LoadAsked(served.id, time.monotonic()))
+
+    def unload(self, name: str) -> None:
+        self._feed(plan.UnloadAsked(self.find(name).id, time.monotonic()))
+
+    def refresh(self, *, now: bool = False) -> bool:
+        """Read the catalog again, unless that was done a moment ago: files come and go while we serve."""
+        if not now and time.monotonic() - self._read_at < REFRESH_S:
+            return False
+        self._read_at = time.monotonic()
+        self.catalog, old = self.read_catalog(), self.catalog
+        for id in old.specs.keys() - self.catalog.specs.keys():
+            self._feed(plan.Removed(id, time.monotonic()))
+            if not self._served[id].supervisor.is_running:
+                self._renew(id)
+        for id, spec in self.catalog.specs.items():
+            if old.specs.get(id) != spec:
+                self._replace(id, spec)
+        return True
+
+    def _replace(self, id: str, spec: ModelSpec) -> None:
+        """A model that is new, or whose file or settings changed: what runs of the old one ends when nobody uses it."""
+        before = self._served.get(id)
+        if before is not None:
+            self._feed(plan.Removed(id, time.monotonic()))
+        if before is None or not before.supervisor.is_running:
+            self._renew(id)
+        self._feed(plan.Added(_planned(spec), time.monotonic()))
+
+    def _renew(self, id: str) -> None:
+        """What is not running takes the place that the catalog gives it now; its old RAM tier is of no use."""
+        before, spec = self._served.pop(id, None), self.catalog.specs.get(id)
+        if before is not None:
+            before.supervisor.forget()
+        if spec is not None:
+            self._served[id] = self._new(spec)
+
+    # effects
+
+    def _feed(self, event: plan.Event) -> None:
+        for effect in self._planner.on(event):
+            self._act(effect)
+
+    def _act(self, effect: plan.Effect) -> None:
+        match effect:
+            case plan.Load() | plan.Stop() if self.is_stopping:
+                pass
+            case plan.Load(model=id):
+                self._served[id].supervisor.start()
+                self._spawn(self._live(self._served[id]))
+            case plan.Stop(model=id):
+                self._spawn(self._put_to_sleep(self._served[id]))
+            case plan.Grant(request_id=id):
+                lease = self._leases.get(id)
+                if lease is not None and not lease._granted.done():
+                    lease._granted.set_result(None)
+            case plan.Refuse(request_id=id, code=code, message=message):
+                lease = self._leases.get(id)
+                if lease is not None and not lease._granted.done():
+                    lease._granted.set_exception(_refusal(code, message))
+                    lease._granted.exception()  # perhaps nobody looks
+
+    async def _live(self, served: Served) -> None:
+        """One engine from its start to its end. Crashes on the way are its supervisor's business."""
+        supervisor, began = served.supervisor, time.monotonic()
+        served.n_loads += 1
+        life = served.n_loads
+        state = await supervisor.until(State.READY)
+        if state is State.READY:
+            log.info("%s was loaded in %.2f s", served.id, time.monotonic() - began)
+            self._feed(plan.Loaded(served.id, time.monotonic()))
+            state = await supervisor.until()
+        if state is State.UNHEALTHY:
+            await supervisor.ended()
+            if supervisor.state is not State.UNHEALTHY or served.n_loads != life:
+                return  # somebody has stopped it meanwhile, and says so
+            served.rests_until = time.monotonic() + REST_S if supervisor.is_worn_out else 0.0
+            self._feed(plan.LoadFailed(served.id, supervisor.reason or "unknown", time.monotonic()))
+
+    async def _put_to_sleep(self, served: Served) -> None:
+        began = time.monotonic()
+        await served.supervisor.stop(0.0)
+        log.info("%s was put to sleep in %.2f s", served.id, time.monotonic() - began)
+        if served.spec != self.catalog.specs.get(served.id):
+            self._renew(served.id)
+        self._feed(plan.Stopped(served.id, time.monotonic()))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._feed(plan.Tick(time.monotonic()))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _planned(spec: ModelSpec) -> ModelPlan:
+    return ModelPlan(spec.id, spec.n_bytes, spec.pinned, spec.ttl_s)
+
+
+def _refusal(code: plan.RefusalCode, message: str) -> EverwarmError:
+    if code == "model_not_found":
+        return ModelNotFound(message)
+    return NoRoom(message) if code in ("model_too_large", "no_room") else EngineStopped(message)

@@ -1,0 +1,84 @@
+"""What a model's folder says of itself: which model, in which ways it was opened, and how fast it reads.
+
+For people and for the tools that look at a folder; an engine needs none of it but the speed. A file that cannot be
+understood is as good as none.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from everwarm.config import ContextOptions, ModelOptions
+from everwarm.errors import EverwarmError
+from everwarm.state.files import Files
+from everwarm.state.lineage import root_key
+from everwarm.state.object import MAJOR
+
+ABOUT = "about.json"
+MAX_ABOUT = 64 << 10
+MAX_WAYS = 8
+MIN_SECONDS_PER_TOKEN, MAX_SECONDS_PER_TOKEN = 1e-9, 3600.0
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How an engine opened its model: bits depend on the threads, and a window's on how many sequences share it."""
+
+    model: ModelOptions
+    context: ContextOptions
+
+
+class FolderAbout(msgspec.Struct, frozen=True, kw_only=True):
+    fingerprint: str
+    model: str = ""  # the file's name
+    path: str = ""
+    description: str = ""
+    seconds_per_token: float | None = None  # None: never measured
+    ways: tuple[Way, ...] = ()  # the latest first
+
+    def without_paths(self) -> FolderAbout:
+        """What may leave this machine, or come from another."""
+        ways = tuple(Way(replace(way.model, lora=()), way.context) for way in self.ways)
+        return msgspec.structs.replace(self, path="", ways=ways)
+
+
+def folder_name(fingerprint: str) -> str:
+    """Where a model's objects lie inside of the state directory."""
+    return f"v{MAJOR}-{root_key(fingerprint, '')[:24]}"
+
+
+def decode_about(data: bytes) -> FolderAbout | None:
+    try:
+        about = msgspec.json.decode(data, type=FolderAbout)
+    except (msgspec.MsgspecError, EverwarmError, UnicodeError):
+        return None
+    speed = about.seconds_per_token
+    if speed is not None and not MIN_SECONDS_PER_TOKEN <= speed <= MAX_SECONDS_PER_TOKEN:
+        about = msgspec.structs.replace(about, seconds_per_token=None)
+    return msgspec.structs.replace(about, ways=about.ways[:MAX_WAYS])
+
+
+def encode_about(about: FolderAbout) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(about))
+
+
+def read_about(folder: Path) -> FolderAbout | None:
+    """None: there is none, or it is about another folder."""
+    try:
+        fd = Files().open(folder / ABOUT)
+    except OSError:
+        return None
+    try:
+        about = decode_about(os.pread(fd, MAX_ABOUT, 0))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return about if about is not None and folder_name(about.fingerprint) == folder.name else None
+
+
+def write_about(folder: Path, about: FolderAbout, files: Files | None = None) -> None:
+    (files or Files()).write(folder / ABOUT, [encode_about(about)])

@@ -1,0 +1,315 @@
+"""The RAM tier's memory: one memory file that outlives the process that fills it.
+
+    page 0: magic · version · file size · budget · whose it is      rows: which extents are kept objects      extents
+
+Extents are handed out as arrays: a state is captured into one and restored out of it without another copy. One whose array
+nobody holds any more is free again, by itself. A kept object has a row with the digests of its bytes and of what is said
+about it; the row is valid from its last word on, so a process that is killed leaves whole objects or none. Whoever maps the
+file next scans the rows, checks every number, and believes bytes only when their digest is right. Knows no tree.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import logging
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import blake3
+import numpy as np
+
+from everwarm.types import Blob, heap
+
+log = logging.getLogger("everwarm.arena")
+
+MAGIC, VERSION = b"EWARENA\0", 1
+PAGE = 4096
+ALIGN = 256
+N_ROWS = 1 << 15
+MAX_ABOUT = 64 << 20  # what may be said about an object: its items, mostly
+SLACK = 64 << 20  # extents do not lie tightly, and what is being written to disk outlives its eviction
+
+_SUPER = struct.Struct("<8sQQQ32s")
+_KEPT = 1
+_ROW = np.dtype(
+    [
+        ("state", "<u8"),
+        ("at", "<u8"),
+        ("size", "<u8"),
+        ("about_at", "<u8"),
+        ("about_size", "<u8"),
+        ("digest", "u1", 32),
+        ("about_digest", "u1", 32),
+        ("unused", "u1", 24),
+    ]
+)
+_FIRST = PAGE + N_ROWS * _ROW.itemsize  # where extents begin
+
+
+def memory_file() -> int:
+    """A file without a name, in memory where the system can; it is gone when the last process lets go of it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("everwarm", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    at: int
+    room: int
+    ref: weakref.ref[Blob]
+    row: int | None = None
+    about: tuple[int, int] | None = None  # where that lies, and its room
+    doubt: bytes | None = None  # the digest its bytes must have, until somebody has looked
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A kept object of an earlier process; its bytes are not verified yet."""
+
+    about: bytes
+    blob: Blob
+
+
+class Arena:
+    """Hands out arrays from any thread. With no room left they come from the process's own memory: then they do not
+    outlive it, and nothing else changes."""
+
+    def __init__(self, fd: int, owner: str, budget_bytes: int | None, default_budget: int) -> None:
+        """``owner`` says what the states in it depend on: those of another are forgotten. Without a budget of its own it
+        keeps the one it had, so that a process started beside a full arena does not take that for a full machine."""
+        self._lock = threading.Lock()
+        self._alive: dict[int, Extent] = {}
+        self._dead: collections.deque[Extent] = collections.deque()
+        self._free: list[tuple[int, int]] = []  # (at, room), by place
+        self.n_used = 0
+        self._n_warm = 0  # free but touched: the system still holds memory for it
+        self.n_outside = 0  # arrays that found no room
+        name = blake3.blake3(owner.encode()).digest()
+        before = self._read_super(fd, name)
+        is_new = before is None or budget_bytes not in (None, before[1])
+        if before is not None and not is_new:
+            size, self.budget_bytes = before
+        else:
+            self.budget_bytes = default_budget if budget_bytes is None else budget_bytes
+            size = _paged(_FIRST + 2 * self.budget_bytes + SLACK)
+            os.ftruncate(fd, 0)  # whatever was there is gone
+            os.ftruncate(fd, size)
+        self._map = mmap.mmap(fd, size)
+        self._base = np.frombuffer(self._map, np.uint8).ctypes.data
+        self._rows = np.frombuffer(self._map, _ROW, N_ROWS, PAGE)
+        self._found = [] if is_new else list(self._adopt(size))
+        taken = {extent.row for extent in self._alive.values()}
+        self._empty_rows = collections.deque(row for row in range(N_ROWS) if row not in taken)
+        self._lay_out_free(size)
+        _SUPER.pack_into(self._map, 0, MAGIC, VERSION, size, self.budget_bytes, name)
+
+    @staticmethod
+    def _read_super(fd: int, name: bytes) -> tuple[int, int] | None:
+        data = os.pread(fd, _SUPER.size, 0)
+        if len(data) < _SUPER.size:
+            return None
+        magic, version, size, budget, owner = _SUPER.unpack(data)
+        if (magic, version, owner) != (MAGIC, VERSION, name) or size != os.fstat(fd).st_size or size <= _FIRST:
+            return None
+        return size, budget
+
+    # handing out
+
+    def place(self, n_bytes: int) -> Blob:
+        """An array for somebody to fill."""
+        with self._lock:
+            self._reap()
+            at = self._take(n_bytes)
+        if at is None:
+            self.n_outside += 1
+            return heap(n_bytes)
+        return self._hand_out(at, n_bytes)
+
+    def _hand_out(self, at: int, n_bytes: int) -> Blob:
+        blob = np.frombuffer(self._map, np.uint8, n_bytes, at)
+        extent = Extent(at, _room(n_bytes), weakref.ref(blob, lambda _: self._let_go(at)))
+        self._alive[at] = extent
+        return blob
+
+    def _let_go(self, at: int) -> None:
+        """Runs whenever the last holder lets go, perhaps in the middle of anything: so it takes no lock."""
+        extent = self._alive.pop(at, None)
+        if extent is None:
+            return
+        if extent.row is not None:
+            self._rows["state"][extent.row] = 0
+            self._empty_rows.append(extent.row)
+        self._dead.append(extent)
+
+    def _extent(self, blob: Blob) -> Extent | None:
+        return self._alive.get(blob.ctypes.data - self._base)
+
+    # keeping
+
+    def keep(self, blob: Blob, about: bytes) -> bool:
+        """From now on the next process finds this object. False: it lies outside, or there is no room to say so."""
+        extent = self._extent(blob)
+        if extent is None or extent.row is not None or len(about) > MAX_ABOUT or not self.is_sound(blob):
+            return False
+        digest = blake3.blake3(blob.data).digest()
+        with self._lock:
+            self._reap()
+            at = self._take(len(about)) if self._empty_rows else None
+            if at is None:
+                return False
+            row = self._empty_rows.popleft()
+        extent.row, extent.about = row, (at, _room(len(about)))
+        self._map[at : at + len(about)] = about
+        words = (_bytes(digest), _bytes(blake3.blake3(about).digest()), 0)
+        self._rows[row] = (0, extent.at, blob.nbytes, at, len(about), *words)
+        self._rows["state"][row] = _KEPT
+        return True
+
+    def is_kept(self, blob: Blob) -> bool:
+        extent = self._extent(blob)
+        return extent is not None and extent.row is not None
+
+    def found(self) -> Iterator[Found]:
+        """What an earlier process kept, once. Whatever of it is not taken up is forgotten."""
+        while self._found:
+            yield self._found.pop()
+
+    def is_sound(self, blob: Blob) -> bool:
+        """Whether the bytes are what they were when they were kept. Takes time once for each object found."""
+        extent = self._extent(blob)
+        doubt = None if extent is None else extent.doubt  # another thread may be looking as well
+        if extent is None or doubt is None:
+            return True
+        if blake3.blake3(blob.data, max_threads=blake3.blake3.AUTO).digest() != doubt:
+            return False
+        extent.doubt = None
+        return True
+
+    # what an earlier process left
+
+    def _adopt(self, size: int) -> Iterator[Found]:
+        taken: list[tuple[int, int]] = []
+        for row in np.flatnonzero(self._rows["state"]).tolist():
+            found = self._adopt_row(row, size, taken)
+            if found is None:
+                self._rows["state"][row] = 0
+            else:
+                yield found
+
+    def _adopt_row(self, row: int, size: int, taken: list[tuple[int, int]]) -> Found | None:
+        kept = self._rows[row]
+        at, n_bytes = int(kept["at"]), int(kept["size"])
+        about_at, n_about = int(kept["about_at"]), int(kept["about_size"])
+        extents = [(at, _room(n_bytes)), (about_at, _room(n_about))]
+        sane = int(kept["state"]) == _KEPT and n_bytes > 0 and 0 < n_about <= MAX_ABOUT
+        if not sane or any(start < _FIRST or start % ALIGN or start + room > size for start, room in extents):
+            return None
+        about = bytes(self._map[about_at : about_at + n_about])
+        if blake3.blake3(about).digest() != kept["about_digest"].tobytes() or not _claim(taken, extents):
+            return None
+        blob = self._hand_out(at, n_bytes)
+        extent = self._alive[at]
+        extent.row, extent.about, extent.doubt = row, extents[1], kept["digest"].tobytes()
+        return Found(about, blob)
+
+    def _lay_out_free(self, size: int) -> None:
+        spans = [span for e in self._alive.values() for span in ((e.at, e.room), e.about) if span is not None]
+        at = _FIRST
+        for start, room in sorted(spans):
+            if start > at:
+                self._free.append((at, start - at))
+            at = start + room
+            self.n_used += room
+        if size - size % ALIGN > at:
+            self._free.append((at, size - size % ALIGN - at))
+
+    def close(self) -> None:
+        """Let go of the memory as soon as nobody holds an array of it. What is kept stays in the file."""
+        self._found.clear()
+        self._alive.clear()
+
+    # room
+
+    def _take(self, n_bytes: int) -> int | None:
+        """First fit: what lies low was used before, and the system has memory there already."""
+        room = _room(n_bytes)
+        for i, (at, size) in enumerate(self._free):
+            if size >= room:
+                self._free[i : i + 1] = [(at + room, size - room)] if size > room else []
+                self.n_used += room
+                self._n_warm -= min(self._n_warm, room)
+                return at
+        return None
+
+    def _reap(self) -> None:
+        while self._dead:
+            extent = self._dead.popleft()
+            self._give_back(extent.at, extent.room)
+            if extent.about is not None:
+                self._give_back(*extent.about)
+
+    def _give_back(self, at: int, room: int) -> None:
+        self.n_used -= room
+        if self.n_used + self._n_warm + room > self.budget_bytes:
+            self._return_pages(at, room)
+        else:
+            self._n_warm += room
+        i = bisect.bisect(self._free, (at, 0))
+        if i < len(self._free) and at + room == self._free[i][0]:
+            room += self._free.pop(i)[1]
+        if i and sum(self._free[i - 1]) == at:
+            before = self._free.pop(i := i - 1)
+            at, room = before[0], before[1] + room
+        self._free.insert(i, (at, room))
+
+    def _return_pages(self, at: int, room: int) -> None:
+        start, stop = _paged(at), (at + room) // PAGE * PAGE
+        if stop > start and hasattr(mmap, "MADV_REMOVE"):
+            with contextlib.suppress(OSError):  # an ordinary file may not know how
+                self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def check(self) -> None:
+        """Every byte is in exactly one extent or free, for tests."""
+        with self._lock:
+            self._reap()
+            spans = [span for e in self._alive.values() for span in ((e.at, e.room), e.about) if span is not None]
+            at = _FIRST
+            for start, room in sorted(spans + self._free):
+                assert start == at, f"{at} to {start} belongs to nobody or to two"
+                at += room
+            assert self.n_used == sum(room for _, room in spans)
+
+
+def _claim(taken: list[tuple[int, int]], extents: list[tuple[int, int]]) -> bool:
+    """Add extents to those that are taken, unless one of them overlaps any."""
+    for n_added, (at, room) in enumerate(extents):
+        i = bisect.bisect(taken, (at, 0))
+        overlaps = (i < len(taken) and at + room > taken[i][0]) or (i > 0 and sum(taken[i - 1]) > at)
+        if overlaps:
+            for extent in extents[:n_added]:
+                taken.remove(extent)
+            return False
+        taken.insert(i, (at, room))
+    return True
+
+
+def _room(n_bytes: int) -> int:
+    return max(1, -(-n_bytes // ALIGN)) * ALIGN
+
+
+def _paged(n: int) -> int:
+    return -(-n // PAGE) * PAGE
+
+
+def _bytes(digest: bytes) -> Blob:
+    return np.frombuffer(digest, np.uint8)

@@ -1,0 +1,259 @@
+"""What lies in a state directory, for people: read without a lock, without writing anything, and while an engine uses it.
+
+Knows the files and what the index says of their use; no tree, no libllama. An object that disappears meanwhile was evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everwarm.errors import BadRequest
+from everwarm.state.about import FolderAbout, read_about
+from everwarm.state.disk import DirectoryTaken, hold
+from everwarm.state.files import Files
+from everwarm.state.index import INDEX, peek_uses
+from everwarm.state.object import MAJOR, SUFFIX, Damaged, Header, Reader, Unreadable, name_of
+
+QUARANTINE = "quarantine"
+OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
+
+_FOLDER_NAME = re.compile(r"v(\d{1,9})-[0-9a-f]{24}")
+_MOST_NAMED = 8
+
+Tick = Callable[[int], None]  # hears of work that was done: bytes, or tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    path: Path
+    size: int
+    header: Header
+    used_at: float
+    hits: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A file that should be an object and is none, or could not be read."""
+
+    path: Path
+    size: int
+    why: Damaged
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is certain that nobody can use it."""
+        return not isinstance(self.why, Unreadable)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """A state with everything it needs."""
+
+    state: Object
+    kv: tuple[Object, ...]
+    missing: tuple[str, ...]  # what it needs and is not there
+    n_bytes_shared: int  # of the KV, with other states
+    seconds_saved: float | None  # what reading it again would take, at the measured speed
+
+    @property
+    def n_bytes(self) -> int:
+        return self.state.size + sum(kv.size for kv in self.kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Everything that is kept of one model."""
+
+    path: Path
+    about: FolderAbout | None
+    objects: dict[str, Object]
+    broken: dict[str, Broken] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.size for t in self.objects.values()) + sum(b.size for b in self.broken.values())
+
+    @property
+    def fingerprint(self) -> str | None:
+        if self.about is not None:
+            return self.about.fingerprint
+        return next((thing.header.fingerprint for thing in self.objects.values()), None)
+
+    @property
+    def title(self) -> str:
+        return self.about.model if self.about is not None and self.about.model else self.path.name
+
+    def lineages(self) -> list[Lineage]:
+        """Every state, the last used first."""
+        states = sorted((t for t in self.objects.values() if t.header.kind == "state"), key=lambda t: -t.used_at)
+        users = Counter(need for thing in states for need in set(thing.header.needs))
+        return [self._lineage(thing, users) for thing in states]
+
+    def _lineage(self, state: Object, users: Counter[str]) -> Lineage:
+        needs = tuple(dict.fromkeys(state.header.needs))
+        kv = tuple(self.objects[need] for need in needs if need in self.objects)
+        speed = self.about.seconds_per_token if self.about is not None else None
+        return Lineage(
+            state,
+            kv,
+            tuple(need for need in needs if need not in self.objects),
+            sum(thing.size for thing in kv if users[thing.name] > 1),
+            None if speed is None else state.header.n_items * speed,
+        )
+
+    def quarantined(self) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return sorted(path for path in (self.path / QUARANTINE).iterdir() if path.name.endswith(SUFFIX))
+        return []
+
+
+# finding
+
+
+def folders(directory: Path) -> list[Path]:
+    """The folders of this format."""
+    return [path for path in _all_folders(directory) if _major(path) == MAJOR]
+
+
+def foreign_folders(directory: Path) -> list[Path]:
+    """Those of other format versions, which nobody here can read."""
+    return [path for path in _all_folders(directory) if _major(path) != MAJOR]
+
+
+def _all_folders(directory: Path) -> list[Path]:
+    try:
+        found = sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    return [path for path in found if is_folder_name(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def is_folder_name(name: str) -> bool:
+    return _FOLDER_NAME.fullmatch(name) is not None
+
+
+def _major(folder: Path) -> int:
+    found = _FOLDER_NAME.fullmatch(folder.name)
+    return int(found[1]) if found is not None else -1
+
+
+def choose_folders(directory: Path, wanted: str | None) -> list[Path]:
+    """All of them, or those whose name or model's file name begins so."""
+    found = folders(directory)
+    if wanted is None:
+        return found
+    chosen = [path for path in found if path.name.startswith(wanted) or _model_name(path).startswith(wanted)]
+    if not chosen:
+        raise BadRequest(f"{directory} has no folder and no model that begins with {wanted!r}; see `everwarm cache ls`")
+    return chosen
+
+
+def _model_name(folder: Path) -> str:
+    about = read_about(folder)
+    return about.model if about is not None else ""
+
+
+def read_folder(path: Path) -> Folder:
+    uses = peek_uses(path / INDEX)
+    objects, broken = {}, {}
+    for file in sorted(path.iterdir()):
+        if not file.name.endswith(SUFFIX):
+            continue
+        try:
+            with open_object(file) as reader:
+                stat = file.stat()
+                used_at, hits = uses.get(file.name, (stat.st_mtime, 0))
+                objects[file.name] = Object(file, stat.st_size, reader.header, used_at, hits)
+        except Damaged as error:
+            with contextlib.suppress(FileNotFoundError):
+                broken[file.name] = Broken(file, file.lstat().st_size, error)
+        except FileNotFoundError:
+            continue
+    return Folder(path, read_about(path), objects, broken)
+
+
+def find(read: Iterable[Folder], wanted: str) -> list[Object]:
+    """Objects whose name or key begins so; a state rather than KV that ends at the same place."""
+    things = [thing for folder in read for thing in folder.objects.values()]
+    found = [t for t in things if t.name.startswith(wanted) or t.header.key.startswith(wanted)]
+    states = [thing for thing in found if thing.header.kind == "state"]
+    return states if len(states) == 1 else found
+
+
+def find_one(read: Iterable[Folder], wanted: str) -> Object:
+    found = find(read, wanted)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise BadRequest(f"nothing kept has a name that begins with {wanted!r}; see `everwarm cache ls`")
+    shown = ", ".join(thing.name for thing in found[:_MOST_NAMED])
+    raise BadRequest(f"{len(found)} objects begin with {wanted!r}; give more of the name: {shown}")
+
+
+# reading
+
+
+@contextlib.contextmanager
+def open_object(path: Path) -> Iterator[Reader]:
+    """An object under its right name. ``FileNotFoundError``: it was evicted meanwhile."""
+    try:
+        fd = Files().open(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(f"it cannot be read: {error.strerror}") from None
+    try:
+        reader = Reader(fd)
+        if name_of(reader.header) != path.name:
+            raise Damaged("it is another object than its name says")
+        yield reader
+    finally:
+        os.close(fd)
+
+
+def check_digests(path: Path, tick: Tick = lambda _: None) -> Damaged | None:
+    """Whether every byte is what was written; None: it is."""
+    try:
+        with open_object(path) as reader:
+            for piece in reader.pieces():
+                tick(len(piece))
+    except FileNotFoundError:
+        return None
+    except Damaged as error:
+        return error
+    return None
+
+
+# moving away
+
+
+def quarantine(folder: Path, names: Sequence[str]) -> bool:
+    """Lay objects where no engine looks for them. False: an engine holds the folder, and they are where they were."""
+    if not names:
+        return True
+    try:
+        held = hold(folder)
+    except DirectoryTaken:
+        return False
+    try:
+        aside = folder / QUARANTINE
+        aside.mkdir(mode=0o700, exist_ok=True)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(folder / name, aside / name)
+        Files().sync_directory(aside)
+        Files().sync_directory(folder)
+    finally:
+        os.close(held)
+    return True

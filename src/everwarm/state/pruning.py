@@ -1,0 +1,127 @@
+"""Freeing space in a state directory that no engine holds. What goes is decided purely, in whole lineages: no state is ever
+left without the KV it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from everwarm.errors import BadRequest
+from everwarm.state import policy
+from everwarm.state.disk import DirectoryTaken, hold
+from everwarm.state.files import TEMPORARY, Files
+from everwarm.state.inventory import Folder, Lineage, is_folder_name
+
+_UNMEASURED = 1e-3  # seconds per token, where no engine has measured any
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    keep_bytes: int | None = None
+    used_since: float | None = None  # when; what was not goes
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A file that goes."""
+
+    path: Path
+    size: int
+    is_state: bool
+
+
+def choose(found: Sequence[Folder], wish: Wish, now: float) -> list[Doomed]:
+    """States first, so that at no moment one is there without its KV."""
+    lineages = [lineage for folder in found for lineage in folder.lineages()]
+    kept = [lin for lin in lineages if not lin.missing and not _is_old(lin, wish)]
+    if wish.keep_bytes is not None:
+        kept = _within(kept, wish.keep_bytes, now)
+    stay = {thing.path for lineage in kept for thing in (lineage.state, *lineage.kv)}
+    things = [thing for folder in found for thing in folder.objects.values() if thing.path not in stay]
+    doomed = [Doomed(thing.path, thing.size, thing.header.kind == "state") for thing in things]
+    lost = [broken for folder in found for broken in folder.broken.values() if broken.is_lost]
+    return sorted(doomed + [Doomed(b.path, b.size, False) for b in lost], key=lambda d: (not d.is_state, d.path))
+
+
+def _is_old(lineage: Lineage, wish: Wish) -> bool:
+    return wish.used_since is not None and lineage.state.used_at < wish.used_since
+
+
+def _within(lineages: list[Lineage], keep_bytes: int, now: float) -> list[Lineage]:
+    """As many as fit, the least valuable given up first; KV counts once and as long as somebody needs it."""
+    users = Counter(kv.path for lineage in lineages for kv in lineage.kv)
+    n_bytes = sum({thing.path: thing.size for lin in lineages for thing in (lin.state, *lin.kv)}.values())
+    entries = [_weighed(i, lineage, now) for i, lineage in enumerate(lineages)]
+    gone = set()
+    for i in policy.victims(entries, sum(entry.size_bytes for entry in entries)):
+        if n_bytes <= keep_bytes:
+            break
+        gone.add(i)
+        n_bytes -= lineages[i].state.size
+        for kv in lineages[i].kv:
+            users[kv.path] -= 1
+            n_bytes -= kv.size if users[kv.path] == 0 else 0
+    return [lineage for i, lineage in enumerate(lineages) if i not in gone]
+
+
+def _weighed(key: int, lineage: Lineage, now: float) -> policy.Entry:
+    state = lineage.state
+    seconds = state.header.n_items * _UNMEASURED if lineage.seconds_saved is None else lineage.seconds_saved
+    return policy.Entry(key, lineage.n_bytes, seconds, now - state.used_at, state.hits)
+
+
+# acting
+
+
+@contextlib.contextmanager
+def holding(paths: Iterable[Path]) -> Iterator[None]:
+    """No engine can open these folders meanwhile; refuses with a sentence if one has."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            try:
+                stack.callback(os.close, hold(path))
+            except DirectoryTaken:
+                raise BadRequest(
+                    f"a running server keeps its states in {path}: stop it first, or leave that folder out"
+                ) from None
+        yield
+
+
+def remove(doomed: Iterable[Doomed]) -> None:
+    """In the given order; the index finds out when it is next opened."""
+    folders = set()
+    for item in doomed:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(item.path)
+        folders.add(item.path.parent)
+    for folder in folders:
+        Files().sync_directory(folder)
+
+
+def remove_folder(path: Path) -> None:
+    """The whole of it, while it is held. Under another name first: an engine that starts now makes a new one."""
+    aside = path.with_name(f"{TEMPORARY}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # a removal that was interrupted
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """Folders whose removal was interrupted."""
+    found = sorted(directory.glob(f"{TEMPORARY}*")) if directory.is_dir() else []
+    return [path for path in found if is_folder_name(path.name.removeprefix(TEMPORARY)) and not path.is_symlink()]
+
+
+def folder_size(path: Path) -> int:
+    """Of all files in it, whatever they are."""
+    total = 0
+    for place, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(place, name).lstat().st_size
+    return total
