@@ -27,6 +27,11 @@ def hundred_megabytes() -> Path:
     return model_file(TinySpec(arch="qwen35", n_layers=8, width=960, dtype="q8_0"))
 
 
+def much_kv() -> Path:
+    """16 KiB of KV per token, as larger models have it."""
+    return model_file(TinySpec(arch="falcon-h1", n_layers=16, width=1024, dtype="q8_0"))
+
+
 def median_s(action: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
     times = []
     for _ in range(repeats):

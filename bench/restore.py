@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.measure import hundred_megabytes, median_s, model_file, table
+from bench.measure import hundred_megabytes, median_s, much_kv, table
 from everwarm.config import ContextOptions
-from everwarm.demo.tiny import TinySpec
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
@@ -22,7 +21,7 @@ SLOT, SPARE = SeqId(0), SeqId(1)
 def run() -> None:
     """On two models: with little KV per token the bookkeeping per cell shows, with much of it the bytes do."""
     options = ContextOptions(n_ctx=2 * N_TOKENS + 512, n_seq_max=2)
-    for path in (hundred_megabytes(), model_file(TinySpec(arch="falcon-h1", n_layers=16, width=1024, dtype="q8_0"))):
+    for path in (hundred_megabytes(), much_kv()):
         with Model(path) as model, Context(model, options) as context:
             _measure(context)
             print()

@@ -6,24 +6,27 @@ one took is at least 3× faster than llama-server; bringing back from disk reach
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from bench.measure import hundred_megabytes, table
+from bench.measure import hundred_megabytes, median_s, much_kv, table
 from bench.peer import Peer, PeerOptions, llama_server
+from bench.server import Server, ask, everwarm, post
 from everwarm.config import GREEDY, default_threads
 from everwarm.engine.engine import Engine
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.lineage import root_key
 
 N_TURNS, N_TURN, N_REPLY = 20, 200, 8
-N_LONG, N_SWITCHES = 8192, 7
+N_LONG, N_SWITCHES, N_READS = 8192, 7, 9
 
 
 def run() -> None:
@@ -38,19 +41,20 @@ def run() -> None:
                 rows = [_switch(engine, peer)]
                 tokens = _tokens(50, N_LONG)
                 _read(engine, tokens)
+            rows.append(_slot_files(where, peer, tokens))
             rows.append(_restart(where, peer, tokens))
             table(
                 f"Coming back to {N_LONG} tokens, until the first new token", ("", "Everwarm", "llama-server", ""), rows
             )
         print()
-        _from_disk(where, tokens)
+        _from_disk(where)
 
 
 @contextmanager
-def _engine(where: Path) -> Iterator[Engine]:
+def _engine(where: Path, model: Path | None = None) -> Iterator[Engine]:
     store = StoreSettings(str(where / "states"), restore_policy="always")
     settings = EngineSettings(n_slots=1, n_ctx=24576, store=store)
-    with Engine(hundred_megabytes(), settings) as engine:
+    with Engine(model or hundred_megabytes(), settings) as engine:
         yield engine
 
 
@@ -120,29 +124,62 @@ def _restart(where: Path, peer: Peer, tokens: list[int]) -> tuple[str, str, str,
     return ("from disk, in a new process", *_ratio(statistics.median(ours), statistics.median(theirs)))
 
 
-def _from_disk(where: Path, tokens: list[int]) -> None:
-    with _engine(where) as engine:
-        archive = engine.core.archive
-        assert archive is not None and archive.disk is not None
-        prompt = Prompt.of_tokens(tokens)
-        began = time.perf_counter()
-        n = engine.call(lambda core: archive.bring(prompt, "", core.restorer.match(prompt, "", ())))
-        loaded_s = time.perf_counter() - began
-        kept = max(archive.disk.objects(), key=lambda k: (k.kind == "state", k.n_items))
-        paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
-        began = time.perf_counter()
-        size = sum(len(path.read_bytes()) for path in paths)
-        plain_s = time.perf_counter() - began
-    rows = [
-        (
-            f"{n} tokens, {len(paths)} files",
-            _mib(size),
-            f"{size / loaded_s / 1e9:.2f} GB/s",
-            f"{size / plain_s / 1e9:.2f} GB/s",
-            f"{plain_s / loaded_s:.2f}×",
-        )
-    ]
-    table("Reading and verifying from disk (page cache warm)", ("", "bytes", "Everwarm", "plain read", "ratio"), rows)
+def _from_disk(where: Path) -> None:
+    """Reading and verifying into the RAM tier, beside a plain read of the same files. Cold: after the machine started."""
+    for path in (hundred_megabytes(), much_kv()):
+        tokens, here = _tokens(50, N_LONG), where / path.stem
+        with _engine(here, path) as engine:
+            _read(engine, tokens)
+        with _engine(here, path) as engine:
+            _measure_reads(engine, Prompt.of_tokens(tokens))
+        print()
+
+
+def _measure_reads(engine: Engine, prompt: Prompt) -> None:
+    archive = engine.core.archive
+    assert archive is not None and archive.disk is not None
+    kept = archive.disk.find(root_key(archive._fingerprint, ""), prompt.codes, len(prompt) - 1)
+    assert kept is not None and kept.n_items > N_LONG - 64
+    paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
+    size = sum(path.stat().st_size for path in paths)
+    rows = []
+    for title, before in (("cold", lambda: _forget(paths)), ("in the page cache", None)):
+        ours, plain = [], []
+        for _ in range(N_READS):
+            ours.append(median_s(lambda: archive._load(kept, prompt, 0), 1, before))
+            plain.append(median_s(lambda: [path.read_bytes() for path in paths], 1, before))
+        a, b = statistics.median(ours), statistics.median(plain)
+        speeds = (f"{size / seconds / 1e9:.2f} GB/s" for seconds in (a, b))
+        rows.append((title, _mib(size), *speeds, f"{b / a:.2f}×"))
+    head = ("", "bytes", "Everwarm", "plain read", "ratio")
+    table(f"Reading {kept.n_items} tokens from {len(paths)} files, verified ({engine.model.path.stem})", head, rows)
+
+
+def _forget(paths: Sequence[Path]) -> None:
+    """Have the system forget what it has of these files."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def _slot_files(where: Path, peer: Peer, tokens: list[int]) -> tuple[str, str, str, str]:
+    """Both servers restore the slot file they saved and are asked the very same prompt again."""
+    theirs_server = Server("llama-server", peer._host)
+    flags = ("-np", "1", "-c", "24576", "--disk-cache", "0", "--slot-save-path", str(where / "slots"))
+    ours, theirs = [], []
+    with everwarm(str(hundred_megabytes()), *flags) as ours_server:
+        for server in (ours_server, theirs_server):
+            ask(server, tokens, 1)
+            post(server, "/slots/0?action=save", {"filename": f"{server.name}.bin"})
+        for _ in range(N_SWITCHES):
+            for times, server in ((ours, ours_server), (theirs, theirs_server)):
+                post(server, "/slots/0?action=erase", {})
+                began = time.perf_counter()
+                post(server, "/slots/0?action=restore", {"filename": f"{server.name}.bin"})
+                ask(server, tokens, 1)
+                times.append(time.perf_counter() - began)
+    return ("slot restore, then the same prompt", *_ratio(statistics.median(ours), statistics.median(theirs)))
 
 
 def _ratio(ours_s: float, theirs_s: float) -> tuple[str, str, str]:

@@ -264,19 +264,11 @@ def _directory(state_dir: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int], Tick]]:
-    """A bar for each piece of work, on standard error, and gone afterwards."""
+    """A bar for each piece of work, on a terminal's standard error, and gone afterwards."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-
-    def begin(text: str, total: int) -> Tick:
-        progress.start()
-        return partial(progress.advance, progress.add_task(readable(text), total=total))
-
-    try:
-        yield begin
-    finally:
-        if progress.tasks:
-            progress.stop()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield lambda text, total: partial(progress.advance, progress.add_task(readable(text), total=total))
 
 
 def _print_json(value: Any) -> None:

@@ -142,6 +142,7 @@ def object_facts(found: Inspected) -> Facts:
         "key": head.key,
         "start": head.start,
         "fingerprint": head.fingerprint,
+        "space": head.space,
         "cut": head.cut,
         "clean": head.clean,
         "chunks": [f"{size}×{times}" for size, times in head.chunks or ()],
@@ -203,7 +204,7 @@ def report_facts(report: Report) -> Facts:
         "replayed": [{"name": f.name, "verdict": f.verdict, "spread": f.spread, "why": f.why} for f in report.findings],
         "not_replayed": report.not_replayed,
         "n_left": report.n_left,
-        "quarantined": list(report.wrong) if report.is_put_aside else [],
+        "quarantined": [] if report.not_put_aside else list(report.wrong),
         "is_well": report.is_well,
     }
 
@@ -223,10 +224,10 @@ def print_report(console: Console, report: Report) -> None:
             lines.append(f"{finding.verdict}: {finding.name}{spread}{': ' * bool(finding.why)}{finding.why}")
     lines += [f"no state was read again: {report.not_replayed}"] if report.not_replayed else []
     lines += [f"{report.n_left} more states were not read again"] if report.n_left and not report.not_replayed else []
-    if report.wrong and report.is_put_aside:
-        lines.append(f"{len(report.wrong)} objects were moved to {folder.path.name}/quarantine")
+    if report.not_put_aside:
+        lines.append(f"reported but not quarantined: {report.not_put_aside}")
     elif report.wrong:
-        lines.append("reported but not quarantined: a running server holds the folder")
+        lines.append(f"{len(report.wrong)} objects were moved to {folder.path.name}/quarantine")
     console.print(Text(readable(folder.title), "bold"), Text(folder.path.name))
     for line in lines:
         console.print(Text("  " + readable(line)), soft_wrap=True)

@@ -83,6 +83,9 @@ class ServeOptions:
         "64GiB"
     )
     disk_write_budget: Annotated[str, Parameter(group=_MEMORY, help="bytes written per day; 0: any number")] = "0"
+    namespace_share: Annotated[
+        float, Parameter(group=_MEMORY, help="the most of RAM and disk that one API key and cache_salt may fill")
+    ] = 1.0
     slot_save_path: Annotated[
         str | None, Parameter(group=_MEMORY, help="directory for files of POST /slots/N?action=save and restore")
     ] = None
@@ -138,6 +141,7 @@ class ServeOptions:
                 self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
             ),
             store=self._store(),
+            namespace_share=self.namespace_share,
             n_spares=self.spares,
             ram_bytes=None if self.cache_ram is None else parse_bytes(self.cache_ram),
         )

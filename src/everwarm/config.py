@@ -5,9 +5,11 @@ Knows no libllama and no files.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,15 @@ FlashAttention = Literal["auto", "on", "off"]
 
 MAX_CTX = 1 << 26
 MAX_BATCH = 1 << 16
+
+
+def log_to_stderr() -> None:
+    """One line per happening; ``EVERWARM_LOG`` says from which level on."""
+    level = os.environ.get("EVERWARM_LOG", "INFO").upper()
+    known = logging.getLevelNamesMapping()
+    logging.basicConfig(
+        level=known.get(level, logging.INFO), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
 
 
 def require(condition: bool, message: str) -> None:

@@ -24,10 +24,11 @@ from everwarm.errors import MemoryFault
 from everwarm.llama import context as checked
 from everwarm.llama.blobs import with_header
 from everwarm.llama.model import MemoryKind
-from everwarm.types import Blob, Mark, SeqId
+from everwarm.types import START, Blob, Mark, SeqId
 
 DIRECTORY = "EVERWARM_HOSTILE_DIR"
 ORDER, LOG = "order.json", "log.jsonl"
+CHECKS: dict[str, Any] = dict.fromkeys(("describes_end", "describes_cells", "begins_sequence"), lambda *_: True)
 HEADER = 8  # magic, sequence
 _U32 = 0xFFFFFFFF
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Order(msgspec.Struct, frozen=True):
 
     number: int
     kind: str
-    target: str  # state, segment or sequence
+    target: str  # state, segment (at the start), second (segment behind it) or sequence
     variant: int = 0
     n_times: int = 1
 
@@ -78,18 +79,12 @@ class Anatomy:
         return [f for f in self.fields if f.name in names]
 
 
-SECTIONS = {
-    ("state", MemoryKind.HYBRID): "r",
-    ("state", MemoryKind.RECURRENT): "r",
-    ("state", MemoryKind.WINDOW): "a",
-    ("segment", MemoryKind.HYBRID): "ar",
-    ("segment", MemoryKind.WINDOW): "aa",
-    ("segment", MemoryKind.ATTENTION): "a",
-    ("sequence", MemoryKind.HYBRID): "ar",
-    ("sequence", MemoryKind.RECURRENT): "r",
-    ("sequence", MemoryKind.WINDOW): "aa",
-    ("sequence", MemoryKind.ATTENTION): "a",
-}
+_STATE = {
+    MemoryKind.HYBRID: "r",
+    MemoryKind.RECURRENT: "r",
+    MemoryKind.WINDOW: "a",
+}  # sections of attention or recurrent memory
+_WHOLE = {MemoryKind.HYBRID: "ar", MemoryKind.RECURRENT: "r", MemoryKind.WINDOW: "aa", MemoryKind.ATTENTION: "a"}
 
 
 class _Dissection:
@@ -121,33 +116,27 @@ class _Dissection:
         for _ in range(n_cells):
             for name in ("position", "sequences", *["extra"] * n_extra, "cell-sequence"):
                 self._word(name)
-        self._word("transposed")
-        n_layers = self._word("layers")
-        self._word("rotation")
-        self._word("rotation")
-        self._rows(2 * n_layers, n_cells)
+        _, n_layers, *_ = map(self._word, ("transposed", "layers", "rotation", "rotation"))
+        for _ in range(2 * n_layers):
+            self._rows(n_cells)
 
     def _has_extra(self, n_cells: int) -> bool:
-        """M-RoPE models say more of a cell; then the words behind short cells are no positions of their own."""
+        """M-RoPE models say more of a cell."""
         short = self._blob[self._at : self._at + 12 * n_cells].view("<u4").reshape(n_cells, 3)
         return bool((short[:, 1] != 1).any() or (short[:, 2] != short[0, 2]).any())
 
     def _recurrent(self) -> None:
         n_cells = self._word("cells")
-        for _ in range(n_cells):
-            self._word("position")
-            self._word("sequences")
-        self._word("transposed")
-        self._word("layers")
+        for name in (*("position", "sequences") * n_cells, "transposed", "layers"):
+            self._word(name)
         while self._at < len(self._blob):
-            self._rows(1, n_cells)
+            self._rows(n_cells)
 
-    def _rows(self, n: int, n_cells: int) -> None:
-        for _ in range(n):
-            kind, size = self._word("type"), self._word("row", 8) * n_cells
-            if size:
-                self.found.bodies.append((self._at, size, _TYPES[kind]))
-            self._at += size
+    def _rows(self, n: int) -> None:
+        kind, size = self._word("type"), self._word("row", 8) * n
+        if size:
+            self.found.bodies.append((self._at, size, _TYPES[kind]))
+        self._at += size
 
 
 # mutations
@@ -292,21 +281,21 @@ def no_cells(s: Subject) -> Blob:
     return np.concatenate(kept)
 
 
-def cells_twice(s: Subject) -> Blob:
-    """Well-formed but for one thing: the last section with cells has every cell twice."""
+def repeated_cells(s: Subject) -> Blob:
+    """Well-formed but for one thing: the last section with cells has each of them several times."""
     count = next(f for f in reversed(s.anatomy.named("cells")) if s.value(f))
-    words = [f for f in s.anatomy.fields if f.at > count.at]
-    at = next(f.at for f in words if f.name == "transposed")
-    cells = s.blob[count.at + 4 : at]
-    kept = [s.blob[: count.at], np.array([2 * s.value(count)], "<u4").view(np.uint8), cells, cells]
+    at = next(f.at for f in s.anatomy.named("transposed") if f.at > count.at)
+    n_times = 2 + s.variant
+    kept = [s.blob[: count.at], np.array([n_times * s.value(count)], "<u4").view(np.uint8)]
+    kept += [s.blob[count.at + 4 : at]] * n_times
     for start, n, _ in (body for body in s.anatomy.bodies if body[0] > at):
-        kept += [s.blob[at:start], s.blob[start : start + n], s.blob[start : start + n]]
+        kept += [s.blob[at:start], *[s.blob[start : start + n]] * n_times]
         at = start + n
     return np.concatenate([*kept, s.blob[at:]])
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "cells twice": cells_twice,
+    "repeated cells": repeated_cells,
     "wild numbers": numbers(
         lambda s, body: s.rng.normal(size=len(body)),
         lambda s, body: -3 * body[::-1],
@@ -357,7 +346,7 @@ class Hostility:
             self._restore(seq, hostile, mark, clean=clean)
 
     def splice_segment(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, *, n_cells: int, clean: bool) -> None:
-        with self._instead("segment") as order:
+        with self._instead("segment" if start == START else "second") as order:
             hostile = blob if order is None else self._hostile(blob, order)
             self._splice(seq, hostile, start, stop, n_cells=n_cells, clean=clean)
 
@@ -378,7 +367,8 @@ class Hostility:
         return order if order.target == target and used < order.n_times else None
 
     def _hostile(self, blob: Blob, order: Order) -> Blob:
-        anatomy = _Dissection(blob, SECTIONS[order.target, self._context.kind]).found
+        sections = (_STATE if order.target == "state" else _WHOLE)[self._context.kind]
+        anatomy = _Dissection(blob, sections).found
         rng = np.random.default_rng(order.number)
         return MUTATIONS[order.kind](Subject(blob, anatomy, self._directory, order.target, order.variant, rng))
 
@@ -389,10 +379,9 @@ class Hostility:
         if order is None:
             yield None
             return
-        names = ("describes_end", "describes_cells", "begins_sequence")
         self._say(order, "given")
         try:
-            with mock.patch.multiple(checked, **{name: lambda *_: True for name in names}):
+            with mock.patch.multiple(checked, **CHECKS):
                 yield order
         except MemoryFault as error:
             self._say(order, "refused", str(error))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,22 @@ class Server:
         (pid,) = children(self.process.pid)
         return pid
 
+    @property
+    def engine_pids(self) -> list[int]:
+        """The engines that are alive, whichever models they have."""
+        return [pid for pid in children(self.process.pid) if is_alive(pid)]
+
+    def next_engine(self, before: Collection[int]) -> int:
+        """The engine that is started now, long before it is ready."""
+        found: list[int] = []
+
+        def has_come() -> bool:
+            found[:] = set(self.engine_pids) - set(before)
+            return bool(found)
+
+        until(has_come, "another engine is started")
+        return found[0]
+
     def connect(self, timeout_s: float = PATIENCE_S) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
@@ -84,6 +100,33 @@ class Server:
         reply = self.post(path, body)
         assert reply.status == 200, reply.data
         return reply.json
+
+    def complete(self, model: str, tokens: list[int], n: int = 8, **more: Any) -> Any:
+        """What a model writes after these tokens: always the same ones."""
+        greedy = {"temperature": 0, "ignore_eos": True, "return_tokens": True, "deterministic": True}
+        return self.ask("/completion", {"model": model, "prompt": tokens, "n_predict": n} | greedy | more)
+
+    def listed(self, model: str) -> Any:
+        """What the list of models says about one."""
+        (found,) = (row for row in self.get("/v1/models").json["data"] if row["id"] == model)
+        return found
+
+    def status_of(self, model: str) -> str:
+        return str(self.listed(model)["status"]["value"])
+
+    @property
+    def n_loads(self) -> int:
+        return self.log.count(" was loaded in ")
+
+    def is_settled(self, model: str) -> bool:
+        """Whether its engine has nothing to do and has done all that it does then."""
+        seen = [self.get(f"/metrics?model={model}").data.decode()]
+        time.sleep(0.2)
+        seen.append(self.get(f"/metrics?model={model}").data.decode())
+        if not all("everwarm_ram_arena_bytes " in text for text in seen):
+            return False
+        sizes = [metric(text, "everwarm_ram_arena_bytes") for text in seen]
+        return sizes[0] == sizes[1] > 0 and metric(seen[1], "everwarm_ram_waiting") == 0
 
     def n_tokens(self, text: str) -> int:
         return len(self.ask("/tokenize", {"content": text})["tokens"])
@@ -113,11 +156,25 @@ def metric(text: str, name: str) -> float:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, n_ctx: int = 4096) -> Iterator[Server]:
-    """A server that answers; it is told to stop at the end, and must."""
+def serving(*flags: str, n_ctx: int = 4096, model: Path | None = None) -> Iterator[Server]:
+    """A server that answers; it is told to stop at the end, and must. Without a model it has the embedded one."""
+    with _started("--demo" if model is None else str(model), *flags, n_ctx=n_ctx) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving_models(source: Path, *flags: str, n_ctx: int = 4096) -> Iterator[Server]:
+    """A server of many models, one of them in memory unless told otherwise."""
+    limit = () if "--models-max" in flags else ("--models-max", "1")
+    with _started("--models", str(source), *limit, *flags, n_ctx=n_ctx) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _started(*flags: str, n_ctx: int) -> Iterator[Server]:
     where = ("--port", "0", "--ctx-size", str(n_ctx))
     disk = () if "--disk-cache" in flags else ("--disk-cache", "0")
-    command = [sys.executable, "-m", "everwarm.cli", "serve", "--demo", *where, *SIZE, *disk, *flags]
+    command = [sys.executable, "-m", "everwarm.cli", "serve", *where, *SIZE, *disk, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     server = Server("", process)
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)
@@ -179,6 +236,30 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """While a process does nothing. The gateway notices after some seconds and kills it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def workers_of(gateway: int) -> list[int]:
+    """Engines that a gateway started, also when it is gone and they are somebody else's children."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_worker(pid, gateway)]
+
+
+def _is_worker(pid: int, gateway: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return b"everwarm.engine.worker" in words and words[-1] == str(gateway).encode() and is_alive(pid)
 
 
 def raw(port: int, data: bytes, timeout_s: float = PATIENCE_S) -> bytes:

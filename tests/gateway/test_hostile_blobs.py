@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -31,13 +32,14 @@ from models import tiny_model
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 TARGETS = {
-    "qwen35": ("state", "segment", "sequence"),
+    "qwen35": ("state", "segment", "sequence", "second"),
     "mamba2": ("state", "sequence"),
     "gemma3": ("state", "segment", "sequence"),
     "llama": ("segment", "sequence"),
 }
+UNCURED = "negative positions"  # see the last test
 N_PREFIX, N_TAIL, N_REPLY = 100, 24, 4  # longer than the window of gemma3
-N_ATTACKED, N_OTHERS = 4, 5
+N_CONVERSATIONS = 5
 TOLERANCE = 0.02  # on log-probabilities: where cells lie, and how reading was cut, changes the last places
 SIZE = ("--ctx-size", "4096", "--slots", "2", "--threads", "1", "--cache-ram", "1GiB", "--disk-cache", "0")
 
@@ -48,11 +50,7 @@ Tokens = list[int]
 
 
 def random_tokens(n: int, *seed: int) -> Tokens:
-    return np.random.default_rng(seed).integers(12, 250, n).tolist()
-
-
-ATTACKED = [random_tokens(N_PREFIX, 1, i) for i in range(N_ATTACKED)]
-OTHERS = [random_tokens(N_PREFIX, 2, i) for i in range(N_OTHERS)]
+    return random.Random(repr(seed)).choices(range(12, 250), k=n)
 
 
 @dataclass(frozen=True)
@@ -108,63 +106,64 @@ def serving_model(model: Path, *flags: str, **env: str) -> Iterator[Server]:
 def serving_hostile(model: Path, directory: Path) -> Iterator[Server]:
     tests = str(Path(__file__).parents[1])
     hook = {"EVERWARM_TEST_HOOK": "gateway.hostile_hook:install", DIRECTORY: str(directory), "PYTHONPATH": tests}
+    hook["GGML_NO_BACKTRACE"] = "1"  # else a debugger, where there is one, looks at every death first
     with serving_model(model, "--slot-save-path", str(directory), **hook) as server:
         yield server
 
 
+@dataclass(frozen=True)
+class Question:
+    """A prompt whose golden answer is known, and no close decision."""
+
+    prompt: Tokens
+    how: dict[str, Any]
+    golden: Answer
+
+
 @dataclass
 class Golden:
-    """What an honest server says, which never saw the hook. Only prompts whose answers are no close decisions."""
+    """What an honest server says, which never saw the hook."""
 
-    tails: list[Tokens] = field(default_factory=list)  # of the attacks
-    attacks: list[Answer] = field(default_factory=list)
-    next_20: list[tuple[Tokens, dict[str, Any], Answer]] = field(default_factory=list)
+    server: Server
+    alone: dict[str, Any] = field(default_factory=lambda: {"deterministic": True})
 
-    def record(self, server: Server, n_attacks: int) -> None:
-        for i in range(N_OTHERS):
-            for kind in range(2):
-                self._add(server, OTHERS[i], (4, i, kind))
-        for i in range(N_ATTACKED):
-            for kind in range(2):
-                self._add(server, ATTACKED[i], (5, i, kind), deterministic=True)
-        for i in range(2):
-            self._add(server, OTHERS[i], (6, i), cache_prompt=False)
-        for number in range(n_attacks):
-            tail, golden = _stable(server, ATTACKED[number % N_ATTACKED], (7, number), deterministic=True)
-            self.tails.append(tail)
-            self.attacks.append(golden)
+    def next_19(self) -> list[Question]:
+        """Others' conversations: beside whatever is left of an attack, read afresh beside it, and alone."""
+        plain = [self._stable((2, i), {}) for i in range(N_CONVERSATIONS)]
+        again = [self._stable((2, i), {"cache_prompt": False}) for i in range(N_CONVERSATIONS)]
+        return plain + again + [self._stable((3, i % N_CONVERSATIONS, i), self.alone) for i in range(9)]
 
-    def _add(self, server: Server, prefix: Tokens, seed: tuple[int, ...], **how: Any) -> None:
-        tail, golden = _stable(server, prefix, seed, **how)
-        self.next_20.append((prefix + tail, how, golden))
+    def attack(self, number: int) -> tuple[Tokens, Question, Question]:
+        """A conversation of its own, what will be said in it under attack, and what afterwards."""
+        prefix = random_tokens(N_PREFIX, 4, number)
+        assert ask(self.server, prefix, n_predict=0, **self.alone).status == 200
+        return prefix, self._stable((4, number), self.alone), self._stable((4, number, 1), self.alone)
 
-
-def _stable(server: Server, prefix: Tokens, seed: tuple[int, ...], **how: Any) -> tuple[Tokens, Answer]:
-    for attempt in range(20):
-        tail = random_tokens(N_TAIL, *seed, attempt)
-        golden = answer(server, prefix + tail, **how)
-        if golden.margin > 2 * TOLERANCE:
-            return tail, golden
-    raise AssertionError(f"every answer to {seed} is a close decision")
+    def _stable(self, seed: tuple[int, ...], how: dict[str, Any]) -> Question:
+        prefix = random_tokens(N_PREFIX, *seed[:2])
+        for attempt in range(20):
+            prompt = prefix + random_tokens(N_TAIL, *seed, attempt)
+            golden = answer(self.server, prompt, **how)
+            if golden.margin > 2 * TOLERANCE:
+                return Question(prompt, how, golden)
+        raise AssertionError(f"every answer to {seed} is a close decision")
 
 
 # hostile blobs
 
 
-def plan(arch: str) -> list[Order]:
+def plan(arch: str, *kinds: str) -> list[Order]:
     """Every kind in all its variants on every target; or, in short, what surely does harm and some of the others."""
-    targets, kinds = TARGETS[arch], list(MUTATIONS)
+    targets, n = TARGETS[arch], list(TARGETS).index(arch)
     if CAMPAIGN:
-        found = [(kind, target, i) for target in targets for kind in kinds for i in range(_n_variants(kind))]
+        found = [(kind, target, i) for target in targets for kind in kinds for i in range(N_VARIANTS.get(kind, 5))]
     else:
-        first = 5 * list(TARGETS).index(arch)
-        some = kinds[:3] + [kinds[3 + (first + i) % (len(kinds) - 3)] for i in range(5)]
+        some = kinds[:3] + tuple(kinds[3:][(5 * n + i) % len(kinds[3:])] for i in range(5))
         found = [(kind, targets[i % len(targets)], i) for i, kind in enumerate(some)]
-    return [Order(n, *each, n_times=9 if n % 8 == 7 else 1) for n, each in enumerate(found)]
+    return [Order(i, *each, n_times=9 if (i + n) % 8 == 0 else 1) for i, each in enumerate(found)]
 
 
-def _n_variants(kind: str) -> int:
-    return {"flipped bits": 16, "truncated": 16, "moved positions": 8, "cells twice": 2, "no cells": 1}.get(kind, 5)
+N_VARIANTS = {"flipped bits": 16, "truncated": 16, "moved positions": 8, "no cells": 1}
 
 
 def write_strangers(directory: Path, arch: str) -> None:
@@ -180,14 +179,14 @@ def write_strangers(directory: Path, arch: str) -> None:
 
 
 def _blobs(path: Path, n_tokens: int) -> dict[str, np.ndarray]:
-    tokens = np.array(ATTACKED[0] + random_tokens(N_TAIL, 3), np.int32)
+    """As they are after so many tokens, with a cut right before the last four."""
     with Model(path) as model, open_context(model) as context:
-        saved = read(context, tokens, (n_tokens,))
+        saved = read(context, np.array(random_tokens(2 * N_PREFIX, 5), np.int32), (n_tokens - 4, n_tokens))
         found = {"sequence": with_header(context.capture_sequence(SLOT), SLOT)}
         if saved.state is not None:
             found["state"] = saved.state
-        if saved.segments:
-            found["segment"] = saved.segments[0].blob
+        for target, segment in zip(("segment", "second"), saved.segments, strict=False):
+            found[target] = segment.blob
     return found
 
 
@@ -197,39 +196,33 @@ class Campaign:
         self.directory = directory
         self.golden = golden
         self.outcomes: collections.Counter[str] = collections.Counter()
-
-    def prepare(self) -> None:
-        """A file of every conversation that will be attacked; and nobody is hostile yet."""
-        for i, prefix in enumerate(ATTACKED):
-            assert ask(self.server, prefix, n_predict=0, id_slot=0, deterministic=True).status == 200
-            self._act("save", 0, i)
-        self.check_next_20("before anything hostile")
+        self.next_19 = golden.next_19()
 
     def attack(self, order: Order) -> None:
-        prefix = ATTACKED[order.number % N_ATTACKED]
-        answer(self.server, prefix, deterministic=True)  # so that there is something to restore
+        prefix, under_attack, afterwards = self.golden.attack(order.number)
+        assert ask(self.server, prefix, n_predict=0, id_slot=0, deterministic=True).status == 200
+        assert self._act("save", 0).status == 200
         n_restarts = self._n_restarts()
         (self.directory / ORDER).write_bytes(msgspec.json.encode(order))
         try:
-            reply = self._provoke(order, prefix + self.golden.tails[order.number])
+            reply = self._provoke(order, under_attack)
         finally:
             (self.directory / ORDER).unlink()
         outcome = self._outcome(order, self._n_restarts() - n_restarts)
         self.outcomes[outcome] += 1
-        self._check_reply(order, reply, outcome)
-        self.check_next_20(f"after {order}, {outcome}")
+        self._check_reply(order, reply, outcome, under_attack.golden)
+        self.check([*self.next_19, afterwards], f"after {order}, {outcome}")
 
-    def _provoke(self, order: Order, prompt: Tokens) -> Reply:
+    def _provoke(self, order: Order, question: Question) -> Reply:
         if order.target != "sequence":
-            return ask(self.server, prompt, deterministic=True)
+            return ask(self.server, question.prompt, **question.how)
         salt = f"attack {order.number}"
-        self._act("restore", 1, order.number % N_ATTACKED, cache_salt=salt)
-        return ask(self.server, prompt, cache_salt=salt)
+        reply = self._act("restore", 1, cache_salt=salt)
+        assert reply.status == 200 or _is_clean_error(reply), (order, reply)
+        return ask(self.server, question.prompt, cache_salt=salt)
 
-    def _act(self, action: str, slot: int, conversation: int, **more: str) -> None:
-        body = {"filename": f"{conversation}.bin", **more}
-        reply = self.server.post(f"/slots/{slot}?action={action}", body)
-        assert reply.status == 200 or (action == "restore" and _is_clean_error(reply)), reply.data
+    def _act(self, action: str, slot: int, **more: str) -> Reply:
+        return self.server.post(f"/slots/{slot}?action={action}", {"filename": "attacked.bin", **more})
 
     def _outcome(self, order: Order, n_deaths: int) -> str:
         said = [entry.said for entry in read_log(self.directory) if entry.number == order.number]
@@ -239,8 +232,8 @@ class Campaign:
             return "died" if "accepted" not in said else "accepted, then died"
         return "accepted" if "accepted" in said else "refused"
 
-    def _check_reply(self, order: Order, reply: Reply, outcome: str) -> None:
-        golden = self.golden.attacks[order.number]
+    def _check_reply(self, order: Order, reply: Reply, outcome: str, golden: Answer) -> None:
+        """Golden, or an error that says so. Only who believed a hostile blob may say anything else."""
         if reply.status != 200:
             assert _is_clean_error(reply), (order, reply)
             self.outcomes["errors"] += 1
@@ -248,11 +241,10 @@ class Campaign:
             assert "accepted" in outcome, (order, outcome, Answer.of(reply), golden)
             self.outcomes["wrong"] += 1
 
-    def check_next_20(self, when: str) -> None:
-        assert len(self.golden.next_20) == 20
-        for i, (prompt, how, golden) in enumerate(self.golden.next_20):
-            found = answer(self.server, prompt, **how)
-            assert found.is_like(golden), f"answer {i} of 20 {when}: {found}, not {golden}"
+    def check(self, questions: list[Question], when: str) -> None:
+        for i, question in enumerate(questions):
+            found = answer(self.server, question.prompt, **question.how)
+            assert found.is_like(question.golden), f"answer {i} {when}: {found}, not {question.golden}"
         assert self.server.process.poll() is None and self.server.get("/health").status == 200
 
     def _n_restarts(self) -> int:
@@ -263,23 +255,33 @@ def _is_clean_error(reply: Reply) -> bool:
     return reply.status in (400, 500, 503) and bool(reply.json["error"]["message"])
 
 
-@pytest.mark.timeout(3600 if CAMPAIGN else 120)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_hostile_blobs_harm_nobody_else(arch: str, tmp_path: Path) -> None:
-    orders = plan(arch)
-    write_strangers(tmp_path, arch)
-    golden = Golden()
-    with serving_model(tiny_model(arch)) as honest:
-        golden.record(honest, len(orders))
-        assert "EVERWARM_TEST_HOOK" not in honest.log
-    with serving_hostile(tiny_model(arch), tmp_path) as server:
-        assert "EVERWARM_TEST_HOOK is set" in server.log
-        campaign = Campaign(server, tmp_path, golden)
-        campaign.prepare()
+def run(arch: str, orders: list[Order], directory: Path) -> collections.Counter[str]:
+    """All attacks on one server, beside an honest one that says what is right; returns what came of them."""
+    write_strangers(directory, arch)
+    model = tiny_model(arch)
+    with serving_model(model) as honest, serving_hostile(model, directory) as server:
+        campaign = Campaign(server, directory, Golden(honest))
+        campaign.check(campaign.next_19, "before anything hostile")
         for order in orders:
             campaign.attack(order)
-    counts = campaign.outcomes
-    print(f"\n{arch}: {len(orders)} attacks, {dict(counts)}")
-    assert counts["blobs"] >= len(orders), "this test could not fail: not every blob was tried"
+        assert "EVERWARM_TEST_HOOK is set" in server.log and "EVERWARM_TEST_HOOK" not in honest.log
+    print(f"\n{arch}: {len(orders)} attacks, {dict(campaign.outcomes)}")
+    return campaign.outcomes
+
+
+@pytest.mark.timeout(3600 if CAMPAIGN else 120)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_a_hostile_blob_harms_nobody_else(arch: str, tmp_path: Path) -> None:
+    orders = plan(arch, *(kind for kind in MUTATIONS if kind != UNCURED))
+    counts = run(arch, orders, tmp_path)
+    assert counts["blobs"] >= len(orders), "not every blob was tried"
     assert counts["refused"] + counts["died"] > 0, "this test could not fail: libllama believed everything"
     assert counts["wrong"] > 0, "this test could not fail: no wrong answer can be told from a right one"
+
+
+@pytest.mark.xfail(
+    reason="libllama never removes a cell at a negative position: whoever gets its sequence next sees it"
+)
+@pytest.mark.parametrize(("arch", "target"), [("llama", "segment"), ("mamba2", "sequence")])
+def test_cells_at_negative_positions_harm_nobody_else(arch: str, target: str, tmp_path: Path) -> None:
+    run(arch, [Order(i, UNCURED, target, i) for i in range(3)], tmp_path)

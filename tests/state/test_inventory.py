@@ -236,12 +236,15 @@ def test_what_is_quarantined_is_never_offered_again_and_can_be_looked_at(place):
     need, deep = conversation(1)
     with contextlib.closing(Disk(place, PLENTY)) as disk:
         put(disk, need, deep)
-        assert not inventory.quarantine(place, [deep.name]), "an engine holds it"
+        assert "running server" in inventory.quarantine(place, [deep.name])
         assert (place / deep.name).exists()
-    assert inventory.quarantine(place, [deep.name])
+    assert inventory.quarantine(place, [deep.name]) == ""
     assert [path.read_bytes() for path in inventory.read_folder(place).quarantined()] == [deep.data()]
     with contextlib.closing(Disk(place, PLENTY)) as disk:
         assert disk.names() == {need.name}
+    (place / "quarantine").rename(place / "moved")
+    (place / "quarantine").write_text("in the way")
+    assert "cannot be changed" in inventory.quarantine(place, [need.name]) and (place / need.name).exists()
 
 
 # about

@@ -192,6 +192,7 @@ class Archive:
             n_items=n_stop,
             clean=segment.clean,
             chunks=segment.chunks,
+            space=root[:16],
         )
         segment.name = name_of(header)
         return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": segment.blob})
@@ -212,6 +213,7 @@ class Archive:
             needs=tuple(needs),
             reaches=tuple(needs.values()),
             words=self._words(node.path.first(n)),
+            space=root[:16],
         )
         parts = {"items": _bytes(node.path, 0, n)}
         if checkpoint is not None and checkpoint.state is not None:
@@ -354,7 +356,8 @@ class Archive:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._fingerprint = fingerprint
         place = directory / folder_name(fingerprint)
-        disk = Disk(place, self._settings.disk_bytes, self._settings.write_bytes_per_day)
+        share, write_bytes = self._keeper.namespace_share, self._settings.write_bytes_per_day
+        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share)
         room = disk.n_bytes + int(FREE_SHARE * shutil.disk_usage(place).free)
         disk.budget_bytes = min(disk.budget_bytes, room)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)

@@ -40,7 +40,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
         tree.hold(slot.node)
-    keeper = Keeper(context, tree, slots, sizes.spacing, arena.budget_bytes, seconds_per_token=1e-3)
+    keeper = Keeper(context, tree, slots, sizes.spacing, arena.budget_bytes, 1e-3, settings.namespace_share)
     keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
     ram.adopt()
     keeper.enforce_budget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everwarm.engine.verify import Finding, Opening, find_model, replay_states
@@ -20,7 +20,7 @@ class Report:
     findings: tuple[Finding, ...]
     not_replayed: str  # why no state was read again; "": they were
     n_left: int  # states that could have been read again, beyond the limit
-    is_put_aside: bool  # False: an engine holds the folder, and what is wrong lies where it was
+    not_put_aside: str = ""  # why what is wrong lies where it was; "": it does not
 
     @property
     def wrong(self) -> tuple[str, ...]:
@@ -63,10 +63,8 @@ def _check_folder(folder: Folder, opening: Opening | None, reason: str, limit: i
             findings = replay_states(opening, chosen, begin(f"reading again with {opening.path.name}", n_items))
         except (ModelError, BadRequest) as error:
             reason = str(error)
-    report = Report(folder, broken, tuple(findings), reason, len(whole) - len(chosen), is_put_aside=True)
-    if quarantine(folder.path, report.wrong):
-        return report
-    return Report(folder, broken, tuple(findings), reason, report.n_left, is_put_aside=False)
+    report = Report(folder, broken, tuple(findings), reason, len(whole) - len(chosen))
+    return replace(report, not_put_aside=quarantine(folder.path, report.wrong))
 
 
 def _broken(folder: Folder, begin: Begin) -> tuple[Broken, ...]:

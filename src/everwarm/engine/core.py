@@ -60,6 +60,7 @@ class Core:
     archive: Archive | None
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
+    n_measured: int = 0  # steps whose speed was learned from
 
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
@@ -160,8 +161,9 @@ class Core:
     def _learn_speed(self, feeds: list[Feed], seconds: float) -> None:
         n = sum(len(feed.tokens) for feed in feeds)
         if n >= 32:
-            old = self.keeper.seconds_per_token
-            self.keeper.seconds_per_token = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * seconds / n
+            memory = min(_SPEED_MEMORY, 1 - 1 / (self.n_measured + 1))  # the first replaces what was only guessed
+            self.keeper.seconds_per_token = memory * self.keeper.seconds_per_token + (1 - memory) * seconds / n
+            self.n_measured += 1
 
     # after decoding
 

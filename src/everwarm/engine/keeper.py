@@ -47,6 +47,7 @@ class Keeper:
     spacing: Spacing
     ram_budget: int
     seconds_per_token: float
+    namespace_share: float = 1.0  # of the budget, for each at most
     spares: dict[SeqId, Node | None] = field(default_factory=dict)
     counts: KeeperCounts = field(default_factory=KeeperCounts)
     leaving: Callable[[Slot], None] = field(default=lambda _: None)  # hears of a slot that is about to be emptied
@@ -61,7 +62,7 @@ class Keeper:
         clean = self.context.is_clean(slot.seq)
         if node.checkpoint is not None and (node.checkpoint.clean or not clean):
             node.checkpoint.used_at = now
-            return self._upgrade(node.checkpoint, kind, logits)
+            return self._upgrade(node, node.checkpoint, kind, logits)
         spare = self._spare_at_hand()
         if kind is CutKind.END and spare is None:
             return None
@@ -82,12 +83,12 @@ class Keeper:
         self._say("created", node, checkpoint)
         self.enforce_budget()
 
-    def _upgrade(self, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
+    def _upgrade(self, node: Node, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
         """Somebody kept this point before, perhaps for a lesser reason."""
         if checkpoint.kind in (CutKind.END, CutKind.NEAR_END, CutKind.EVERY) and kind is not CutKind.END:
             checkpoint.kind = kind
         if checkpoint.logits is None and logits is not None:
-            self.tree.add_logits(checkpoint, logits.copy())
+            self.tree.add_logits(node, logits.copy())
             self.enforce_budget()
 
     def mark_end(self, slot: Slot) -> Node:
@@ -340,12 +341,19 @@ class Keeper:
         slot.clear()
 
     def enforce_budget(self) -> None:
-        if self.tree.ram_bytes <= self.ram_budget:
+        """Within the budget, and no namespace over its share of it: one client cannot push out what others keep."""
+        most = int(self.ram_budget * self.namespace_share)
+        for root in self.tree.roots() if most < self.ram_budget else ():
+            self._shrink(root.below, lambda root=root: root.ram_bytes, most)  # type: ignore[misc]
+        self._shrink(self.tree.nodes, lambda: self.tree.ram_bytes, self.ram_budget)
+
+    def _shrink(self, members: Callable[[], Iterable[Node]], weight: Callable[[], int], budget: int) -> None:
+        if weight() <= budget:
             return
-        goal = int(self.ram_budget * LOW_WATER)
-        while self.tree.ram_bytes > goal:
-            nodes = list(self.tree.nodes())
-            chosen = policy.victims(self._weigh(nodes), self.tree.ram_bytes - goal)
+        goal = int(budget * LOW_WATER)
+        while weight() > goal:
+            nodes = list(members())
+            chosen = policy.victims(self._weigh(nodes), weight() - goal)
             if not chosen:
                 break
             for key in chosen:
@@ -372,18 +380,9 @@ class Keeper:
     def _say(self, what: str, node: Node, checkpoint: Checkpoint) -> None:
         if log.isEnabledFor(logging.INFO):
             n = sum(1 for other in node.lineage() if other.checkpoint is not None)
-            size = checkpoint.size_bytes / _MIB
-            log.info(
-                "checkpoint %s: %d of %d, n_tokens %d, pos %d, %.3f MiB, %s, %s",
-                what,
-                n,
-                self.spacing.max_checkpoints,
-                node.mark.n_tokens,
-                node.mark.pos,
-                size,
-                checkpoint.tiers,
-                checkpoint.kind.value,
-            )
+            place = (n, self.spacing.max_checkpoints, node.mark.n_tokens, node.mark.pos)
+            about = (checkpoint.size_bytes / _MIB, checkpoint.tiers, checkpoint.kind.value)
+            log.info("checkpoint %s: %d of %d, n_tokens %d, pos %d, %.3f MiB, %s, %s", what, *place, *about)
 
     def note_restored(self, node: Node, how: str) -> None:
         checkpoint = node.checkpoint

@@ -53,6 +53,7 @@ class EngineSettings:
     checkpoints: CheckpointParams = field(default_factory=CheckpointParams)
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
     ram_bytes: int | None = None  # copies of checkpoints and segments
+    namespace_share: float = 1.0  # the most of RAM and disk that what one API key and salt keeps may take
     store: StoreSettings | None = None  # None: nothing is written to disk
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
@@ -62,6 +63,8 @@ class EngineSettings:
         most = MAX_SEQUENCES - self.n_slots
         require(self.n_spares is None or 0 <= self.n_spares <= most, f"n_spares is {self.n_spares}; give 0 to {most}")
         require(self.ram_bytes is None or self.ram_bytes >= 0, f"ram_bytes is {self.ram_bytes}; give 0 or more")
+        share = self.namespace_share
+        require(0.0 < share <= 1.0, f"namespace_share is {share}; give more than 0 and at most 1")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         self.context(0)  # the same limits as the context's own

@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+from everwarm.config import log_to_stderr
 from everwarm.engine import messages as m
 from everwarm.engine.assemble import assemble
 from everwarm.engine.conversation import Conversation
@@ -116,8 +117,7 @@ def main() -> None:
     die_with_parent(parent_pid)
     for sig in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which tells us when to stop
         signal.signal(sig, signal.SIG_IGN)
-    level = os.environ.get("EVERWARM_LOG", "INFO").upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     wire = Wire(socket.socket(fileno=fd))
     first = wire.read()
     if not isinstance(first, m.Open):
@@ -161,9 +161,15 @@ def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     pulse.watch(core, loop)
     threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
     loop.run()
+    began = time.monotonic()
     core.put_away()
+    log.info("put away what is worth keeping in %.3f s: %.1f MiB in RAM", time.monotonic() - began, _mib_kept(core))
     wire.flush()
     core.close()
+
+
+def _mib_kept(core: Core) -> float:
+    return core.tree.ram_bytes / (1 << 20)
 
 
 def _read_all(wire: Wire, loop: Loop, conversation: Conversation) -> None:

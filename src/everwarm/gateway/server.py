@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from everwarm import __version__
+from everwarm.config import log_to_stderr
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.settings import ServerSettings
@@ -35,6 +36,7 @@ def serve(
     autoload: bool = True,
 ) -> int:
     """Until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, 1 when the only model cannot be served."""
+    log_to_stderr()
     try:
         sock = _bind(settings)
     except OSError as error:

@@ -37,10 +37,12 @@ class Group:
     @property
     def missing(self) -> str | None:
         """Which parts are not there, in words."""
-        if len(self.names) == self.n_parts:
+        if self.n_parts == 1:
             return None
         present = {int(name[-len("00001-of-00003.gguf") :][:5]) for name in self.names}
         absent = [part for part in range(1, self.n_parts + 1) if part not in present]
+        if not absent:
+            return None
         listed = ", ".join(f"{self.stem}-{part:05}-of-{self.n_parts:05}.gguf" for part in absent[:_MANY])
         more = f" and {len(absent) - _MANY} more" if len(absent) > _MANY else ""
         return f"{len(absent)} of {self.n_parts} parts {'is' if len(absent) == 1 else 'are'} missing: {listed}{more}"
@@ -58,17 +60,19 @@ def is_projector(name: str) -> bool:
 
 def groups(names: Iterable[str]) -> list[Group]:
     """The models among these files, by name; projectors are left out."""
-    found: dict[tuple[str, str, int], list[str]] = {}
+    found: dict[tuple[str, str, str], list[str]] = {}
     for name in sorted(names):
         if not is_gguf(name) or is_projector(name):
             continue
         folder, stem = posixpath.split(name[: -len(".gguf")])
         part = _PART.fullmatch(stem)
-        n_parts = int(part["total"]) if part else 1
-        counts = part is not None and 1 <= int(part["part"]) <= n_parts
-        key = (folder, part["stem"], n_parts) if part is not None and counts else (folder, stem, 1)
+        is_part = part is not None and 1 <= int(part["part"]) <= int(part["total"])
+        key = (folder, part["stem"], part["total"]) if part is not None and is_part else (folder, stem, name)
         found.setdefault(key, []).append(name)
-    return [Group(folder, stem, tuple(files), n_parts) for (folder, stem, n_parts), files in found.items()]
+    return [
+        Group(folder, stem, tuple(files), int(total) if total.isdecimal() else 1)
+        for (folder, stem, total), files in found.items()
+    ]
 
 
 def quant_of(stem: str) -> str | None:

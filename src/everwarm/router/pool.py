@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 
-from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound, NoRoom
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
 from everwarm.router.catalog import Catalog, ModelSpec
 from everwarm.router.plan import Limits, ModelPlan, ModelStatus, Planner
@@ -180,7 +180,11 @@ class Pool:
         if not now and time.monotonic() - self._read_at < REFRESH_S:
             return False
         self._read_at = time.monotonic()
-        self.catalog, old = self.read_catalog(), self.catalog
+        try:
+            self.catalog, old = self.read_catalog(), self.catalog
+        except (BadRequest, ModelFileError, OSError) as error:
+            log.warning("the models stay as they were: %s", error)
+            return False
         for id in old.specs.keys() - self.catalog.specs.keys():
             self._feed(plan.Removed(id, time.monotonic()))
             if not self._served[id].supervisor.is_running:
@@ -239,7 +243,7 @@ class Pool:
         life = served.n_loads
         state = await supervisor.until(State.READY)
         if state is State.READY:
-            log.info("%s was loaded in %.2f s", served.id, time.monotonic() - began)
+            log.info("%s was loaded in %.3f s", served.id, time.monotonic() - began)
             self._feed(plan.Loaded(served.id, time.monotonic()))
             state = await supervisor.until()
         if state is State.UNHEALTHY:
@@ -252,7 +256,7 @@ class Pool:
     async def _put_to_sleep(self, served: Served) -> None:
         began = time.monotonic()
         await served.supervisor.stop(0.0)
-        log.info("%s was put to sleep in %.2f s", served.id, time.monotonic() - began)
+        log.info("%s was put to sleep in %.3f s", served.id, time.monotonic() - began)
         if served.spec != self.catalog.specs.get(served.id):
             self._renew(served.id)
         self._feed(plan.Stopped(served.id, time.monotonic()))

@@ -53,6 +53,7 @@ _KEYS = {
     "min_tokens": "checkpoint-min-tokens",
     "min_gap": "checkpoint-min-gap",
     "disk_bytes": "disk-cache",
+    "namespace_share": "namespace-share",
 }
 
 
@@ -83,6 +84,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     checkpoint_min_gap: int | None = None
     cache_ram: Size | None = None
     disk_cache: Size | None = None
+    namespace_share: float | None = None
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -114,6 +116,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
                 min_gap=_or(self.checkpoint_min_gap, defaults.checkpoints.min_gap),
             ),
             ram_bytes=defaults.ram_bytes if self.cache_ram is None else _size("cache-ram", self.cache_ram),
+            namespace_share=_or(self.namespace_share, defaults.namespace_share),
             store=self._store(defaults.store, state_dir),
         )
 

@@ -9,6 +9,7 @@ the tier says that it is degraded and goes on. Knows no tree and no libllama.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -60,11 +61,19 @@ class DiskCounts:
 
 
 class Disk:
-    def __init__(self, directory: Path, budget_bytes: int, write_budget: int = 0, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        write_budget: int = 0,
+        files: Files | None = None,
+        space_share: float = 1.0,
+    ) -> None:
         self.directory = directory
         self.budget_bytes = budget_bytes
         self.counts = DiskCounts()
         self.degraded: str | None = None  # why, while it is
+        self._space_share = space_share  # of the budget, for each space at most
         self._write_budget = write_budget  # bytes per day; 0: any number
         self._written_today = (time.time(), 0)
         self._files = files or Files()
@@ -180,7 +189,9 @@ class Disk:
                 self._fail("written", error)
                 return False
             self.degraded = None
-            kept = Kept(name, header.kind, header.key, header.n_items, size, header.needs, time.time())
+            kept = Kept(
+                name, header.kind, header.key, header.n_items, size, header.needs, time.time(), space=header.space
+            )
             with self._lock:
                 self._remember(kept)
                 self._store(kept)
@@ -249,7 +260,7 @@ class Disk:
                 head = reader.header
         except (Damaged, OSError):
             return
-        kept = Kept(path.name, head.kind, head.key, head.n_items, size, head.needs, used_at, hits)
+        kept = Kept(path.name, head.kind, head.key, head.n_items, size, head.needs, used_at, hits, head.space)
         self._remember(kept)
         self._store(kept)
 
@@ -264,25 +275,37 @@ class Disk:
         return written + size <= self._write_budget
 
     def _evict(self, spare: frozenset[str]) -> None:
-        """Within the budget again: KV that no state needs goes first, then the states that save least."""
-        while self.n_bytes > self.budget_bytes:
-            victims = self._stranded(spare) or self._least(spare)
+        """Within the budget again: KV that no state needs goes first, then the states that save least. A space that has
+        more than its share gives of its own."""
+        while (crowd := self._too_much()) is not None:
+            victims = self._stranded(spare, crowd) or self._least(spare, crowd)
             if not victims:
                 return
             self.counts.n_evicted += 1
             self.drop(victims[0])
 
-    def _stranded(self, spare: frozenset[str]) -> list[str]:
+    def _too_much(self) -> list[Kept] | None:
+        """Those among which something must go; None: there is room for all."""
+        if self._space_share < 1.0:
+            sizes: collections.Counter[str] = collections.Counter()
+            for kept in self._kept.values():
+                sizes[kept.space] += kept.size
+            space, size = max(sizes.items(), key=lambda pair: pair[1], default=("", 0))
+            if size > self._space_share * self.budget_bytes:
+                return [kept for kept in self._kept.values() if kept.space == space]
+        return list(self._kept.values()) if self.n_bytes > self.budget_bytes else None
+
+    def _stranded(self, spare: frozenset[str], crowd: list[Kept]) -> list[str]:
         needed = {need for kept in self._kept.values() for need in kept.needs}
         return [
             kept.name
-            for kept in self._kept.values()
+            for kept in crowd
             if kept.name not in spare
             and (kept.name not in needed if kept.kind == "kv" else not self._is_whole(kept.name))
         ]
 
-    def _least(self, spare: frozenset[str]) -> list[str]:
-        states = [kept for kept in self._kept.values() if kept.kind == "state" and kept.name not in spare]
+    def _least(self, spare: frozenset[str], crowd: list[Kept]) -> list[str]:
+        states = [kept for kept in crowd if kept.kind == "state" and kept.name not in spare]
         now = time.time()
         entries = [
             policy.Entry(i, kept.size, float(kept.n_items), now - kept.used_at, kept.hits)

@@ -36,6 +36,7 @@ class Kept:
     needs: tuple[str, ...]
     used_at: float
     hits: int = 0
+    space: str = ""
 
 
 class Index:

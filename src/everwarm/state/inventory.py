@@ -238,14 +238,20 @@ def check_digests(path: Path, tick: Tick = lambda _: None) -> Damaged | None:
 # moving away
 
 
-def quarantine(folder: Path, names: Sequence[str]) -> bool:
-    """Lay objects where no engine looks for them. False: an engine holds the folder, and they are where they were."""
-    if not names:
-        return True
+def quarantine(folder: Path, names: Sequence[str]) -> str:
+    """Lay objects where no engine looks for them. Returns why that was not done; "": it was."""
     try:
-        held = hold(folder)
+        if names:
+            _move_aside(folder, names)
     except DirectoryTaken:
-        return False
+        return "a running server holds the folder"
+    except OSError as error:
+        return f"the folder cannot be changed ({error.strerror})"
+    return ""
+
+
+def _move_aside(folder: Path, names: Sequence[str]) -> None:
+    held = hold(folder)
     try:
         aside = folder / QUARANTINE
         aside.mkdir(mode=0o700, exist_ok=True)
@@ -256,4 +262,3 @@ def quarantine(folder: Path, names: Sequence[str]) -> bool:
         Files().sync_directory(folder)
     finally:
         os.close(held)
-    return True

@@ -72,6 +72,7 @@ class Node:
     segment: Segment | None = None
     pins: int = 0  # must not be evicted: it is being restored
     holders: int = 0  # slots that stand here: must not be pruned
+    ram_bytes: int = 0  # of a root: what everything below it weighs
 
     @property
     def start(self) -> int:
@@ -123,6 +124,14 @@ class Tree:
         self._roots: dict[str, Node] = {}
         self.ram_bytes = 0
         self.watcher: Watcher | None = None
+
+    def _add_bytes(self, node: Node, n_bytes: int) -> None:
+        self.ram_bytes += n_bytes
+        node.root().ram_bytes += n_bytes
+
+    def roots(self) -> list[Node]:
+        """One for each namespace."""
+        return list(self._roots.values())
 
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
@@ -187,14 +196,14 @@ class Tree:
     def set_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         assert node.parent is not None and node.checkpoint is None
         node.checkpoint = checkpoint
-        self.ram_bytes += checkpoint.size_bytes
+        self._add_bytes(node, checkpoint.size_bytes)
         self._tell_of_state(node)
 
     def set_state(self, node: Node, state: Blob) -> None:
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.state is None
         checkpoint.state = state
-        self.ram_bytes += state.nbytes
+        self._add_bytes(node, state.nbytes)
         self._tell_of_state(node)
 
     def _tell_of_state(self, node: Node) -> None:
@@ -205,17 +214,17 @@ class Tree:
         if self.watcher is not None:
             self.watcher.on_segment(node)
 
-    def add_logits(self, checkpoint: Checkpoint, logits: NDArray[np.float32]) -> None:
-        assert checkpoint.logits is None
-        checkpoint.logits = logits
-        self.ram_bytes += logits.nbytes
+    def add_logits(self, node: Node, logits: NDArray[np.float32]) -> None:
+        assert node.checkpoint is not None and node.checkpoint.logits is None
+        node.checkpoint.logits = logits
+        self._add_bytes(node, logits.nbytes)
 
     def drop_checkpoint(self, node: Node) -> Checkpoint:
         """Forget it in every tier; the caller gives its spare sequence back."""
         checkpoint = node.checkpoint
         assert checkpoint is not None
         node.checkpoint = None
-        self.ram_bytes -= checkpoint.size_bytes
+        self._add_bytes(node, -checkpoint.size_bytes)
         self._prune(node)
         return checkpoint
 
@@ -223,7 +232,7 @@ class Tree:
         """Forget the RAM copy only."""
         checkpoint = node.checkpoint
         assert checkpoint is not None
-        self.ram_bytes -= checkpoint.size_bytes
+        self._add_bytes(node, -checkpoint.size_bytes)
         checkpoint.state = checkpoint.logits = None
 
     def set_segment(self, node: Node, segment: Segment) -> None:
@@ -233,7 +242,7 @@ class Tree:
         self._let_go(node)
         node.segment = segment
         segment.n_users = 1
-        self.ram_bytes += segment.blob.nbytes
+        self._add_bytes(node, segment.blob.nbytes)
         self._tell_of_segment(node)
 
     def lay_segment(self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int) -> None:
@@ -245,7 +254,7 @@ class Tree:
             node.segment = segment
         segment.n_users = len(users)
         if users:
-            self.ram_bytes += segment.blob.nbytes
+            self._add_bytes(end, segment.blob.nbytes)
             self._tell_of_segment(users[-1])
 
     def drop_segment(self, node: Node) -> None:
@@ -258,7 +267,7 @@ class Tree:
         if segment is not None:
             segment.n_users -= 1
             if segment.n_users == 0:
-                self.ram_bytes -= segment.blob.nbytes
+                self._add_bytes(node, -segment.blob.nbytes)
 
     @contextlib.contextmanager
     def pinned(self, node: Node) -> Iterator[None]:
@@ -307,6 +316,7 @@ class Tree:
         for segment, n_users in users.values():
             assert segment.n_users == n_users
             n_bytes += segment.blob.nbytes
+        assert self.ram_bytes == sum(root.ram_bytes for root in self.roots())
         assert n_bytes == self.ram_bytes, f"the ledger says {self.ram_bytes} bytes, the parts weigh {n_bytes}"
 
 
