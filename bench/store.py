@@ -136,9 +136,9 @@ def _from_disk(where: Path) -> None:
 
 
 def _measure_reads(engine: Engine, prompt: Prompt) -> None:
-    archive = engine.core.archive
-    assert archive is not None and archive.disk is not None
-    kept = archive.disk.find(root_key(archive._fingerprint, ""), prompt.codes, len(prompt) - 1)
+    archive, fetcher = engine.core.archive, engine.core.fetcher
+    assert archive is not None and archive.disk is not None and fetcher is not None
+    kept = archive.disk.find(root_key(archive.fingerprint, ""), prompt.codes, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
     paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
     size = sum(path.stat().st_size for path in paths)
@@ -146,7 +146,7 @@ def _measure_reads(engine: Engine, prompt: Prompt) -> None:
     for title, before in (("cold", lambda: _forget(paths)), ("in the page cache", None)):
         ours, plain = [], []
         for _ in range(N_READS):
-            ours.append(median_s(lambda: archive._load(kept, prompt, 0), 1, before))
+            ours.append(median_s(lambda: fetcher._load(kept, prompt, 0), 1, before))
             plain.append(median_s(lambda: [path.read_bytes() for path in paths], 1, before))
         a, b = statistics.median(ours), statistics.median(plain)
         speeds = (f"{size / seconds / 1e9:.2f} GB/s" for seconds in (a, b))

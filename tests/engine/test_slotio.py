@@ -10,6 +10,7 @@ import pytest
 
 from engine.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
 from everwarm.engine import slotio
+from everwarm.engine.settings import StoreSettings
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.object import Damaged
@@ -71,7 +72,7 @@ def test_what_is_restored_is_byte_for_byte_what_was_saved(tmp_path, arch):
         again = slotio.capture(core, core.slots[0], "")
     assert again.tokens.tolist() == saved.tokens.tolist()
     assert again.state.tobytes() == saved.state.tobytes()
-    assert [p.n_items for p, _ in again.points] == [p.n_items for p, _ in saved.points]
+    assert [s.point.n_items for s in again.points] == [s.point.n_items for s in saved.points]
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
     other = bytearray(saved.state.tobytes())
     other[len(other) // 2] ^= 1
@@ -207,3 +208,30 @@ def test_a_slots_content_is_its_last_conversation():
         run(core, HISTORY, slot=0)
         run(core, text(4, 100), slot=0)
         assert core.slots[0].content.first(100).codes.tolist() == Prompt.of_tokens(text(4, 100)).codes.tolist()
+
+
+def test_after_a_restore_the_very_same_prompt_decodes_nothing(tmp_path):
+    with open_core("qwen35", n_spares=8) as core:
+        first = run(core, HISTORY)
+        save(core, tmp_path / "a.bin")
+    with open_core("qwen35", n_spares=8) as core:
+        restore(core, tmp_path / "a.bin")
+        again = run(core, HISTORY)
+        assert again.n_processed == 0 and again.tokens == first.tokens
+        other = run(core, [*HISTORY[:-1], (HISTORY[-1] + 1) % 250])
+        assert other.n_processed > 0 and other.tokens != first.tokens, "this test could not fail"
+
+
+def test_what_was_erased_is_not_on_disk_either_but_what_others_share_is(tmp_path):
+    store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
+    other = [*HISTORY[:200], *text(9, 100)]
+    with open_core(store=store, n_slots=2) as core:
+        run(core, other, stable=280, boundaries=(200,), slot=1)
+        run(core, HISTORY, stable=STABLE, boundaries=(200,), slot=0)
+        core.put_away()
+        before = core.archive.disk.n_bytes
+        assert slotio.erase(core, core.slots[0], "") > 0
+        assert 0 < core.archive.disk.n_bytes < before
+    with open_core(store=store, n_slots=2) as core:
+        assert run(core, [*other[:280], *NEW]).n_cached == 280
+        assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached <= 200

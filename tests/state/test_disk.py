@@ -359,6 +359,14 @@ def test_the_last_write_of_a_day_is_not_over_the_limit_either(open_disk):
     assert disk.counts.n_bytes_written <= 2 * kv(1).size - 1
 
 
+def test_starting_anew_does_not_start_the_day_anew(open_disk):
+    disk = open_disk(write_budget=2 * kv(1).size + 1000)
+    assert kv(1).put(disk)
+    disk = open_disk(write_budget=2 * kv(1).size + 1000)
+    assert kv(2).put(disk) and not kv(3).put(disk)
+    assert kv(3).put(open_disk()), "without a budget it must, or this test could not fail"
+
+
 # the index is only a memory of the files
 
 

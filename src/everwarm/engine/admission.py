@@ -6,7 +6,7 @@ import bisect
 import enum
 from collections.abc import Sequence
 
-from everwarm.engine.archive import Archive, Fetch
+from everwarm.engine.fetch import Fetch, Fetcher
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import Ask, Request
 from everwarm.engine.restore import Restorer, Source
@@ -25,11 +25,11 @@ class Verdict(enum.Enum):
 
 
 class Admission:
-    def __init__(self, keeper: Keeper, restorer: Restorer, archive: Archive | None) -> None:
+    def __init__(self, keeper: Keeper, restorer: Restorer, fetcher: Fetcher | None) -> None:
         self._keeper = keeper
         self._context = keeper.context
         self._restorer = restorer
-        self._archive = archive
+        self._fetcher = fetcher
         self._fetches: dict[int, Fetch | None] = {}  # by request; None: there is nothing on disk for it
 
     def judge(self, request: Request) -> Verdict:
@@ -57,21 +57,21 @@ class Admission:
 
     def _is_fetching(self, request: Request) -> bool:
         """Whether what is known only on disk is still being read; the first time this asks for it. Others may pass."""
-        if self._archive is None or not request.ask.use_cache:
+        if self._fetcher is None or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:
             if sum(fetch is not None for fetch in self._fetches.values()) > len(self._keeper.slots):
                 return True  # what is read ahead lies in RAM
             prompt, namespace = request.items(request.n_items), request.ask.namespace
             match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
-            self._fetches[request.id] = self._archive.seek(prompt, namespace, match)
+            self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match)
         fetch = self._fetches[request.id]
         return fetch is not None and not fetch.is_done
 
     def lay_fetched(self, request: Request) -> int:
         """Put what was read for a request into the tree; returns how many items that is."""
         fetch = self._fetches.pop(request.id, None)
-        return 0 if fetch is None or self._archive is None else self._archive.lay(fetch)
+        return 0 if fetch is None or self._fetcher is None else self._fetcher.lay(fetch)
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)

@@ -1,4 +1,4 @@
-"""Between the tree and the disk: what of a finished turn is written, and what is brought back when a prompt needs it.
+"""From the tree to the disk: what of a finished turn is written; ``fetch`` is the way back.
 
 A turn writes the KV that is new and one state. Everything here may fail without harm: then a prompt is read again. The
 loop's thread decides and reads; one thread of its own hashes, writes and syncs.
@@ -11,11 +11,8 @@ import logging
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,22 +26,17 @@ from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.about import folder_name
 from everwarm.state.disk import Disk
-from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Damaged, Header, Reader, name_of
-from everwarm.state.policy import GUARD, CutKind
-from everwarm.state.tree import Checkpoint, Match, Node, Segment
-from everwarm.types import Blob, token_mark
+from everwarm.state.object import Header, name_of
+from everwarm.state.policy import CutKind
+from everwarm.state.tree import Node, Segment
+from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.archive")
 
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
-FIRST_READ_RATE = 500e6  # bytes per second, until measured
-N_READERS = 4
-N_FETCHERS = 2  # prompts at once that are brought back; each keeps the readers busy
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
-_RATE_MEMORY = 0.7
 _MIB = 1 << 20
 
 Done = Callable[[], None]
@@ -62,38 +54,6 @@ class Job:
         return sum(part.nbytes for part in self.parts.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A point as it was on disk, with the KV that was missing and how far each part of that is used."""
-
-    checkpoint: Checkpoint | None
-    segments: list[tuple[Segment, int]]
-    seconds: float
-
-    @property
-    def n_bytes(self) -> int:
-        state = 0 if self.checkpoint is None else self.checkpoint.size_bytes
-        return state + sum(segment.blob.nbytes for segment, _ in self.segments)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """A point that is being read for a prompt."""
-
-    kept: Kept
-    prompt: Prompt
-    namespace: str
-    future: Future[Loaded]
-
-    @property
-    def is_done(self) -> bool:
-        return self.future.done()
-
-    def wait(self, seconds: float) -> None:
-        """Not longer than that."""
-        wait((self.future,), seconds)
-
-
 class Archive:
     def __init__(
         self,
@@ -107,17 +67,13 @@ class Archive:
         self._keeper = keeper
         self._ram = ram
         self._words = words
-        self._fingerprint = ""
-        self._read_rate = FIRST_READ_RATE
+        self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._opened = threading.Event()
-        self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
-        self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.disk: Disk | None = None
         self._signature: Signature | None = None
-        self.n_brought = 0
         self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
         self._thread.start()
         self._opened.wait(OPEN_S)
@@ -127,7 +83,7 @@ class Archive:
         if disk is None:
             return {}
         shown: dict[str, float] = {f"disk_{name}": value for name, value in dataclasses.asdict(disk.counts).items()}
-        sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes, "disk_n_brought": self.n_brought}
+        sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes}
         return {**shown, **sizes, "disk_is_degraded": disk.degraded is not None}
 
     # keeping
@@ -150,7 +106,7 @@ class Archive:
         segments = {id(n.segment): (n.segment, n) for n in lineage if n.segment is not None}  # with its last user
         if any(n.segment is None for n in lineage):
             return None
-        root = root_key(self._fingerprint, self._keeper.tree.namespace(node))
+        root = root_key(self.fingerprint, self._keeper.tree.namespace(node))
         known = self.disk.whole_names() | self._on_the_way
         jobs = [self._kv_job(root, seg, last.path) for seg, last in segments.values() if seg.name not in known]
         if None in jobs:
@@ -164,6 +120,20 @@ class Archive:
                 self._on_the_way.add(name_of(job.header))
                 self._n_sent += job.size
                 self._jobs.put(job)
+
+    def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
+        """Take off the disk what lies on the way of a prompt after ``beyond`` items, and KV that nobody needs then."""
+        if self.disk is None or prompt.media:
+            return
+        self.flush()  # what is still on its way would come back
+        lengths = {kept.n_items for kept in self.disk.objects() if beyond < kept.n_items <= len(prompt)}
+        named = set(keys(root_key(self.fingerprint, namespace), prompt.codes, lengths).values())
+        gone = [kept for kept in self.disk.objects() if kept.kind == "state" and kept.key in named]
+        for kept in gone:
+            self.disk.drop(kept.name)
+        needed = {name for kept in self.disk.objects() for name in kept.needs}
+        for name in {name for kept in gone for name in kept.needs} - needed:
+            self.disk.drop(name)
 
     def _worth_writing(self, slot: Slot) -> Node | None:
         """One point per turn: where the next turn will go on from, as far as anybody knows."""
@@ -185,7 +155,7 @@ class Archive:
         named = keys(root, path.codes, (n_start, n_stop))
         header = Header(
             kind="kv",
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             start=named[n_start],
             key=named[n_stop],
             n_start=n_start,
@@ -202,7 +172,7 @@ class Archive:
         key = keys(root, node.path.codes, (n,))[n]
         header = Header(
             kind="state",
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             start=key,
             key=key,
             n_start=n,
@@ -220,96 +190,6 @@ class Archive:
             parts["state"] = checkpoint.state
         return Job(header, parts)
 
-    # bringing back
-
-    def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
-        """Lay into the tree the deepest point on disk that is worth it. Returns where it is; 0: there was none."""
-        fetch = self.seek(prompt, namespace, match)
-        return 0 if fetch is None else self.lay(fetch)
-
-    def seek(self, prompt: Prompt, namespace: str, match: Match) -> Fetch | None:
-        """Begin to read the deepest point on disk that is worth it, on other threads."""
-        if self.disk is None or prompt.media:
-            return None
-        needs_checkpoints = self._keeper.context.kind.needs_checkpoints
-        n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
-        kept = self.disk.find(root_key(self._fingerprint, namespace), prompt.codes, len(prompt) - 1)
-        if kept is None or kept.n_items <= n_have + GUARD or not self._is_worth_it(kept, kept.n_items - n_have):
-            return None
-        return Fetch(kept, prompt, namespace, self._fetchers.submit(self._load, kept, prompt, match.n_kv))
-
-    def lay(self, fetch: Fetch) -> int:
-        """What was read, into the tree. Returns where it is; 0: it could not be used."""
-        assert self.disk is not None
-        kept = fetch.kept
-        try:
-            loaded = fetch.future.result()
-        except Damaged as error:
-            log.warning("%d tokens on disk could not be used: %s", kept.n_items, error)
-            return 0
-        tree, root = self._keeper.tree, self._keeper.tree.root(fetch.namespace)
-        for segment, reach in loaded.segments:
-            tree.lay_segment(root, fetch.prompt, segment, int(segment.start.n_tokens), reach)
-        node = tree.grow(root, fetch.prompt, kept.n_items)
-        if loaded.checkpoint is not None and node.checkpoint is None:
-            tree.set_checkpoint(node, loaded.checkpoint)
-        self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * loaded.n_bytes / loaded.seconds
-        self.disk.touch((kept.name, *kept.needs))
-        self.n_brought += 1
-        log.info("brought %d tokens from disk: %.1f MiB in %.3f s", kept.n_items, loaded.n_bytes / _MIB, loaded.seconds)
-        return kept.n_items
-
-    def _is_worth_it(self, kept: Kept, n_saved: int) -> bool:
-        assert self.disk is not None
-        sizes = {other.name: other.size for other in self.disk.objects()}
-        load_s = (kept.size + sum(sizes.get(name, 0) for name in kept.needs)) / self._read_rate
-        read_s = n_saved * self._keeper.seconds_per_token
-        if self._settings.restore_policy == "auto" and load_s > read_s:
-            log.info("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
-            return False
-        return True
-
-    def _load(self, kept: Kept, prompt: Prompt, n_kv: int) -> Loaded:
-        """Everything is read before anything is changed: a damaged object changes nothing."""
-        assert self.disk is not None
-        began = time.monotonic()
-        kind = self._keeper.context.kind
-        with self.disk.reading(kept.name) as reader:
-            head = self._checked(reader, prompt, kept.n_items)
-            state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
-        if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
-            raise Damaged("it does not say how far its parts reach")
-        load = partial(self._load_segment, prompt, n_kv)
-        segments = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
-        checkpoint = None
-        if state is not None:
-            cut = CutKind.named(head.cut)
-            checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
-        return Loaded(checkpoint, segments, max(1e-6, time.monotonic() - began))
-
-    def _load_segment(self, prompt: Prompt, n_kv: int, name: str, reach: int) -> tuple[Segment, int] | None:
-        """None: its KV is here already."""
-        assert self.disk is not None
-        with self.disk.reading(name) as reader:
-            head = self._checked(reader, prompt, reach)
-            if reach <= n_kv:
-                return None
-            start, stop = token_mark(head.n_start), token_mark(head.n_items)
-            return Segment(reader.read("kv", self._ram.place), start, stop, head.clean, head.chunks, name=name), reach
-
-    def _checked(self, reader: Reader, prompt: Prompt, stop: int) -> Header:
-        """A hash never decides alone: the items themselves are compared, as far as they are used."""
-        head = reader.header
-        stored = reader.read("items").view("<i4")
-        start = head.n_start if head.kind == "kv" else 0
-        if len(stored) != head.n_items - start or head.fingerprint != self._fingerprint:
-            raise Damaged("it is not what the index said")
-        if not start < stop <= min(head.n_items, len(prompt)):
-            raise Damaged("it does not reach as far as it is needed")
-        if not np.array_equal(stored[: stop - start], prompt.codes[start:stop]):
-            raise Damaged("its items are others than its name says")
-        return head
-
     # the thread
 
     def flush(self) -> None:
@@ -321,8 +201,6 @@ class Archive:
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
-        self._fetchers.shutdown()
-        self._readers.shutdown()
         if self.disk is not None:
             self.disk.close()
 
@@ -354,7 +232,7 @@ class Archive:
     def _open(self, fingerprint: str) -> None:
         directory = Path(self._settings.directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         place = directory / folder_name(fingerprint)
         share, write_bytes = self._keeper.namespace_share, self._settings.write_bytes_per_day
         disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share)

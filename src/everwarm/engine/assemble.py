@@ -9,6 +9,7 @@ from pathlib import Path
 from everwarm.engine.admission import Admission
 from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
+from everwarm.engine.fetch import Fetcher
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
 from everwarm.engine.restore import Restorer
@@ -44,15 +45,18 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
     ram.adopt()
     keeper.enforce_budget()
-    archive = None
+    archive = fetcher = None
     if settings.store is not None:
         words = partial(words_of, model.vocab)
         archive = Archive(settings.store, lambda: settings.fingerprint(model.fingerprint), keeper, ram, words)
         keeper.leaving = archive.offer
+        fetcher = Fetcher(archive, keeper, ram, settings.store.restore_policy)
     restorer = Restorer(keeper, ram)
-    admission = Admission(keeper, restorer, archive)
+    admission = Admission(keeper, restorer, fetcher)
     budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    return Core(model, settings, sizes, context, tree, keeper, restorer, slots, admission, budget, ram, archive)
+    return Core(
+        model, settings, sizes, context, tree, keeper, restorer, slots, admission, budget, ram, archive, fetcher
+    )
 
 
 def _open_arena(model: Model, settings: EngineSettings, sizes: Sizes, memory: int | None) -> Arena:

@@ -256,4 +256,5 @@ def stats(core: Core) -> dict[str, Any]:
         "n_cells": core.context.n_ctx,
         **core.ram.stats(),
         **(core.archive.stats() if core.archive is not None else {}),
+        "disk_n_brought": 0 if core.fetcher is None else core.fetcher.n_brought,
     }

@@ -18,6 +18,7 @@ import numpy as np
 from everwarm.engine.admission import Admission, Verdict, require_possible
 from everwarm.engine.archive import Archive
 from everwarm.engine.counts import Counts
+from everwarm.engine.fetch import Fetcher
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.probs import probabilities
 from everwarm.engine.ram import Ram
@@ -58,6 +59,7 @@ class Core:
     budget: Budget
     ram: Ram
     archive: Archive | None
+    fetcher: Fetcher | None
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
     n_measured: int = 0  # steps whose speed was learned from
@@ -65,6 +67,8 @@ class Core:
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
+        if self.fetcher is not None:
+            self.fetcher.close()
         if self.archive is not None:
             self.archive.close()
         self.ram.close()

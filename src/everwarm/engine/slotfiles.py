@@ -90,7 +90,9 @@ class SlotFiles:
 
     def _read(self, slot: Slot, message: m.SlotAction, began: float, loop: Loop) -> None:
         try:
-            saved, n_bytes = slotio.read(Path(message.path), self._fingerprint(), self._core.context.n_ctx)
+            saved, n_bytes = slotio.read(
+                Path(message.path), self._fingerprint(), self._core.context.n_ctx, self._core.ram.place
+            )
         except (Damaged, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             reason = BadRequest(f"the slot file cannot be restored: {why}")

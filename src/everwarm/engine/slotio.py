@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,18 @@ from everwarm.state.object import Damaged, Header, Point, Reader, encode
 from everwarm.state.policy import CutKind
 from everwarm.state.slotfile import COMPANION, encode_main, main_digest, open_plain, read_main
 from everwarm.state.tree import Checkpoint
-from everwarm.types import Blob
+from everwarm.types import Blob, Place, heap
+
+
+class SavedPoint(NamedTuple):
+    point: Point
+    state: Blob
+    logits: Blob | None
+
+    @property
+    def sections(self) -> dict[str, Blob]:
+        logits = {} if self.logits is None else {self.point.logits: self.logits}
+        return {self.point.section: self.state} | logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,7 @@ class Saved:
 
     tokens: Codes
     state: Blob
-    points: tuple[tuple[Point, Blob], ...] = ()
+    points: tuple[SavedPoint, ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -58,9 +70,10 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
         if checkpoint.parked is not None:
             keeper.copy_down(node)
         if checkpoint.state is not None:
-            name = f"state-{node.n_items}"
-            point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, name)
-            points.append((point, checkpoint.state))
+            logits = None if checkpoint.logits is None else checkpoint.logits.view(np.uint8)
+            names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
+            point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
+            points.append(SavedPoint(point, checkpoint.state, logits))
     return Saved(slot.items.codes[: slot.n_fed], core.context.capture_sequence(slot.seq), tuple(points))
 
 
@@ -70,7 +83,7 @@ def _bring_back(core: Core, slot: Slot) -> None:
     prompt = Prompt(np.append(slot.content.codes, np.int32(0)))  # one more, so that the whole of it may be restored
     sources = core.restorer.sources(prompt, slot.namespace)
     match = core.restorer.match(prompt, slot.namespace, sources)
-    if core.archive is not None and core.archive.bring(prompt, slot.namespace, match):
+    if core.fetcher is not None and core.fetcher.bring(prompt, slot.namespace, match):
         match = core.restorer.match(prompt, slot.namespace, sources)
     core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
 
@@ -89,27 +102,29 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
         start="",
         n_start=0,
         n_items=saved.n_tokens,
-        points=tuple(point for point, _ in saved.points),
+        points=tuple(saved_point.point for saved_point in saved.points),
         main=main_digest(saved.tokens, saved.state),
     )
-    parts = {"items": items} | {point.section: state for point, state in saved.points}
+    parts = {"items": items}
+    for saved_point in saved.points:
+        parts |= saved_point.sections
     return n_bytes + files.write(companion, encode(header, parts))
 
 
-def read(path: Path, fingerprint: str, max_tokens: int) -> tuple[Saved, int]:
+def read(path: Path, fingerprint: str, max_tokens: int, place: Place = heap) -> tuple[Saved, int]:
     """The conversation in a slot file, with its checkpoints if the companion is there and belongs to it; and its bytes."""
     tokens, state = read_main(path, max_tokens)
     companion = path.with_name(path.name + COMPANION)
     try:
-        points, n_bytes = _read_companion(companion, tokens, state, fingerprint)
+        points, n_bytes = _read_companion(companion, tokens, state, fingerprint, place)
     except Damaged:
         points, n_bytes = (), 0  # none, an older or a foreign one: the main file alone goes as far as it goes
     return Saved(tokens, state, points), path.stat().st_size + n_bytes
 
 
 def _read_companion(
-    path: Path, tokens: Codes, state: Blob, fingerprint: str
-) -> tuple[tuple[tuple[Point, Blob], ...], int]:
+    path: Path, tokens: Codes, state: Blob, fingerprint: str, place: Place
+) -> tuple[tuple[SavedPoint, ...], int]:
     fd = open_plain(path)
     try:
         reader = Reader(fd)
@@ -119,7 +134,11 @@ def _read_companion(
             raise Damaged("it belongs to another file or model")
         if any(not 0 < point.n_items <= len(tokens) for point in head.points):
             raise Damaged("a checkpoint lies outside of the conversation")
-        return tuple((point, reader.read(point.section)) for point in head.points), os.fstat(fd).st_size
+        points = [
+            SavedPoint(p, reader.read(p.section, place), reader.read(p.logits) if p.logits else None)
+            for p in head.points
+        ]
+        return tuple(points), os.fstat(fd).st_size
     finally:
         os.close(fd)
 
@@ -141,11 +160,13 @@ def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     except MemoryFault as error:
         raise BadRequest(f"the file is not a state of this model: {error}") from None
     slot.n_fed, slot.items, slot.content, slot.namespace = n, prompt, prompt, namespace
-    for point, state in saved.points:
+    for point, state, logits in saved.points:
         node = core.tree.grow(root, prompt, point.n_items)
         if node.checkpoint is None:
             cut = CutKind.named(point.cut)
             kept = Checkpoint(cut, point.clean, point.chunks, state=state, used_at=time.monotonic())
+            if logits is not None and logits.nbytes == 4 * core.model.vocab.n_tokens:
+                kept.logits = logits.view(np.float32)
             core.tree.set_checkpoint(node, kept)
     core.keeper.seat(slot, root)
     core.keeper.mark_end(slot)
@@ -164,7 +185,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     """Forget the slot's conversation as far as no other one shares it; returns its tokens."""
     if slot.namespace != namespace:
         return 0
-    n = len(slot.content)
+    content, n = slot.content, len(slot.content)
     _bring_back(core, slot)
     node = slot.node
     core.context.drop(slot.seq)
@@ -178,4 +199,6 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
         if node.segment is not None:
             core.tree.drop_segment(node)
         node = parent
+    if core.archive is not None:
+        core.archive.forget(content, namespace, beyond=node.n_items)
     return n

@@ -75,7 +75,7 @@ class Disk:
         self.degraded: str | None = None  # why, while it is
         self._space_share = space_share  # of the budget, for each space at most
         self._write_budget = write_budget  # bytes per day; 0: any number
-        self._written_today = (time.time(), 0)
+        self._written_today = (0.0, 0)
         self._files = files or Files()
         self._lock = threading.RLock()
         self._writing = threading.RLock()  # taken before the other
@@ -89,6 +89,8 @@ class Disk:
         self._held = hold(directory)
         try:
             self._index = Index(directory / INDEX)
+            with self._indexing():
+                self._written_today = self._index.written()
             self.scan()
         except BaseException:
             os.close(self._held)
@@ -197,7 +199,7 @@ class Disk:
                 self._store(kept)
                 self.counts.n_written += 1
                 self.counts.n_bytes_written += size
-                self._written_today = (self._written_today[0], self._written_today[1] + size)
+                self._note_written(size)
                 self._make_room(kept)
         return True
 
@@ -266,11 +268,18 @@ class Disk:
 
     # room
 
+    def _note_written(self, size: int) -> None:
+        since, written = self._written_today
+        self._written_today = (since, written + size)
+        if self._write_budget:  # a day is a day, however often somebody starts anew
+            with self._indexing():
+                self._index.note_written(*self._written_today)
+
     def _may_write(self, size: int) -> bool:
         if not self._write_budget:
             return True
         since, written = self._written_today
-        if time.time() - since > _DAY_S:
+        if not 0 <= time.time() - since <= _DAY_S:
             self._written_today = since, written = time.time(), 0
         return written + size <= self._write_budget
 

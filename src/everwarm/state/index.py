@@ -56,6 +56,14 @@ class Index:
     def delete(self, name: str) -> None:
         self._database.execute("DELETE FROM objects WHERE name = ?", (name,))
 
+    def written(self) -> tuple[float, int]:
+        """Since when bytes are counted that were written, and how many."""
+        row = self._database.execute("SELECT since, n_bytes FROM written").fetchone()
+        return (float(row[0]), int(row[1])) if row is not None else (0.0, 0)
+
+    def note_written(self, since: float, n_bytes: int) -> None:
+        self._database.execute("INSERT OR REPLACE INTO written VALUES (0, ?, ?)", (since, n_bytes))
+
     def close(self) -> None:
         self._database.close()
 
@@ -109,6 +117,7 @@ def _connect(place: Path | str) -> sqlite3.Connection:
         index.execute("PRAGMA journal_mode=WAL")
         index.execute("PRAGMA synchronous=NORMAL")
         index.execute(_TABLE)
+        index.execute("CREATE TABLE IF NOT EXISTS written (id INTEGER PRIMARY KEY, since REAL, n_bytes INTEGER)")
         made = index.execute("SELECT sql FROM sqlite_master WHERE name = 'objects'").fetchone()[0]
         if made.split() != _TABLE.replace("IF NOT EXISTS ", "").split():
             raise sqlite3.DatabaseError("its table is another")

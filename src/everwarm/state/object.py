@@ -54,13 +54,14 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One checkpoint of a slot's companion; its state is in the section of that name."""
+    """One checkpoint of a slot's companion; its state, and the logits after it if they were kept, are in sections."""
 
     n_items: int
     cut: str
     clean: bool
     chunks: tuple[tuple[int, int], ...]
     section: str
+    logits: str = ""
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
