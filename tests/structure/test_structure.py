@@ -34,6 +34,8 @@ PURE = (
     "state/weigh.py",
     "engine/scheduler.py",
     "router/plan.py",
+    "router/names.py",
+    "router/estimate.py",
     "llama/cells.py",
     "prompt/prompt.py",
 )

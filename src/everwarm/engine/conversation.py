@@ -27,7 +27,7 @@ log = logging.getLogger("everwarm.engine")
 
 Send = Callable[[m.Message], None]
 
-GATHER_S = 0.003  # tokens that come faster than this travel together
+GATHER_S = 0.008  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
 
 @dataclass(slots=True)
