@@ -138,7 +138,7 @@ def _from_disk(where: Path) -> None:
 def _measure_reads(engine: Engine, prompt: Prompt) -> None:
     archive, fetcher = engine.core.archive, engine.core.fetcher
     assert archive is not None and archive.disk is not None and fetcher is not None
-    kept = archive.disk.find(root_key(archive.fingerprint, ""), prompt.codes, len(prompt) - 1)
+    kept = archive.disk.find(root_key(archive.fingerprint, ""), prompt, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
     paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
     size = sum(path.stat().st_size for path in paths)

@@ -18,10 +18,17 @@ SeqId = NewType("SeqId", int)  # a libllama sequence
 
 
 class Mark(NamedTuple):
-    """A point of a prompt in both counters at once."""
+    """A point of a prompt in both counters at once. ``lag``: right after an image whose cells all share one position, by
+    how much that lies behind where a text's last cell would."""
 
     n_tokens: TokenCount
     pos: Position
+    lag: int = 0
+
+    @property
+    def last_pos(self) -> int:
+        """The position of the last cell."""
+        return self.pos - 1 - self.lag
 
 
 START = Mark(TokenCount(0), Position(0))

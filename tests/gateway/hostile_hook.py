@@ -200,14 +200,13 @@ def flipped_bits(s: Subject) -> Blob:
 def truncated(s: Subject) -> Blob:
     """Before, in, or behind a word of one name, or in the middle of what follows it."""
     place = s.any_of(s.anatomy.named(s.pick(s.anatomy.names)))
-    at = place.at + int(s.any_of((0, 1, place.size, place.size + 1, place.size + 100)))
+    at = place.at + s.any_of((0, 1, place.size, place.size + 1, place.size + 100))
     return s.blob[: min(max(1, at), len(s.blob) - 1)].copy()
 
 
 def negative_positions(s: Subject) -> Blob:
     places, value = s.anatomy.named("position"), s.pick((-1, -2, -100, -(1 << 31)))
-    some = places if s.rng.integers(2) else [s.any_of(places)]
-    return s.put(*((place, value) for place in some))
+    return s.put(*((place, value) for place in (places if s.rng.integers(2) else places[:1])))
 
 
 def moved_positions(s: Subject) -> Blob:
@@ -217,11 +216,6 @@ def moved_positions(s: Subject) -> Blob:
     moved = [[v + by for v in values] for by in (-1, 1, 40, 5000, 1 << 30)]
     ways = [*moved, [values[-1]] * len(values), [v * 1000 for v in values], values[::-1]]
     return s.put(*zip(places, s.pick(ways), strict=True))
-
-
-def extended(s: Subject) -> Blob:
-    more = (np.zeros(1, np.uint8), s.noise(8), s.blob[-4:], s.blob[HEADER:], s.noise(4096))
-    return np.concatenate([s.blob, s.pick(more)])
 
 
 def from_file(what: str) -> Mutation:
@@ -258,8 +252,7 @@ def numbers(*ways: Callable[[Subject, np.ndarray], Any]) -> Mutation:
 
 def random_bytes(s: Subject) -> Blob:
     n = s.pick((8, 100, 5000, len(s.blob), 300_000))
-    keep = int(s.any_of((0, 4, HEADER, HEADER + 8)))
-    return np.concatenate([s.blob[:keep], s.noise(n)])
+    return np.concatenate([s.blob[: s.any_of((0, 4, HEADER, HEADER + 8))], s.noise(n)])
 
 
 def other_sequence(s: Subject) -> Blob:
@@ -321,7 +314,7 @@ MUTATIONS: dict[str, Mutation] = {
     "swapped": swapped,
     "almost nothing": lambda s: s.blob[: s.pick((0, 4, 8, 1))].copy(),
     "wrong layers": word("layers", to=lambda v: (v + 1, 0, v - 1, 2 * v, _U32)),
-    "extended": extended,
+    "extended": lambda s: np.concatenate([s.blob, s.pick((s.noise(1), s.noise(4096), s.blob[-4:], s.blob[HEADER:]))]),
     "other sequence": other_sequence,
     "wrong types": word("type", "transposed", to=lambda v: (1 - v, 2, 8, 39, 40, _U32)),
     "other owners": word("sequences", to=lambda v: (1 - v, 2, 3, _U32)),
@@ -377,8 +370,7 @@ class Hostility:
         """Tells what becomes of a hostile blob, and lets none of our checks see it."""
         order = self._order(target)
         if order is None:
-            yield None
-            return
+            return (yield None)
         self._say(order, "given")
         try:
             with mock.patch.multiple(checked, **CHECKS):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,10 @@ TARGETS = {
 }
 UNCURED = "negative positions"  # see the last test
 N_PREFIX, N_TAIL, N_REPLY = 100, 24, 4  # longer than the window of gemma3
-N_CONVERSATIONS = 5
 TOLERANCE = 0.02  # on log-probabilities: where cells lie, and how reading was cut, changes the last places
 SIZE = ("--ctx-size", "4096", "--slots", "2", "--threads", "1", "--cache-ram", "1GiB", "--disk-cache", "0")
+
+ALONE: dict[str, Any] = {"deterministic": True}  # in an empty context: everything comes from RAM first
 
 Tokens = list[int]
 
@@ -51,6 +52,11 @@ Tokens = list[int]
 
 def random_tokens(n: int, *seed: int) -> Tokens:
     return random.Random(repr(seed)).choices(range(12, 250), k=n)
+
+
+def prefix_of(*seed: int) -> Tokens:
+    """No two of these begin alike, so that no conversation owns a part of another's KV."""
+    return [12 + (37 * seed[0] + seed[1]) % 238, *random_tokens(N_PREFIX - 1, *seed)]
 
 
 @dataclass(frozen=True)
@@ -120,27 +126,19 @@ class Question:
     golden: Answer
 
 
-@dataclass
+@dataclass(frozen=True)
 class Golden:
     """What an honest server says, which never saw the hook."""
 
     server: Server
-    alone: dict[str, Any] = field(default_factory=lambda: {"deterministic": True})
 
     def next_19(self) -> list[Question]:
         """Others' conversations: beside whatever is left of an attack, read afresh beside it, and alone."""
-        plain = [self._stable((2, i), {}) for i in range(N_CONVERSATIONS)]
-        again = [self._stable((2, i), {"cache_prompt": False}) for i in range(N_CONVERSATIONS)]
-        return plain + again + [self._stable((3, i % N_CONVERSATIONS, i), self.alone) for i in range(9)]
+        plain = [self.question(prefix_of(1, i), (1, i), {}) for i in range(5)]
+        again = [self.question(prefix_of(1, i), (2, i), {"cache_prompt": False}) for i in range(5)]
+        return plain + again + [self.question(prefix_of(3, i), (3, i), ALONE) for i in range(9)]
 
-    def attack(self, number: int) -> tuple[Tokens, Question, Question]:
-        """A conversation of its own, what will be said in it under attack, and what afterwards."""
-        prefix = random_tokens(N_PREFIX, 4, number)
-        assert ask(self.server, prefix, n_predict=0, **self.alone).status == 200
-        return prefix, self._stable((4, number), self.alone), self._stable((4, number, 1), self.alone)
-
-    def _stable(self, seed: tuple[int, ...], how: dict[str, Any]) -> Question:
-        prefix = random_tokens(N_PREFIX, *seed[:2])
+    def question(self, prefix: Tokens, seed: tuple[int, ...], how: dict[str, Any]) -> Question:
         for attempt in range(20):
             prompt = prefix + random_tokens(N_TAIL, *seed, attempt)
             golden = answer(self.server, prompt, **how)
@@ -199,9 +197,12 @@ class Campaign:
         self.next_19 = golden.next_19()
 
     def attack(self, order: Order) -> None:
-        prefix, under_attack, afterwards = self.golden.attack(order.number)
-        assert ask(self.server, prefix, n_predict=0, id_slot=0, deterministic=True).status == 200
-        assert self._act("save", 0).status == 200
+        """A conversation of its own is known, goes on under attack, and then takes another turn."""
+        prefix, how = prefix_of(4, order.number), ALONE | {"cache_salt": f"attack {order.number}"}
+        for server in (self.golden.server, self.server):
+            assert ask(server, prefix, n_predict=0, id_slot=0, **how).status == 200
+        under_attack, afterwards = (self.golden.question(prefix, (4, order.number, i), how) for i in range(2))
+        assert self._act("save", 0, how["cache_salt"]).status == 200
         n_restarts = self._n_restarts()
         (self.directory / ORDER).write_bytes(msgspec.json.encode(order))
         try:
@@ -216,17 +217,17 @@ class Campaign:
     def _provoke(self, order: Order, question: Question) -> Reply:
         if order.target != "sequence":
             return ask(self.server, question.prompt, **question.how)
-        salt = f"attack {order.number}"
-        reply = self._act("restore", 1, cache_salt=salt)
+        salt = f"restored {order.number}"
+        reply = self._act("restore", 1, salt)
         assert reply.status == 200 or _is_clean_error(reply), (order, reply)
         return ask(self.server, question.prompt, cache_salt=salt)
 
-    def _act(self, action: str, slot: int, **more: str) -> Reply:
-        return self.server.post(f"/slots/{slot}?action={action}", {"filename": "attacked.bin", **more})
+    def _act(self, action: str, slot: int, salt: str) -> Reply:
+        return self.server.post(f"/slots/{slot}?action={action}", {"filename": "attacked.bin", "cache_salt": salt})
 
     def _outcome(self, order: Order, n_deaths: int) -> str:
         said = [entry.said for entry in read_log(self.directory) if entry.number == order.number]
-        assert "given" in said, f"{order} was never tried"
+        assert "given" in said and "failed" not in said, f"{order} was not tried: {said}"
         self.outcomes["blobs"] += said.count("given")
         if n_deaths:
             return "died" if "accepted" not in said else "accepted, then died"

@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -221,32 +221,35 @@ def _swap(server: Server) -> Any:
         return "cut off"
 
 
-def _end_during_a_swap(folder: Path, sig: signal.Signals, delay_s: float | None) -> tuple[int, Any]:
-    """The exit code, and what whoever waited was told. Without a delay the next engine hangs while it loads."""
+def _end_during_a_swap(folder: Path, sig: signal.Signals, moment: Callable[[Server], object]) -> tuple[int, Any]:
+    """The exit code, and what whoever waited was told."""
     with serving_models(folder) as server, ThreadPoolExecutor(1) as pool:
         server.complete("small", TOKENS)
-        before, gateway = server.engine_pids, server.process
-        assert workers_of(gateway.pid) == before
+        gateway = server.process
+        assert workers_of(gateway.pid) == server.engine_pids != []
         told = pool.submit(_swap, server)
-        if delay_s is None:
-            os.kill(server.next_engine(before), signal.SIGSTOP)
-            assert len(workers_of(gateway.pid)) == 1
-        else:
-            time.sleep(delay_s)
+        moment(server)
         gateway.send_signal(sig)
         code = gateway.wait(30)
-        until(lambda: not workers_of(gateway.pid), "no engine is left", 2)
+        until(lambda: not workers_of(gateway.pid), "no engine is left", 5)
         assert "Traceback" not in server.log and "never retrieved" not in server.log, server.log
         return code, told.result()
 
 
-def test_a_swap_that_is_under_way_does_not_keep_the_server_from_stopping(folder):
-    code, told = _end_during_a_swap(folder, signal.SIGTERM, None)
+def _starting(server: Server) -> int:
+    """Until the next engine is there and far from being ready."""
+    until(lambda: server.status_of("other") == "loading" and bool(server.engine_pids), "it is loading")
+    (pid,) = workers_of(server.process.pid)
+    return pid
+
+
+def test_a_swap_that_hangs_does_not_keep_the_server_from_stopping(folder):
+    code, told = _end_during_a_swap(folder, signal.SIGTERM, lambda server: os.kill(_starting(server), signal.SIGSTOP))
     assert code == 0 and told == 503
 
 
 def test_a_gateway_that_is_killed_leaves_no_engines(folder):
-    assert _end_during_a_swap(folder, signal.SIGKILL, None) == (-signal.SIGKILL, "cut off")
+    assert _end_during_a_swap(folder, signal.SIGKILL, _starting) == (-signal.SIGKILL, "cut off")
 
 
 @pytest.mark.skipif(not CAMPAIGN, reason="many servers")
@@ -254,6 +257,7 @@ def test_a_gateway_that_is_killed_leaves_no_engines(folder):
 def test_a_swap_may_be_interrupted_at_any_moment(folder, sig):
     rng = random.Random(1)
     for _ in range(25):
-        code, told = _end_during_a_swap(folder, sig, rng.random() * 0.6)
+        delay_s = rng.random() * 0.6
+        code, told = _end_during_a_swap(folder, sig, lambda _, delay_s=delay_s: time.sleep(delay_s))
         wanted = (200, 503) if sig is signal.SIGTERM else (200, "cut off")
         assert code == (0 if sig is signal.SIGTERM else -sig) and told in wanted

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk import Disk
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.object import Header, Reader, encode, name_of
@@ -67,13 +68,13 @@ def codes_of(i: int, n_items: int) -> np.ndarray:
 
 def kv(i: int, at: int = 0, n_bytes: int = 5000) -> Thing:
     """The KV of ``STEP`` items of conversation i, from item ``at`` on."""
-    named = keys(ROOT, codes_of(i, at + STEP), (at, at + STEP))
+    named = keys(ROOT, Prompt(codes_of(i, at + STEP)), (at, at + STEP))
     return Thing(_header("kv", named[at], named[at + STEP], at, at + STEP), {"kv": blob(n_bytes, i * 31 + at)})
 
 
 def state(i: int, n_items: int = STEP, n_bytes: int = 9000, needs: Iterable[str] = ()) -> Thing:
     """The state of conversation i after so many items."""
-    key = keys(ROOT, codes_of(i, n_items), (n_items,))[n_items]
+    key = keys(ROOT, Prompt(codes_of(i, n_items)), (n_items,))[n_items]
     header = _header("state", key, key, n_items, n_items, needs=tuple(needs), cut="end")
     return Thing(header, {"items": codes_of(i, n_items).view(np.uint8), "state": blob(n_bytes, i * 37 + n_items)})
 

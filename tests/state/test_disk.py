@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from everwarm.prompt.prompt import Prompt
 from everwarm.state import disk as disk_module
 from everwarm.state.disk import DirectoryTaken, Disk
 from everwarm.state.files import TEMPORARY, Files
@@ -76,7 +77,7 @@ def check(disk: Disk) -> None:
 
 
 def found(disk: Disk, i: int, n_items: int = 10 * STEP, most: int = 1000, root: str = ROOT) -> str | None:
-    kept = disk.find(root, codes_of(i, n_items), most)
+    kept = disk.find(root, Prompt(codes_of(i, n_items)), most)
     return kept and kept.name
 
 
@@ -257,7 +258,7 @@ def test_the_budget_is_never_exceeded_and_the_sizes_are_those_of_the_files(open_
                 disk = open_disk(budget)
             case 3:
                 disk.scan()
-            case 4 if (kept := disk.find(ROOT, codes_of(i, n_kv * STEP), n_kv * STEP)) is not None:
+            case 4 if (kept := disk.find(ROOT, Prompt(codes_of(i, n_kv * STEP)), n_kv * STEP)) is not None:
                 for name in (kept.name, *kept.needs):
                     with disk.reading(name) as reader:
                         assert all(len(reader.read(s.name)) == s.length for s in reader.header.sections)

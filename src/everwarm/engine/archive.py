@@ -99,7 +99,7 @@ class Archive:
 
     def offer(self, slot: Slot) -> None:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
-        node = None if self.disk is None or slot.items.media else self._worth_writing(slot)
+        node = None if self.disk is None else self._worth_writing(slot)
         if self.disk is None or node is None:
             return None
         lineage = node.lineage() if self._keeper.context.kind.has_attention else []
@@ -123,11 +123,11 @@ class Archive:
 
     def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
         """Take off the disk what lies on the way of a prompt after ``beyond`` items, and KV that nobody needs then."""
-        if self.disk is None or prompt.media:
+        if self.disk is None:
             return
         self.flush()  # what is still on its way would come back
         lengths = {kept.n_items for kept in self.disk.objects() if beyond < kept.n_items <= len(prompt)}
-        named = set(keys(root_key(self.fingerprint, namespace), prompt.codes, lengths).values())
+        named = set(keys(root_key(self.fingerprint, namespace), prompt, lengths).values())
         gone = [kept for kept in self.disk.objects() if kept.kind == "state" and kept.key in named]
         for kept in gone:
             self.disk.drop(kept.name)
@@ -149,10 +149,10 @@ class Archive:
 
     def _kv_job(self, root: str, segment: Segment, path: Prompt) -> Job | None:
         """None: the way to the segment's end is not known any more."""
-        n_start, n_stop = int(segment.start.n_tokens), int(segment.stop.n_tokens)
+        n_start, n_stop = segment.n_start, segment.n_stop
         if n_stop > len(path):
             return None
-        named = keys(root, path.codes, (n_start, n_stop))
+        named = keys(root, path, (n_start, n_stop))
         header = Header(
             kind="kv",
             fingerprint=self.fingerprint,
@@ -162,6 +162,7 @@ class Archive:
             n_items=n_stop,
             clean=segment.clean,
             chunks=segment.chunks,
+            media=path.rows(n_start, n_stop),
             space=root[:16],
         )
         segment.name = name_of(header)
@@ -169,7 +170,7 @@ class Archive:
 
     def _state_job(self, root: str, node: Node, needs: dict[str, int]) -> Job:
         n, checkpoint = node.n_items, node.checkpoint
-        key = keys(root, node.path.codes, (n,))[n]
+        key = keys(root, node.path, (n,))[n]
         header = Header(
             kind="state",
             fingerprint=self.fingerprint,
@@ -182,6 +183,7 @@ class Archive:
             chunks=None if checkpoint is None else checkpoint.chunks,
             needs=tuple(needs),
             reaches=tuple(needs.values()),
+            media=node.path.rows(0, n),
             words=self._words(node.path.first(n)),
             space=root[:16],
         )

@@ -12,8 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from everwarm.engine.archive import Archive
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
@@ -24,7 +22,6 @@ from everwarm.state.lineage import root_key
 from everwarm.state.object import Damaged, Header, Reader
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.tree import Checkpoint, Match, Segment
-from everwarm.types import token_mark
 
 log = logging.getLogger("everwarm.archive")
 
@@ -90,11 +87,11 @@ class Fetcher:
     def seek(self, prompt: Prompt, namespace: str, match: Match) -> Fetch | None:
         """Begin to read the deepest point on disk that is worth it, on other threads."""
         disk = self._archive.disk
-        if disk is None or prompt.media:
+        if disk is None:
             return None
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
         n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
-        kept = disk.find(root_key(self._archive.fingerprint, namespace), prompt.codes, len(prompt) - 1)
+        kept = disk.find(root_key(self._archive.fingerprint, namespace), prompt, len(prompt) - 1)
         if kept is None or kept.n_items <= n_have + GUARD or not self._is_worth_it(kept, kept.n_items - n_have):
             return None
         return Fetch(kept, prompt, namespace, self._fetchers.submit(self._load, kept, prompt, match.n_kv))
@@ -110,7 +107,7 @@ class Fetcher:
             return 0
         tree, root = self._keeper.tree, self._keeper.tree.root(fetch.namespace)
         for segment, reach in loaded.segments:
-            tree.lay_segment(root, fetch.prompt, segment, int(segment.start.n_tokens), reach)
+            tree.lay_segment(root, fetch.prompt, segment, segment.n_start, reach)
         node = tree.grow(root, fetch.prompt, kept.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
@@ -155,18 +152,27 @@ class Fetcher:
             head = self._checked(reader, prompt, reach)
             if reach <= n_kv:
                 return None
-            start, stop = token_mark(head.n_start), token_mark(head.n_items)
-            return Segment(reader.read("kv", self._ram.place), start, stop, head.clean, head.chunks, name=name), reach
+            start, own = prompt.mark(head.n_start), self._own_items(reader)
+            stop = prompt.followed_by(head.n_start, own).end
+            span = (head.n_start, head.n_items)
+            blob = reader.read("kv", self._ram.place)
+            return Segment(blob, start, stop, head.clean, head.chunks, name=name, items=span), reach
+
+    @staticmethod
+    def _own_items(reader: Reader) -> Prompt:
+        own = Prompt.of_rows(reader.read("items").view("<i4"), reader.header.media)
+        if own is None:
+            raise Damaged("its media are others than its items say")
+        return own
 
     def _checked(self, reader: Reader, prompt: Prompt, stop: int) -> Header:
         """A hash never decides alone: the items themselves are compared, as far as they are used."""
-        head = reader.header
-        stored = reader.read("items").view("<i4")
+        head, stored = reader.header, self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
         if len(stored) != head.n_items - start or head.fingerprint != self._archive.fingerprint:
             raise Damaged("it is not what the index said")
         if not start < stop <= min(head.n_items, len(prompt)):
             raise Damaged("it does not reach as far as it is needed")
-        if not np.array_equal(stored[: stop - start], prompt.codes[start:stop]):
+        if int(prompt.common_prefix(prompt.followed_by(start, stored))) < stop:
             raise Damaged("its items are others than its name says")
         return head

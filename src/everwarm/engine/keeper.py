@@ -143,7 +143,9 @@ class Keeper:
             worth = node.segment is None or (clean and not node.segment.clean)  # a clean reading replaces another
             if worth and node.parent is not None and node.mark.n_tokens <= self.context.cells.count(seq):
                 blob = self.context.capture_segment(seq, node.parent.mark, node.mark)
-                self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, clean, history))
+                items = node.start, node.n_items
+                segment = Segment(blob, node.parent.mark, node.mark, clean, history, items=items)
+                self.tree.set_segment(node, segment)
         self.enforce_budget()
 
     def history(self, seq: SeqId) -> Chunks:

@@ -23,13 +23,13 @@ import numpy as np
 
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
-from everwarm.prompt.prompt import Prompt
+from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.arena import Arena, Found
 from everwarm.state.history import Chunks
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
-from everwarm.types import Blob, token_mark
+from everwarm.types import Blob, Mark, Position, TokenCount
 
 log = logging.getLogger("everwarm.ram")
 
@@ -50,17 +50,19 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     chunks: Chunks | None
     cut: str  # of a state; "": a segment
     n_stop: int  # where its cells end: beyond ``n_items`` they belong to another branch
+    stop: tuple[int, int, int]  # the same as a mark
+    media: tuple[MediaRow, ...] = ()
 
     @property
-    def codes(self) -> np.ndarray:
-        return np.frombuffer(self.items, "<i4")
+    def own(self) -> Prompt | None:
+        """Its items; None: what is said of them makes no sense."""
+        return Prompt.of_rows(np.frombuffer(self.items, "<i4"), self.media) if len(self.items) % 4 == 0 else None
 
     @property
     def makes_sense(self) -> bool:
-        n = self.n_items - self.n_start
-        return (
-            0 <= self.n_start <= self.n_items <= self.n_stop and len(self.items) in (0, 4 * n) and all(self.codes >= 0)
-        )
+        n, (n_tokens, pos, lag) = self.n_items - self.n_start, self.stop
+        right = 0 <= self.n_start <= self.n_items <= self.n_stop and len(self.items) in (0, 4 * n)
+        return right and self.own is not None and 0 <= lag < max(1, pos) <= max(1, n_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Note:
     chunks: Chunks | None
     cut: str
     n_stop: int
+    stop: Mark
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -112,15 +115,15 @@ class Ram:
         """Have the next engine find the segment that was laid at this node."""
         segment = node.segment
         assert segment is not None
-        span = int(segment.start.n_tokens), node.n_items
-        self._note(node, segment.blob, span, segment.clean, segment.chunks, "", int(segment.stop.n_tokens))
+        span = segment.n_start, node.n_items
+        self._note(node, segment.blob, span, segment.clean, segment.chunks, "", segment.n_stop, segment.stop)
 
     def on_state(self, node: Node) -> None:
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.state is not None
         span = node.n_items if self._kind.has_attention else 0, node.n_items
         cut = checkpoint.kind.value
-        self._note(node, checkpoint.state, span, checkpoint.clean, checkpoint.chunks, cut, node.n_items)
+        self._note(node, checkpoint.state, span, checkpoint.clean, checkpoint.chunks, cut, node.n_items, node.mark)
 
     def _note(
         self,
@@ -131,10 +134,10 @@ class Ram:
         chunks: Chunks | None,
         cut: str,
         n_stop: int,
+        stop: Mark,
     ) -> None:
-        if not node.path.media:
-            namespace = self._tree.namespace(node)
-            self._notes.put(Note(weakref.ref(blob), node.path, namespace, *span, clean, chunks, cut, n_stop))
+        namespace = self._tree.namespace(node)
+        self._notes.put(Note(weakref.ref(blob), node.path, namespace, *span, clean, chunks, cut, n_stop, stop))
 
     def require_sound(self, blob: Blob) -> None:
         """Refuse bytes of an earlier process that are not what they were."""
@@ -161,7 +164,12 @@ class Ram:
     def _lay(self, about: About, blob: Blob, path: Prompt) -> None:
         root, now = self._tree.root(about.namespace), time.monotonic()
         if not about.cut:
-            segment = Segment(blob, token_mark(about.n_start), token_mark(about.n_stop), about.clean, about.chunks)
+            start, stop = (
+                path.mark(about.n_start),
+                Mark(TokenCount(about.stop[0]), Position(about.stop[1]), about.stop[2]),
+            )
+            span = (about.n_start, about.n_stop)
+            segment = Segment(blob, start, stop, about.clean, about.chunks, items=span)
             return self._tree.lay_segment(root, path, segment, about.n_start, about.n_items)
         node = self._tree.grow(root, path, about.n_items)
         if node.checkpoint is None:
@@ -197,12 +205,13 @@ class Ram:
         if blob is None or self.arena.is_kept(blob):
             return
         root = root_key("", note.namespace)
-        named = keys(root, note.path.codes, (note.n_start, note.n_items))
+        named = keys(root, note.path, (note.n_start, note.n_items))
         items = np.ascontiguousarray(note.path.codes[note.n_start : note.n_items], "<i4").tobytes()
         span = (named[note.n_items], named[note.n_start], note.n_start, note.n_items, items)
-        self.arena.keep(
-            blob, _encoder.encode(About(note.namespace, *span, note.clean, note.chunks, note.cut, note.n_stop))
-        )
+        stop = (int(note.stop.n_tokens), int(note.stop.pos), note.stop.lag)
+        rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
+        about = About(note.namespace, *span, *rest, media=note.path.rows(note.n_start, note.n_items))
+        self.arena.keep(blob, _encoder.encode(about))
 
     def _look_at(self, blobs: list[weakref.ref[Blob]]) -> None:
         for ref in blobs:
@@ -224,12 +233,12 @@ def _path_of(about: About, known: dict[str, Prompt], ends: list[int]) -> Prompt 
     """A prompt that leads through the object, found by the name of where it starts. Adds the names of all ends on it."""
     if about.key in known:
         return known[about.key]
-    above = known.get(about.start) if about.n_start else Prompt.of_tokens([])
-    if above is None:
+    above, own = known.get(about.start) if about.n_start else Prompt.of_tokens([]), about.own
+    if above is None or own is None:
         return None
-    path = Prompt(np.concatenate([above.codes[: about.n_start], about.codes]).astype(np.int32))
+    path = above.followed_by(about.n_start, own)
     inside = ends[bisect.bisect(ends, about.n_start) : bisect.bisect(ends, len(path))]
-    named = keys(root_key("", about.namespace), path.codes, inside)
+    named = keys(root_key("", about.namespace), path, inside)
     if named.get(about.n_items) != about.key:
         return None
     for key in named.values():

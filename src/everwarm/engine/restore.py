@@ -258,5 +258,5 @@ def _is_exact(node: Node) -> bool:
     if checkpoint is None or not checkpoint.clean:
         return False
     segments = [n.segment for n in node.lineage() if n.segment is not None]
-    histories = ((s, history_over(checkpoint.chunks, s.stop.n_tokens)) for s in segments)
+    histories = ((s, history_over(checkpoint.chunks, s.n_stop)) for s in segments)
     return all(s.clean and s.chunks is not None and s.chunks == history for s, history in histories)

@@ -51,7 +51,7 @@ def describes_end(blob: NDArray[np.uint8], kind: MemoryKind, mark: Mark) -> bool
         if len(blob) < _RECURRENT.size:
             return False
         magic, _, n_cells, pos, n_seqs = _RECURRENT.unpack_from(blob.data)
-        return bool(magic == MAGIC and n_cells == 1 and pos == mark.pos - 1 and n_seqs == 0)
+        return bool(magic == MAGIC and n_cells == 1 and pos == mark.last_pos and n_seqs == 0)
     if len(blob) < _WINDOW.size:
         return False
     magic, _, n_streams, n_cells = _WINDOW.unpack_from(blob.data)

@@ -276,7 +276,7 @@ class Context(Closing):
         blob, n = with_header(data, seq), 0
         if begins_sequence(blob, self.kind, mark):
             n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, abi.STATE_FULL))
-        if n <= _BLOB_HEADER or int(self._lib.memory_seq_pos_max(self._mem, seq)) != mark.pos - 1:
+        if n <= _BLOB_HEADER or int(self._lib.memory_seq_pos_max(self._mem, seq)) != mark.last_pos:
             self.drop(seq)
             raise StateRejected(
                 f"{len(data)} bytes are no sequence of {mark.n_tokens} tokens: {self._lib.last_words()}"
@@ -388,7 +388,7 @@ class Context(Closing):
         self.cells.check()
         for i, end in enumerate(self._end[: self.options.n_seq_max]):
             seen = int(self._lib.memory_seq_pos_max(self._mem, i))
-            assert self._stateless[i] or seen == end.pos - 1, f"sequence {i}: libllama ends at {seen + 1}, we at {end}"
+            assert self._stateless[i] or seen == end.last_pos, f"sequence {i}: libllama ends at {seen}, we at {end}"
 
     # life
 

@@ -31,6 +31,7 @@ class MediaItem:
     digest: bytes
     n_tokens: TokenCount
     n_pos: Position
+    at_once: bool = False  # all its cells share one position (M-RoPE)
 
     def __post_init__(self) -> None:
         if len(self.digest) < 16 or self.n_tokens < 1 or self.n_pos < 1:
@@ -39,6 +40,9 @@ class MediaItem:
     @property
     def code(self) -> int:
         return -1 - (int.from_bytes(self.digest[:4], "little") & 0x7FFFFFFF)
+
+
+MediaRow = tuple[int, bytes, int, int, bool]  # an item's index, digest, cells, positions, and whether those are one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +73,31 @@ class Prompt:
         codes = [item.code if isinstance(item, MediaItem) else item for item in listed]
         return cls(np.array(codes, np.int32), MappingProxyType(media))
 
+    @classmethod
+    def of_rows(cls, codes: Codes, rows: Iterable[MediaRow]) -> Prompt | None:
+        """What ``rows`` gave, read back from elsewhere; None: the two do not belong together."""
+        media: dict[int, MediaItem] = {}
+        for index, digest, n_tokens, n_pos, at_once in rows:
+            if len(digest) < 16 or n_tokens < 1 or n_pos < 1:
+                return None
+            media[index] = MediaItem(digest, TokenCount(n_tokens), Position(n_pos), at_once)
+        if set(media) != set(np.flatnonzero(codes < 0).tolist()):
+            return None
+        if any(item.code != int(codes[index]) for index, item in media.items()):
+            return None
+        return cls(np.array(codes, np.int32), MappingProxyType(media))
+
+    def rows(self, start: int, stop: int) -> tuple[MediaRow, ...]:
+        """The media items of an interval, their indices counted from its start."""
+        found = ((index, item) for index, item in sorted(self.media.items()) if start <= index < stop)
+        return tuple((i - start, m.digest, int(m.n_tokens), int(m.n_pos), m.at_once) for i, m in found)
+
+    def followed_by(self, start: int, other: Prompt) -> Prompt:
+        """The first ``start`` items of this, then all of another."""
+        media = {i: item for i, item in self.media.items() if i < start}
+        media |= {start + i: item for i, item in other.media.items()}
+        return Prompt(np.concatenate([self.codes[:start], other.codes]).astype(np.int32), MappingProxyType(media))
+
     def __len__(self) -> int:
         return len(self.codes)
 
@@ -88,7 +117,17 @@ class Prompt:
             if index < n_items:
                 n_tokens += item.n_tokens - 1
                 n_pos += item.n_pos - 1
-        return Mark(TokenCount(n_tokens), Position(n_pos))
+        last = self.media.get(n_items - 1)
+        lag = last.n_pos - 1 if last is not None and last.at_once else 0
+        return Mark(TokenCount(n_tokens), Position(n_pos), lag)
+
+    def n_tokens(self, n_items: int) -> int:
+        """The cells that the first ``n_items`` items take."""
+        return int(self.mark(n_items).n_tokens) if self.media else n_items
+
+    def next_media(self, n_items: int) -> int | None:
+        """The first media item at or after ``n_items``."""
+        return min((index for index in self.media if index >= n_items), default=None)
 
     def common_prefix(self, other: Prompt, start: int = 0) -> ItemCount:
         """How many items both begin with, known to agree up to ``start``."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everwarm.errors import EverwarmError
-from everwarm.prompt.prompt import Codes
+from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.files import TEMPORARY, Files
 from everwarm.state.index import INDEX, Index, Kept
@@ -116,11 +116,11 @@ class Disk:
         with self._lock:
             return list(self._kept.values())
 
-    def find(self, root: str, codes: Codes, most: int) -> Kept | None:
+    def find(self, root: str, prompt: Prompt, most: int) -> Kept | None:
         """The deepest whole state that these items begin with, of at most so many of them."""
         with self._lock:
             lengths = {kept.n_items for kept in self._kept.values() if kept.kind == "state" and kept.n_items <= most}
-            named = keys(root, codes, lengths)
+            named = keys(root, prompt, lengths)
             for n_items in sorted(named, reverse=True):
                 name = self._states.get(named[n_items])
                 if name is not None and self._is_whole(name):

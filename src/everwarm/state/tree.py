@@ -57,6 +57,15 @@ class Segment:
     chunks: Chunks | None = None  # the history of its cells, over the chunk that ``stop`` lies in; None: unknown
     n_users: int = 0
     name: str | None = None  # of its object on disk
+    items: tuple[int, int] | None = None  # the same interval in items; None: text, one cell each
+
+    @property
+    def n_start(self) -> int:
+        return int(self.start.n_tokens) if self.items is None else self.items[0]
+
+    @property
+    def n_stop(self) -> int:
+        return int(self.stop.n_tokens) if self.items is None else self.items[1]
 
 
 @dataclass(slots=True, eq=False)
