@@ -9,19 +9,32 @@ from typing import Any
 
 import everwarm
 from everwarm.demo import tiny
-from everwarm.demo.tiny import TinySpec, write_tiny
+from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
 
 EMBEDDED = Path(everwarm.__file__).parent / "demo" / "everwarm-tiny.gguf"
 
 
 def tiny_model(arch: str, **spec: Any) -> Path:
     """A model of this architecture, 8 layers and 128 wide unless asked otherwise. Do not write to it: it is shared."""
-    wanted = TinySpec(arch=arch, **({"n_layers": 8, "width": 128} | spec))
+    wanted = _spec(arch, **spec)
     name = hashlib.blake2b(f"{everwarm.__version__} {_writer_digest()} {wanted}".encode(), digest_size=12).hexdigest()
     path = _cache_dir() / f"{arch}-{name}.gguf"
     if not path.exists():
         write_tiny(path, wanted)  # appears under its name only when complete, so two runs may race
     return path
+
+
+def tiny_vision(arch: str, **spec: Any) -> tuple[Path, Path]:
+    """Such a model with the tokens for images, and its projector."""
+    model = tiny_model(arch, vision=True, **spec)
+    path = projector_path(model)
+    if not path.exists():
+        write_tiny_vision(path, _spec(arch, vision=True, **spec))
+    return model, path
+
+
+def _spec(arch: str, **spec: Any) -> TinySpec:
+    return TinySpec(arch=arch, **({"n_layers": 8, "width": 128} | spec))
 
 
 def _cache_dir() -> Path:

@@ -119,7 +119,7 @@ def test_a_state_that_was_really_damaged_is_refused_by_libllama_and_survived(arc
     with open_core(arch, n_slots=1) as core:
         read_and_lose(core)
         damaged = next(n for n in core.tree.nodes() if n.n_items == 246)
-        core.tree.ram_bytes -= 1
+        core.tree._add_bytes(damaged, -1)
         damaged.checkpoint.state = damaged.checkpoint.state[:-1].copy()
         check(core)
         result = run(core, AGAIN)

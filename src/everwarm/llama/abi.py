@@ -166,6 +166,7 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_model_n_ctx_train": (c.c_int32, (handle,)),
     "llama_model_n_layer": (c.c_int32, (handle,)),
     "llama_model_n_swa": (c.c_int32, (handle,)),
+    "llama_model_n_embd_inp": (c.c_int32, (handle,)),
     "llama_model_is_recurrent": (c.c_bool, (handle,)),
     "llama_model_is_hybrid": (c.c_bool, (handle,)),
     "llama_model_is_diffusion": (c.c_bool, (handle,)),
@@ -200,6 +201,8 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_n_ubatch": (c.c_uint32, (handle,)),
     "llama_n_seq_max": (c.c_uint32, (handle,)),
     "llama_get_memory": (handle, (handle,)),
+    "llama_get_model": (handle, (handle,)),
+    "llama_set_causal_attn": (None, (handle, c.c_bool)),
     "llama_decode": (c.c_int32, (handle, Batch)),
     "llama_get_logits_ith": (handle, (handle, c.c_int32)),
     # memory

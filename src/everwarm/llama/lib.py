@@ -1,7 +1,7 @@
-"""Finding, loading and checking libllama, once per process.
+"""Finding, loading and checking libllama, once per process, and libmtmd when media are asked for.
 
-Refuses any build whose ABI is not the one ``abi`` declares. Keeps the last warnings libllama printed, so that an error
-can say what it said. Knows no models.
+Refuses any build whose ABI is not the one ``abi`` and ``mtmd_abi`` declare. Keeps the last warnings libllama printed, so
+that an error can say what it said. Knows no models.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everwarm.errors import LibraryMismatch
-from everwarm.llama import abi, crowding
+from everwarm.llama import abi, crowding, mtmd_abi
 
 log = logging.getLogger("everwarm.llama")
 
@@ -25,6 +25,7 @@ ADVICE = f"install {abi.WHEEL}, or point EVERWARM_LIBLLAMA at a libllama built f
 
 _LEVEL_WARN, _LEVEL_ERROR = 3, 4
 _RECENT_LINES = 64
+_HARMLESS = b"non-consecutive token position"  # said of every M-RoPE image and of the first text behind it
 
 
 class Lib:
@@ -33,15 +34,10 @@ class Lib:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._said: collections.deque[str] = collections.deque(maxlen=_RECENT_LINES)
-        cdll = _load(path)
-        for name, (result, arguments) in abi.FUNCTIONS.items():
-            try:
-                function = getattr(cdll, name)
-            except AttributeError:
-                raise LibraryMismatch(f"{path.name} has no function {name}: {ADVICE}") from None
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name.removeprefix("llama_"), function)
-        _check_defaults(self, path)
+        self._cdll = _load(path)
+        _bind(self, self._cdll, abi.FUNCTIONS, "llama_", path)
+        _check_defaults(self.model_default_params(), abi.EXPECTED_MODEL_DEFAULTS, path)
+        _check_defaults(self.context_default_params(), abi.EXPECTED_CONTEXT_DEFAULTS, path)
         self._log_callback = abi.LOG_CALLBACK(self._on_log)  # kept: C holds only the pointer
         self.log_set(self._log_callback, None)
         self.backend_init()
@@ -50,8 +46,15 @@ class Lib:
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
+    @functools.cached_property
+    def mtmd(self) -> Mtmd:
+        """The functions for media, which a build of libllama may lack."""
+        found = Mtmd(*_with_media(self._cdll, self.path))
+        found.helper_log_set(self._log_callback, None)
+        return found
+
     def _on_log(self, level: int, text: bytes, _user: int) -> None:
-        if level in (_LEVEL_WARN, _LEVEL_ERROR):  # called from C threads: keep it trivial
+        if level in (_LEVEL_WARN, _LEVEL_ERROR) and _HARMLESS not in text:  # called from C threads: keep it trivial
             self._said.append(text.decode("utf-8", "replace").strip())
 
     def forget_log(self) -> None:
@@ -63,6 +66,19 @@ class Lib:
 
     def all_words(self) -> tuple[str, ...]:
         return tuple(self._said)
+
+
+class Mtmd:
+    """libmtmd's functions as attributes, without the ``mtmd_`` prefix: ``mtmd.encode_chunk(...)``."""
+
+    def __init__(self, cdll: ctypes.CDLL, path: Path) -> None:
+        _bind(self, cdll, mtmd_abi.FUNCTIONS, "mtmd_", path)
+        marker = int(self.default_marker())
+        _check_defaults(self.context_params_default(), mtmd_abi.EXPECTED_DEFAULTS | {"media_marker": marker}, path)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
 
 def library_path() -> Path:
@@ -98,15 +114,31 @@ def _load(path: Path) -> ctypes.CDLL:
     return cdll
 
 
-def _check_defaults(lib: Lib, path: Path) -> None:
-    wanted = (
-        (lib.model_default_params(), abi.EXPECTED_MODEL_DEFAULTS),
-        (lib.context_default_params(), abi.EXPECTED_CONTEXT_DEFAULTS),
-    )
-    for params, expected in wanted:
-        for field, value in expected.items():
-            found = getattr(params, field)
-            if found != value:
-                raise LibraryMismatch(
-                    f"{path.name} is not libllama {abi.BUILD} (its default {field} is {found}, expected {value}): {ADVICE}"
-                )
+def _with_media(cdll: ctypes.CDLL, path: Path) -> tuple[ctypes.CDLL, Path]:
+    """The wheel has everything in one library; in a build of one's own ``libmtmd.so`` lies beside ``libllama.so``."""
+    if hasattr(cdll, "mtmd_init_from_file"):
+        return cdll, path
+    beside = path.with_name(path.name.replace("llama", "mtmd", 1))
+    try:
+        return ctypes.CDLL(str(beside)), beside
+    except OSError as error:
+        raise LibraryMismatch(f"media need {beside.name}, which cannot be loaded ({error}): {ADVICE}") from None
+
+
+def _bind(target: object, cdll: ctypes.CDLL, functions: dict[str, abi.Signature], prefix: str, path: Path) -> None:
+    for name, (result, arguments) in functions.items():
+        try:
+            function = getattr(cdll, name)
+        except AttributeError:
+            raise LibraryMismatch(f"{path.name} has no function {name}: {ADVICE}") from None
+        function.restype, function.argtypes = result, arguments
+        setattr(target, name.removeprefix(prefix), function)
+
+
+def _check_defaults(params: ctypes.Structure, expected: Mapping[str, object], path: Path) -> None:
+    for field, value in expected.items():
+        found = getattr(params, field)
+        if found != value:
+            raise LibraryMismatch(
+                f"{path.name} is not libllama {abi.BUILD} (its default {field} is {found}, expected {value}): {ADVICE}"
+            )

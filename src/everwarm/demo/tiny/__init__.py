@@ -6,6 +6,16 @@ the models have random weights, so what they say means nothing.
 
 from everwarm.demo.tiny.plans import Plan, Tensor, plan_tiny
 from everwarm.demo.tiny.spec import ARCHITECTURES, TinySpec
+from everwarm.demo.tiny.vision import projector_path, write_tiny_vision
 from everwarm.demo.tiny.write import write_tiny
 
-__all__ = ["ARCHITECTURES", "Plan", "Tensor", "TinySpec", "plan_tiny", "write_tiny"]
+__all__ = [
+    "ARCHITECTURES",
+    "Plan",
+    "Tensor",
+    "TinySpec",
+    "plan_tiny",
+    "projector_path",
+    "write_tiny",
+    "write_tiny_vision",
+]

@@ -6,7 +6,7 @@ Knows the limits of each architecture. Does not know tensors or files.
 from dataclasses import dataclass
 from typing import Literal
 
-from everwarm.demo.tiny.vocab import N_BASE_TOKENS
+from everwarm.demo.tiny.vocab import IMAGE_MARKERS, N_BASE_TOKENS
 
 ARCHITECTURES: tuple[str, ...] = (
     "qwen35",
@@ -31,7 +31,8 @@ _MAX_WIDTH = 16384  # beyond it the Q8_0 scales would leave the normal half-prec
 
 @dataclass(frozen=True, slots=True)
 class TinySpec:
-    """One model file: the same spec always gives the same bytes. `n_vocab` only adds unused tokens to the base ones."""
+    """One model file: the same spec always gives the same bytes. `n_vocab` only adds unused tokens to the base ones;
+    `vision` adds the tokens around an image, and says that a projector belongs to the model."""
 
     arch: str = "qwen35"
     n_layers: int = 8
@@ -40,6 +41,7 @@ class TinySpec:
     seed: int = 0
     dtype: DType = "f32"
     context_length: int = 262144
+    vision: bool = False
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:
@@ -50,8 +52,10 @@ class TinySpec:
         if self.width % _WIDTH_STEP or not _WIDTH_STEP <= self.width <= _MAX_WIDTH:
             wanted = f"a multiple of {_WIDTH_STEP} from {_WIDTH_STEP} to {_MAX_WIDTH}"
             raise ValueError(f"width is {self.width}; it must be {wanted}")
-        if self.n_vocab is not None and self.n_vocab < N_BASE_TOKENS:
-            wanted = f"at least {N_BASE_TOKENS} (the base tokens), or None for exactly those"
+        if self.vision and self.arch not in IMAGE_MARKERS:
+            raise ValueError(f"no projector is known for {self.arch}; known: {', '.join(IMAGE_MARKERS)}")
+        if self.n_vocab is not None and self.n_vocab < self._n_named_tokens:
+            wanted = f"at least {self._n_named_tokens} (the base tokens), or None for exactly those"
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {wanted}")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
@@ -68,4 +72,13 @@ class TinySpec:
     @property
     def n_tokens(self) -> int:
         """The size of the whole vocabulary."""
-        return N_BASE_TOKENS if self.n_vocab is None else self.n_vocab
+        return self._n_named_tokens if self.n_vocab is None else self.n_vocab
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What stands around an image, beyond the base tokens."""
+        return IMAGE_MARKERS[self.arch] if self.vision else ()
+
+    @property
+    def _n_named_tokens(self) -> int:
+        return N_BASE_TOKENS + len(self.markers)

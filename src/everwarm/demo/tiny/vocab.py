@@ -39,6 +39,8 @@ _SPECIAL: tuple[tuple[str, TokenType], ...] = (
 
 N_BYTES = 256
 N_BASE_TOKENS = N_BYTES + len(_SPECIAL)
+# What stands around an image and is not among the base tokens, of the architectures that can have a projector.
+IMAGE_MARKERS: dict[str, tuple[str, ...]] = {"qwen35": (), "gemma3": ("<start_of_image>", "<end_of_image>")}
 END_OF_TEXT = 256
 IM_END = 258
 
@@ -58,12 +60,13 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(N_BYTES))
 
 
-def vocabulary(n_tokens: int) -> Vocabulary:
-    """The base tokens and as many unused ones as it takes to reach `n_tokens`."""
-    n_filler = n_tokens - N_BASE_TOKENS
+def vocabulary(n_tokens: int, markers: tuple[str, ...] = ()) -> Vocabulary:
+    """The base tokens, these markers, and as many unused ones as it takes to reach `n_tokens`."""
+    special = (*_SPECIAL, *((text, TokenType.CONTROL) for text in markers))
+    n_filler = n_tokens - N_BYTES - len(special)
     filler = tuple(f"<|unused_{i}|>" for i in range(n_filler))
     return Vocabulary(
-        tokens=byte_alphabet() + tuple(text for text, _ in _SPECIAL) + filler,
-        types=(TokenType.NORMAL,) * N_BYTES + tuple(kind for _, kind in _SPECIAL) + (TokenType.UNUSED,) * n_filler,
+        tokens=byte_alphabet() + tuple(text for text, _ in special) + filler,
+        types=(TokenType.NORMAL,) * N_BYTES + tuple(kind for _, kind in special) + (TokenType.UNUSED,) * n_filler,
         merges=(_DEAD_MERGE,),
     )

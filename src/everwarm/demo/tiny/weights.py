@@ -71,7 +71,7 @@ def _draw_uniform(rng: np.random.Generator, tensor: Tensor) -> Chunk:
 
 def _draw_rows(rng: np.random.Generator, tensor: Tensor) -> Iterator[tuple[Chunk, Chunk]]:
     """Whole rows of steps from -127 to 127, and the size of a step in each row."""
-    n_in, n_rows = tensor.shape
+    n_in, n_rows = prod(tensor.shape[:-1]), tensor.shape[-1]
     step_size = _deviation(tensor) / _STEPS_PER_DEVIATION
     rows_per_chunk = max(1, _CHUNK_ELEMENTS // n_in)
     for first in range(0, n_rows, rows_per_chunk):
@@ -86,7 +86,7 @@ def _draw_rows(rng: np.random.Generator, tensor: Tensor) -> Iterator[tuple[Chunk
 
 def _deviation(tensor: Tensor) -> float:
     """Embeddings are unit-sized, and matrices keep a unit-sized input unit-sized."""
-    return 1.0 if tensor.kind == "embedding" else float(tensor.shape[0] ** -0.5)
+    return 1.0 if tensor.kind == "embedding" else float(prod(tensor.shape[:-1]) ** -0.5)
 
 
 def _as_f32(steps: Chunk, scales: Chunk) -> Chunk:

@@ -4,14 +4,14 @@ Knows the file format (through the gguf package) and the tokenizer keys. Does no
 """
 
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-from everwarm.demo.tiny.plans import Plan, Value, plan_tiny
+from everwarm.demo.tiny.plans import Plan, Tensor, Value, plan_tiny
 from everwarm.demo.tiny.spec import DType, TinySpec
 from everwarm.demo.tiny.vocab import CHAT_TEMPLATE, END_OF_TEXT, IM_END, vocabulary
 from everwarm.demo.tiny.weights import draw, is_quantised, size_bytes
@@ -20,21 +20,30 @@ _ALIGNMENT = 32
 _FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "q8_0": LlamaFileType.MOSTLY_Q8_0}
 
 
-def write_tiny(path: Path, spec: TinySpec, progress: Callable[[int, int], None] | None = None) -> int:
+Progress = Callable[[int, int], None]
+
+
+def write_tiny(path: Path, spec: TinySpec, progress: Progress | None = None) -> int:
     """Write the model and return its size in bytes. `progress` is told the bytes of tensor data done and in all.
 
     The file appears under its name only when complete; a failure leaves whatever was there before.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     plan = plan_tiny(spec)
-    try:
+    with whole_or_nothing(path) as unfinished:
         _write_header(unfinished, plan, spec)
-        _append_tensors(unfinished, plan, spec, progress)
-        n_bytes = unfinished.stat().st_size
+        append_tensors(unfinished, plan.tensors, spec.dtype, spec.seed, progress)
+        return unfinished.stat().st_size
+
+
+@contextmanager
+def whole_or_nothing(path: Path) -> Iterator[Path]:
+    """A file beside it to write to, which takes its name if nothing is raised."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        yield unfinished
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return n_bytes
 
 
 def _write_header(path: Path, plan: Plan, spec: TinySpec) -> None:
@@ -42,15 +51,12 @@ def _write_header(path: Path, plan: Plan, spec: TinySpec) -> None:
         writer.add_name(f"everwarm-tiny-{plan.arch}")
         writer.add_file_type(_FILE_TYPES[spec.dtype])
         for key, value in plan.hyper.items():
-            _add_value(writer, f"{plan.arch}.{key}", value)
-        _add_tokenizer(writer, spec.n_tokens)
-        _add_tensor_infos(writer, plan, spec.dtype)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+            add_value(writer, f"{plan.arch}.{key}", value)
+        _add_tokenizer(writer, spec)
+        finish_header(writer, plan.tensors, spec.dtype)
 
 
-def _add_value(writer: GGUFWriter, key: str, value: Value) -> None:
+def add_value(writer: GGUFWriter, key: str, value: Value) -> None:
     if isinstance(value, tuple):
         writer.add_array(key, value)
     elif isinstance(value, float):
@@ -59,8 +65,8 @@ def _add_value(writer: GGUFWriter, key: str, value: Value) -> None:
         writer.add_uint32(key, value)
 
 
-def _add_tokenizer(writer: GGUFWriter, n_tokens: int) -> None:
-    vocab = vocabulary(n_tokens)
+def _add_tokenizer(writer: GGUFWriter, spec: TinySpec) -> None:
+    vocab = vocabulary(spec.n_tokens, spec.markers)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(vocab.tokens)
@@ -74,19 +80,24 @@ def _add_tokenizer(writer: GGUFWriter, n_tokens: int) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _add_tensor_infos(writer: GGUFWriter, plan: Plan, dtype: DType) -> None:
-    for tensor in plan.tensors:
+def finish_header(writer: GGUFWriter, tensors: Sequence[Tensor], dtype: DType) -> None:
+    for tensor in tensors:
         stored = GGMLQuantizationType.Q8_0 if is_quantised(tensor, dtype) else GGMLQuantizationType.F32
         shape = tuple(reversed(tensor.shape))
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), size_bytes(tensor, dtype), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
 
 
-def _append_tensors(path: Path, plan: Plan, spec: TinySpec, progress: Callable[[int, int], None] | None) -> None:
-    n_total, n_done = sum(size_bytes(tensor, spec.dtype) for tensor in plan.tensors), 0
+def append_tensors(
+    path: Path, tensors: Sequence[Tensor], dtype: DType, seed: int, progress: Progress | None = None
+) -> None:
+    n_total, n_done = sum(size_bytes(tensor, dtype) for tensor in tensors), 0
     with path.open("ab") as file:
-        for tensor in plan.tensors:
+        for tensor in tensors:
             file.write(bytes(-file.tell() % _ALIGNMENT))
-            for chunk in draw(tensor, spec.dtype, spec.seed):
+            for chunk in draw(tensor, dtype, seed):
                 file.write(chunk.data)
                 n_done += chunk.nbytes
                 if progress is not None:

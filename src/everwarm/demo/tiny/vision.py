@@ -1,0 +1,139 @@
+"""Tiny projectors: what turns an image into embeddings for a tiny model, as a second GGUF file that libmtmd loads.
+
+Knows the keys and tensor shapes of two styles: Qwen-VL's (any size, M-RoPE positions) for qwen35, and Gemma 3's (one size,
+each cell of an image sees all of it) for gemma3. Random weights, always f32; the same spec gives the same bytes.
+"""
+
+from contextlib import closing
+from pathlib import Path
+
+from gguf import GGUFType, GGUFWriter, LlamaFileType
+
+from everwarm.demo.tiny.plans import Kind, Tensor
+from everwarm.demo.tiny.spec import TinySpec
+from everwarm.demo.tiny.write import append_tensors, finish_header, whole_or_nothing
+
+_WIDTH = 64
+_FEED_FORWARD = 128  # not the width: libmtmd would take up for down and swap them
+_N_HEADS = 4
+_N_LAYERS = 2
+_PATCH = 16
+_N_MERGED = 2  # patches per side of what becomes one embedding
+_QWEN_SIZE = 224
+_GEMMA_SIZE = 192  # of 12 × 12 patches, so 36 embeddings for every image
+
+_PROJECTORS = {"qwen35": "qwen3vl_merger", "gemma3": "gemma3"}
+
+_Parts = tuple[tuple[str, tuple[int, ...], Kind], ...]
+
+
+def projector_path(model: Path) -> Path:
+    """Where the projector of a model lies: beside it, under a name that says whose it is."""
+    return model.with_name(f"mmproj-{model.name}")
+
+
+def write_tiny_vision(path: Path, spec: TinySpec) -> int:
+    """Write the projector for the model of this spec and return its size in bytes."""
+    if not spec.vision:
+        raise ValueError("the model has no tokens for images; give a spec with vision=True")
+    tensors = _plan(spec)
+    with whole_or_nothing(path) as unfinished:
+        _write_header(unfinished, spec, tensors)
+        append_tensors(unfinished, tensors, "f32", spec.seed)
+        return unfinished.stat().st_size
+
+
+def _write_header(path: Path, spec: TinySpec, tensors: tuple[Tensor, ...]) -> None:
+    with closing(GGUFWriter(path, "clip")) as writer:
+        writer.add_type(GGUFType.MMPROJ)
+        writer.add_name(f"everwarm-tiny-{spec.arch}-vision")
+        writer.add_file_type(LlamaFileType.ALL_F32)
+        writer.add_bool("clip.has_vision_encoder", True)
+        writer.add_string("clip.projector_type", _PROJECTORS[spec.arch])
+        writer.add_bool("clip.use_gelu", True)
+        for key, value in _numbers(spec).items():
+            writer.add_uint32(f"clip.vision.{key}", value)
+        writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+        writer.add_array("clip.vision.image_mean", (0.5, 0.5, 0.5))
+        writer.add_array("clip.vision.image_std", (0.5, 0.5, 0.5))
+        finish_header(writer, tensors, "f32")
+
+
+def _numbers(spec: TinySpec) -> dict[str, int]:
+    shared = {
+        "embedding_length": _WIDTH,
+        "feed_forward_length": _FEED_FORWARD,
+        "block_count": _N_LAYERS,
+        "projection_dim": spec.width,
+        "attention.head_count": _N_HEADS,
+        "patch_size": _PATCH,
+    }
+    if spec.arch == "qwen35":
+        return shared | {"image_size": _QWEN_SIZE, "spatial_merge_size": _N_MERGED}
+    return shared | {"image_size": _GEMMA_SIZE, "projector.scale_factor": _N_MERGED}
+
+
+def _plan(spec: TinySpec) -> tuple[Tensor, ...]:
+    outer, block = (_qwen_outer, _qwen_block) if spec.arch == "qwen35" else (_gemma_outer, _gemma_block)
+    blocks = tuple((f"v.blk.{i}.{name}", shape, kind) for i in range(_N_LAYERS) for name, shape, kind in block())
+    return tuple(Tensor(name, shape, kind) for name, shape, kind in outer(spec.width) + blocks)
+
+
+def _qwen_outer(text_width: int) -> _Parts:
+    """Two patch matrices, one for each of two frames (a still image is both), and four neighbours merged into one."""
+    merged = _WIDTH * _N_MERGED**2
+    return (
+        *_patches(_QWEN_SIZE),
+        ("v.patch_embd.weight.1", (_PATCH, _PATCH, 3, _WIDTH), "matrix"),
+        *_affine("mm.0", merged, merged),
+        *_affine("mm.2", merged, text_width),
+    )
+
+
+def _gemma_outer(text_width: int) -> _Parts:
+    """The last matrix is stored the other way round: libmtmd transposes it."""
+    return (
+        *_patches(_GEMMA_SIZE),
+        ("mm.soft_emb_norm.weight", (_WIDTH,), "norm"),
+        ("mm.input_projection.weight", (text_width, _WIDTH), "matrix"),
+    )
+
+
+def _patches(image_size: int) -> _Parts:
+    return (
+        ("v.patch_embd.weight", (_PATCH, _PATCH, 3, _WIDTH), "matrix"),
+        ("v.patch_embd.bias", (_WIDTH,), "bias"),
+        ("v.position_embd.weight", (_WIDTH, (image_size // _PATCH) ** 2), "embedding"),
+        *_norm("v.post_ln"),
+    )
+
+
+def _qwen_block() -> _Parts:
+    return (*_affine("attn_qkv", _WIDTH, 3 * _WIDTH), *_rest_of_block())
+
+
+def _gemma_block() -> _Parts:
+    return (
+        *_affine("attn_q", _WIDTH, _WIDTH),
+        *_affine("attn_k", _WIDTH, _WIDTH),
+        *_affine("attn_v", _WIDTH, _WIDTH),
+        *_rest_of_block(),
+    )
+
+
+def _rest_of_block() -> _Parts:
+    return (
+        *_norm("ln1"),
+        *_norm("ln2"),
+        *_affine("attn_out", _WIDTH, _WIDTH),
+        *_affine("ffn_up", _WIDTH, _FEED_FORWARD),
+        *_affine("ffn_down", _FEED_FORWARD, _WIDTH),
+    )
+
+
+def _affine(name: str, n_in: int, n_out: int) -> _Parts:
+    return ((f"{name}.weight", (n_in, n_out), "matrix"), (f"{name}.bias", (n_out,), "bias"))
+
+
+def _norm(name: str) -> _Parts:
+    return ((f"{name}.weight", (_WIDTH,), "norm"), (f"{name}.bias", (_WIDTH,), "bias"))

@@ -1,0 +1,156 @@
+"""The sequences of a libllama context: names for cells, cut, shared and dropped, with a count of where each one ends.
+
+Every refusal of libllama becomes a ``MemoryFault`` and every call that could abort the process is checked first. Each
+sequence's end is counted here; libllama's own counters are used only to assert. Decodes nothing and moves no bytes.
+"""
+
+from __future__ import annotations
+
+from everwarm.config import ContextOptions
+from everwarm.errors import TrimRefused
+from everwarm.llama.cells import Cells
+from everwarm.llama.closing import Closing
+from everwarm.llama.model import Model
+from everwarm.llama.opening import open_context
+from everwarm.types import START, Mark, SeqId
+
+
+class Sequences(Closing):
+    """``n_seq_max`` for the caller, and one more inside for moving KV ranges in and out."""
+
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        self.model = model
+        self.options = options
+        self.kind = model.memory_kind
+        self._has_attention = self.kind.has_attention  # asked for at every step
+        self._lib = model.lib
+        n_seqs = options.n_seq_max + self.kind.has_attention
+        self._scratch = options.n_seq_max
+        self._ptr: int | None = open_context(model, options, n_seqs)
+        self._mem = self._lib.get_memory(self._ptr)
+        self.n_ctx = int(self._lib.n_ctx(self._ptr))
+        self.n_batch = min(options.n_batch, int(self._lib.n_batch(self._ptr)))
+        self.cells = Cells(self.n_ctx, n_seqs)
+        self._end = [START] * n_seqs
+        self._state_clean = [True] * n_seqs
+        self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
+
+    # questions
+
+    @property
+    def native(self) -> int:
+        """The C pointer, for the sampler."""
+        assert self._ptr is not None, "the context is closed"
+        return self._ptr
+
+    def end(self, seq: SeqId) -> Mark:
+        return self._end[seq]
+
+    def is_clean(self, seq: SeqId) -> bool:
+        """Whether a cold replay with the same chunks would reproduce this sequence bit for bit."""
+        return self._state_clean[seq] and self.cells.is_clean(seq)
+
+    # changes
+
+    def drop(self, seq: SeqId) -> None:
+        self._check_seq(seq)
+        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        self._forget(seq)
+        if self.cells.used == 0 and not any(end.n_tokens for end in self._end):
+            self._lib.memory_clear(self._mem, False)  # the next one starts at the first cell again
+
+    def trim(self, seq: SeqId, mark: Mark) -> None:
+        """Cut the sequence back to ``mark``, or raise ``TrimRefused`` and change nothing."""
+        self._check_seq(seq)
+        assert not self._stateless[seq], f"sequence {seq} has KV but no state: restore one"
+        assert mark.n_tokens <= self._end[seq].n_tokens, f"sequence {seq} ends at {self._end[seq]}, before {mark}"
+        if mark == self._end[seq]:
+            return None
+        if mark == START:
+            return self.drop(seq)
+        if self._window_is_gone(seq, mark) or not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise TrimRefused(f"sequence {seq} cannot be cut from {self._end[seq].n_tokens} to {mark.n_tokens} tokens")
+        self._set_end(seq, mark)
+        self._state_clean[seq] &= not self.kind.has_window  # the window stays where in the ring it was
+
+    def _window_is_gone(self, seq: SeqId, mark: Mark) -> bool:
+        """A sliding-window cache cuts anywhere without complaint, also where it no longer holds the window."""
+        if not self.kind.has_window:
+            return False
+        return int(self._lib.memory_seq_pos_min(self._mem, seq)) > max(0, mark.pos - self.model.n_swa)
+
+    def park(self, slot: SeqId, spare: SeqId) -> None:
+        """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
+        self._check_seq(slot)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert slot != spare, "a sequence cannot be parked in itself"
+        self.drop(spare)
+        self._lib.memory_seq_cp(self._mem, slot, spare, -1, -1)
+        self.cells.share(slot, spare, self.cells.count(slot))
+        self._end[spare] = self._end[slot]
+        self._state_clean[spare] = self._state_clean[slot]
+        self._stateless[spare] = self._stateless[slot]
+
+    unpark = park
+
+    def share_kv(self, src: SeqId, dst: SeqId, mark: Mark) -> None:
+        """Give ``dst`` the KV of ``src`` up to ``mark``. A state must be restored before it can be decoded."""
+        self._check_seq(src)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert src != dst, "a sequence cannot share with itself"
+        assert mark.n_tokens <= self.cells.count(src), f"sequence {src} holds less than {mark}"
+        self.drop(dst)
+        self._lib.memory_seq_cp(self._mem, src, dst, 0, mark.pos)
+        self.cells.share(src, dst, mark.n_tokens)
+        self._end[dst] = mark
+        self._stateless[dst] = self.kind.needs_checkpoints
+
+    def keep_kv(self, seq: SeqId, mark: Mark) -> None:
+        """Cut a sequence back to ``mark`` where libllama would refuse: the KV stays, the state must be restored."""
+        self._check_seq(seq)
+        assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less than {mark}"
+        if mark == START:
+            return self.drop(seq)
+        self._lib.memory_seq_cp(self._mem, seq, self._scratch, 0, mark.pos)
+        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        self._lib.memory_seq_cp(self._mem, self._scratch, seq, -1, -1)
+        self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+        self._set_end(seq, mark)
+        self._stateless[seq] = self.kind.needs_checkpoints
+
+    def _disturb_windows(self) -> None:
+        """A guest moves the ring on for everybody, and leaves it so when it goes."""
+        if self.kind.has_window:
+            self._state_clean = [end == START for end in self._end]
+
+    # counters
+
+    def _check_seq(self, seq: SeqId) -> None:
+        assert self._ptr is not None, "the context is closed"
+        assert 0 <= seq < self.options.n_seq_max, f"sequence {seq} is not one of {self.options.n_seq_max}"
+
+    def _set_end(self, seq: SeqId, mark: Mark) -> None:
+        if self.kind.has_attention:
+            self.cells.trim(seq, mark.n_tokens)
+        self._end[seq] = mark
+        self._stateless[seq] = False
+
+    def _forget(self, seq: SeqId) -> None:
+        self.cells.drop(seq)
+        self._end[seq] = START
+        self._state_clean[seq] = True
+        self._stateless[seq] = False
+
+    def check(self) -> None:
+        """Our counters against libllama's, for tests and for bugs."""
+        self.cells.check()
+        for i, end in enumerate(self._end[: self.options.n_seq_max]):
+            seen = int(self._lib.memory_seq_pos_max(self._mem, i))
+            assert self._stateless[i] or seen == end.last_pos, f"sequence {i}: libllama ends at {seen}, we at {end}"
+
+    # life
+
+    def close(self) -> None:
+        if self._ptr:
+            self._lib.free(self._ptr)
+            self._ptr = self._mem = None
