@@ -2,7 +2,8 @@
 
 EverwarmError
 ├── BadRequest                 400  the caller's input
-│   └── PromptTooLong          400  does not fit the context, and never will
+│   ├── PromptTooLong          400  does not fit the context, and never will
+│   └── PixelsMissing          400  a picture is needed that was not sent
 ├── ModelError                 500  the model or the library cannot be used
 │   ├── LibraryMismatch             libllama is missing or another build
 │   ├── ModelFileError              missing, not a GGUF, damaged, or unknown architecture
@@ -40,6 +41,12 @@ class PromptTooLong(BadRequest):
         )
         self.n_prompt = n_prompt
         self.n_context = n_context
+
+
+class PixelsMissing(BadRequest):
+    """The engine needs a picture that it does not know; whoever asked may have it."""
+
+    code = "pixels_missing"
 
 
 class ModelError(EverwarmError):

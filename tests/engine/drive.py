@@ -114,7 +114,7 @@ def check_slots(core: Core) -> None:
         assert node.holders == standing[id(node)], "holders and slots disagree"
     for slot in core.slots:
         assert id(slot.node) in known, "a slot stands at a node that is not in the tree"
-        assert core.context.end(slot.seq).n_tokens == slot.n_fed == len(slot.resident())
+        assert core.context.end(slot.seq) == slot.resident().end and slot.n_fed == len(slot.resident())
         assert slot.node.n_items <= slot.n_fed
         assert slot.resident().common_prefix(slot.node.path) >= slot.node.n_items, "a slot left its node's lineage"
 

@@ -110,7 +110,7 @@ def serving_model(model: Path, *flags: str, **env: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def serving_hostile(model: Path, directory: Path) -> Iterator[Server]:
-    tests = str(Path(__file__).parents[1])
+    tests = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     hook = {"EVERWARM_TEST_HOOK": "gateway.hostile_hook:install", DIRECTORY: str(directory), "PYTHONPATH": tests}
     hook["GGML_NO_BACKTRACE"] = "1"  # else a debugger, where there is one, looks at every death first
     with serving_model(model, "--slot-save-path", str(directory), **hook) as server:

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Sequence
 
 from everwarm.engine.fetch import Fetch, Fetcher
+from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import Ask, Request
 from everwarm.engine.restore import Restorer, Source
@@ -95,7 +96,8 @@ class Admission:
             kin = [slot for slot in running if slot.node.root() is root]
             shared = max((int(prompt.common_prefix(slot.resident())) for slot in kin), default=0)
         used = self._context.cells.used_by(slot.seq for slot in running)
-        return used + len(prompt) - shared + len(running) + 1 <= self._context.n_ctx
+        new = prompt.n_tokens(len(prompt)) - prompt.n_tokens(shared)
+        return used + new + len(running) + 1 <= self._context.n_ctx
 
     def _is_being_read(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
         """Whether waiting for another request's reading saves reading the same twice. If so, that one stops where the
@@ -136,10 +138,19 @@ class Admission:
         return slots[policy.seat([policy.Seat(i, s.n_fed, common.get(s.seq, 0), s.used_at) for i, s in idle])]
 
 
-def require_possible(ask: Ask, context: Context, n_slots: int) -> None:
+def require_possible(ask: Ask, context: Context, n_slots: int, gallery: Gallery | None = None) -> None:
     """Refuse what can never be answered, with what would be right."""
-    if len(ask.prompt) >= context.n_ctx:
-        raise PromptTooLong(len(ask.prompt), context.n_ctx)
+    n_tokens = ask.prompt.n_tokens(len(ask.prompt))
+    if n_tokens >= context.n_ctx:
+        raise PromptTooLong(n_tokens, context.n_ctx)
+    if ask.prompt.media and gallery is None:
+        raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
+    largest = max((int(item.n_tokens) for item in ask.prompt.media.values()), default=0)
+    if gallery is not None and not gallery.media.is_causal and largest > context.options.n_ubatch:
+        raise BadRequest(
+            f"a picture takes {largest} tokens and this model reads each at once; "
+            f"send a smaller one, or start with a --ubatch-size of at least {largest}"
+        )
     top = context.model.vocab.n_tokens - 1
     if int(ask.prompt.codes.max()) > top:
         raise BadRequest(f"token {int(ask.prompt.codes.max())} is not in the vocabulary; give 0 to {top}")

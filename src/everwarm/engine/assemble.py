@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from everwarm.engine.admission import Admission
 from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
 from everwarm.engine.fetch import Fetcher
+from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
 from everwarm.engine.restore import Restorer
@@ -19,6 +21,7 @@ from everwarm.engine.sizes import Sizes, decide_sizes
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import words_of
 from everwarm.llama.context import Context
+from everwarm.llama.media import MediaModel
 from everwarm.llama.model import Model, Progress
 from everwarm.state.arena import Arena, memory_file
 from everwarm.state.tree import Tree
@@ -27,14 +30,15 @@ from everwarm.types import SeqId
 
 def assemble(path: Path, settings: EngineSettings, progress: Progress | None = None, memory: int | None = None) -> Core:
     """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start."""
-    model = Model(path, settings.model, progress)
-    try:
+    with contextlib.ExitStack() as undo:
+        model = undo.enter_context(Model(path, settings.model, progress))
+        gallery = None if settings.mmproj is None else _open_gallery(Path(settings.mmproj), model, settings)
+        if gallery is not None:
+            undo.callback(gallery.close)
         sizes = decide_sizes(model, settings)
         arena = _open_arena(model, settings, sizes, memory)
         context = Context(model, settings.context(sizes.n_spares))
-    except BaseException:
-        model.close()
-        raise
+        undo.pop_all()  # all is well: the core closes them
     tree = Tree()
     ram = Ram(arena, tree, model.memory_kind)
     context.place = ram.place
@@ -54,9 +58,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, fetcher)
     budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    return Core(
-        model, settings, sizes, context, tree, keeper, restorer, slots, admission, budget, ram, archive, fetcher
-    )
+    parts = (keeper, restorer, slots, admission, budget, ram, archive, fetcher, gallery)
+    return Core(model, settings, sizes, context, tree, *parts)
+
+
+def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> Gallery:
+    on_gpu = settings.model.n_gpu_layers != 0
+    return Gallery(MediaModel(path, model, n_threads=settings.n_threads, use_gpu=on_gpu))
 
 
 def _open_arena(model: Model, settings: EngineSettings, sizes: Sizes, memory: int | None) -> Arena:

@@ -15,9 +15,12 @@ from typing import Any
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
+from everwarm.engine.gallery import Pixels
+from everwarm.engine.illustrated import Illustrated
 from everwarm.engine.loop import Loop
-from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Result, Started
+from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
 from everwarm.engine.slotfiles import SlotFiles
+from everwarm.engine.slots import Slot
 from everwarm.engine.text import ReplyText
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.prompt.prompt import Prompt
@@ -60,6 +63,7 @@ class Conversation:
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
         self._slot_files = SlotFiles(core, send)
+        self._illustrated = None if core.gallery is None else Illustrated(core.gallery, self._tokenizer)
 
     # frames in, on the reader's thread
 
@@ -103,7 +107,12 @@ class Conversation:
             self._send(m.failed(question.id, error))
 
     def _ask(self, message: m.Submit) -> Ask:
-        if message.text is not None:
+        pictures: dict[bytes, Pixels] = {}
+        if message.text is not None and message.pictures:
+            if self._illustrated is None:
+                raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
+            prompt, boundaries, stable, pictures = self._illustrated.prompt(message, message.text)
+        elif message.text is not None:
             prompt, boundaries, stable = self._prompt_of_text(message, message.text)
         else:
             prompt = Prompt.of_tokens(message.tokens or [])
@@ -121,6 +130,7 @@ class Conversation:
             message.n_probs,
             message.slot,
             message.session,
+            pictures,
         )
 
     def _prompt_of_text(self, message: m.Submit, text: str) -> tuple[Prompt, tuple[int, ...], int | None]:
@@ -232,16 +242,22 @@ def slots(core: Core) -> list[dict[str, Any]]:
     for slot in core.slots:
         request = slot.request
         about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx, "is_processing": request is not None}
-        about["n_prompt_tokens"] = slot.n_fed if request is None else request.n_prompt
+        n_fed = slot.resident().n_tokens(slot.n_fed)
+        about["n_prompt_tokens"] = n_fed if request is None else request.n_prompt_tokens
         if request is not None:
             about |= {
                 "id_task": request.id,
-                "n_prompt_tokens_cache": request.n_cached,
-                "n_prompt_tokens_processed": max(0, min(slot.n_fed, request.n_prompt) - request.n_cached),
+                "n_prompt_tokens_cache": request.n_tokens(request.n_cached),
+                "n_prompt_tokens_processed": _n_read(slot, request),
                 "next_token": [{"has_next_token": True, "n_decoded": request.n_reply, "n_remain": request.n_left}],
             }
         shown.append(about)
     return shown
+
+
+def _n_read(slot: Slot, request: Request) -> int:
+    """Prompt tokens it has read so far."""
+    return max(0, request.n_tokens(min(slot.n_fed, request.n_prompt)) - request.n_tokens(request.n_cached))
 
 
 def stats(core: Core) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from everwarm.engine.admission import Admission, Verdict, require_possible
 from everwarm.engine.archive import Archive
 from everwarm.engine.counts import Counts
 from everwarm.engine.fetch import Fetcher
+from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.probs import probabilities
 from everwarm.engine.ram import Ram
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.restore import Goal, Restored, Restorer
 from everwarm.engine.scheduler import Budget, Grant, Lane, plan
+from everwarm.engine.seeing import see_next
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
@@ -60,6 +62,7 @@ class Core:
     ram: Ram
     archive: Archive | None
     fetcher: Fetcher | None
+    gallery: Gallery | None = None  # None: no pictures
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
     n_measured: int = 0  # steps whose speed was learned from
@@ -72,6 +75,8 @@ class Core:
         if self.archive is not None:
             self.archive.close()
         self.ram.close()
+        if self.gallery is not None:
+            self.gallery.close()
         self.context.close()
         self.model.close()
 
@@ -87,9 +92,10 @@ class Core:
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse it with a reason. Nothing that gets past here can abort libllama."""
-        require_possible(ask, self.context, len(self.slots))
-        sampler = Sampler(self.model, ask.sampling, ask.prompt.codes)
-        room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx)
+        require_possible(ask, self.context, len(self.slots), self.gallery)
+        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens)
+        n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of pictures beyond one each
+        room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
         request = Request(ask, sampler, room, time.monotonic())
         self.queue.append(request)
         return request
@@ -105,7 +111,7 @@ class Core:
         events: list[Event] = []
         for slot in self.slots:
             if slot.request is not None and slot.request.id == request_id:
-                self._finish(slot, slot.request, Finish.STOP, events)
+                self.finish(slot, slot.request, Finish.STOP, events)
         return events
 
     @property
@@ -114,7 +120,6 @@ class Core:
 
     @property
     def is_reading(self) -> bool:
-        """Whether the next step may be a long one."""
         return bool(self.queue) or any(slot.request and slot.n_fed < slot.request.n_prompt for slot in self.slots)
 
     def tidy(self) -> bool:
@@ -127,6 +132,8 @@ class Core:
         events: list[Event] = []
         self._drop_cancelled(events)
         self._admit(events)
+        if self.gallery is not None:
+            see_next(self, self.gallery, events)
         grants = plan(self._lanes(), self.budget)
         grants = self._with_room(grants, events)
         if grants:
@@ -135,10 +142,10 @@ class Core:
             try:
                 self.context.decode(feeds)
             except ContextFull as error:
-                self._suspend_or_finish(error, events)
+                self.suspend_or_finish(error, events)
                 return events
             except DecodeFailed as error:
-                self._start_over([self.slots[grant.slot] for grant in grants], error, events)
+                self.start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return events
             self._learn_speed(feeds, time.monotonic() - started)
             self._commit(grants, feeds, events)
@@ -150,7 +157,7 @@ class Core:
         lanes = []
         for i, slot in enumerate(self.slots):
             request = slot.request
-            if request is not None:
+            if request is not None and request.media_at(slot.n_fed) is None:
                 lanes.append(Lane(i, slot.next_stop() - slot.n_fed, slot.n_fed >= request.n_prompt))
         return lanes
 
@@ -178,15 +185,19 @@ class Core:
             request = slot.request
             if request is None:
                 continue  # it starts over
-            slot.n_fed += grant.n_tokens
-            record(slot.chunks, grant.n_tokens)
-            if slot.n_fed <= request.n_prompt:
-                events.append(Progress(request.id, slot.n_fed, request.n_prompt))
+            self.move_on(slot, request, grant.n_tokens, row if feed.wants_logits else None, events)
             row += feed.wants_logits
-            if slot.cuts and slot.n_fed == slot.cuts[-1].at and not self._take(slot, slot.cuts.pop().kind):
-                self._start_over([slot], StateRejected("its state was lost while it was being kept"), events)
-            elif feed.wants_logits:
-                self._advance(slot, request, row - 1, events)
+
+    def move_on(self, slot: Slot, request: Request, n_items: int, row: int | None, events: list[Event]) -> None:
+        """So many items more are read. ``row``: where the logits after the last are."""
+        slot.n_fed += n_items
+        record(slot.chunks, n_items)
+        if slot.n_fed <= request.n_prompt:
+            events.append(Progress(request.id, request.n_tokens(slot.n_fed), request.n_prompt_tokens))
+        if slot.cuts and slot.n_fed == slot.cuts[-1].at and not self._take(slot, slot.cuts.pop().kind):
+            self.start_over([slot], StateRejected("its state was lost while it was being kept"), events)
+        elif row is not None:
+            self._advance(slot, request, row, events)
 
     def _advance(self, slot: Slot, request: Request, row: int, events: list[Event]) -> None:
         """Everything a request has is decoded: pick what comes next."""
@@ -205,15 +216,15 @@ class Core:
         if request.first_token_at is None:
             request.first_token_at = time.monotonic()
         if token is None:
-            return self._finish(slot, request, Finish.LENGTH, events)
+            return self.finish(slot, request, Finish.LENGTH, events)
         if token in self.model.vocab.eog and not request.ask.ignore_eos:
-            return self._finish(slot, request, Finish.STOP, events)
+            return self.finish(slot, request, Finish.STOP, events)
         request.append(token)
         events.append(NewToken(request.id, token, probs))
         if request.is_full:
-            self._finish(slot, request, Finish.LENGTH, events)
+            self.finish(slot, request, Finish.LENGTH, events)
 
-    def _finish(
+    def finish(
         self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
     ) -> None:
         request.ended_at = time.monotonic()
@@ -255,7 +266,7 @@ class Core:
             self._close(request, Finish.CANCELLED, events)
         for slot in self.slots:
             if slot.request is not None and slot.request.cancelled:
-                self._finish(slot, slot.request, Finish.CANCELLED, events)
+                self.finish(slot, slot.request, Finish.CANCELLED, events)
 
     def _admit(self, events: list[Event]) -> None:
         """In order, but whoever waits for a particular slot or for another's reading lets others pass."""
@@ -292,7 +303,8 @@ class Core:
         request.restored_at = time.monotonic()
         if is_first:
             self.counts.add(request, match, restored, self.keeper.spacing)
-            events.append(Started(request.id, request.n_prompt, request.n_cached, slot.seq))
+            n_cached = request.n_tokens(request.n_cached)
+            events.append(Started(request.id, request.n_prompt_tokens, n_cached, slot.seq))
         if restored.logits is not None:
             self._go_on_from_logits(slot, request, restored.logits, events)
 
@@ -309,6 +321,7 @@ class Core:
             boundaries=request.ask.boundaries,
             stable=request.ask.stable,
             branch=known,
+            media=request.ask.prompt.media,
         )
         needed = self.context.kind.needs_checkpoints
         slot.cuts = [cut for cut in reversed(found) if needed and cut.at > restored.n_items]
@@ -335,10 +348,10 @@ class Core:
                 kept.append(Grant(grant.slot, size))
                 free -= size
         if not kept:
-            self._suspend_or_finish(ContextFull("every cell is taken by running requests"), events)
+            self.suspend_or_finish(ContextFull("every cell is taken by running requests"), events)
         return kept
 
-    def _suspend_or_finish(self, error: ContextFull, events: list[Event]) -> None:
+    def suspend_or_finish(self, error: ContextFull, events: list[Event]) -> None:
         """The context is full of running requests: the youngest waits in RAM; a lone one has reached its length."""
         running = [slot for slot in self.slots if slot.request is not None]
         youngest = max(running, key=lambda slot: slot.request.id if slot.request else 0)
@@ -346,7 +359,7 @@ class Core:
         assert request is not None
         if len(running) == 1:
             log.info("request %d ends at %d tokens: %s", request.id, youngest.n_fed, error)
-            return self._finish(youngest, request, Finish.LENGTH, events)
+            return self.finish(youngest, request, Finish.LENGTH, events)
         log.info("request %d waits: %s", request.id, error)
         self.counts.n_suspended += 1
         self._keep_end(youngest, CutKind.CANCEL)
@@ -362,11 +375,11 @@ class Core:
         running = [other for other in self.slots if other.request is not None]
         for other in running:
             self.context.scrub(other.seq)
-        self._start_over(running, error, events, guilty=slot)
+        self.start_over(running, error, events, guilty=slot)
         self._move_everybody_out()
         self.context.clear()
 
-    def _start_over(
+    def start_over(
         self, slots: list[Slot], error: MemoryFault, events: list[Event], guilty: Slot | None = None
     ) -> None:
         """libllama failed and the sequences are empty: what they started from is suspect. Without a guilty one all are."""

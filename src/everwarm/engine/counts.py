@@ -32,14 +32,15 @@ class Counts:
         request.n_shared = match.n_shared
         request.used = restored.use
         self.n_requests += 1
-        self.n_prompt += request.n_prompt
-        self.n_cached += request.n_cached
-        self.n_avoidable += max(0, match.n_shared - request.n_cached)
+        n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(match.n_shared)
+        self.n_prompt += request.n_prompt_tokens
+        self.n_cached += n_cached
+        self.n_avoidable += max(0, n_shared - n_cached)
         if match.n_shared > GUARD and request.n_cached == 0 and request.ask.use_cache:
             self.n_full_rereads += 1
             reason = why_cold(match, spacing)
-            known = match.n_shared
-            log.warning("full re-read of %d tokens although %d were known: %s", request.n_prompt, known, reason)
+            sizes = request.n_prompt_tokens, n_shared
+            log.warning("full re-read of %d tokens although %d were known: %s", *sizes, reason)
 
 
 def why_cold(match: Match, spacing: Spacing) -> str:

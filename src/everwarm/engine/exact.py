@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from everwarm.engine.core import Core
+from everwarm.engine.gallery import Gallery
 from everwarm.engine.replay import cold_state, is_same_state
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -30,22 +33,29 @@ def compare_with_cold(core: Core, most: int = 4) -> ExactReport:
     kept = ((node, node.checkpoint) for node in core.tree.nodes())
     clean = [(node, point) for node, point in kept if point and point.clean and point.state is not None]
     clean.sort(key=lambda pair: -pair[0].n_items)
-    different = controls_equal = 0
+    different = n_controls = controls_equal = 0
     options = replace(core.settings.context(0), n_seq_max=1)
     with Context(core.model, options) as context:
         for node, checkpoint in clean[:most]:
-            different += not _is_reproduced(context, node, checkpoint)
-            controls_equal += _is_reproduced(context, node, checkpoint, change=node.n_items // 2)
-    n = len(clean[:most])
-    return ExactReport(n, different, n, controls_equal)
+            different += not _is_reproduced(context, node, checkpoint, core.gallery)
+            tokens = np.flatnonzero(node.path.codes[: node.n_items] >= 0)
+            if len(tokens):
+                change = int(tokens[len(tokens) // 2])
+                n_controls += 1
+                controls_equal += _is_reproduced(context, node, checkpoint, core.gallery, change)
+    return ExactReport(len(clean[:most]), different, n_controls, controls_equal)
 
 
-def _is_reproduced(context: Context, node: Node, checkpoint: Checkpoint, change: int | None = None) -> bool:
+def _is_reproduced(
+    context: Context, node: Node, checkpoint: Checkpoint, gallery: Gallery | None, change: int | None = None
+) -> bool:
     codes = node.path.codes[: node.n_items].copy()
     if change is not None:
         codes[change] = (codes[change] + 1) % context.model.vocab.n_tokens
     assert checkpoint.state is not None
+    prompt = Prompt(codes, node.path.first(node.n_items).media)
     try:
-        return is_same_state(cold_state(context, SeqId(0), Prompt(codes), checkpoint.chunks), checkpoint.state)
+        cold = cold_state(context, SeqId(0), prompt, checkpoint.chunks, gallery=gallery)
+        return is_same_state(cold, checkpoint.state)
     finally:
         context.drop(SeqId(0))

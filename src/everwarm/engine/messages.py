@@ -33,8 +33,18 @@ class Open(Message, frozen=True, tag=True):
     settings: EngineSettings
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """Decoded pixels; without them where the engine is believed to know the picture."""
+
+    digest: bytes
+    width: int
+    height: int
+    rgb: bytes | None = None
+
+
 class Submit(Message, frozen=True, tag=True):
-    """A prompt, as text (with cut hints in characters) or as tokens (hints in tokens)."""
+    """A prompt, as text (with cut hints in characters) or as tokens (hints in tokens). Each ``marker`` in the text stands
+    for the next of the pictures."""
 
     id: int
     text: str | None = None
@@ -53,6 +63,8 @@ class Submit(Message, frozen=True, tag=True):
     slot: int | None = None
     session: str | None = None
     wants_progress: bool = False
+    marker: str = ""
+    pictures: tuple[Picture, ...] = ()
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -122,6 +134,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos: str
     adds_bos: bool
     build: str
+    sees: bool = False  # pictures
 
 
 class Ready(Message, frozen=True, tag=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from everwarm.engine.gallery import Gallery
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -14,7 +15,12 @@ from everwarm.types import Blob, SeqId
 
 
 def replay(
-    context: Context, seq: SeqId, prompt: Prompt, chunks: Chunks, tick: Callable[[int], None] = lambda _: None
+    context: Context,
+    seq: SeqId,
+    prompt: Prompt,
+    chunks: Chunks,
+    tick: Callable[[int], None] = lambda _: None,
+    gallery: Gallery | None = None,
 ) -> None:
     """Decode ``prompt`` into an empty sequence exactly as recorded, with logits; ``tick`` hears of every chunk."""
     assert context.end(seq).n_tokens == 0, "a replay starts from an empty sequence"
@@ -24,19 +30,29 @@ def replay(
             if size == SEATED:
                 context.touch(seq)
                 continue
-            context.decode([Feed(seq, prompt.codes[at : at + size], context.end(seq), wants_logits=True)])
+            if (item := prompt.media.get(at)) is not None:
+                assert size == 1 and gallery is not None, "a picture is read by itself, by somebody who can see"
+                embedding = gallery.embedding(item, {})
+                context.see(seq, gallery.media, embedding, prompt.mark(at + 1), wants_logits=True)
+            else:
+                context.decode([Feed(seq, prompt.codes[at : at + size], context.end(seq), wants_logits=True)])
             at += size
             tick(size)
     assert at == len(prompt), f"the chunks cover {at} of {len(prompt)} items"
 
 
 def cold_state(
-    context: Context, seq: SeqId, prompt: Prompt, chunks: Chunks, tick: Callable[[int], None] = lambda _: None
+    context: Context,
+    seq: SeqId,
+    prompt: Prompt,
+    chunks: Chunks,
+    tick: Callable[[int], None] = lambda _: None,
+    gallery: Gallery | None = None,
 ) -> Blob:
     """The state after reading ``prompt`` so; the sequence stays where it is."""
     while chunks and chunks[-1][0] == SEATED:  # the capture below seats it
         chunks = chunks[:-1]
-    replay(context, seq, prompt, chunks, tick)
+    replay(context, seq, prompt, chunks, tick, gallery)
     return context.capture(seq)
 
 

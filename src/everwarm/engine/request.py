@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from everwarm.config import Sampling, require
+from everwarm.engine.gallery import Pixels
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.sampler import Sampler
-from everwarm.prompt.prompt import Prompt
+from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
 
 MAX_PROBS = 100
@@ -39,6 +41,7 @@ class Ask:
     n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
     slot: int | None = None  # wait for this very slot
     session: str | None = None  # whose conversation this is: slots of a session that is active are given up last
+    pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
@@ -46,7 +49,6 @@ class Ask:
         require(
             self.n_probs is None or 0 <= self.n_probs <= MAX_PROBS, f"n_probs is {self.n_probs}; give 0 to {MAX_PROBS}"
         )
-        require(not self.prompt.media, "media items need a projector; this engine has none")
         n = len(self.prompt)
         for hint in (*self.boundaries, *(() if self.stable is None else (self.stable,))):
             if not 0 <= hint <= n:
@@ -99,7 +101,7 @@ class Request:
 
     ask: Ask
     sampler: Sampler
-    room: int  # the most items it may ever hold
+    room: int  # the most items it may ever hold; a picture is one
     submitted_at: float
     id: int = field(default_factory=lambda: next(_ids))
     n_prompt: int = field(init=False)
@@ -133,6 +135,21 @@ class Request:
     def is_full(self) -> bool:
         return self.n_items >= self.room
 
+    @property
+    def n_prompt_tokens(self) -> int:
+        return self.ask.prompt.n_tokens(self.n_prompt)
+
+    def n_tokens(self, n_items: int) -> int:
+        """Cells of the first ``n_items``."""
+        return n_items + self.n_prompt_tokens - self.n_prompt if n_items > self.n_prompt else self._of_prompt(n_items)
+
+    def _of_prompt(self, n_items: int) -> int:
+        return self.ask.prompt.n_tokens(n_items)
+
+    def media_at(self, n_items: int) -> MediaItem | None:
+        """The picture that comes next, if one does."""
+        return self.ask.prompt.media.get(n_items)
+
     def append(self, token: int) -> None:
         self._codes[self.n_items] = token
         self.n_items += 1
@@ -152,9 +169,9 @@ class Request:
         return Result(
             tokens=tuple(int(t) for t in self._codes[self.n_prompt : self.n_items]),
             finish=finish,
-            n_prompt=self.n_prompt,
-            n_cached=self.n_cached,
-            n_shared=self.n_shared,
+            n_prompt=self.n_prompt_tokens,
+            n_cached=self._of_prompt(self.n_cached),
+            n_shared=self._of_prompt(self.n_shared),
             checkpoint=self.used,
             timings=Timings(started - self.submitted_at, restored - started, first - restored, now - first),
             error=error,

@@ -54,6 +54,7 @@ class EngineSettings:
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
     ram_bytes: int | None = None  # copies of checkpoints and segments
     namespace_share: float = 1.0  # the most of RAM and disk that what one API key and salt keeps may take
+    mmproj: str | None = None  # the projector file that lets the model see pictures
     store: StoreSettings | None = None  # None: nothing is written to disk
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve

@@ -41,7 +41,9 @@ class Slot:
     def next_stop(self) -> int:
         """Where the next chunk must end at the latest."""
         assert self.request is not None
-        return self.cuts[-1].at if self.cuts else self.request.n_items
+        stop = self.cuts[-1].at if self.cuts else self.request.n_items
+        picture = self.request.ask.prompt.next_media(self.n_fed) if self.request.ask.prompt.media else None
+        return stop if picture is None else min(stop, picture)  # a picture is read by itself
 
     def clear(self) -> None:
         self.n_fed, self.chunks, self.cuts = 0, [], []

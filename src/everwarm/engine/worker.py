@@ -206,6 +206,7 @@ def _info(core: Core) -> m.ModelInfo:
         eos=vocab.piece(vocab.eos).decode("utf-8", "replace") if vocab.eos is not None else "",
         adds_bos=vocab.adds_bos,
         build=BUILD,
+        sees=core.gallery is not None,
     )
 
 

@@ -1,6 +1,6 @@
 """One process that decodes pictures, as the gateway sees it: started, asked, killed, buried.
 
-Spoken to from one thread at a time, which blocks; killed from any. What it says is not trusted: sizes are checked again here,
+Spoken to from one thread at a time, which blocks; killed from any. What it says is not trusted: sizes are checked again,
 and the digest of the pixels is computed on this side. Knows no event loop.
 """
 

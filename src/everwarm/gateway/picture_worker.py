@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from PIL import Image, ImageChops, UnidentifiedImageError
+from PIL import Image, ImageChops, PngImagePlugin, UnidentifiedImageError
 
 WHITE = (255, 255, 255)
 WANTED = "send a PNG, JPEG, WebP or GIF"
@@ -65,6 +65,9 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, with better sentences
+    PngImagePlugin.MAX_TEXT_CHUNK = (
+        8 << 20
+    )  # colour profiles of printers, and what image generators write about themselves
     Image.preinit()
     for name in _PILLOW:
         importlib.import_module(f"PIL.{name}")

@@ -1,8 +1,8 @@
-"""Fetching pictures from other servers, which is off unless hosts are named. Knows HTTP as far as that needs; no pictures.
+"""Fetching pictures from other servers, which is off unless hosts are named. Knows as much HTTP as that needs; no pictures.
 
-A request must not make this server reach what its sender cannot. So: only hosts that were allowed by name, one strict reading
-of an address for everything that is done with it, no redirects, no proxies, and a connection to exactly the address that was
-resolved and found public. Whatever goes wrong is the sender's ``BadRequest``, and never says what was found inside.
+A request must not make this server reach what its sender cannot. So: only hosts that were allowed by name, one strict
+reading of an address for everything that is done with it, no redirects, no proxies, and a connection to exactly the address
+that was resolved and found public. Whatever goes wrong is the sender's ``BadRequest``; it never says what was found inside.
 """
 
 from __future__ import annotations
@@ -41,33 +41,24 @@ _URL = re.compile(
 _NAME = re.compile(rf"{_HOST}{_PORT}", re.ASCII)
 
 # Everything that is not a host on the public internet (IANA's special-purpose registries), and one cloud's inner server.
-_NOT_PUBLIC = tuple(
-    map(
-        ipaddress.IPv4Network,
-        "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 168.63.129.16/32 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 "
-        "192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/3".split(),
-    )
-)
-_PUBLIC_V6 = ipaddress.IPv6Network(
-    "2000::/3"
-)  # leaves out mapped, translated (NAT64), unique local, link-local, multicast
-_NOT_PUBLIC_V6 = tuple(
-    map(
-        ipaddress.IPv6Network,
-        # protocol assignments with Teredo and ORCHID, documentation, 6to4, the old test network, documentation
-        "2001::/23 2001:db8::/32 2002::/16 3ffe::/16 3fff::/20".split(),
-    )
-)
+_INNER = ["0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24"]
+_INNER += ["192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"]
+_INNER += ["224.0.0.0/3", "168.63.129.16/32"]
+# Outside of this are mapped, translated (NAT64), unique local, link-local and multicast addresses; inside are protocol
+# assignments with Teredo and ORCHID, documentation, 6to4, the old test network, and documentation again.
+_OUTER_V6 = ipaddress.IPv6Network("2000::/3")
+_INNER_V6 = ["2001::/23", "2001:db8::/32", "2002::/16", "3ffe::/16", "3fff::/20"]
+_NOT_PUBLIC = [*map(ipaddress.ip_network, _INNER), *map(ipaddress.ip_network, _INNER_V6)]
 
 
 def is_public(address: str) -> bool:
     try:
         ip = ipaddress.ip_address(address)
-    except ValueError:  # also one with a zone
+    except ValueError:
         return False
-    if isinstance(ip, ipaddress.IPv4Address):
-        return not any(ip in network for network in _NOT_PUBLIC)
-    return ip.scope_id is None and ip in _PUBLIC_V6 and not any(ip in network for network in _NOT_PUBLIC_V6)
+    if isinstance(ip, ipaddress.IPv6Address) and (ip.scope_id is not None or ip not in _OUTER_V6):
+        return False
+    return not any(ip in network for network in _NOT_PUBLIC)  # never in one of the other version
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +265,8 @@ class _Answer:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_final:
-            self._headers[name.lower()] = value.strip().lower()
+            said = self._headers.get(name.lower())
+            self._headers[name.lower()] = (b"" if said is None else said + b", ") + value.strip().lower()
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -288,6 +280,8 @@ class _Answer:
             self.wrong = f"it answers {status}"
         elif self._headers.get(b"content-encoding", b"identity") not in (b"identity", b""):
             self.wrong = "its answer is compressed, although that was not asked for"
+        elif self._headers.get(b"transfer-encoding", b"chunked") != b"chunked":
+            self.wrong = "its answer is encoded in a way that was not asked for"
         elif int(self._headers.get(b"content-length", b"0")) > self._max_bytes:
             self.wrong = self._too_large
         else:

@@ -16,12 +16,14 @@ from everwarm.errors import ContextFull, DecodeFailed, StateRejected
 from everwarm.llama import abi
 from everwarm.llama.batch import BatchArrays, Feed
 from everwarm.llama.blobs import begins_sequence, describes_cells, describes_end, is_finite, with_header, without_nan
+from everwarm.llama.media import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.sequences import Sequences
 from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap
 
 Logits = NDArray[np.float32]
 
+_LAST_ROW = -1  # libllama's name for the last logits there are
 _BLOB_HEADER = 8  # u32 magic, i32 sequence id
 
 
@@ -52,6 +54,38 @@ class Context(Sequences):
         alone = len(feeds) == 1
         for feed in feeds:
             self._advance(feed, alone)
+
+    def see(self, seq: SeqId, media: MediaModel, embedding: Embedding, end: Mark, *, wants_logits: bool) -> None:
+        """Append a picture, whole. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
+        self._check_seq(seq)
+        assert not self._stateless[seq], f"sequence {seq} has KV but no state"
+        n, start = embedding.shape.n_tokens, self._end[seq]
+        assert end.n_tokens == start.n_tokens + n and end.pos == start.pos + embedding.shape.n_pos
+        if self._has_attention and n > self.cells.free:
+            raise ContextFull(f"a picture of {n} cells does not fit into {self.cells.free}")
+        code = decode_image(
+            self._lib,
+            self.native,
+            seq,
+            embedding,
+            start.pos,
+            wants_logits=wants_logits,
+            uses_mrope=media.uses_mrope,
+            causal=media.is_causal,
+            n_batch=self.n_batch,
+            n_ubatch=self.options.n_ubatch,
+        )
+        if code == 1:
+            raise ContextFull(f"libllama found no room for a picture of {n} cells")
+        if code != 0:
+            self.drop(seq)
+            raise DecodeFailed(f"libllama could not read a picture (code {code}): {self._lib.last_words()}")
+        self._rows = [_LAST_ROW] if wants_logits else []
+        alone = self.cells.append(seq, n, clean=True) if self._has_attention else True
+        self._state_clean[seq] &= alone
+        if not alone:
+            self._disturb_windows()
+        self._end[seq] = end
 
     def _fill(self, feeds: Sequence[Feed]) -> tuple[int, list[int]]:
         """Returns how many tokens there are, and which of them will have logits."""

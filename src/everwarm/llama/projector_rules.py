@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from everwarm.llama.projector import BOOL, F32, HALF, I32, LIST, PLAIN, TEXT, U32, Projector
+from everwarm.llama.projector import BOOL, F32, HALF, I32, PLAIN, TEXT, U32, Projector
 
 MAX_PIXELS = 1 << 27  # what a file may ask an image to be scaled to
 MAX_PATCH = 256
@@ -32,9 +32,7 @@ _TEXTS = (
     "clip.vision.image_resize_algo clip.vision.mm_patch_merge_type"
 )
 _FLAGS = "clip.has_vision_encoder clip.has_audio_encoder clip.has_gen_audio_encoder clip.use_gelu clip.use_silu"
-_FRACTIONS = (
-    "clip.vision.attention.layer_norm_epsilon clip.audio.attention.layer_norm_epsilon clip.vision.swiglu_clamp"
-)
+_FRACTIONS = "clip.vision.attention.layer_norm_epsilon clip.audio.attention.layer_norm_epsilon clip.vision.swiglu_clamp"
 _KINDS: dict[str, int] = {
     "general.alignment": U32,
     "clip.minicpmv_version": I32,
@@ -50,9 +48,7 @@ _NAMES = {U32: "an unsigned number", I32: "a number", F32: "a fraction", BOOL: "
 _OTHER_STEMS = frozenset({"gemma3nv", "yasa2", "deepseekocr", "deepseekocr2"})  # begin otherwise than with patches
 _FLOATS = frozenset({PLAIN, HALF})
 # Used by libmtmd's common transformer if they are there, and by no Gemma 3.
-_STRANGERS = (
-    "attn_q_norm attn_k_norm ls1 ls2 out_scale attn_post_norm ffn_post_norm ffn_gate_exps ffn_gate attn_sinks"
-)
+_STRANGERS = "attn_q_norm attn_k_norm ls1 ls2 out_scale attn_post_norm ffn_post_norm ffn_gate_exps ffn_gate attn_sinks"
 
 
 def check(file: Projector) -> None:
@@ -173,9 +169,10 @@ def _check_block(file: Projector, block: str, width: int, up: str, down: str) ->
     file.need(f"{block}.attn_out.weight", (width, width))
     file.may(f"{block}.attn_out.bias", (width,))
     inner = _second(file, f"{up}.weight")
-    for name in (up, f"{block}.ffn_gate"):
-        file.may(f"{name}.weight", (width, inner))
-        file.may(f"{name}.bias", (inner,))
+    file.need(f"{up}.weight", (width, inner))
+    file.may(f"{up}.bias", (inner,))
+    file.may(f"{block}.ffn_gate.weight", (width, inner))
+    file.may(f"{block}.ffn_gate.bias", (inner,))
     file.need(f"{down}.weight", (inner, width))
     file.may(f"{down}.bias", (width,))
 

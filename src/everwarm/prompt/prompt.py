@@ -121,6 +121,11 @@ class Prompt:
         lag = last.n_pos - 1 if last is not None and last.at_once else 0
         return Mark(TokenCount(n_tokens), Position(n_pos), lag)
 
+    @property
+    def tokens(self) -> Codes:
+        """The text tokens alone."""
+        return self.codes[self.codes >= 0] if self.media else self.codes
+
     def n_tokens(self, n_items: int) -> int:
         """The cells that the first ``n_items`` items take."""
         return int(self.mark(n_items).n_tokens) if self.media else n_items

@@ -48,6 +48,7 @@ def cuts(
     boundaries: Iterable[int] = (),
     stable: int | None = None,
     branch: int | None = None,
+    media: Iterable[int] = (),
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
@@ -63,6 +64,8 @@ def cuts(
             found[branch] = Cut(branch, CutKind.BRANCH)
     for cut in _end_cuts(n_items, stable):
         found[cut.at] = cut
+    for at in {at for index in media for at in (index, index + 1) if 0 < at < n_items} - found.keys():
+        found[at] = Cut(at, CutKind.BOUNDARY)  # right before and right after a picture, which is read as a whole
     if spacing.every_n_tokens <= 0:
         near = n_items - NEAR_END - n_ubatch
         found = {at: cut for at, cut in found.items() if at >= near or cut.kind in (CutKind.STABLE, CutKind.BRANCH)}

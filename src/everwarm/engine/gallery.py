@@ -1,0 +1,74 @@
+"""Pictures as the model sees them: encoded once, kept by identity within a budget of bytes, handed to whoever reads them.
+
+A request that is restored past its pictures needs neither their pixels nor their embeddings.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import blake3
+
+from everwarm.errors import BadRequest, PixelsMissing
+from everwarm.llama.media import Embedding, MediaModel
+from everwarm.prompt.prompt import MediaItem
+from everwarm.types import Position, TokenCount
+
+MAX_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """A decoded picture. ``rgb`` may be missing where the engine is believed to know it."""
+
+    digest: bytes
+    width: int
+    height: int
+    rgb: bytes | None = None
+
+
+class Gallery:
+    def __init__(self, media: MediaModel, max_bytes: int = MAX_BYTES) -> None:
+        self.media = media
+        self._max_bytes = max_bytes
+        self._known: collections.OrderedDict[bytes, Embedding] = collections.OrderedDict()
+        self.n_bytes = 0
+        self.n_encoded = 0
+
+    def item(self, pixels: Pixels) -> MediaItem:
+        """A picture as one item of a prompt. Its identity covers the projector: another one sees another picture."""
+        shape = self.media.shape(pixels.width, pixels.height)
+        identity = blake3.blake3(pixels.digest + self.media.fingerprint.encode()).digest()
+        return MediaItem(identity, TokenCount(shape.n_tokens), Position(shape.n_pos), self.media.uses_mrope)
+
+    def embedding(self, item: MediaItem, pictures: Mapping[bytes, Pixels]) -> Embedding:
+        """``PixelsMissing``: it is not known any more and nobody sent it."""
+        known = self._known.get(item.digest)
+        if known is not None:
+            self._known.move_to_end(item.digest)
+            return known
+        pixels = pictures.get(item.digest)
+        if pixels is None or pixels.rgb is None:
+            raise PixelsMissing("a picture is not known here any more; send it again")
+        if len(pixels.rgb) != 3 * pixels.width * pixels.height:
+            raise BadRequest("a picture has another number of bytes than its size says")
+        embedding = self.media.encode(pixels.rgb, pixels.width, pixels.height)
+        self.n_encoded += 1
+        self._keep(item.digest, embedding)
+        return embedding
+
+    def knows(self, item: MediaItem) -> bool:
+        return item.digest in self._known
+
+    def _keep(self, digest: bytes, embedding: Embedding) -> None:
+        self._known[digest] = embedding
+        self.n_bytes += embedding.values.nbytes
+        while self.n_bytes > self._max_bytes and len(self._known) > 1:
+            _, oldest = self._known.popitem(last=False)
+            self.n_bytes -= oldest.values.nbytes
+
+    def close(self) -> None:
+        self._known.clear()
+        self.media.close()

@@ -1,0 +1,343 @@
+"""Images for a model: an open projector (libmtmd), what an image takes, its embeddings, and their way into a sequence.
+
+A projector is opened beside its text model. ``shape`` and ``encode`` take pixels that somebody else unpacked; an image is
+one chunk of cells, and whatever libmtmd would cut into several is refused. Everything that libmtmd or libllama would
+answer with the end of the process is refused before they see it. Knows no sequences' contents and no prompts.
+
+Encoding may run on another thread than decoding; one image at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everwarm.errors import BadRequest, ModelError, ModelFileError
+from everwarm.llama import abi, mtmd_abi, projector_rules
+from everwarm.llama.closing import Closing
+from everwarm.llama.digest import file_digest, file_identity
+from everwarm.llama.lib import Lib
+from everwarm.llama.model import Model
+from everwarm.llama.projector import Projector
+
+MIN_SIDE = 2
+MAX_SIDE = 1 << 14
+MAX_PIXELS = 1 << 26
+MAX_RATIO = 200  # of the sides: libmtmd pads a thin line to one row of patches, and its length is not bounded by then
+
+LOST = 2  # libllama's code for "parts of the batch are in memory": the sequence must be dropped
+
+_PROBE = 96  # pixels per side
+_PROBE_PREFIXES = ("", "a", "aa", "aaa")  # one style pads an image by where it stands: it would show here
+_PROBE_POS = 5
+
+Values = NDArray[np.float32]
+Positions = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaShape:
+    """The cells and positions an image takes, and its grid; ``nx * ny == n_tokens``."""
+
+    n_tokens: int
+    n_pos: int
+    nx: int
+    ny: int
+
+    def positions(self, start: int, *, uses_mrope: bool) -> Positions:
+        """The position planes of its cells, in libllama's order t, y, x, z; one plane without M-RoPE."""
+        index = np.arange(self.n_tokens, dtype=np.int32)
+        if not uses_mrope:
+            return (start + index)[None]
+        t, z = np.full_like(index, start), np.zeros_like(index)
+        return np.stack([t, start + index // self.nx, start + index % self.nx, z])
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    shape: MediaShape
+    values: Values  # n_tokens × n_embd
+
+
+class MediaModel(Closing):
+    """An open projector. Use as a context manager, and close it before its text model."""
+
+    def __init__(self, path: Path, model: Model, *, n_threads: int, use_gpu: bool = True) -> None:
+        self.path = path
+        self._model = model
+        self._mtmd = model.lib.mtmd
+        self._encoding = threading.Lock()
+        self.identity = self._identity()
+        file = Projector(path, self._size_of)
+        projector_rules.check(file)
+        self._ptr: int | None = self._open(n_threads, use_gpu)
+        try:
+            self._read_facts(file.style)
+        except BaseException:
+            self.close()
+            raise
+
+    def _identity(self) -> str:
+        try:
+            return file_identity(self.path)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise ModelFileError(f"cannot open projector {self.path}: {reason}") from None
+
+    def _size_of(self, number_format: int) -> tuple[int, int]:
+        return int(self._mtmd.ggml_blck_size(number_format)), int(self._mtmd.ggml_type_size(number_format))
+
+    def _open(self, n_threads: int, use_gpu: bool) -> int:
+        params = self._mtmd.context_params_default()
+        params.use_gpu, params.n_threads, params.print_timings = use_gpu, n_threads, False
+        self._model.lib.forget_log()
+        ptr: int | None = self._mtmd.init_from_file(os.fsencode(self.path), self._model.ptr, params)
+        if not ptr:
+            reason = _reason(self._model.lib.all_words())
+            raise ModelFileError(f"{self.path.name} is no projector for {self._model.path.name}: {reason}")
+        return ptr
+
+    # facts
+
+    def _read_facts(self, style: str) -> None:
+        if not self._mtmd.support_vision(self._ptr):
+            raise self._unfit("has no vision encoder")
+        self.n_embd = int(self._model.lib.model_n_embd_inp(self._model.ptr))
+        self.uses_mrope = bool(self._mtmd.decode_use_mrope(self._ptr))
+        self.is_causal = not self._mtmd.decode_use_non_causal(self._ptr, None)
+        if style.startswith("qwen") and not self.uses_mrope:
+            raise self._unfit(f"was made for a model with M-RoPE, which {self._model.path.name} has not")
+        self._before: tuple[int, ...] = ()
+        self._after: tuple[int, ...] = ()
+        shapes = {self._probe(prefix) for prefix in _PROBE_PREFIXES}
+        if len(shapes) > 1:
+            raise self._unfit("gives an image another size by where it stands, which Everwarm cannot do")
+        self.begin, self.end = self._text_of(self._before), self._text_of(self._after)
+
+    def _probe(self, prefix: str) -> MediaShape:
+        """What an image takes behind this text, and on the way what the projector's own rule puts around it."""
+        said = self._model.vocab.tokenize(prefix, add_special=False, parse_special=True).tolist()
+        with self._chunks(_PROBE, _PROBE, None, prefix.encode()) as chunks:
+            try:
+                before, image, after = self._parts(chunks)
+            except BadRequest as error:
+                raise self._unfit(f"cannot be used: {error}") from None
+            if list(before[: len(said)]) != said:
+                raise self._unfit(f"changes the text before an image ({before} instead of {said})")
+            self._before, self._after = before[len(said) :], after
+            shape = self._shape_of(image)
+            tokens = self._mtmd.input_chunk_get_tokens_image(image)
+            cells = [self._mtmd.image_tokens_get_decoder_pos(tokens, _PROBE_POS, i) for i in range(shape.n_tokens)]
+            told = np.array([[cell.t, cell.y, cell.x, cell.z] for cell in cells], np.int32).T
+            planes = shape.positions(_PROBE_POS, uses_mrope=self.uses_mrope)
+            if not np.array_equal(told[: len(planes)], planes):
+                raise self._unfit("numbers the cells of an image in a way Everwarm does not know")
+        return shape
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        """What stands before or after an image, as text that becomes the same tokens again."""
+        vocab = self._model.vocab
+        if any(token not in range(vocab.n_tokens) for token in tokens):
+            raise self._unfit(f"puts a token around images that {self._model.path.name} has not")
+        text = vocab.detokenize(tokens).decode("utf-8", "replace")
+        if text.strip() and not any(token in vocab.special for token in tokens):
+            raise self._unfit(f"puts {text} around images, which is no token of {self._model.path.name}")
+        if vocab.tokenize(text, add_special=False, parse_special=True).tolist() != list(tokens):
+            raise self._unfit(f"puts {text!r} around images, which would be read as other tokens")
+        return text
+
+    def _unfit(self, why: str) -> ModelFileError:
+        return ModelFileError(f"{self.path.name} {why}")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The digest of the file. Embeddings of one fingerprint are never taken for another's."""
+        found = file_digest(self.path)
+        if self._identity() != self.identity:
+            raise ModelFileError(f"{self.path.name} was changed while it was open")
+        return found
+
+    # images
+
+    def shape(self, width: int, height: int) -> MediaShape:
+        """What an image of so many pixels takes, without looking at it. May be asked on any thread."""
+        _check_size(width, height)
+        with self._chunks(width, height, None) as chunks:
+            return self._shape_of(self._only_image(chunks, width, height))
+
+    def encode(self, rgb: bytes | memoryview, width: int, height: int) -> Embedding:
+        """The embeddings of an image of rows of red, green, blue bytes."""
+        _check_size(width, height)
+        pixels = _flat(rgb)
+        if len(pixels) != 3 * width * height:
+            raise BadRequest(f"an image of {width}×{height} pixels has {3 * width * height} bytes, not {len(pixels)}")
+        with self._encoding, self._chunks(width, height, pixels.ctypes.data) as chunks:
+            image = self._only_image(chunks, width, height)
+            shape = self._shape_of(image)
+            if self._mtmd.encode_chunk(self._ptr, image) != 0:
+                reason = self._model.lib.last_words()
+                raise ModelError(f"an image of {width}×{height} pixels could not be encoded: {reason}")
+            address = self._mtmd.get_output_embd(self._ptr)
+            values = np.ctypeslib.as_array(address, (shape.n_tokens, self.n_embd)).copy()  # the next one overwrites it
+        if not np.isfinite(values).all():  # as KV they would spoil whoever comes near
+            raise ModelError(f"{self.path.name} gave no numbers for an image of {width}×{height} pixels (NaN)")
+        return Embedding(shape, values)
+
+    @contextlib.contextmanager
+    def _chunks(self, width: int, height: int, pixels: int | None, prefix: bytes = b"") -> Iterator[int]:
+        """What libmtmd makes of one image behind ``prefix``; without pixels it only counts."""
+        assert self._ptr is not None, "the projector is closed"
+        said = prefix + mtmd_abi.MARKER
+        text = mtmd_abi.InputText(said, len(said), False, True)
+        bitmap = self._mtmd.bitmap_init(width, height, pixels)
+        chunks = self._mtmd.input_chunks_init()
+        try:
+            bitmaps = (ctypes.c_void_p * 1)(bitmap)
+            if self._mtmd.tokenize(self._ptr, chunks, ctypes.byref(text), bitmaps, 1) != 0:
+                reason = self._model.lib.last_words()
+                raise BadRequest(f"an image of {width}×{height} pixels was refused by its model: {reason}")
+            yield chunks
+        finally:
+            self._mtmd.input_chunks_free(chunks)
+            self._mtmd.bitmap_free(bitmap)
+
+    def _only_image(self, chunks: int, width: int, height: int) -> int:
+        before, image, after = self._parts(chunks)
+        if (before, after) != (self._before, self._after):
+            raise BadRequest(f"an image of {width}×{height} pixels is cut up by its model; give a smaller one")
+        return image
+
+    def _parts(self, chunks: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        """The tokens before the image, the image, and the tokens after it."""
+        mtmd = self._mtmd
+        listed = [mtmd.input_chunks_get(chunks, i) for i in range(mtmd.input_chunks_size(chunks))]
+        images = [i for i, chunk in enumerate(listed) if mtmd.input_chunk_get_type(chunk) != mtmd_abi.CHUNK_TEXT]
+        if len(images) != 1:
+            raise BadRequest(
+                f"its model cuts the image into {len(images)} pieces, and one is needed; give a smaller one"
+            )
+        before, after = (tuple(map(self._tokens, part)) for part in (listed[: images[0]], listed[images[0] + 1 :]))
+        return sum(before, ()), listed[images[0]], sum(after, ())
+
+    def _tokens(self, chunk: int) -> tuple[int, ...]:
+        n = ctypes.c_size_t()
+        tokens = self._mtmd.input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+        return tuple(tokens[: n.value])
+
+    def _shape_of(self, image: int) -> MediaShape:
+        mtmd, tokens = self._mtmd, self._mtmd.input_chunk_get_tokens_image(image)
+        if not tokens:
+            raise ModelError(f"{self.path.name} made something else than an image of an image")
+        shape = MediaShape(
+            n_tokens=int(mtmd.input_chunk_get_n_tokens(image)),
+            n_pos=int(mtmd.input_chunk_get_n_pos(image)),
+            nx=int(mtmd.image_tokens_get_nx(tokens)),
+            ny=int(mtmd.image_tokens_get_ny(tokens)),
+        )
+        n_pos = max(shape.nx, shape.ny) if self.uses_mrope else shape.n_tokens
+        if shape.n_tokens != shape.nx * shape.ny or shape.n_tokens < 1 or shape.n_pos != n_pos:
+            raise ModelError(f"{self.path.name} lays an image out in a way Everwarm does not know: {shape}")
+        return shape
+
+    def close(self) -> None:
+        with self._encoding:
+            if self._ptr:
+                self._mtmd.free(self._ptr)
+                self._ptr = None
+
+
+def decode_image(
+    lib: Lib,
+    ctx_ptr: int,
+    seq: int,
+    embedding: Embedding,
+    start_pos: int,
+    *,
+    wants_logits: bool,
+    uses_mrope: bool,
+    causal: bool,
+    n_batch: int,
+    n_ubatch: int,
+) -> int:
+    """Append an image to a sequence whose next position is ``start_pos``; text goes on at ``start_pos + n_pos``.
+
+    Returns libllama's code: 0 is done and 1 is no room, with nothing changed; after any other the sequence must be
+    dropped. The logits wanted are those of the last cell, libllama's row -1. The window for a non-causal image, in
+    which every cell sees all the others, is one ubatch: a larger image is refused before anything is changed.
+    """
+    shape, values = embedding.shape, embedding.values
+    n_embd = int(lib.model_n_embd_inp(lib.get_model(ctx_ptr)))
+    assert values.shape == (shape.n_tokens, n_embd), f"{values.shape} numbers for {shape} in a width of {n_embd}"
+    assert values.dtype == np.float32 and values.flags.c_contiguous and shape.nx * shape.ny == shape.n_tokens
+    assert start_pos >= 0 and n_batch >= 1
+    n_most = n_batch if causal else min(n_batch, n_ubatch)
+    if not causal and shape.n_tokens > n_most:
+        raise BadRequest(
+            f"the image takes {shape.n_tokens} tokens at once but a step has {n_most}; "
+            f"start with a batch and ubatch size of at least {shape.n_tokens}"
+        )
+    planes = shape.positions(start_pos, uses_mrope=uses_mrope)
+    with contextlib.ExitStack() as stack:
+        if not causal:
+            lib.set_causal_attn(ctx_ptr, False)
+            stack.callback(lib.set_causal_attn, ctx_ptr, True)
+        for at in range(0, shape.n_tokens, n_most):
+            is_last = at + n_most >= shape.n_tokens
+            part = slice(at, at + n_most)
+            code = _decode_cells(lib, ctx_ptr, seq, values[part], planes[:, part], wants_logits and is_last)
+            if code != 0:
+                return LOST if code == 1 and at > 0 else code
+    return 0
+
+
+def _decode_cells(lib: Lib, ctx_ptr: int, seq: int, values: Values, planes: Positions, wants_logits: bool) -> int:
+    n = len(values)
+    positions = np.ascontiguousarray(planes).ravel()  # plane by plane, of these cells alone
+    seqs, ones, wants = np.full(n, seq, np.int32), np.ones(n, np.int32), np.zeros(n, np.int8)
+    wants[-1] = wants_logits
+    pointers = seqs.ctypes.data + 4 * np.arange(n, dtype=np.uint64)
+    batch = abi.Batch(
+        n_tokens=n,
+        token=None,
+        embd=values.ctypes.data_as(abi.f32p),
+        pos=positions.ctypes.data_as(abi.i32p),
+        n_seq_id=ones.ctypes.data_as(abi.i32p),
+        seq_id=pointers.ctypes.data_as(ctypes.POINTER(abi.i32p)),
+        logits=wants.ctypes.data_as(abi.i8p),
+    )
+    return int(lib.decode(ctx_ptr, batch))
+
+
+def _check_size(width: int, height: int) -> None:
+    short, long = sorted((width, height))
+    if short < MIN_SIDE or long > MAX_SIDE or width * height > MAX_PIXELS:
+        raise BadRequest(
+            f"an image of {width}×{height} pixels cannot be read; give sides of {MIN_SIDE} to {MAX_SIDE} pixels, "
+            f"and at most {MAX_PIXELS} pixels in all"
+        )
+    if long > MAX_RATIO * short:
+        raise BadRequest(f"an image of {width}×{height} pixels is too thin; give sides of at most 1 to {MAX_RATIO}")
+
+
+def _flat(rgb: bytes | memoryview) -> NDArray[np.uint8]:
+    try:
+        return np.frombuffer(rgb, np.uint8)
+    except (ValueError, BufferError, TypeError):
+        raise BadRequest("an image's bytes must lie one behind the other, and there must be some") from None
+
+
+def _reason(said: tuple[str, ...]) -> str:
+    """The first line of libmtmd's that is an error; it also gives advice and repeats itself."""
+    for line in said:
+        if "failed" in line or "error" in line:
+            return " ".join(line.split())
+    return "libmtmd gave no reason"
