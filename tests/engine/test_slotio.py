@@ -12,9 +12,12 @@ from engine.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
 from everwarm.engine import slotio
 from everwarm.engine.settings import StoreSettings
 from everwarm.errors import BadRequest
+from everwarm.llama import blobs
+from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.object import Damaged
 from everwarm.state.slotfile import COMPANION, VERSION, checked_name, read_main
+from everwarm.types import token_mark
 
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
 HISTORY, NEW = text(1, 400), text(2, 30)
@@ -235,3 +238,41 @@ def test_what_was_erased_is_not_on_disk_either_but_what_others_share_is(tmp_path
     with open_core(store=store, n_slots=2) as core:
         assert run(core, [*other[:280], *NEW]).n_cached == 280
         assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached <= 200
+
+
+def second_part(data: bytearray, kind: MemoryKind, n_tokens: int) -> int:
+    """Where in a slot file the window or the recurrent state begins."""
+    tokens, state = 12 + 4 * n_tokens, np.frombuffer(bytes(data[12 + 4 * n_tokens :]), np.uint8)
+    for words in (3, 6):
+        found, rest = blobs._section(state, words, token_mark(n_tokens))
+        if found == n_tokens:
+            return tokens + len(state) - len(rest)
+    raise AssertionError(f"no {kind} in here")
+
+
+@pytest.mark.parametrize(
+    ("arch", "at", "value"),
+    [
+        ("gemma3", 8, -2),
+        ("gemma3", 8, 1 << 30),
+        ("gemma3", 4, 1 << 30),
+        ("qwen35", 0, 2),
+        ("qwen35", 4, -2),
+        ("qwen35", 8, 1),
+    ],
+)
+def test_a_part_that_libllama_would_choke_on_never_reaches_it(tmp_path, arch, at, value):
+    """A cell before position 0 stays for ever and spoils its next owner; two recurrent cells end the process."""
+    with open_core(arch) as core:
+        whole = talk(core)
+        save(core, tmp_path / "a.bin")
+        (tmp_path / f"a.bin{COMPANION}").unlink()
+        data = bytearray((tmp_path / "a.bin").read_bytes())
+        place = second_part(data, core.context.kind, len(whole)) + at
+        honest = bytes(data)
+        data[place : place + 4] = struct.pack("<i", value)
+        (tmp_path / "a.bin").write_bytes(data)
+        with pytest.raises(BadRequest):
+            restore(core, tmp_path / "a.bin")
+        (tmp_path / "a.bin").write_bytes(honest)
+        assert restore(core, tmp_path / "a.bin") == len(whole), "this test could not fail"

@@ -126,7 +126,7 @@ class Child:
             head = Head()
         if not head.ready:
             self.kill("it did not start")
-            log.error("the picture decoder does not start: %s", self._end())
+            log.error("a picture decoder did not start: %s (%s)", self._why, self._end())
             raise EverwarmError("the picture decoder does not start; the server's log says more")
 
     def _spawn(self) -> subprocess.Popen[bytes]:

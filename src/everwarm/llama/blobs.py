@@ -8,31 +8,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.llama.model import MemoryKind
-from everwarm.types import Mark
+from everwarm.types import Blob, Mark
 
 MAGIC = 0xAF143CD8
 _WORDS_PER_CELL = (3, 6)  # without and with what M-RoPE needs to know of a cell
 _FLOAT = np.dtype("<f4")
 _RECURRENT = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
+_HEADER = struct.Struct("<Ii")  # magic, sequence
 _WINDOW = struct.Struct("<IiII")  # magic, sequence, streams, cells
+_CELLS = struct.Struct("<II")  # streams, cells
+_STATE = struct.Struct("<IiI")  # cells, position, sequences of the cell
+_LAYERS = struct.Struct("<IIII")  # values transposed, layers, rotations of keys and of values
+_ROWS = struct.Struct("<iQ")  # type, bytes of a cell
+_COLUMNS = struct.Struct("<iII")  # type, bytes of an element, elements of a cell
+_MAX_LAYERS = 1 << 12
+_NO_END = 1 << 31
 
 
-def describes_cells(blob: NDArray[np.uint8], n_cells: int, tail: NDArray[np.uint8] | None) -> bool:
+def describes_cells(blob: Blob, n_cells: int, tail: Blob | None) -> bool:
     """Whether a full blob is so many cells of attention and nothing else: ``tail`` is what an empty state looks like."""
     if len(blob) < _WINDOW.size:
         return False
     magic, _, n_streams, found = _WINDOW.unpack_from(blob.data)
     if magic != MAGIC or n_streams != 1 or found != n_cells:
         return False
+    if not any(_are_cells(blob[_WINDOW.size :], n_cells, words, _NO_END) for words in _WORDS_PER_CELL):
+        return False
     return tail is None or bool(np.array_equal(blob[-len(tail) :], tail))
 
 
-def is_finite(blob: NDArray[np.uint8]) -> bool:
+def is_finite(blob: Blob) -> bool:
     """Whether every float in a state is a number. What is not a float in it is small enough to look like one."""
     return bool(np.isfinite(_floats(blob)).all())
 
 
-def without_nan(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def without_nan(blob: Blob) -> Blob:
     """The same state with 0 for everything that is not a number."""
     clean = blob.copy()
     floats = _floats(clean)
@@ -40,12 +50,12 @@ def without_nan(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return clean
 
 
-def _floats(blob: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _floats(blob: Blob) -> NDArray[np.float32]:
     start = _RECURRENT.size
     return blob[start : start + (len(blob) - start) // 4 * 4].view(_FLOAT)
 
 
-def describes_end(blob: NDArray[np.uint8], kind: MemoryKind, mark: Mark) -> bool:
+def describes_end(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
     """Whether a partial blob is one sequence's state that ends right before ``mark``."""
     if kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT):
         if len(blob) < _RECURRENT.size:
@@ -55,29 +65,80 @@ def describes_end(blob: NDArray[np.uint8], kind: MemoryKind, mark: Mark) -> bool
     if len(blob) < _WINDOW.size:
         return False
     magic, _, n_streams, n_cells = _WINDOW.unpack_from(blob.data)
-    return bool(magic == MAGIC and n_streams == 1 and n_cells <= mark.n_tokens)
+    if magic != MAGIC or n_streams != 1 or n_cells > mark.n_tokens:
+        return False
+    return any(_are_cells(blob[_WINDOW.size :], n_cells, words, mark.pos) for words in _WORDS_PER_CELL)
 
 
-def with_header(data: NDArray[np.uint8], seq: int) -> NDArray[np.uint8]:
+def with_header(data: Blob, seq: int) -> Blob:
     """What a file holds of a sequence, as libllama wants it from memory."""
     return np.concatenate([np.frombuffer(struct.pack("<Ii", MAGIC, seq), np.uint8), data])
 
 
-def begins_sequence(blob: NDArray[np.uint8], kind: MemoryKind, mark: Mark) -> bool:
-    """Whether a full blob begins as one of so many cells must; what follows libllama checks itself and refuses."""
+def begins_sequence(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
+    """Whether a full blob's cells are what those of such a sequence must be, in every part of it; the numbers that follow
+    libllama checks itself and refuses."""
     if kind is MemoryKind.RECURRENT:
         return describes_end(blob, kind, mark)
-    if len(blob) < _WINDOW.size:
+    if len(blob) < _HEADER.size or _HEADER.unpack_from(blob.data)[0] != MAGIC:
         return False
-    magic, _, n_streams, n_cells = _WINDOW.unpack_from(blob.data)
-    if magic != MAGIC or n_streams != 1 or n_cells != mark.n_tokens:
-        return False
-    return any(_are_cells_of_one(blob[_WINDOW.size :], n_cells, words) for words in _WORDS_PER_CELL)
+    return any(_is_whole(blob[_HEADER.size :], kind, mark, words) for words in _WORDS_PER_CELL)
 
 
-def _are_cells_of_one(data: NDArray[np.uint8], n: int, words: int) -> bool:
-    """Whether ``n`` cells follow, every position once, each of one sequence: position, sequences, (more), sequence."""
+def _is_whole(data: Blob, kind: MemoryKind, mark: Mark, words: int) -> bool:
+    """Attention, then the window where there is one, then the recurrent state where there is one, and nothing else."""
+    cells = data[_CELLS.size :]
+    n_cells, data = _section(data, words, mark)
+    if n_cells != mark.n_tokens or (int(mark.n_tokens) == int(mark.pos) and not _is_each_once(cells, n_cells, words)):
+        return False
+    if kind.has_window:
+        n_cells, data = _section(data, words, mark)
+        if n_cells is None or n_cells > mark.n_tokens:
+            return False
+    if kind in (MemoryKind.HYBRID, MemoryKind.HYBRID_WINDOW):
+        return len(data) >= _STATE.size and _STATE.unpack_from(data.data) == (1, mark.last_pos, 0)
+    return len(data) == 0
+
+
+def _section(data: Blob, words: int, mark: Mark) -> tuple[int | None, Blob]:
+    """The number of cells of one attention cache, and what follows it. None: it is none of one sequence up to there."""
+    try:
+        n_streams, n_cells = _CELLS.unpack_from(data.data)
+        if n_streams != 1 or not _are_cells(data[_CELLS.size :], n_cells, words, mark.pos):
+            return None, data
+        at = _CELLS.size + 4 * words * n_cells
+        if n_cells:
+            at = _after_numbers(data, at, n_cells)
+    except struct.error:
+        return None, data
+    return (n_cells, data[at:]) if at <= len(data) else (None, data)
+
+
+def _after_numbers(data: Blob, at: int, n_cells: int) -> int:
+    """Where the keys and values of so many cells end; beyond the data where they would be cut off."""
+    is_transposed, n_layers, *_ = _LAYERS.unpack_from(data.data, at)
+    at += _LAYERS.size
+    for is_value in (False, True):
+        for _ in range(min(n_layers, _MAX_LAYERS)):
+            if is_value and is_transposed:
+                _, size, n_rows = _COLUMNS.unpack_from(data.data, at)
+                at += _COLUMNS.size + n_cells * size * n_rows
+            else:
+                _, size = _ROWS.unpack_from(data.data, at)
+                at += _ROWS.size + n_cells * size
+    return at
+
+
+def _is_each_once(data: Blob, n: int, words: int) -> bool:
+    """Whether a text's cells have every position once."""
+    positions = data[: 4 * n * words].view("<i4").reshape(n, words)[:, 0]
+    return bool(np.array_equal(np.sort(positions), np.arange(n)))
+
+
+def _are_cells(data: Blob, n: int, words: int, end: int) -> bool:
+    """Whether ``n`` cells follow, each of one sequence and before position ``end``: position, sequences, (more), sequence.
+    libllama never removes a cell before position 0, and whoever gets the sequence next would see it."""
     if len(data) < 4 * n * words:
         return False
     cells = data[: 4 * n * words].view("<i4").reshape(n, words)
-    return bool((cells[:, 1] == 1).all()) and bool(np.array_equal(np.sort(cells[:, 0]), np.arange(n)))
+    return bool((cells[:, 1] == 1).all() and (cells[:, 0] >= 0).all() and (cells[:, 0] < end).all())

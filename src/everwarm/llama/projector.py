@@ -18,6 +18,7 @@ from everwarm.llama.model import GGUF_MAGIC
 MAX_HEADER_BYTES = 1 << 24
 MAX_KEYS = 1 << 12
 MAX_TENSORS = 1 << 14
+MAX_REASON = 300
 
 U32, I32, F32, BOOL, TEXT, LIST = 4, 5, 6, 7, 8, 9  # GGUF's types of values
 PLAIN, HALF = 0, 1  # ggml's number formats f32 and f16
@@ -60,7 +61,9 @@ class Projector:
     # questions
 
     def bad(self, why: str) -> ModelFileError:
-        return ModelFileError(f"{self.path.name} {why}")
+        """Names and values come from the file: one line of what can be printed, and not too long."""
+        printable = "".join(letter if letter.isprintable() else "?" for letter in why[:MAX_REASON])
+        return ModelFileError(f"{self.path.name} {printable}")
 
     @property
     def style(self) -> str:

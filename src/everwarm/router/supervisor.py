@@ -259,6 +259,7 @@ class Supervisor:
                 str(os.getpid()),
                 pass_fds=(theirs.fileno(), self._memory),
                 stdin=asyncio.subprocess.DEVNULL,
+                env=os.environ | {"GGML_NO_BACKTRACE": "1"},  # else an abort waits for a debugger
             )
             theirs.close()
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
