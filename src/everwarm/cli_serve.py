@@ -55,6 +55,9 @@ class ServeOptions:
         bool, Parameter(group=_MODELS, help="load a model when it is asked for; else only POST /models/load does")
     ] = True
 
+    picture_host: Annotated[
+        tuple[str, ...], Parameter(group=_NETWORK, help="host whose pictures may be fetched by https; repeatable")
+    ] = ()
     max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
     max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
         "32MiB"
@@ -112,6 +115,9 @@ class ServeOptions:
     n_cpu_moe: Annotated[
         int, Parameter(name=["--n-cpu-moe", "-ncmoe"], group=_COMPUTE, help="layers whose experts stay in host memory")
     ] = 0
+    mmproj: Annotated[
+        str | None, Parameter(group=_COMPUTE, help="projector file for pictures; default: mmproj-MODEL.gguf beside it")
+    ] = None
     lora: Annotated[
         tuple[str, ...], Parameter(group=_COMPUTE, help="adapter file, or FILE:SCALE; repeatable", negative=())
     ] = ()
@@ -140,6 +146,7 @@ class ServeOptions:
             checkpoints=CheckpointParams(
                 self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
             ),
+            mmproj=self.mmproj,
             store=self._store(),
             namespace_share=self.namespace_share,
             n_spares=self.spares,
@@ -169,6 +176,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,
+            picture_hosts=self.picture_host,
         )
 
 

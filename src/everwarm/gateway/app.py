@@ -23,11 +23,15 @@ from everwarm.gateway.llamaserver import LlamaServer
 from everwarm.gateway.metrics import CONTENT_TYPE, Metrics
 from everwarm.gateway.models import Models
 from everwarm.gateway.openai import OpenAI
+from everwarm.gateway.pictures import PictureLimits, Pictures
+from everwarm.gateway.remote import RemotePolicy
 from everwarm.gateway.replies import Hangup, json_response
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool
 from everwarm.router.supervisor import State, Supervisor
+
+PICTURES = PictureLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Gateway:
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
-    service = Service(pool, settings, Limits(settings), Metrics())
+    service = Service(pool, settings, Limits(settings), Metrics(), Pictures(PICTURES, _remote(settings)))
     openai, llama, models, state = OpenAI(service), LlamaServer(service), Models(service), Status(service)
     routes = [
         Route("/", state.home, methods=["GET"]),
@@ -67,6 +71,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     async def drain() -> None:
         service.limits.is_draining = True
         await pool.stop(settings.grace_s)
+        await service.pictures.close()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -82,6 +87,10 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     }
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
     return Gateway(Guard(app, settings), drain)
+
+
+def _remote(settings: ServerSettings) -> RemotePolicy | None:
+    return RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None
 
 
 class Status:

@@ -17,7 +17,7 @@ from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect, events
 from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
-from everwarm.gateway.service import Service, template_options
+from everwarm.gateway.service import Service, illustrated, template_options
 from everwarm.router.pool import Served
 from everwarm.state.slotfile import checked_name
 
@@ -100,7 +100,8 @@ class LlamaServer:
         body = read(await request.body(), ChatBody)
         async with self._service.borrowed(body.model) as served:
             template = await self._service.template(served)
-        text = await asyncio.to_thread(template.render, body.messages, **template_options(body))
+        messages, _ = illustrated(body.messages, "<__media__>")
+        text = await asyncio.to_thread(template.render, messages, **template_options(body))
         return json_response({"prompt": text})
 
     async def props(self, request: Request) -> Response:
@@ -117,7 +118,7 @@ class LlamaServer:
                 "model_alias": served.id,
                 "model_description": info.description,
                 "memory_kind": info.memory_kind,
-                "modalities": _TEXT_ONLY,
+                "modalities": _TEXT_ONLY | {"vision": info.sees},
                 "endpoint_slots": True,
                 "endpoint_props": False,
                 "endpoint_metrics": True,

@@ -30,6 +30,7 @@ log = logging.getLogger("everwarm.gateway")
 WORKER = "everwarm.gateway.picture_worker"
 SLOW = "it took too long"
 _START_S = 30.0
+_LATE_S = 5  # after its time is over a child is killed; if nobody is there to do it, its thread still comes back
 _MAX_HEAD_BYTES = 4096
 # A child is given no secret of ours, and gives memory back to the system.
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
@@ -97,6 +98,9 @@ class Child:
         self._lock = threading.Lock()  # between starting and killing
         self._process: subprocess.Popen[bytes] | None = None
         self._wire, self._theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            late = struct.pack("ll", math.ceil(limits.timeout_s) + _LATE_S, 0)
+            self._wire.setsockopt(socket.SOL_SOCKET, option, late)
         self._their_lifeline, self._lifeline = os.pipe()
         self._why = ""
         self.n_pictures = 0

@@ -91,8 +91,6 @@ class Pictures:
 
     async def decode(self, data: bytes) -> Picture:
         """The same bytes are decoded once, also when several ask at the same time."""
-        if self._is_closed:
-            raise EngineStopped("the server is stopping")
         if not data:
             raise BadRequest(f"the picture is empty: send it as {_EXAMPLE}")
         if len(data) > self.limits.max_bytes:
@@ -102,6 +100,8 @@ class Pictures:
         if known is not None:
             self.n_remembered += 1
             return known
+        if self._is_closed:
+            raise EngineStopped("the server is stopping")
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight()

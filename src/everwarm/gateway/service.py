@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from everwarm.engine import messages as m
 from everwarm.engine.messages import ModelInfo
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
@@ -21,12 +22,14 @@ from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
+from everwarm.gateway.pictures import Pictures
 from everwarm.gateway.replies import EventStream, sse, unless_gone, within
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervisor import Question
 
 T = TypeVar("T")
+Json = dict[str, Any]
 
 # Who is talking, as real clients say it. It informs which slot to give up last, never what may be reused.
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
@@ -38,6 +41,8 @@ class Service:
     settings: ServerSettings
     limits: Limits
     metrics: Metrics
+    pictures: Pictures = field(default_factory=Pictures)
+    marker: str = field(default_factory=lambda: f"<|picture-{secrets.token_hex(12)}|>")  # nobody can write it by chance
     _templates: dict[str, tuple[str, ChatTemplate]] = field(default_factory=dict)  # by model
 
     async def template(self, served: Served) -> ChatTemplate:
@@ -71,8 +76,11 @@ class Service:
 
     async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> list[dict[str, Any]]:
         info, template = await served.supervisor.wait_ready(), await self.template(served)
-        _require_text(body.messages)
-        rendered = await asyncio.to_thread(template.conversation, body.messages, **template_options(body))
+        messages, parts = illustrated(body.messages, self.marker)
+        if parts and not info.sees:
+            raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
+        pictures = await self.pictures.from_parts(parts) if parts else []
+        rendered = await asyncio.to_thread(template.conversation, messages, **template_options(body))
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
         common = {
             **self._common(request, body, info),
@@ -82,6 +90,9 @@ class Service:
             "stable": rendered.stable,
             "n_probs": body.n_probs,
         }
+        if pictures:
+            sent = tuple(m.Picture(p.digest, p.width, p.height, p.rgb) for p in pictures)
+            common |= {"marker": self.marker, "pictures": sent}
         return _choices(common, body)
 
     async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> list[dict[str, Any]]:
@@ -142,15 +153,27 @@ class Service:
         return EventStream(frames, self.limits.admitted(n_body_bytes), error_frame, limit_s)
 
 
-def _require_text(messages: list[dict[str, Any]]) -> None:
-    """A picture that the model would never see must not pass for one."""
+def illustrated(messages: list[Json], marker: str) -> tuple[list[Json], list[Json]]:
+    """The messages with a marker as text in the place of every picture, and the pictures' parts. Whatever is neither text
+    nor picture is refused: what a model would never see must not pass for seen."""
+    parts: list[Json] = []
+    shown = []
     for message in messages:
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type", "text") not in ("text", "input_text", "refusal"):
-                raise BadRequest(
-                    f"content of type {str(part['type'])[:40]!r} cannot be used: this model reads text only"
-                )
+        if isinstance(content, list):
+            message = {**message, "content": [_as_text(part, marker, parts) for part in content]}
+        shown.append(message)
+    return shown, parts
+
+
+def _as_text(part: Any, marker: str, pictures: list[Json]) -> Any:
+    kind = part.get("type", "text") if isinstance(part, dict) else "text"
+    if kind in ("image_url", "input_image"):
+        pictures.append(part)
+        return {"type": "text", "text": marker}
+    if kind not in ("text", "input_text", "refusal"):
+        raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
+    return part
 
 
 def template_options(body: ChatBody) -> dict[str, Any]:

@@ -21,6 +21,9 @@ class ServerSettings:
     max_waiting_tokens: int = 4_000_000  # prompt tokens of all of them, estimated from their text
     request_timeout_s: float = 0.0  # 0: none
     grace_s: float = 10.0
+    picture_hosts: tuple[
+        str, ...
+    ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
 
     def __post_init__(self) -> None:

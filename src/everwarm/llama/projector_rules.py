@@ -73,7 +73,7 @@ def check(file: Projector) -> None:
 
 def _check_numbers(file: Projector) -> None:
     n_blocks, patch = file.number("block_count"), file.number("patch_size")
-    if n_blocks > len(file.tensors):
+    if not 1 <= n_blocks <= len(file.tensors):
         raise file.bad(f"claims {n_blocks} blocks, with {len(file.tensors)} tensors in all")
     if not 1 <= patch <= MAX_PATCH:
         raise file.bad(f"has patches of {patch} pixels; 1 to {MAX_PATCH} are believed")

@@ -80,6 +80,8 @@ class Catalog:
 
 def only(path: Path, settings: EngineSettings, id: str, *, mmproj: Path | None = None) -> Catalog:
     """One model that is loaded at the start, stays, and is served under any name. What is wrong with it, loading says."""
+    beside = (path.with_name(name) for name in (f"mmproj-{path.name}", f"{path.stem}.mmproj.gguf"))
+    mmproj = mmproj or next((file for file in beside if file.is_file()), None)
     spec = ModelSpec(
         id=id, path=path, settings=settings, n_bytes=0, source="file", mmproj=mmproj, pinned=True, load_on_start=True
     )

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
@@ -98,7 +98,10 @@ class Pool:
             if self.on_loading is not None:
                 self.on_loading(spec.id, done)
 
-        return Served(spec, Supervisor(str(spec.path), spec.settings, patience=self.patience, on_loading=told))
+        settings = spec.settings
+        if settings.mmproj is None and spec.mmproj is not None:
+            settings = replace(settings, mmproj=str(spec.mmproj))
+        return Served(spec, Supervisor(str(spec.path), settings, patience=self.patience, on_loading=told))
 
     def start(self) -> None:
         self._spawn(self._tick())

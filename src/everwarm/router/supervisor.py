@@ -23,7 +23,8 @@ import msgspec
 
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import BadRequest, EngineStopped, Refused
+from everwarm.errors import BadRequest, EngineStopped, PixelsMissing, Refused
+from everwarm.router.seen import Seen
 from everwarm.state.arena import memory_file
 
 log = logging.getLogger("everwarm.router")
@@ -91,6 +92,7 @@ class Supervisor:
         self._kill_reason = ""
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
+        self._seen = Seen()
         self._memory = memory_file()  # the RAM tier: it outlives the engine and goes with us
 
     # what callers see
@@ -143,7 +145,25 @@ class Supervisor:
         return self.info
 
     async def stream(self, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
-        """Submit a prompt; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the engine."""
+        """Submit a prompt; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the engine.
+
+        Pictures that the engine has seen go without their pixels; where it needs them after all, they follow."""
+        light, has_begun = submit | {"pictures": self._seen.without_pixels(submit.get("pictures", ()))}, False
+        async with contextlib.aclosing(self._stream(**light)) as messages:
+            async for message in messages:
+                if isinstance(message, m.Failed) and message.code == PixelsMissing.code:
+                    break
+                has_begun = has_begun or isinstance(message, m.Begun)
+                yield message
+            else:
+                self._seen.add(submit.get("pictures", ()))
+                return
+        async with contextlib.aclosing(self._stream(**submit)) as messages:
+            async for message in messages:
+                if not (has_begun and isinstance(message, m.Begun)):
+                    yield message
+
+    async def _stream(self, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
         with self._asking(m.Submit(self._new_id(), **submit)) as pending:
             while True:
                 message = await pending.inbox.get()
