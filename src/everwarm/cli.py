@@ -26,7 +26,7 @@ from everwarm.config import (
     require,
 )
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.demo.tiny import ARCHITECTURES, TinySpec, write_tiny
+from everwarm.demo.tiny import ARCHITECTURES, TinySpec, projector_path, write_tiny, write_tiny_vision
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.router import hub
@@ -211,6 +211,7 @@ def tiny(
     vocab: int | None = None,
     seed: int = 0,
     dtype: Literal["f32", "q8_0"] = "f32",
+    vision: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Write a small random model with a real architecture: for tests and benchmarks. Same flags, same bytes.
 
@@ -228,12 +229,17 @@ def tiny(
         Another seed, other weights.
     dtype
         f32, or q8_0 for large files.
+    vision
+        Also write a projector for images beside it, for example mmproj-m.gguf (qwen35 and gemma3).
     """
-    spec = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype)
+    spec = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype, vision=vision)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"writing {out.name}", total=None)
         size = write_tiny(out, spec, lambda done, total: progress.update(task, completed=done, total=total))
     Console().print(f"{out}: {arch}, {layers} layers, width {width}, {dtype}, {size / 1e6:.1f} MB")
+    if vision:
+        beside = projector_path(out)
+        Console().print(f"{beside}: its projector for images, {write_tiny_vision(beside, spec) / 1e6:.1f} MB")
 
 
 def main() -> None:

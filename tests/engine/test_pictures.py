@@ -11,6 +11,7 @@ import pytest
 
 from engine.drive import GUARD, check, drain, run, text, tidy
 from everwarm.config import GREEDY
+from everwarm.engine import slotio
 from everwarm.engine.assemble import assemble
 from everwarm.engine.exact import compare_with_cold
 from everwarm.engine.gallery import Pixels
@@ -19,6 +20,7 @@ from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest, PixelsMissing
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.arena import memory_file
+from everwarm.state.object import Damaged
 from models import tiny_vision
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -262,3 +264,26 @@ def test_text_and_pictures_take_turns_on_one_slot_without_end():
             result = look(core, chosen, max_tokens=2)
             assert result.error is None and len(result.tokens) == 2
         check(core)
+
+
+@pytest.mark.parametrize("parts", [[A, CAT, B], [CAT, A], [A, CAT, B, DOG, C]], ids=["one", "first", "two"])
+@pytest.mark.parametrize("arch", SEEING)
+def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
+    new, path = text(9, 20), tmp_path / "a.bin"
+    with seeing_core(arch, n_slots=1) as core:
+        look(core, parts, slot=0)
+        saved = slotio.capture(core, core.slots[0], "")
+        slotio.write(path, saved, "me")
+        whole = n_items(parts) + 3
+        golden = look(core, [*parts, new])
+    with seeing_core(arch, n_slots=1) as core:
+        again, _ = slotio.read(path, "me", core.context.n_ctx)
+        n = slotio.put_back(core, core.slots[0], again, "")
+        assert n == saved.n_tokens > whole and core.slots[0].n_fed == whole
+        check(core)
+        result = look(core, [*parts, new], with_pixels=False)
+        assert result.tokens == golden.tokens and result.n_processed <= len(new) + GUARD
+        assert core.gallery.n_encoded == 0
+        path.with_name("a.bin.checkpoints").unlink()
+        with pytest.raises(Damaged, match="pictures"):
+            slotio.read(path, "me", core.context.n_ctx)

@@ -73,7 +73,7 @@ def test_what_is_restored_is_byte_for_byte_what_was_saved(tmp_path, arch):
     with open_core(arch) as core:
         restore(core, tmp_path / "a.bin")
         again = slotio.capture(core, core.slots[0], "")
-    assert again.tokens.tolist() == saved.tokens.tolist()
+    assert again.prompt.codes.tolist() == saved.prompt.codes.tolist()
     assert again.state.tobytes() == saved.state.tobytes()
     assert [s.point.n_items for s in again.points] == [s.point.n_items for s in saved.points]
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
@@ -87,7 +87,7 @@ def test_a_conversation_that_left_the_context_is_saved_all_the_same(tmp_path):
         whole = talk(core)
         core.keeper.move_out_slot(core.slots[0])
         assert core.slots[0].n_fed == 0
-        assert save(core, tmp_path / "a.bin").tokens.tolist() == whole
+        assert save(core, tmp_path / "a.bin").prompt.codes.tolist() == whole
         check(core)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from everwarm.llama.media import LOST, Embedding, MediaModel, MediaShape
 from everwarm.llama.model import Model
 from llama.sight import Eye, Logits, eye, picture
 from llama.steps import N_UBATCH, same_bits, text
-from models import tiny_vision
 
 ARCHS = ("qwen35", "gemma3")
 SIZE = (352, 224)  # 11 × 7 cells on qwen35: more than one ubatch, and not square
@@ -24,21 +22,6 @@ CHUNKS = (1, N_UBATCH + 1, 2, 1)
 OFF = 1e-2  # other chunks move the logits by less than a tenth of this
 
 Sight = tuple[Model, MediaModel]
-
-
-@pytest.fixture(scope="module")
-def sight() -> Iterator[Callable[[str], Sight]]:
-    with ExitStack() as stack:
-        opened: dict[str, Sight] = {}
-
-        def open_once(arch: str) -> Sight:
-            if arch not in opened:
-                model_path, path = tiny_vision(arch)
-                model = stack.enter_context(Model(model_path))
-                opened[arch] = model, stack.enter_context(MediaModel(path, model, n_threads=1, use_gpu=False))
-            return opened[arch]
-
-        yield open_once
 
 
 @pytest.fixture(params=ARCHS)
@@ -179,7 +162,9 @@ def planes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[np.ndarray], 
     real = MediaShape.positions
 
     def change(how: Callable[[np.ndarray], np.ndarray]) -> None:
-        monkeypatch.setattr(MediaShape, "positions", lambda self, start, uses_mrope: how(real(self, start, uses_mrope=uses_mrope)))
+        monkeypatch.setattr(
+            MediaShape, "positions", lambda self, start, uses_mrope: how(real(self, start, uses_mrope=uses_mrope))
+        )
 
     return change
 
@@ -287,7 +272,9 @@ def test_an_image_that_must_be_seen_at_once_and_is_larger_than_a_ubatch_is_refus
     for small in ({"n_ubatch": 35}, {"n_batch": 35}):
         with eye(*gemma) as at:
             at.say(text(30))
-            message = "the image takes 36 tokens at once but a step has 35; start with a batch and ubatch size of at least 36"
+            message = (
+                "the image takes 36 tokens at once but a step has 35; start with a batch and ubatch size of at least 36"
+            )
             with pytest.raises(BadRequest, match=message):
                 at.see(image, **small)
             go_on(at)

@@ -43,21 +43,19 @@ class SavedPoint(NamedTuple):
 class Saved:
     """A conversation outside of the engine."""
 
-    tokens: Codes
+    prompt: Prompt
     state: Blob
     points: tuple[SavedPoint, ...] = ()
 
     @property
     def n_tokens(self) -> int:
-        return len(self.tokens)
+        return self.prompt.n_tokens(len(self.prompt))
 
 
 def capture(core: Core, slot: Slot, namespace: str) -> Saved:
     """The slot's last conversation, brought back into it first if it has left the context."""
     if not len(slot.content) or slot.namespace != namespace:
         raise BadRequest(f"slot {slot.seq} holds no conversation of yours")
-    if slot.content.media:
-        raise BadRequest("a conversation with images cannot be saved to a slot file")
     _bring_back(core, slot)
     if not slot.n_fed:
         raise BadRequest(f"the conversation of slot {slot.seq} is not kept any more")
@@ -74,13 +72,14 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
             point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
-    return Saved(slot.items.codes[: slot.n_fed], core.context.capture_sequence(slot.seq), tuple(points))
+    return Saved(slot.items.first(slot.n_fed), core.context.capture_sequence(slot.seq), tuple(points))
 
 
 def _bring_back(core: Core, slot: Slot) -> None:
     if slot.n_fed or not len(slot.content):
         return
-    prompt = Prompt(np.append(slot.content.codes, np.int32(0)))  # one more, so that the whole of it may be restored
+    more = Prompt.of_tokens([0])  # so that the whole of it may be restored
+    prompt = slot.content.followed_by(len(slot.content), more)
     sources = core.restorer.sources(prompt, slot.namespace)
     match = core.restorer.match(prompt, slot.namespace, sources)
     if core.fetcher is not None and core.fetcher.bring(prompt, slot.namespace, match):
@@ -93,17 +92,19 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
     files = files or Files()
     companion = path.with_name(path.name + COMPANION)
     companion.unlink(missing_ok=True)  # never an old companion beside a new file
-    n_bytes = files.write(path, encode_main(saved.tokens, saved.state))
-    items = np.ascontiguousarray(saved.tokens, "<i4").view(np.uint8)
+    cells = saved.prompt.cells
+    n_bytes = files.write(path, encode_main(cells, saved.state))
+    items = np.ascontiguousarray(saved.prompt.codes, "<i4").view(np.uint8)
     header = Header(
         kind="slot",
         fingerprint=fingerprint,
         key="",
         start="",
         n_start=0,
-        n_items=saved.n_tokens,
+        n_items=len(saved.prompt),
+        media=saved.prompt.rows(0, len(saved.prompt)),
         points=tuple(saved_point.point for saved_point in saved.points),
-        main=main_digest(saved.tokens, saved.state),
+        main=main_digest(cells, saved.state),
     )
     parts = {"items": items}
     for saved_point in saved.points:
@@ -113,32 +114,35 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
 
 def read(path: Path, fingerprint: str, max_tokens: int, place: Place = heap) -> tuple[Saved, int]:
     """The conversation in a slot file, with its checkpoints if the companion is there and belongs to it; and its bytes."""
-    tokens, state = read_main(path, max_tokens)
+    cells, state = read_main(path, max_tokens)
     companion = path.with_name(path.name + COMPANION)
     try:
-        points, n_bytes = _read_companion(companion, tokens, state, fingerprint, place)
-    except Damaged:
-        points, n_bytes = (), 0  # none, an older or a foreign one: the main file alone goes as far as it goes
-    return Saved(tokens, state, points), path.stat().st_size + n_bytes
+        prompt, points, n_bytes = _read_companion(companion, cells, state, fingerprint, place)
+    except Damaged:  # none, an older or a foreign one: the main file alone goes as far as it goes
+        if int(cells.min()) < 0:
+            raise Damaged("it holds pictures, and the companion that says which is missing or another's") from None
+        prompt, points, n_bytes = Prompt.of_tokens(cells), (), 0
+    return Saved(prompt, state, points), path.stat().st_size + n_bytes
 
 
 def _read_companion(
-    path: Path, tokens: Codes, state: Blob, fingerprint: str, place: Place
-) -> tuple[tuple[SavedPoint, ...], int]:
+    path: Path, cells: Codes, state: Blob, fingerprint: str, place: Place
+) -> tuple[Prompt, tuple[SavedPoint, ...], int]:
     fd = open_plain(path)
     try:
         reader = Reader(fd)
         head = reader.header
-        same = head.kind == "slot" and head.fingerprint == fingerprint and head.main == main_digest(tokens, state)
-        if not same or not np.array_equal(reader.read("items").view("<i4"), tokens):
+        same = head.kind == "slot" and head.fingerprint == fingerprint and head.main == main_digest(cells, state)
+        prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media) if same else None
+        if prompt is None or prompt.n_tokens(len(prompt)) != len(cells) or not np.array_equal(prompt.cells, cells):
             raise Damaged("it belongs to another file or model")
-        if any(not 0 < point.n_items <= len(tokens) for point in head.points):
+        if any(not 0 < point.n_items <= len(prompt) for point in head.points):
             raise Damaged("a checkpoint lies outside of the conversation")
         points = [
             SavedPoint(p, reader.read(p.section, place), reader.read(p.logits) if p.logits else None)
             for p in head.points
         ]
-        return tuple(points), os.fstat(fd).st_size
+        return prompt, tuple(points), os.fstat(fd).st_size
     finally:
         os.close(fd)
 
@@ -146,11 +150,10 @@ def _read_companion(
 def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     """The conversation into the slot, whatever was there before; returns how many tokens a next request can reuse."""
     empty(core, slot)
-    prompt = Prompt.of_tokens(saved.tokens)
-    n = len(prompt)
+    prompt, n = saved.prompt, saved.n_tokens
     if n >= core.context.n_ctx:
         raise BadRequest(f"the file holds {n} tokens but the context {core.context.n_ctx}")
-    if int(saved.tokens.max()) >= core.model.vocab.n_tokens:
+    if int(prompt.codes.max()) >= core.model.vocab.n_tokens:
         raise BadRequest("the file holds tokens that this model does not have")
     root = core.tree.root(namespace)
     if not core.keeper.make_room(n, keep=slot):
@@ -159,7 +162,7 @@ def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
         core.context.restore_sequence(slot.seq, saved.state, prompt.end)
     except MemoryFault as error:
         raise BadRequest(f"the file is not a state of this model: {error}") from None
-    slot.n_fed, slot.items, slot.content, slot.namespace = n, prompt, prompt, namespace
+    slot.n_fed, slot.items, slot.content, slot.namespace = len(prompt), prompt, prompt, namespace
     for point, state, logits in saved.points:
         node = core.tree.grow(root, prompt, point.n_items)
         if node.checkpoint is None:
@@ -185,7 +188,8 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     """Forget the slot's conversation as far as no other one shares it; returns its tokens."""
     if slot.namespace != namespace:
         return 0
-    content, n = slot.content, len(slot.content)
+    content = slot.content
+    n = content.n_tokens(len(content))
     _bring_back(core, slot)
     node = slot.node
     core.context.drop(slot.seq)

@@ -126,6 +126,16 @@ class Prompt:
         """The text tokens alone."""
         return self.codes[self.codes >= 0] if self.media else self.codes
 
+    @property
+    def cells(self) -> Codes:
+        """The token of every cell; -1 where a picture lies."""
+        if not self.media:
+            return self.codes
+        widths = np.ones(len(self.codes), np.int64)
+        for index, item in self.media.items():
+            widths[index] = item.n_tokens
+        return np.repeat(np.maximum(self.codes, -1), widths)
+
     def n_tokens(self, n_items: int) -> int:
         """The cells that the first ``n_items`` items take."""
         return int(self.mark(n_items).n_tokens) if self.media else n_items

@@ -75,17 +75,19 @@ def read_main(path: Path, max_tokens: int) -> tuple[Codes, Blob]:
 
 
 def _unpacked(packed: Codes) -> Codes:
-    """A plain list of tokens, or llama-server's packed one without media."""
+    """A plain list of tokens (-1 for cells of pictures), or llama-server's packed one without media."""
     tokens = packed
-    if len(packed) and packed[0] == -1:
+    if len(packed) > 1 and (packed[0], packed[1]) == (-1, _PACKED_VERSION):
         data = packed.tobytes()
         if len(data) < _PACKED.size + 4:
             raise Damaged("its token list is too short")
-        _, version, n = _PACKED.unpack_from(data)
-        if version != _PACKED_VERSION or len(packed) != n + 4 or packed[-1] != 0:
+        _, _, n = _PACKED.unpack_from(data)
+        if len(packed) != n + 4 or packed[-1] != 0:
             raise Damaged("its token list cannot be read, or holds media")
         tokens = packed[3 : 3 + n]
-    if len(tokens) == 0 or int(tokens.min()) < 0:
+        if len(tokens) and int(tokens.min()) < 0:
+            raise Damaged("it has tokens that are none")
+    if len(tokens) == 0 or int(tokens.min()) < -1:
         raise Damaged("it has no tokens, or some that are none")
     return np.ascontiguousarray(tokens, np.int32)
 

@@ -1,0 +1,28 @@
+"""Models that see, opened once per module of tests."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from everwarm.llama.media import MediaModel
+from everwarm.llama.model import Model
+from models import tiny_vision
+
+Sight = tuple[Model, MediaModel]
+
+
+@pytest.fixture(scope="session")
+def sight() -> Iterator[Callable[[str], Sight]]:
+    """``sight(arch)``: that tiny model and its projector, open."""
+    with ExitStack() as stack:
+        opened: dict[str, Sight] = {}
+
+        def open_once(arch: str) -> Sight:
+            if arch not in opened:
+                model_path, path = tiny_vision(arch)
+                model = stack.enter_context(Model(model_path))
+                opened[arch] = model, stack.enter_context(MediaModel(path, model, n_threads=1, use_gpu=False))
+            return opened[arch]
+
+        yield open_once
