@@ -55,13 +55,13 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        (pid,) = children(self.process.pid)
+        (pid,) = self.engine_pids
         return pid
 
     @property
     def engine_pids(self) -> list[int]:
         """The engines that are alive, whichever models they have."""
-        return [pid for pid in children(self.process.pid) if is_alive(pid)]
+        return [pid for pid in children(self.process.pid) if is_alive(pid) and _is_engine(pid)]
 
     def next_engine(self, before: Collection[int]) -> int:
         """The engine that is started now, long before it is ready."""
@@ -228,6 +228,12 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_
 def children(pid: int) -> list[int]:
     path = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def _is_engine(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"everwarm.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def is_alive(pid: int) -> bool:

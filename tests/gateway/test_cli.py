@@ -224,3 +224,14 @@ def test_a_tiny_model_is_written_and_the_same_flags_write_the_same(here, tmp_pat
     for path in paths:
         assert here("tiny", "--out", str(path), "--width", "64").returncode == 0
     assert paths[0].read_bytes() == paths[1].read_bytes() and EMBEDDED_MODEL.exists()
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "gemma3"])
+def test_a_tiny_model_that_sees_has_its_projector_beside_it(arch, here, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        out = str(tmp_path / name / "m.gguf")
+        done = here("tiny", "--arch", arch, "--vision", "--out", out, "--width", "64")
+        assert done.returncode == 0 and "mmproj-m.gguf: its projector for images" in done.stdout.replace("\n", "")
+    for file in ("m.gguf", "mmproj-m.gguf"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
