@@ -15,7 +15,8 @@ EMBEDDED = Path(__file__).parent.parent / "src/everwarm/demo/everwarm-tiny.gguf"
 
 def model_file(spec: TinySpec) -> Path:
     """A tiny model, written once per machine."""
-    name = f"{spec.arch}-{spec.n_layers}x{spec.width}-{spec.dtype}-{spec.seed}.gguf"
+    seeing = "-vision" if spec.vision else ""
+    name = f"{spec.arch}-{spec.n_layers}x{spec.width}-{spec.dtype}-{spec.seed}{seeing}.gguf"
     path = Path(tempfile.gettempdir()) / "everwarm-bench" / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ class PeerOptions:
     n_batch: int = 2048
     cache_ram_mib: int = 8192
     slot_save_path: str = ""
+    mmproj: Path | None = None
 
 
 class Peer:
@@ -78,6 +79,8 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     params.kv_unified = True
     params.port = 0
     params.verbosity = -1
+    if options.mmproj is not None:
+        params.mmproj.path = str(options.mmproj)
     if options.slot_save_path:
         params.slot_save_path = options.slot_save_path
     server = xllamacpp.Server(params)

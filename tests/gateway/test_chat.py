@@ -210,3 +210,24 @@ def test_a_long_conversation_costs_in_proportion_to_its_length(embedded_model):
     template, messages = Counting(embedded_model.chat_template), [HELLO, HI] * 100 + [BYE]
     template.conversation(messages)
     assert template.n_messages <= 20 * len(messages)
+
+
+PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+ONE_TEXT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+ONLY_PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [ONE_TEXT, BOTH, ONLY_PARTS])
+@pytest.mark.parametrize("content", ["one two", PARTS])
+def test_content_comes_as_the_template_takes_it(source, content):
+    """A list of parts in a template that wants one text would be printed as Python writes it."""
+    assert ChatTemplate(source).render([{"role": "user", "content": content}]) == "<user>one two"
+
+
+def test_pictures_and_refusals_in_a_list_do_not_get_lost_as_text():
+    content = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}, "b"]
+    assert ChatTemplate(ONE_TEXT).render([{"role": "user", "content": content}]) == "<user>anob"

@@ -142,12 +142,12 @@ def test_a_restart_goes_on_from_disk_and_a_slot_file_brings_it_back(tmp_path: Pa
     flags = ("--mmproj", str(mmproj), *disk, "--slot-save-path", str(tmp_path))
     with serving(*flags, model=model) as server:
         say(server, TALK[:1], id_slot=0)
-        assert server.ask("/slots/0?action=save", {"filename": "a.bin"})["n_saved"] > 60
+        assert server.ask("/slots/0?action=save", {"filename": "a.bin"})["n_saved"] > 40
     with serving(*flags, model=model) as server:
         n_prompt, n_read = read(answer := say(server, TALK))
-        assert n_read <= NEW + GUARD and n_prompt > 100 and text_of(answer) == golden
+        assert n_read <= NEW + GUARD and n_prompt > 60 and text_of(answer) == golden
     with serving("--mmproj", str(mmproj), "--slot-save-path", str(tmp_path), model=model) as server:
-        assert server.ask("/slots/0?action=restore", {"filename": "a.bin"})["n_restored"] > 60
+        assert server.ask("/slots/0?action=restore", {"filename": "a.bin"})["n_restored"] > 40
         assert read(say(server, TALK, id_slot=0))[1] <= NEW + GUARD
 
 

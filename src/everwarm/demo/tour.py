@@ -1,6 +1,6 @@
 """The guided demo: a conversation that loses its slot and comes back, an edit, a branch, a retry, six conversations on two
-slots, and a new engine that finds an old one's conversation on disk. Everything shown is measured while it runs; nothing
-is scripted but the questions.
+slots, a new engine that finds an old one's conversation on disk, and a picture. Everything shown is measured while it
+runs; nothing is scripted but the questions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from everwarm.config import GREEDY
 from everwarm.demo import EMBEDDED_MODEL
+from everwarm.demo.pictures import show_pictures
 from everwarm.demo.text import story
 from everwarm.engine.engine import Engine
 from everwarm.engine.exact import ExactReport, compare_with_cold
@@ -106,6 +107,7 @@ def run_tour(console: Console, model: Path | None) -> None:
         _changes_of_mind(console, warm)
         _six_on_two(console, warm)
         _new_engine(console, path)
+        show_pictures(console)
         _conclude(console, warm, speed_up)
 
 

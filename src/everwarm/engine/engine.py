@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from everwarm.config import Sampling
 from everwarm.engine.assemble import assemble
 from everwarm.engine.core import Core
+from everwarm.engine.gallery import Pixels
 from everwarm.engine.loop import Job, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
@@ -112,8 +113,10 @@ class Engine(Closing):
         use_cache: bool = True,
         deterministic: bool = False,
         ignore_eos: bool = False,
+        pictures: Mapping[bytes, Pixels] | None = None,
     ) -> Stream:
-        """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items."""
+        """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items;
+        ``pictures`` the pixels of its media items, by their digests."""
         if isinstance(prompt, str):
             prompt = self.prompt(prompt)
         elif not isinstance(prompt, Prompt):
@@ -128,6 +131,7 @@ class Engine(Closing):
             use_cache,
             deterministic,
             ignore_eos,
+            pictures=pictures or {},
         )
         stream = Stream(self)
         self._post(lambda core: self._begin(core, ask, stream))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from everwarm.errors import BadRequest
 Message = Mapping[str, Any]
 
 _MAX_REMEMBERED = 4096
+_PROBE = "a8f3c1"
 _N_RENDERED = 8
 _NEXT_TURN = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
 
@@ -62,12 +64,37 @@ class ChatTemplate:
             values = {
                 **self._globals,
                 **kwargs,
-                "messages": copy.deepcopy(list(messages)),
+                "messages": [self._as_wanted(message) for message in copy.deepcopy(list(messages))],
                 "tools": copy.deepcopy(tools),
             }
             return self._template.render(values, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # noqa: BLE001 - whatever a template does wrong, it is not the server's accident
             raise BadRequest(f"the chat template refused the messages: {error or type(error).__name__}") from None
+
+    def _as_wanted(self, message: Message) -> Message:
+        """Content as the template takes it: most want one text and would print a list of parts as it is."""
+        content = message.get("content")
+        if isinstance(content, list) and not self._takes_parts:
+            return {**message, "content": "".join(map(_text_of, content))}
+        if isinstance(content, str) and self._wants_parts:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return message
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        return self._shows([{"type": "text", "text": _PROBE}])
+
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        return self._takes_parts and not self._shows(_PROBE)
+
+    def _shows(self, content: Any) -> bool:
+        """Whether content of that form comes out as its text alone."""
+        try:
+            said = self._template.render({**self._globals, "messages": [{"role": "user", "content": content}]})
+        except Exception:  # noqa: BLE001 - whatever it does, this is not its way
+            return False
+        return _PROBE in said and "'text'" not in said and '"text"' not in said
 
     def conversation(
         self,
@@ -124,6 +151,11 @@ class ChatTemplate:
         except BadRequest:
             return 0
         return next((i for i, (a, b) in enumerate(zip(text, following, strict=False)) if a != b), len(text))
+
+
+def _text_of(part: Any) -> str:
+    text = part.get("text", part.get("refusal", "")) if isinstance(part, dict) else part
+    return text if isinstance(text, str) else ""
 
 
 def _environment() -> jinja2.sandbox.SandboxedEnvironment:

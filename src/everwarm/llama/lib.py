@@ -75,6 +75,8 @@ class Mtmd:
         _bind(self, cdll, mtmd_abi.FUNCTIONS, "mtmd_", path)
         marker = int(self.default_marker())
         _check_defaults(self.context_params_default(), mtmd_abi.EXPECTED_DEFAULTS | {"media_marker": marker}, path)
+        if ctypes.string_at(marker) != mtmd_abi.MARKER:
+            raise LibraryMismatch(f"{path.name} has another marker for media than {mtmd_abi.MARKER!r}: {ADVICE}")
 
     if TYPE_CHECKING:
 

@@ -118,7 +118,10 @@ class MediaModel(Closing):
             raise self._unfit(f"was made for a model with M-RoPE, which {self._model.path.name} has not")
         self._before: tuple[int, ...] = ()
         self._after: tuple[int, ...] = ()
-        shapes = {self._probe(prefix) for prefix in _PROBE_PREFIXES}
+        try:
+            shapes = {self._probe(prefix) for prefix in _PROBE_PREFIXES}
+        except BadRequest as error:
+            raise self._unfit(f"cannot be used: {error}") from None
         if len(shapes) > 1:
             raise self._unfit("gives an image another size by where it stands, which Everwarm cannot do")
         self.begin, self.end = self._text_of(self._before), self._text_of(self._after)
@@ -127,10 +130,7 @@ class MediaModel(Closing):
         """What an image takes behind this text, and on the way what the projector's own rule puts around it."""
         said = self._model.vocab.tokenize(prefix, add_special=False, parse_special=True).tolist()
         with self._chunks(_PROBE, _PROBE, None, prefix.encode()) as chunks:
-            try:
-                before, image, after = self._parts(chunks)
-            except BadRequest as error:
-                raise self._unfit(f"cannot be used: {error}") from None
+            before, image, after = self._parts(chunks)
             if list(before[: len(said)]) != said:
                 raise self._unfit(f"changes the text before an image ({before} instead of {said})")
             self._before, self._after = before[len(said) :], after
@@ -271,31 +271,39 @@ def decode_image(
     """Append an image to a sequence whose next position is ``start_pos``; text goes on at ``start_pos + n_pos``.
 
     Returns libllama's code: 0 is done and 1 is no room, with nothing changed; after any other the sequence must be
-    dropped. The logits wanted are those of the last cell, libllama's row -1. The window for a non-causal image, in
-    which every cell sees all the others, is one ubatch: a larger image is refused before anything is changed.
+    dropped. The logits wanted are those of the last cell, libllama's row -1. Without causal attention every cell sees all
+    the others: such an image must fit into one ubatch and is refused, before anything is changed, if it does not.
     """
     shape, values = embedding.shape, embedding.values
     n_embd = int(lib.model_n_embd_inp(lib.get_model(ctx_ptr)))
     assert values.shape == (shape.n_tokens, n_embd), f"{values.shape} numbers for {shape} in a width of {n_embd}"
     assert values.dtype == np.float32 and values.flags.c_contiguous and shape.nx * shape.ny == shape.n_tokens
     assert start_pos >= 0 and n_batch >= 1
-    n_most = n_batch if causal else min(n_batch, n_ubatch)
-    if not causal and shape.n_tokens > n_most:
+    planes = shape.positions(start_pos, uses_mrope=uses_mrope)
+    if causal:
+        return _decode_parts(lib, ctx_ptr, seq, values, planes, wants_logits, n_batch)
+    n_most = min(n_batch, n_ubatch)
+    if shape.n_tokens > n_most:
         raise BadRequest(
             f"the image takes {shape.n_tokens} tokens at once but a step has {n_most}; "
             f"start with a batch and ubatch size of at least {shape.n_tokens}"
         )
-    planes = shape.positions(start_pos, uses_mrope=uses_mrope)
-    with contextlib.ExitStack() as stack:
-        if not causal:
-            lib.set_causal_attn(ctx_ptr, False)
-            stack.callback(lib.set_causal_attn, ctx_ptr, True)
-        for at in range(0, shape.n_tokens, n_most):
-            is_last = at + n_most >= shape.n_tokens
-            part = slice(at, at + n_most)
-            code = _decode_cells(lib, ctx_ptr, seq, values[part], planes[:, part], wants_logits and is_last)
-            if code != 0:
-                return LOST if code == 1 and at > 0 else code
+    lib.set_causal_attn(ctx_ptr, False)
+    try:
+        return _decode_cells(lib, ctx_ptr, seq, values, planes, wants_logits)
+    finally:
+        lib.set_causal_attn(ctx_ptr, True)
+
+
+def _decode_parts(
+    lib: Lib, ctx_ptr: int, seq: int, values: Values, planes: Positions, wants_logits: bool, n_batch: int
+) -> int:
+    """Cells see only those before them, so they may come in parts. No room for a later one is not "nothing changed"."""
+    for start in range(0, len(values), n_batch):
+        part, is_last = slice(start, start + n_batch), start + n_batch >= len(values)
+        code = _decode_cells(lib, ctx_ptr, seq, values[part], planes[:, part], wants_logits and is_last)
+        if code != 0:
+            return LOST if code == 1 and start > 0 else code
     return 0
 
 

@@ -1,0 +1,63 @@
+"""The part of the demo with a picture: shown once, then only talked about. On a tiny model with random weights, because the
+embedded one has no eyes: what it says means nothing, what it reads is what any model would."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import blake3
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from everwarm.config import GREEDY
+from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
+from everwarm.engine import messages as m
+from everwarm.engine.engine import Engine
+from everwarm.engine.illustrated import Illustrated
+from everwarm.engine.request import Result
+from everwarm.engine.settings import EngineSettings
+
+WIDTH, HEIGHT = 320, 224
+_MARKER = "\0picture\0"
+_SHOWN = f"<|im_start|>user\nLook at this: {_MARKER} What is it?<|im_end|>\n<|im_start|>assistant\n"
+_NEXT = "It is a gradient.<|im_end|>\n<|im_start|>user\nAnd what colour?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def show_pictures(console: Console) -> None:
+    with tempfile.TemporaryDirectory(prefix="everwarm-demo-") as name:
+        model = Path(name) / "seer.gguf"
+        spec = TinySpec(arch="qwen35", vision=True)
+        write_tiny(model, spec)
+        write_tiny_vision(projector_path(model), spec)
+        settings = EngineSettings(n_slots=1, n_ctx=2048, mmproj=str(projector_path(model)), ram_bytes=1 << 28)
+        with Engine(model, settings) as engine:
+            _show(console, engine)
+
+
+def _show(console: Console, engine: Engine) -> None:
+    table = Table(title="\na picture, and turns about it (a tiny model with random weights)", title_justify="left")
+    for name in ("turn", "prompt", "cached", "processed", "pictures encoded"):
+        table.add_column(name, justify="left" if name == "turn" else "right")
+    first, other = _gradient(0), _gradient(1)
+    turns = (("shown", _SHOWN, first), ("the next question", _SHOWN + _NEXT, first), ("the same again", _SHOWN, first))
+    for title, text, picture in (*turns, ("another picture instead", _SHOWN, other)):
+        result = _ask(engine, text, picture)
+        gallery = engine.core.gallery
+        n_encoded = 0 if gallery is None else gallery.n_encoded
+        table.add_row(title, *map(str, (result.n_prompt, result.n_cached, result.n_processed, n_encoded)))
+    console.print(table)
+
+
+def _ask(engine: Engine, text: str, picture: m.Picture) -> Result:
+    assert engine.core.gallery is not None
+    message = m.Submit(0, text=text, marker=_MARKER, pictures=(picture,))
+    prompt, _, _, pixels = Illustrated(engine.core.gallery, engine.tokenizer).prompt(message, text)
+    return engine.submit(prompt, GREEDY, max_tokens=8, ignore_eos=True, pictures=pixels).result()
+
+
+def _gradient(seed: int) -> m.Picture:
+    y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
+    rgb = np.stack([x % 256, y % 256, (x + y + 85 * seed) % 256], axis=-1).astype(np.uint8).tobytes()
+    return m.Picture(blake3.blake3(rgb).digest(), WIDTH, HEIGHT, rgb)
