@@ -77,11 +77,27 @@ def test_a_stream_says_how_far_its_model_is_loaded(server):
     assert "".join(event["content"] for event in rest) == golden and rest[-1]["stop"]
 
 
+def test_a_load_that_fails_after_the_first_comment_is_an_event(server, folder):
+    (folder / "cut.gguf").write_bytes(MODELS["small"].read_bytes()[:-16])
+    server.get("/models?reload=1")
+    server.complete("small", TOKENS)
+    before = server.engine_pids
+    connection = begun(server, "/completion", completion("cut", stream=True))
+    with frozen(server.next_engine(before)):
+        response = connection.getresponse()
+        assert response.status == 200 and response.readline().startswith(b":")
+    rest = response.read()
+    connection.close()
+    (event,) = (json.loads(line[6:]) for line in rest.split(b"\n\n") if line.startswith(b"data: "))
+    assert event["error"]["code"] == "unavailable_error" and "file bounds" in event["error"]["message"]
+    (folder / "cut.gguf").unlink()
+    server.get("/models?reload=1")
+
+
 def test_the_openai_client_streams_across_a_swap(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        for model, says in (("tiny", "Everwarm Tiny"), ("other", ""), ("tiny", "Everwarm Tiny")):
-            before = server.engine_pids
-            pausing = threading.Thread(target=_pause, args=(server, before))
+        for model, says, pause_s in (("tiny", "Everwarm Tiny", 0), ("other", "", 0), ("tiny", "Everwarm Tiny", 1.2)):
+            pausing = threading.Thread(target=_pause, args=(server, server.engine_pids, pause_s))
             pausing.start()
             chunks = client.chat.completions.create(
                 model=model,
@@ -96,10 +112,10 @@ def test_the_openai_client_streams_across_a_swap(server):
             assert says in "".join(said) and "".join(said) and server.status_of(model) == "loaded"
 
 
-def _pause(server: Server, before: list[int]) -> None:
-    """Hold the next engine up for so long that comments come before its answer."""
+def _pause(server: Server, before: list[int], pause_s: float) -> None:
+    """Hold the next engine up; more than a second, and comments come before its answer."""
     with frozen(server.next_engine(before)):
-        time.sleep(1.2)
+        time.sleep(pause_s)
 
 
 def test_an_engine_that_is_killed_while_it_loads_is_started_again(server):

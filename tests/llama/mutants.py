@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+import numpy as np
+
 _U32, _F32, _BOOL, _TEXT, _LIST = 4, 6, 7, 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _NUMBERS = (
@@ -63,11 +65,11 @@ class File:
     def header(self) -> bytes:
         out = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(self.pairs))
         for pair in self.pairs:
-            out += _text(pair.key) + struct.pack("<I", pair.kind) + pair.value
+            out += text(pair.key) + struct.pack("<I", pair.kind) + pair.value
         offset = 0
         for tensor in self.tensors:
             dimensions = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
-            out += _text(tensor.name) + dimensions + struct.pack("<iQ", tensor.format, offset)
+            out += text(tensor.name) + dimensions + struct.pack("<iQ", tensor.format, offset)
             offset += len(tensor.data) + -len(tensor.data) % _ALIGNMENT
         return out
 
@@ -77,7 +79,7 @@ class File:
         return header + bytes(-len(header) % _ALIGNMENT) + data
 
 
-def _text(value: bytes) -> bytes:
+def text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
 
 
@@ -193,7 +195,7 @@ def a_key_has_another_type(file: File, rng: random.Random) -> bytes:
         5: struct.pack("<i", 2),
         _F32: struct.pack("<f", 2),
         _BOOL: b"\x01",
-        _TEXT: _text(b"two"),
+        _TEXT: text(b"two"),
         10: struct.pack("<Q", 2),
         _LIST: struct.pack("<IQ2f", _F32, 2, 1, 2),
     }
@@ -252,3 +254,28 @@ def mutants(path: Path, n: int, seed: int = 0) -> dict[str, bytes]:
         for mutation in MUTATIONS
         for i in range(n)
     }
+
+
+def minicpm(file: File) -> File:
+    """A projector of MiniCPM-V's style, which cuts up large images, out of a tiny Gemma 3 one."""
+    rng = np.random.default_rng(0)
+
+    def tensor(name: str, *shape: int) -> Tensor:
+        numbers = rng.standard_normal(int(np.prod(shape))) * shape[0] ** -0.5
+        return Tensor(name.encode(), shape, 0, numbers.astype("<f4").tobytes())
+
+    keys = {b"clip.projector_type": b"resampler"}
+    pairs = [replace(p, value=text(keys[p.key])) if p.key in keys else p for p in file.pairs]
+    pairs += [
+        Pair(b"clip.minicpmv_version", 5, struct.pack("<i", 3)),
+        Pair(b"clip.minicpmv_query_num", 4, struct.pack("<I", 8)),
+    ]
+    tensors = [t for t in file.tensors if not t.name.startswith((b"mm.", b"v.position"))]
+    tensors += [tensor("v.position_embd.weight", 64, 70 * 70), tensor("resampler.query", 128, 8)]
+    tensors += [tensor("resampler.kv.weight", 64, 128), tensor("resampler.proj.weight", 128, 128)]
+    tensors += [tensor("resampler.pos_embed_k", 128, 8)]
+    for part in ("q", "k", "v", "out"):
+        tensors += [tensor(f"resampler.attn.{part}.weight", 128, 128), tensor(f"resampler.attn.{part}.bias", 128)]
+    for part in ("q", "kv", "post"):
+        tensors += [tensor(f"resampler.ln_{part}.weight", 128), tensor(f"resampler.ln_{part}.bias", 128)]
+    return File(tuple(pairs), tuple(tensors))

@@ -22,7 +22,7 @@ from everwarm.llama.digest import file_digest, file_identity
 from everwarm.llama.lib import Mtmd, library_path
 from everwarm.llama.media import MAX_SIDE, Embedding, MediaModel, MediaShape
 from everwarm.llama.model import Model
-from llama.mutants import File, Pair, Tensor, take_apart
+from llama.mutants import File, minicpm, take_apart, text
 from llama.sight import picture
 from models import tiny_model, tiny_vision
 
@@ -260,35 +260,6 @@ def slicing(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield media
 
 
-def minicpm(file: File) -> File:
-    rng = np.random.default_rng(0)
-
-    def tensor(name: str, *shape: int) -> Tensor:
-        numbers = rng.standard_normal(int(np.prod(shape))) * shape[0] ** -0.5
-        return Tensor(name.encode(), shape, 0, numbers.astype("<f4").tobytes())
-
-    keys = {b"clip.projector_type": b"resampler"}
-    pairs = [replace(p, value=_text(keys[p.key])) if p.key in keys else p for p in file.pairs]
-    pairs += [Pair(b"clip.minicpmv_version", 5, struct.pack("<i", 3)), Pair(b"clip.minicpmv_query_num", 4, _u32(8))]
-    tensors = [t for t in file.tensors if not t.name.startswith((b"mm.", b"v.position"))]
-    tensors += [tensor("v.position_embd.weight", 64, 70 * 70), tensor("resampler.query", 128, 8)]
-    tensors += [tensor("resampler.kv.weight", 64, 128), tensor("resampler.proj.weight", 128, 128)]
-    tensors += [tensor("resampler.pos_embed_k", 128, 8)]
-    for part in ("q", "k", "v", "out"):
-        tensors += [tensor(f"resampler.attn.{part}.weight", 128, 128), tensor(f"resampler.attn.{part}.bias", 128)]
-    for part in ("q", "kv", "post"):
-        tensors += [tensor(f"resampler.ln_{part}.weight", 128), tensor(f"resampler.ln_{part}.bias", 128)]
-    return File(tuple(pairs), tuple(tensors))
-
-
-def _text(value: bytes) -> bytes:
-    return struct.pack("<Q", len(value)) + value
-
-
-def _u32(value: int) -> bytes:
-    return struct.pack("<I", value)
-
-
 def test_an_image_that_would_be_cut_up_is_refused(slicing: MediaModel) -> None:
     for ask in (lambda: slicing.shape(800, 600), lambda: slicing.encode(picture(800, 600), 800, 600)):
         with pytest.raises(BadRequest, match=r"cuts the image into .* pieces, and one is needed; give a smaller one"):
@@ -353,7 +324,7 @@ def test_a_projector_for_sounds_is_refused(qwen: Sight, tmp_path: Path) -> None:
 
 def test_a_style_nobody_knows_is_refused_by_name(qwen: Sight, tmp_path: Path) -> None:
     file = take_apart(qwen[1].path)
-    pairs = tuple(replace(p, value=_text(b"new")) if p.key == b"clip.projector_type" else p for p in file.pairs)
+    pairs = tuple(replace(p, value=text(b"new")) if p.key == b"clip.projector_type" else p for p in file.pairs)
     with pytest.raises(ModelFileError, match=r"is no projector for .*unknown projector type: new"):
         open_media(written(tmp_path / "new.gguf", replace(file, pairs=pairs)), qwen[0])
 
