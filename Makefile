@@ -37,7 +37,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/python -m pytest tests/structure
 
 test: $(STAMP) ## the whole suite, under ten minutes on two cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 campaign: $(STAMP) ## the long forms of the random tests
 	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200

@@ -166,23 +166,22 @@ def test_engines_that_are_killed_in_between_cost_nothing_either(folder, script, 
 
 def test_two_models_of_one_shape_never_see_each_others_states(tmp_path):
     """Their states are of the same size and would be accepted: only the weights differ. On disk they share a folder."""
-    twins = {"one": tiny_model("qwen35"), "two": tiny_model("qwen35", seed=1)}
     (tmp_path / "models").mkdir()
-    models = link(tmp_path / "models", **twins)
+    models = link(tmp_path / "models", one=tiny_model("qwen35"), two=tiny_model("qwen35", seed=1))
     flags = ("--disk-cache", "1GiB", "--state-dir", str(tmp_path / "states"), "--restore-policy", "always")
     prompt, more = list(_news(1, 0, 0)), list(_news(1, 0, 1))
-    wholes = {}
     with serving_models(models, *flags) as server:
-        for name in twins:
-            cold = server.complete(name, prompt)
-            assert cold["timings"]["cache_n"] == 0, "the other one's states are not ours"
-            wholes[name] = [*prompt, *cold["tokens"], *more]
-    assert wholes["one"] != wholes["two"], "this test could not fail"
+        whole = [*prompt, *server.complete("one", prompt)["tokens"], *more]
+        theirs, ours = (server.complete(name, whole) for name in ("two", "one"))
+        assert theirs["timings"]["cache_n"] == 0, "what the one has read is nothing to the other"
+        assert ours["timings"]["prompt_n"] <= len(more) + GUARD
+        assert ours["tokens"] != theirs["tokens"], "this test could not fail"
     with serving_models(models, *flags) as server:
-        for name, whole in wholes.items():
-            warm = server.complete(name, whole)
+        for name, said in (("one", ours), ("two", theirs)):
+            longer = [*whole, *said["tokens"], *more]
+            warm = server.complete(name, longer)
             assert warm["timings"]["prompt_n"] <= len(more) + GUARD
-            assert warm["tokens"] == server.complete(name, whole, cache_prompt=False)["tokens"]
+            assert warm["tokens"] == server.complete(name, longer, cache_prompt=False)["tokens"]
 
 
 # meaning

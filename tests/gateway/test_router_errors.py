@@ -209,6 +209,24 @@ def test_a_file_that_changes_while_it_is_waited_for_is_still_waited_for(server, 
     assert replies[0].status == 200, replies[0].data
 
 
+def test_weights_that_were_exchanged_while_it_slept_do_not_get_the_old_states(server, folder):
+    """Same name, same size, same date: nothing that a list of files shows has changed."""
+    path, twin = folder / "twin.gguf", tiny_model("llama", width=64, seed=1)
+    shutil.copy(SMALL, path)
+    before = path.stat()
+    server.get("/models?reload=1")
+    first = server.complete("twin", TOKENS)["tokens"]
+    longer = [*TOKENS, *first, *MORE]
+    assert others_serve(server) and server.status_of("twin") == "unloaded"
+    path.write_bytes(twin.read_bytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size and path.stat().st_mtime_ns == before.st_mtime_ns
+    answer = server.complete("twin", longer)
+    assert answer["timings"]["cache_n"] == 0 and server.complete("twin", TOKENS)["tokens"] != first
+    path.unlink()
+    server.get("/models?reload=1")
+
+
 @pytest.mark.xfail(reason="the next load still takes the old path")
 def test_a_path_that_is_corrected_while_the_old_one_fails_is_taken(tmp_path):
     (tmp_path / "cut.gguf").write_bytes(cut_off(SMALL))

@@ -18,8 +18,9 @@ def recurrent(magic: int = MAGIC, n_cells: int = 1, position: int = 29, n_seqs: 
     return np.frombuffer(struct.pack("<IiIiI", magic, 0, n_cells, position, n_seqs) + bytes(80), np.uint8)
 
 
-def window(magic: int = MAGIC, n_streams: int = 1, n_cells: int = 30) -> np.ndarray:
-    return np.frombuffer(struct.pack("<IiII", magic, 0, n_streams, n_cells) + bytes(80), np.uint8)
+def window(magic: int = MAGIC, n_streams: int = 1, n_cells: int = 30, first: int = 0, n_seqs: int = 1) -> np.ndarray:
+    cells = b"".join(struct.pack("<iIi", first + i, n_seqs, 0) for i in range(n_cells))
+    return np.frombuffer(struct.pack("<IiII", magic, 0, n_streams, n_cells) + cells + bytes(80), np.uint8)
 
 
 @pytest.mark.parametrize("arch", WITH_STATE)
@@ -47,7 +48,20 @@ def test_a_wrong_word_is_seen_in_a_recurrent_state(wrong: dict, kind: MemoryKind
     assert not describes_end(recurrent(**wrong), kind, mark(30))
 
 
-@pytest.mark.parametrize("wrong", [{"magic": 1}, {"n_streams": 0}, {"n_streams": 2}, {"n_cells": 31}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"magic": 1},
+        {"n_streams": 0},
+        {"n_streams": 2},
+        {"n_cells": 31},
+        {"first": -1},
+        {"first": -2},
+        {"first": 1},
+        {"n_seqs": 0},
+        {"n_seqs": 2},
+    ],
+)
 def test_a_wrong_word_is_seen_in_a_window(wrong: dict) -> None:
     assert describes_end(window(), MemoryKind.WINDOW, mark(30))
     assert not describes_end(window(**wrong), MemoryKind.WINDOW, mark(30))

@@ -32,7 +32,7 @@ def parts_of(path: Path) -> list[Path]:
 def file_identity(path: Path) -> str:
     """Another whenever the file is another."""
     stat = path.stat()
-    return f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_size}"
+    return f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_size}"
 
 
 def file_digest(path: Path, memory: Path | None = None) -> str:

@@ -1,0 +1,207 @@
+"""A reply split into text and tool calls, while it is being written.
+
+A call is said piece by piece as soon as it is certain that it is one; what turns out to be none comes out as text, in its
+place. Pure but for the calls' random ids: knows text and the tools' schemas; knows no tokens and no HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from everwarm.gateway.reasoning import Text
+from everwarm.gateway.toolformats import FUNCTION, Section, json_section, python_section, xml_section
+from everwarm.gateway.toolreader import CallArguments, CallBegun, CallEnded, Event, Kind, NotACall, Reader, Reading
+
+__all__ = [
+    "TOOL_FORMATS",
+    "CallArguments",
+    "CallBegun",
+    "CallEnded",
+    "Event",
+    "Text",
+    "ToolParser",
+    "detect_tools",
+    "settled",
+]
+
+_MAX_SCHEMA_DEPTH = 8
+_JSON_TYPES = (
+    (bool, "boolean"),
+    (str, "string"),
+    (int, "integer"),
+    (float, "number"),
+    (list, "array"),
+    (dict, "object"),
+)
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """Tags that open a section of calls, each with the one that closes it ("" where none does)."""
+
+    tags: dict[str, str]
+    section: Section
+
+
+TOOL_FORMATS: Mapping[str, _Format] = MappingProxyType(
+    {
+        "hermes": _Format({"<tool_call>": "</tool_call>", "<|tool_call|>": ""}, json_section),
+        "qwen-xml": _Format({"<tool_call>": "</tool_call>", FUNCTION: "</tool_call>"}, xml_section),
+        "jamba": _Format({"<tool_calls>": "</tool_calls>"}, json_section),
+        "nemotron": _Format({"<TOOLCALL>": "</TOOLCALL>"}, json_section),
+        "pythonic": _Format({"<|tool_call_start|>": "<|tool_call_end|>"}, python_section),
+    }
+)
+
+
+def detect_tools(template_source: str) -> str | None:
+    """The name of the format that a model's template teaches; None where it is none of ours."""
+
+    def has(*tags: str) -> bool:
+        return all(tag in template_source for tag in tags)
+
+    if has("<TOOLCALL>"):
+        return "nemotron"
+    if has("<|tool_call_start|>") or has("<|tool_list_start|>") or has("List of tools: ["):
+        return "pythonic"
+    if has("<tool_call>", FUNCTION, "<parameter="):
+        return "qwen-xml"
+    if has("<tool_calls>"):
+        return "jamba"
+    if has("<arg_key>") or has("<invoke name="):  # other families' insides of the same tag
+        return None
+    return "hermes" if has("<tool_call>") or has("<|tool_call|>") else None
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ToolParser:
+    """Fed with text in order. ``format`` is a name from ``TOOL_FORMATS``; ``tools`` as clients send them: their schemas
+    tell strings from other values where the format does not."""
+
+    def __init__(
+        self, format: str, tools: Sequence[Mapping[str, Any]] = (), *, new_id: Callable[[], str] = call_id
+    ) -> None:
+        self._format = TOOL_FORMATS[format]
+        self._opener = re.compile("|".join(map(re.escape, self._format.tags)))
+        self._reader = Reader(_kinds(tools), new_id)
+        self._reading = self._read()
+
+    def feed(self, text: str) -> list[Event]:
+        assert not self._reader.final, "the reply has ended"
+        self._reader.add(text)
+        next(self._reading)
+        return self._reader.drain()
+
+    def finish(self) -> list[Event]:
+        """What was held back, when the reply ends."""
+        self._reader.final = True
+        self._reader.add("")
+        next(self._reading, None)
+        return self._reader.drain()
+
+    def _read(self) -> Reading[None]:
+        r = self._reader
+        while (opener := (yield from self._text())) is not None:
+            try:
+                yield from self._format.section(r, opener, self._format.tags[opener])
+            except NotACall:
+                r.give_up()
+
+    def _text(self) -> Reading[str | None]:
+        """Says text up to a tag that opens a section, and takes the tag; None at the end of the reply."""
+        r = self._reader
+        while True:
+            opener = self._opener.search(r.text, r.at)
+            if opener:
+                r.text_until(opener.start())
+                return r.take(opener.end())
+            r.text_until(len(r.text) if r.final else self._n_certain())
+            if r.final:
+                r.text_ended()
+                return None
+            yield
+
+    def _n_certain(self) -> int:
+        """How far the text is no beginning of a tag; in a tag there is one ``<``, its first character."""
+        text = self._reader.text
+        at = text.rfind("<", self._reader.at)
+        return at if at >= 0 and any(tag.startswith(text[at:]) for tag in self._format.tags) else len(text)
+
+
+def settled(events: Iterable[Event]) -> list[Event]:
+    """For a reply that is all there: calls that went wrong after they had begun are the text they were written as, and
+    the others are counted anew."""
+    done: list[Event] = []
+    call: list[Event] = []
+    n_calls = 0
+    for event in events:
+        match event:
+            case Text():
+                done.append(event)
+            case CallBegun():
+                call = [CallBegun(n_calls, event.id, event.name)]
+            case CallArguments():
+                call.append(CallArguments(n_calls, event.json_fragment))
+            case CallEnded(complete=True):
+                done += [*call, CallEnded(n_calls, event.raw)]
+                n_calls += 1
+            case CallEnded():
+                done.append(Text(event.raw))
+    return done
+
+
+# what the tools' schemas say
+
+
+def _kinds(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
+    kinds = {}
+    for tool in tools:
+        function = _mapping(tool.get("function")) or tool
+        schema = _mapping(function.get("parameters") or function.get("input_schema"))
+        properties = _mapping(schema.get("properties"))
+        kinds[str(function.get("name"))] = {
+            str(name): Kind(frozenset(_types(said, schema, 0))) for name, said in properties.items()
+        }
+    return kinds
+
+
+def _types(said: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    """The JSON types a schema allows, as far as it says so plainly."""
+    schema = _mapping(said)
+    if depth > _MAX_SCHEMA_DEPTH:
+        return set()
+    named = schema.get("type")
+    if named is not None:
+        return {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return {_type_of(value) for value in values}
+    if isinstance(schema.get("$ref"), str):
+        return _types(_referred(schema["$ref"], root), root, depth + 1)
+    parts = [schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)]
+    if parts:
+        return {name for part in parts for each in part for name in _types(each, root, depth + 1)}
+    return {name for key, name in (("properties", "object"), ("items", "array")) if key in schema}
+
+
+def _type_of(value: Any) -> str:
+    return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    at: Any = root
+    for step in reference.removeprefix("#").strip("/").split("/"):
+        at = _mapping(at).get(step)
+    return at
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
