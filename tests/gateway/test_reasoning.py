@@ -88,7 +88,7 @@ def test_thinking_is_told_from_saying(style, reply, expected):
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_cutting_gives_the_same(style, data):
     reply = data.draw(replies(style))
@@ -112,7 +112,7 @@ def losses(style: ReasoningStyle, reply: str, kind=ReasoningParser) -> bool:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_nothing_but_tags_and_whitespace_is_lost(style, data):
     assert not losses(style, data.draw(replies(style)))
@@ -172,7 +172,12 @@ def test_the_embedded_model_thinks_inside_the_tag_its_prompt_opened(embedded_mod
 
 
 def test_time_per_token_is_shown():
-    tokens = [*(["The", " answer", " is", " near", ",\n", " I", " <", " think", "."] * 2000), "</think>", "\n\n", "Yes."]
+    tokens = [
+        *(["The", " answer", " is", " near", ",\n", " I", " <", " think", "."] * 2000),
+        "</think>",
+        "\n\n",
+        "Yes.",
+    ]
     parser = ReasoningParser(OPENED)
     begun = time.perf_counter()
     for token in tokens:

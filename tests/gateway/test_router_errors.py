@@ -175,7 +175,6 @@ def _at_once(ask: Callable[[], Reply], n: int) -> list[Reply]:
     return replies
 
 
-@pytest.mark.xfail(reason="the reason of a failed load names the folder")
 def test_what_clients_are_told_names_no_folder(server, folder):
     (folder / "cut.gguf").write_bytes(cut_off(SMALL))
     server.get("/models?reload=1")
@@ -187,7 +186,6 @@ def test_what_clients_are_told_names_no_folder(server, folder):
         server.get("/models?reload=1")
 
 
-@pytest.mark.xfail(reason="whoever waits is left with the engine of the old file")
 def test_a_file_that_changed_is_loaded_again_for_whoever_asks_next(server, folder):
     server.complete("small", TOKENS)
     before = server.engine_pids
@@ -196,7 +194,6 @@ def test_a_file_that_changed_is_loaded_again_for_whoever_asks_next(server, folde
     assert post(server, "small").status == 200 and server.engine_pids != before
 
 
-@pytest.mark.xfail(reason="they are told that it was removed")
 def test_a_file_that_changes_while_it_is_waited_for_is_still_waited_for(server, folder):
     server.complete("other", TOKENS)
     before, replies = server.engine_pids, []
@@ -227,7 +224,6 @@ def test_weights_that_were_exchanged_while_it_slept_do_not_get_the_old_states(se
     server.get("/models?reload=1")
 
 
-@pytest.mark.xfail(reason="the next load still takes the old path")
 def test_a_path_that_is_corrected_while_the_old_one_fails_is_taken(tmp_path):
     (tmp_path / "cut.gguf").write_bytes(cut_off(SMALL))
     toml = tmp_path / "models.toml"
@@ -277,7 +273,6 @@ def test_a_name_nobody_has_gets_the_default_and_only_orders_load(folder):
         assert len(answers) == 1 and post(server, "other").status == 400 and post(server, None).status == 200
 
 
-@pytest.mark.xfail(reason="whoever comes while it finishes has it loaded again")
 def test_without_autoload_an_unloaded_model_stays_so(folder):
     with serving_models(folder, "--no-models-autoload") as server:
         order(server, "load", "small")
@@ -291,7 +286,6 @@ def test_without_autoload_an_unloaded_model_stays_so(folder):
         assert late.status == 400 and server.n_loads == 1
 
 
-@pytest.mark.xfail(reason="one model that sleeps counts as a server that is not ready")
 def test_a_server_whose_only_model_sleeps_is_ready(tmp_path):
     shutil.copy(SMALL, tmp_path / "small.gguf")
     with serving_models(tmp_path) as server:

@@ -41,14 +41,15 @@ PROPERTIES = {
 }
 SCHEMA = {"type": "object", "properties": PROPERTIES, "$defs": {"point": {"properties": {"x": {}}}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}, {"name": "g"}, {"type": "function"}]
+# pieces, with ¦ between them
 VOCABULARY = {
-    "hermes": ["<tool_call>", "</tool_call>", "<|tool_call|>", '{"name": "f", "arguments": {', '"s": "', '"n": 12', "}}"],
-    "qwen-xml": ["<tool_call>", "</tool_call>", "<function=f>", "<parameter=s>", "<parameter=n>", "</parameter>", "</function>"],
-    "jamba": ["<tool_calls>[", "<tool_calls>", "]</tool_calls>", '{"name": "f", "parameters": ', '{"s": "', "{}", "}", ", "],
-    "nemotron": ["<TOOLCALL>[", "</TOOLCALL>", '{"arguments": {"n": 1}, ', '"name": "f"}', '{"name": "g"}', ",", "]"],
-    "pythonic": ["<|tool_call_start|>[", "<|tool_call_end|>", "f(", "s='", 's="', "n=3", "'", '"', "o={", ")", ", ", "]", "]"],
+    "hermes": '<tool_call>¦</tool_call>¦<|tool_call|>¦{"name": "f", "arguments": {¦"s": "¦"n": 12¦}}',
+    "qwen-xml": "<tool_call>¦</tool_call>¦<function=f>¦<parameter=s>¦<parameter=n>¦</parameter>¦</function>",
+    "jamba": '<tool_calls>[¦<tool_calls>¦]</tool_calls>¦{"name": "f", "parameters": ¦{"s": "¦{}¦}¦, ',
+    "nemotron": '<TOOLCALL>[¦</TOOLCALL>¦{"arguments": {"n": 1}, ¦"name": "f"}¦{"name": "g"}¦,¦]',
+    "pythonic": "<|tool_call_start|>[¦<|tool_call_end|>¦f(¦s='¦s=\"¦n=3¦'¦\"¦o={¦)¦, ¦]",
 }
-COMMON = ["<", ">", "{", "}", "[", "]", '"', "'", "\\", "\\u00", "\\u00e9", ",", ":", " ", "\n", "\n\n", "a", "é🙂", "tru", "-1", "null", "</"]
+COMMON = "<¦>¦{¦}¦[¦]¦\"¦'¦\\¦\\u00¦\\u00e9¦,¦:¦ ¦\n¦\n\n¦\t¦a¦é🙂¦tru¦-1¦null¦</¦"
 
 
 def numbered():
@@ -127,11 +128,52 @@ def check(events: list[Event], reply: str) -> None:
     assert written == reply or (isinstance(events[-1], CallEnded) and written == reply.rstrip())
 
 
+SAMPLES = {
+    "hermes": [
+        '\n<tool_call>\n{"name": "f", "arguments": {"s": "a\\n\\u00e9 <b>", "n": [1, -2.5e3, {}]}}\n</tool_call>\n',
+        '<|tool_call|>[{"arguments": {"b": true}, "name": "f"}, {"name": "g"}] and',
+        '<tool_call>{"name": "f", "parameters": "{\\"n\\": null}"}</tool_call>',
+    ],
+    "qwen-xml": [
+        "<tool_call>\n<function=f>\n<parameter=s>\na </b>\n\n</parameter>\n<parameter=o>\n{'a': [1]}</parameter>"
+        "</function>\n</tool_call>",
+        "Oh <function=f><parameter=n>12</parameter><parameter=maybe>null</parameter></function> and",
+        '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>',
+    ],
+    "jamba": [
+        '<tool_calls>[\n{"name": "f", "arguments": {"s": "x", "l": []}},\n{"name": "g"}\n]</tool_calls>',
+        'Oh <tool_calls>\n{"name": "f"}\n{"name": "g", "arguments": {}}\n</tool_calls> and',
+    ],
+    "nemotron": [
+        '<TOOLCALL>[{"name": "f", "arguments": {"s": "x\\"y"}}, {"arguments": {"n": 1.5}, "name": "g"}]</TOOLCALL>',
+        'Oh <TOOLCALL>{"name": "f", "arguments": {"a": {"b": [null, false]}}}</TOOLCALL> and',
+    ],
+    "pythonic": [
+        "<|tool_call_start|>[f(s='it's \\x41\\n', n=3), g(), h(new=\"a, b\", o={'a': (1, None)})]<|tool_call_end|> and",
+        "Oh <|tool_call_start|>f(n='3', l=[\"x\", 'y'], b=True,)<|tool_call_end|>",
+        '<|tool_call_start|>[{"name": "f", "arguments": {"n": 1}}]<|tool_call_end|>',
+    ],
+}
+
+
+@st.composite
+def damaged(draw: st.DrawFn, format: str) -> str:
+    """A good reply with a stretch of it replaced, mostly by something else that belongs to the format."""
+    reply = draw(st.sampled_from(SAMPLES[format]))
+    at, n_gone = draw(st.integers(0, len(reply))), draw(st.integers(0, 12))
+    return reply[:at] + draw(piece(format)) + reply[at + n_gone :]
+
+
+def piece(format: str) -> st.SearchStrategy[str]:
+    tags = VOCABULARY[format].split("¦")
+    pieces = [*tags * 4, *(tag[:-1] for tag in tags), *(tag[: len(tag) // 2] for tag in tags), *COMMON.split("¦")]
+    return st.sampled_from(pieces) | st.text(max_size=3)
+
+
 def replies(format: str) -> st.SearchStrategy[str]:
-    """Anything made of a format's tags, pieces of them and JSON's, Python's and people's characters."""
-    tags = VOCABULARY[format]
-    pieces = [*tags * 4, *(tag[:-1] for tag in tags), *(tag[: len(tag) // 2] for tag in tags), *COMMON]
-    return st.lists(st.sampled_from(pieces) | st.text(max_size=3), max_size=16).map("".join)
+    """Good calls, damaged ones, and a format's tags and their pieces among JSON's, Python's and people's characters."""
+    part = st.sampled_from(SAMPLES[format]) | damaged(format) | st.lists(piece(format), max_size=12).map("".join)
+    return st.lists(part, max_size=3).map("".join)
 
 
 JSON = st.recursive(
@@ -139,7 +181,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-CALLS = st.lists(st.tuples(st.sampled_from(["f", "get_time", "a.b-c"]), st.dictionaries(st.text("ab_é", min_size=1), JSON)), min_size=1)
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["f", "get_time", "a.b-c"]), st.dictionaries(st.text("ab_é", min_size=1), JSON, max_size=3)
+    ),
+    min_size=1,
+    max_size=2,
+)
 
 
 # every format
@@ -152,7 +200,11 @@ CALLS = st.lists(st.tuples(st.sampled_from(["f", "get_time", "a.b-c"]), st.dicti
         ("hermes", '<tool_call>{"name":"f","arguments":{}}', [("f", {})]),
         ("hermes", '<tool_call>{"name": "g"}</tool_call>', [("g", {})]),
         ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>', [("f", {"n": 1})]),
-        ("hermes", '<tool_call>{"id": [1], "name": "f", "parameters": {"s": "a\nb\\d"}}</tool_call>', [("f", {"s": "a\nb\\d"})]),
+        (
+            "hermes",
+            '<tool_call>{"id": [1], "name": "f", "parameters": {"s": "a\nb\\d"}}</tool_call>',
+            [("f", {"s": "a\nb\\d"})],
+        ),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', [("f", {"n": 1})]),
         ("hermes", '<|tool_call|>[{"name": "f", "arguments": {"n": 1}}, {"name": "g"}]', [("f", {"n": 1}), ("g", {})]),
         (
@@ -163,20 +215,32 @@ CALLS = st.lists(st.tuples(st.sampled_from(["f", "get_time", "a.b-c"]), st.dicti
         (
             "qwen-xml",
             "Yes.\n\n<tool_call>\n<function=f>\n<parameter=s>\n12\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
-            "<parameter=b>\nTrue\n</parameter>\n<parameter=o>\n{'a': [None, 1]}\n</parameter>\n<parameter=new>\n5\n</parameter>\n"
-            "</function>\n</tool_call>",
+            "<parameter=b>\nTrue\n</parameter>\n<parameter=o>\n{'a': [None, 1]}\n</parameter>\n"
+            "<parameter=new>\n5\n</parameter>\n</function>\n</tool_call>",
             ["Yes.", ("f", {"s": "12", "n": 12, "b": True, "o": {"a": [None, 1]}, "new": "5"})],
         ),
         ("qwen-xml", "<tool_call>\n<function=g>\n</function>\n</tool_call>", [("g", {})]),
-        ("qwen-xml", "<function=f>\n<parameter=s>\n\na<b\n\n</parameter>\n</function>\n</tool_call>", [("f", {"s": "\na<b\n"})]),
-        ("qwen-xml", "<function=f><parameter=s></parameter><parameter=n>x</parameter></function>", [("f", {"s": "", "n": "x"})]),
+        (
+            "qwen-xml",
+            "<function=f>\n<parameter=s>\n\na<b\n\n</parameter>\n</function>\n</tool_call>",
+            [("f", {"s": "\na<b\n"})],
+        ),
+        (
+            "qwen-xml",
+            "<function=f><parameter=s></parameter><parameter=n>x</parameter></function>",
+            [("f", {"s": "", "n": "x"})],
+        ),
         (
             "qwen-xml",
             "<function=f><parameter=maybe>null</parameter><parameter=unit>C</parameter><parameter=point>{}</parameter></function>",
             [("f", {"maybe": None, "unit": "C", "point": {}})],
         ),
         ("qwen-xml", '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>', [("f", {"n": 1})]),
-        ("jamba", '<tool_calls>[\n  {"name": "f", "arguments": {"n": 1}},\n  {"name": "g"}\n]</tool_calls>', [("f", {"n": 1}), ("g", {})]),
+        (
+            "jamba",
+            '<tool_calls>[\n  {"name": "f", "arguments": {"n": 1}},\n  {"name": "g"}\n]</tool_calls>',
+            [("f", {"n": 1}), ("g", {})],
+        ),
         ("jamba", '<tool_calls>\n{"name": "f"}\n{"name": "g"}\n</tool_calls>', [("f", {}), ("g", {})]),
         ("nemotron", '<TOOLCALL>[{"name": "f", "arguments": {"s": "é\\u00e9"}}]</TOOLCALL>', [("f", {"s": "éé"})]),
         ("pythonic", '<|tool_call_start|>[f(s="v", n=3)]<|tool_call_end|>', [("f", {"s": "v", "n": 3})]),
@@ -223,7 +287,11 @@ def test_what_is_no_call_is_text(format, reply):
 @pytest.mark.parametrize(
     ("format", "reply", "expected"),
     [
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"b": tru}}</tool_call>', [("f", '{"b": ', "broken"), "tru}}</tool_call>"]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"b": tru}}</tool_call>',
+            [("f", '{"b": ', "broken"), "tru}}</tool_call>"],
+        ),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "half of it', [("f", '{"s": "half of it', "broken")]),
         (
             "jamba",
@@ -236,15 +304,12 @@ def test_what_is_no_call_is_text(format, reply):
     ],
 )
 def test_a_call_that_goes_wrong_keeps_what_was_said_and_the_rest_is_text(format, reply, expected):
-    done = []
-    for said in told(format, reply):
-        done.append(said)
-    assert done == expected
+    assert told(format, reply) == expected
 
 
 def test_a_reply_that_is_all_there_has_no_broken_calls():
-    reply = '<tool_calls>[{"name": "f"}, {"name": "g", "arguments": {"x": tru}}]</tool_calls> <tool_calls>{"name": "g"}</tool_calls>'
-    events = merged(settled(parsed("jamba", [reply])))
+    reply = '<tool_calls>[{"name": "f"}, {"name": "g", "arguments": {"x": tru}}]</tool_calls>'
+    events = merged(settled(parsed("jamba", [reply + ' <tool_calls>{"name": "g"}</tool_calls>'])))
     assert [event.index for event in events if isinstance(event, CallBegun)] == [0, 1]
     assert Text(' {"name": "g", "arguments": {"x": tru}}]</tool_calls>') in events
     assert all(event.complete for event in events if isinstance(event, CallEnded))
@@ -252,7 +317,20 @@ def test_a_reply_that_is_all_there_has_no_broken_calls():
 
 def test_arguments_come_as_they_are_written():
     parser = ToolParser("hermes", TOOLS, new_id=numbered())
-    pieces = ["Hm", " <tool", "_call>", '{"name": "', 'f", "argu', 'ments": {"', 's": "a', "b\\", 'n", "n": 1', "2}}", "</tool_", "call>"]
+    pieces = [
+        "Hm",
+        " <tool",
+        "_call>",
+        '{"name": "',
+        'f", "argu',
+        'ments": {"',
+        's": "a',
+        "b\\",
+        'n", "n": 1',
+        "2}}",
+        "</tool_",
+        "call>",
+    ]
     assert [parser.feed(piece) for piece in pieces] == [
         [Text("Hm")],
         [],
@@ -290,7 +368,7 @@ def test_a_call_inside_reasoning_is_part_of_the_thought():
 
 
 @pytest.mark.parametrize("format", ["hermes", "jamba", "nemotron", "pythonic"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(calls=CALLS, indent=st.sampled_from([None, 1]), ascii=st.booleans())
 def test_what_json_can_say_arrives(format, calls, indent, ascii):
     written = [json.dumps({"name": n, "arguments": a}, indent=indent, ensure_ascii=ascii) for n, a in calls]
@@ -298,20 +376,22 @@ def test_what_json_can_say_arrives(format, calls, indent, ascii):
     assert told(format, f"{opener}[{', '.join(written)}]{closer}") == calls
 
 
-@settings(max_examples=60, deadline=None)
-@given(calls=st.lists(st.tuples(st.just("f"), st.dictionaries(st.sampled_from("abc"), JSON)), min_size=1))
+@settings(max_examples=20, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(st.just("f"), st.dictionaries(st.sampled_from("abc"), JSON, max_size=3)), min_size=1, max_size=2
+    )
+)
 def test_what_python_can_say_arrives(calls):
-    written = [f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls]
-    said = told("pythonic", f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>")
-    if "\\U" not in "".join(written) and "'," not in repr(calls) and "['\"]\\s*[],:)}]" not in repr(calls):
-        assert len(said) >= 1
+    written = [f"{name}({', '.join(f'{key}={value!r}' for key, value in said.items())})" for name, said in calls]
+    assert told("pythonic", f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>") == calls
 
 
 # any cutting, any text
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_text_in_any_cutting_gives_the_same_and_loses_nothing(format, data):
     reply = data.draw(replies(format))
@@ -359,27 +439,27 @@ def test_the_fuzz_reaches_complete_and_broken_calls(format):
     """A vocabulary that never makes a call would prove nothing."""
     seen = set()
 
-    @settings(max_examples=400, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=120, deadline=None, database=None, derandomize=True)
     @given(reply=replies(format))
     def look(reply):
         seen.update(event.complete for event in parsed(format, [reply]) if isinstance(event, CallEnded))
 
     look()
-    assert True in seen, "no complete call"
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(
     ("format", "reply"),
     [
         ("hermes", "<tool_call>" * 20_000),
-        ("hermes", " " * 200_000 + "<"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"l": [' + "1, " * 60_000),
+        ("hermes", " " * 100_000 + "<"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"l": [' + "1, " * 30_000),
         ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 50_000),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"n": ' + "1" * 200_000),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"n": ' + "1" * 100_000),
         ("qwen-xml", "<function=f><parameter=n>" + "</param" * 30_000),
         ("pythonic", "<|tool_call_start|>[f(n=" + "[" * 100_000),
         ("pythonic", "<|tool_call_start|>[f(n=" + "{" * 100_000),
-        ("pythonic", "<|tool_call_start|>[f(s='" + "' " * 60_000),
+        ("pythonic", "<|tool_call_start|>[f(s='" + "' " * 30_000),
     ],
 )
 def test_long_nonsense_takes_linear_time(format, reply):

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from everwarm import __version__
 from everwarm.engine import messages as m
-from everwarm.errors import EverwarmError, Forbidden
+from everwarm.errors import EngineStopped, EverwarmError, Forbidden
 from everwarm.gateway.guard import Guard, error_response
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import LlamaServer
@@ -28,6 +28,7 @@ from everwarm.gateway.remote import RemotePolicy
 from everwarm.gateway.replies import Hangup, json_response
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
+from everwarm.router.plan import Phase
 from everwarm.router.pool import Pool
 from everwarm.router.supervisor import State, Supervisor
 
@@ -112,7 +113,9 @@ class Status:
         is_ready, about = True, {"status": "ready", "models": len(standings)}
         if len(standings) == 1:
             (one,) = standings
-            is_ready, about = one.supervisor.is_ready, _condition(one.supervisor)
+            sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it wakes when it is asked for
+            is_ready = one.supervisor.is_ready or (sleeps and not self._service.pool.is_stopping)
+            about = _condition(one.supervisor)
         return json_response(about, 200 if is_ready else 503, {} if is_ready else {"retry-after": "1"})
 
     async def metrics(self, request: Request) -> Response:
@@ -126,7 +129,8 @@ class Status:
         engine: dict[str, Any] = {}
         if name is not None or pool.catalog.find(None) is not None:
             supervisor = pool.find(name).supervisor
-            engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
+            with contextlib.suppress(EngineStopped):  # it may be put to sleep just now
+                engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
             gauges |= _engine_gauges(supervisor)
         return Response(self._service.metrics.render(engine, gauges), media_type=CONTENT_TYPE)
 

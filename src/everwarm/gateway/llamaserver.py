@@ -97,7 +97,12 @@ class LlamaServer:
         return json_response({"content": text.decode("utf-8", "replace")})
 
     async def apply_template(self, request: Request) -> Response:
-        body = read(await request.body(), ChatBody)
+        data = await request.body()
+        body = read(data, ChatBody)
+        with self._service.limits.admitted(len(data)):
+            return await self._service.within_time(request, self._applied(body))
+
+    async def _applied(self, body: ChatBody) -> Response:
         async with self._service.borrowed(body.model) as served:
             template = await self._service.template(served)
         messages, _ = illustrated(body.messages, "<__media__>")
@@ -109,6 +114,9 @@ class LlamaServer:
         if name is None and self._service.pool.catalog.find(None) is None:
             models = [standing.spec.id for standing in self._service.pool.standings()]
             return json_response({"role": "router", "models": models, "modalities": _TEXT_ONLY})
+        return await self._service.within_time(request, self._props(name))
+
+    async def _props(self, name: str | None) -> Response:
         async with self._service.borrowed(name) as served:
             info = await served.supervisor.wait_ready()
         return json_response(

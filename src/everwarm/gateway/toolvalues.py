@@ -26,8 +26,10 @@ _JSON_PLAIN = re.compile(r'[^"\\]+')
 _JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _JSON_ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _PYTHON_PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}
-_PYTHON_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^xu])", re.DOTALL)
-_PYTHON_ESCAPE_BEGUN = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3})?\Z")
+_PYTHON_ESCAPE = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U(?:0010|000[0-9a-fA-F])[0-9a-fA-F]{4}|[^xuU])", re.DOTALL
+)
+_PYTHON_ESCAPE_BEGUN = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?\Z")
 _PYTHON_STRING_ENDS = re.compile(r"['\"][ \t\r\n]{0,16}[],:)}]")
 _PYTHON_STRING_MAY_END = re.compile(r"['\"][ \t\r\n]{0,16}\Z")
 _CLOSES = {"{": "}", "[": "]", "(": ")"}
@@ -165,6 +167,8 @@ def python_string(r: Reader, say: Say) -> Reading[None]:
 
 def _python_escape(escape: str) -> str:
     """As a part of a JSON string; an unknown escape stands for itself."""
+    if len(escape) == 10:
+        return escaped(chr(int(escape[2:], 16)))
     if len(escape) > 2:
         return f"\\u{escape[2:].rjust(4, '0')}"
     return _PYTHON_ESCAPES.get(escape[1], escaped(escape))

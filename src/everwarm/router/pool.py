@@ -13,11 +13,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
 from everwarm.router.catalog import Catalog, ModelSpec
-from everwarm.router.plan import Limits, ModelPlan, ModelStatus, Planner
+from everwarm.router.plan import Limits, ModelPlan, ModelStatus, Phase, Planner
 from everwarm.router.supervisor import Patience, State, Supervisor
 
 log = logging.getLogger("everwarm.router")
@@ -45,8 +46,14 @@ class Served:
 class Lease:
     """The right to use a model until it is given back. First it must be waited for."""
 
-    served: Served
+    _pool: Pool
+    _id: str
     _granted: asyncio.Future[None]
+
+    @property
+    def served(self) -> Served:
+        """What the model is now: it may have been replaced while it was waited for."""
+        return self._pool._served[self._id]
 
     async def ready(self) -> Served:
         await self._granted
@@ -133,9 +140,9 @@ class Pool:
             raise EngineStopped(f"{served.supervisor.reason}; it is tried again in a while")
         if self.is_stopping:
             raise EngineStopped("the server is stopping")
-        if not self.autoload and not served.supervisor.is_running:
+        if not self.autoload and not self._is_there(served.id):
             raise BadRequest(f"the model {served.id!r} is not loaded; load it with POST /models/load")
-        id, lease = next(self._ids), Lease(served, asyncio.get_running_loop().create_future())
+        id, lease = next(self._ids), Lease(self, served.id, asyncio.get_running_loop().create_future())
         self._leases[id] = lease
         self._feed(plan.Wanted(id, served.id, time.monotonic()))
         try:
@@ -144,6 +151,11 @@ class Pool:
             del self._leases[id]
             lease._granted.cancel()
             self._feed(plan.Gone(id, time.monotonic()))
+
+    def _is_there(self, id: str) -> bool:
+        """Loaded or being loaded, and not on its way out."""
+        status = self._planner.status(id)
+        return status is not None and status.phase in (Phase.LOADING, Phase.READY)
 
     def find(self, name: str | None) -> Served:
         """The model of that name. A name nobody knows may be that of a file that has just come."""
@@ -200,10 +212,10 @@ class Pool:
     def _replace(self, id: str, spec: ModelSpec) -> None:
         """A model that is new, or whose file or settings changed: what runs of the old one ends when nobody uses it."""
         before = self._served.get(id)
-        if before is not None:
-            self._feed(plan.Removed(id, time.monotonic()))
         if before is None or not before.supervisor.is_running:
             self._renew(id)
+        else:
+            self._feed(plan.UnloadAsked(id, time.monotonic()))  # who waits for it then gets the new one
         self._feed(plan.Added(_planned(spec), time.monotonic()))
 
     def _renew(self, id: str) -> None:
@@ -254,15 +266,20 @@ class Pool:
             if supervisor.state is not State.UNHEALTHY or served.n_loads != life:
                 return  # somebody has stopped it meanwhile, and says so
             served.rests_until = time.monotonic() + REST_S if supervisor.is_worn_out else 0.0
-            self._feed(plan.LoadFailed(served.id, supervisor.reason or "unknown", time.monotonic()))
+            reason = _without_paths(supervisor.reason or "unknown", served.spec)
+            self._renew_if_changed(served)
+            self._feed(plan.LoadFailed(served.id, reason, time.monotonic()))
 
     async def _put_to_sleep(self, served: Served) -> None:
         began = time.monotonic()
         await served.supervisor.stop(0.0)
         log.info("%s was put to sleep in %.3f s", served.id, time.monotonic() - began)
+        self._renew_if_changed(served)
+        self._feed(plan.Stopped(served.id, time.monotonic()))
+
+    def _renew_if_changed(self, served: Served) -> None:
         if served.spec != self.catalog.specs.get(served.id):
             self._renew(served.id)
-        self._feed(plan.Stopped(served.id, time.monotonic()))
 
     async def _tick(self) -> None:
         while True:
@@ -277,6 +294,14 @@ class Pool:
 
 def _planned(spec: ModelSpec) -> ModelPlan:
     return ModelPlan(spec.id, spec.n_bytes, spec.pinned, spec.ttl_s)
+
+
+def _without_paths(reason: str, spec: ModelSpec) -> str:
+    """Clients learn which file it is, not where it lies."""
+    files = [spec.path, *(Path(name) for name, _ in spec.settings.model.lora), *filter(None, (spec.mmproj,))]
+    for path in files:
+        reason = reason.replace(str(path), path.name).replace(str(path.absolute()), path.name)
+    return reason
 
 
 def _refusal(code: plan.RefusalCode, message: str) -> EverwarmError:
