@@ -30,7 +30,7 @@ log = logging.getLogger("everwarm.engine")
 
 Send = Callable[[m.Message], None]
 
-GATHER_S = 0.008  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
+GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
 
 @dataclass(slots=True)

@@ -43,6 +43,7 @@ class Rendered:
 
 class ChatTemplate:
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+        self.source = source
         self._globals = {"bos_token": bos, "eos_token": eos}
         self._ends: OrderedDict[str, int] = OrderedDict()
         try:
@@ -73,7 +74,9 @@ class ChatTemplate:
 
     def _as_wanted(self, message: Message) -> Message:
         """Content as the template takes it: most want one text and would print a list of parts as it is."""
-        content = message.get("content")
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(calls, list) and self._wants_objects:
+            message = {**message, "tool_calls": [_with_object(call) for call in calls]}
         if isinstance(content, list) and not self._takes_parts:
             return {**message, "content": "".join(map(_text_of, content))}
         if isinstance(content, str) and self._wants_parts:
@@ -83,6 +86,20 @@ class ChatTemplate:
     @functools.cached_property
     def _takes_parts(self) -> bool:
         return self._shows([{"type": "text", "text": _PROBE}])
+
+    @functools.cached_property
+    def _wants_objects(self) -> bool:
+        """Whether a call's arguments as clients send them, JSON as text, would come out as text of text."""
+        function = {"name": "f", "arguments": f'{{"{_PROBE}": 1}}'}
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        ]
+        try:
+            said = self._template.render({**self._globals, "messages": messages})
+        except Exception:  # noqa: BLE001 - it may have tried to look into a text
+            return True
+        return f'"{_PROBE}"' not in said.replace(f'\\"{_PROBE}\\"', "")
 
     @functools.cached_property
     def _wants_parts(self) -> bool:
@@ -156,6 +173,18 @@ class ChatTemplate:
 def _text_of(part: Any) -> str:
     text = part.get("text", part.get("refusal", "")) if isinstance(part, dict) else part
     return text if isinstance(text, str) else ""
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call whose arguments are an object; what is no JSON stays as it is."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _environment() -> jinja2.sandbox.SandboxedEnvironment:

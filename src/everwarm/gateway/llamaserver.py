@@ -40,8 +40,8 @@ class LlamaServer:
 
     async def _whole(self, request: Request, body: CompletionBody) -> Response:
         async with self._service.borrowed(body.model) as served:
-            submits = await self._service.completion_submits(request, body, served)
-            (choice,) = await collect(events(served.supervisor, submits[:1]), 1)
+            asked = await self._service.completion_submits(request, body, served)
+            (choice,) = await collect(events(served.supervisor, asked.submits[:1]), 1)
         self._service.metrics.finished(choice.done)
         name = body.model or served.id
         with_probs = body.wanted_probs is not None
@@ -58,10 +58,10 @@ class LlamaServer:
     async def _completion_frames(
         self, request: Request, body: CompletionBody, served: Served
     ) -> AsyncGenerator[bytes, None]:
-        submits = await self._service.completion_submits(request, body, served)
+        asked = await self._service.completion_submits(request, body, served)
         name = body.model or served.id
         n_prompt = n_reply = slot = 0
-        async for event in events(served.supervisor, submits[:1]):
+        async for event in events(served.supervisor, asked.submits[:1]):
             match event.message:
                 case m.Begun() as begun:
                     n_prompt, slot = begun.n_prompt, begun.slot

@@ -15,11 +15,12 @@ from everwarm.gateway import shapes
 from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
 from everwarm.gateway.generate import Event, collect, events
 from everwarm.gateway.replies import LOADING_S, SSE_DONE, json_response, sse, sse_loading
-from everwarm.gateway.service import Service
+from everwarm.gateway.reply import ReplyReader
+from everwarm.gateway.service import Asked, Service
 from everwarm.router.pool import Served
 
 Json = dict[str, Any]
-Submits = Callable[[Served], Coroutine[Any, Any, list[dict[str, Any]]]]
+Submits = Callable[[Served], Coroutine[Any, Any, Asked]]
 
 
 class OpenAI:
@@ -53,11 +54,12 @@ class OpenAI:
     async def _whole(self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool) -> Response:
         async with self._service.borrowed(body.model) as served:
             asked = await submits(served)
-            choices = await collect(events(served.supervisor, asked), len(asked))
+            choices = await collect(events(served.supervisor, asked.submits), len(asked.submits))
         for choice in choices:
             self._service.metrics.finished(choice.done)
-        echo = (asked[0]["text"] or "") if isinstance(body, CompletionBody) and body.echo else ""
-        return json_response(shape.whole(frame, choices, with_probs=with_probs, prefix=echo))
+        echo = (asked.submits[0]["text"] or "") if isinstance(body, CompletionBody) and body.echo else ""
+        readers = [asked.reader() for _ in choices]
+        return json_response(shape.whole(frame, choices, readers, with_probs=with_probs, prefix=echo))
 
     async def _frames(
         self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool
@@ -66,8 +68,10 @@ class OpenAI:
         with self._service.pool.lease(body.model) as lease:
             async for loaded in lease.waiting(LOADING_S):
                 yield sse_loading(lease.served.id, loaded)
-            async for event in events(lease.served.supervisor, await submits(lease.served)):
-                for choice, more in shape.chunks(event, with_probs=with_probs):
+            asked = await submits(lease.served)
+            readers = [asked.reader() for _ in asked.submits]
+            async for event in events(lease.served.supervisor, asked.submits):
+                for choice, more in shape.chunks(event, readers[event.index], with_probs=with_probs):
                     yield sse({**frame, "choices": [choice] if choice else [], **more})
                 if isinstance(event.message, m.Done):
                     dones[event.index] = event.message
@@ -78,7 +82,7 @@ class OpenAI:
         yield SSE_DONE
 
 
-def _chat_chunks(event: Event, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
+def _chat_chunks(event: Event, reader: ReplyReader, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
     """A choice (or none) and what stands beside it, for each chunk an event is worth."""
     match event.message:
         case m.Begun():
@@ -86,23 +90,21 @@ def _chat_chunks(event: Event, *, with_probs: bool) -> list[tuple[Json | None, J
         case m.PromptRead() as read_so_far:
             return [(None, {"prompt_progress": shapes.progress(read_so_far)})]
         case m.Piece() as piece:
-            if not piece.text and not (with_probs and piece.probs):
-                return []
-            probs = shapes.logprobs(piece.probs or []) if with_probs else None
-            return [(_chat_choice(event.index, {"content": piece.text}, probs), {})]
+            probs = shapes.logprobs(piece.probs) if with_probs and piece.probs else None
+            deltas = reader.feed(piece.text) or ([{"content": ""}] if probs else [])
+            return [(_chat_choice(event.index, delta, None if i else probs), {}) for i, delta in enumerate(deltas)]
         case m.Done() as done:
-            chunks: list[tuple[Json | None, Json]] = []
-            if done.text:
-                chunks.append((_chat_choice(event.index, {"content": done.text}), {}))
-            end = {**_chat_choice(event.index, {}), "finish_reason": shapes.finish_reason(done)}
-            return [*chunks, (end, {"timings": shapes.timings(done)})]
+            deltas = [*reader.feed(done.text), *reader.finish()]
+            end = {**_chat_choice(event.index, {}), "finish_reason": shapes.chat_finish_reason(done, reader)}
+            said: list[tuple[Json | None, Json]] = [(_chat_choice(event.index, delta), {}) for delta in deltas]
+            return [*said, (end, {"timings": shapes.timings(done)})]
 
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def _text_chunks(event: Event, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
+def _text_chunks(event: Event, _reader: ReplyReader, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
     match event.message:
         case m.Begun():
             return []

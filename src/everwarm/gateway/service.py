@@ -8,8 +8,9 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.pictures import Pictures
 from everwarm.gateway.replies import EventStream, sse, unless_gone, within
+from everwarm.gateway.reply import ReplyReader
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervisor import Question
@@ -33,6 +35,14 @@ Json = dict[str, Any]
 
 # Who is talking, as real clients say it. It informs which slot to give up last, never what may be reused.
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the engine is asked, once per choice, and how a reply is to be read."""
+
+    submits: list[Json]
+    reader: Callable[[], ReplyReader] = ReplyReader
 
 
 @dataclass(slots=True)
@@ -74,7 +84,7 @@ class Service:
 
     # bodies to submits
 
-    async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> list[dict[str, Any]]:
+    async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> Asked:
         info, template = await served.supervisor.wait_ready(), await self.template(served)
         messages, parts = illustrated(body.messages, self.marker)
         if parts and not info.sees:
@@ -93,9 +103,11 @@ class Service:
         if pictures:
             sent = tuple(m.Picture(p.digest, p.width, p.height, p.rgb) for p in pictures)
             common |= {"marker": self.marker, "pictures": sent}
-        return _choices(common, body)
+        thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
+        reader = partial(ReplyReader.of, template.source, rendered.text, tools, with_thinking=thinks)
+        return Asked(_choices(common, body), reader)
 
-    async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> list[dict[str, Any]]:
+    async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> Asked:
         text, tokens = body.text_or_tokens()
         common = {
             **self._common(request, body, await served.supervisor.wait_ready()),
@@ -103,7 +115,7 @@ class Service:
             "tokens": tokens,
             "n_probs": body.wanted_probs,
         }
-        return _choices(common, body)
+        return Asked(_choices(common, body))
 
     def _common(self, request: Request, body: Body, info: ModelInfo) -> dict[str, Any]:
         slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from everwarm.engine import messages as m
 from everwarm.gateway.generate import Choice
+from everwarm.gateway.reply import ReplyReader
 
 Json = dict[str, Any]
 
@@ -87,15 +88,22 @@ def legacy_logprobs(probs: Sequence[m.TokenProb]) -> Json:
     }
 
 
-def chat_completion(frame: Json, choices: Sequence[Choice], *, with_probs: bool, prefix: str = "") -> Json:
+def chat_finish_reason(done: m.Done, reader: ReplyReader) -> str:
+    reason = finish_reason(done)
+    return "tool_calls" if reader.n_calls and reason == "stop" else reason
+
+
+def chat_completion(
+    frame: Json, choices: Sequence[Choice], readers: Sequence[ReplyReader], *, with_probs: bool, prefix: str = ""
+) -> Json:
     listed = [
         {
             "index": i,
-            "message": {"role": "assistant", "content": prefix + choice.text},
+            "message": reader.message(prefix + choice.text),
             "logprobs": logprobs(choice.probs) if with_probs else None,
-            "finish_reason": finish_reason(choice.done),
+            "finish_reason": chat_finish_reason(choice.done, reader),
         }
-        for i, choice in enumerate(choices)
+        for i, (choice, reader) in enumerate(zip(choices, readers, strict=True))
     ]
     dones = [choice.done for choice in choices]
     return {
@@ -107,7 +115,9 @@ def chat_completion(frame: Json, choices: Sequence[Choice], *, with_probs: bool,
     }
 
 
-def text_completion(frame: Json, choices: Sequence[Choice], *, with_probs: bool, prefix: str = "") -> Json:
+def text_completion(
+    frame: Json, choices: Sequence[Choice], _readers: Sequence[ReplyReader], *, with_probs: bool, prefix: str = ""
+) -> Json:
     listed = [
         {
             "index": i,

@@ -1,0 +1,91 @@
+"""A chat reply in OpenAI's words: thinking, text and tool calls, told apart while it streams or when it is all there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everwarm.gateway.reasoning import Reasoning, ReasoningParser, Text, detect_reasoning
+from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded, ToolParser, detect_tools, settled
+
+Json = dict[str, Any]
+Event = Reasoning | Text | CallBegun | CallArguments | CallEnded
+
+TAIL = 64  # characters of a prompt's end that say how its reply begins
+
+
+class ReplyReader:
+    """Of one reply: fed with its text in order."""
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self.n_calls = 0
+
+    @classmethod
+    def of(
+        cls, template: str, prompt: str, tools: Sequence[Mapping[str, Any]] | None, *, with_thinking: bool
+    ) -> ReplyReader:
+        """As the model's template says it writes. Without ``tools`` nothing is a call, and thinking may stay text."""
+        style = detect_reasoning(template, prompt[-TAIL:]) if with_thinking else None
+        format = detect_tools(template) if tools else None
+        return cls(ReasoningParser(style) if style else None, ToolParser(format, tools or ()) if format else None)
+
+    def feed(self, text: str) -> list[Json]:
+        """What can be said by now, as deltas."""
+        return self._deltas(self._said(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
+
+    def finish(self) -> list[Json]:
+        """What was held back, when the reply ends."""
+        return self._deltas(self._rest())
+
+    def message(self, text: str) -> Json:
+        """A whole reply as one message."""
+        events = [*self._said(self._reasoning.feed(text) if self._reasoning else [Text(text)]), *self._rest()]
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+        rest = settled(event for event in events if not isinstance(event, Reasoning))
+        calls: list[Json] = []
+        for event in rest:
+            if isinstance(event, CallBegun):
+                calls.append(_call(event))
+            elif isinstance(event, CallArguments):
+                calls[-1]["function"]["arguments"] += event.json_fragment
+        self.n_calls = len(calls)
+        content = "".join(event.text for event in rest if isinstance(event, Text))
+        message: Json = {"role": "assistant", "content": content if content or not calls else None}
+        if thought:
+            message["reasoning_content"] = thought
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _said(self, events: Sequence[Text | Reasoning]) -> list[Event]:
+        if self._tools is None:
+            return [event for event in events if event.text]
+        found: list[Event] = []
+        for event in events:
+            found += [event] if isinstance(event, Reasoning) else self._tools.feed(event.text)
+        return found
+
+    def _rest(self) -> list[Event]:
+        found = self._said(self._reasoning.finish()) if self._reasoning else []
+        return [*found, *(self._tools.finish() if self._tools else ())]
+
+    def _deltas(self, events: Sequence[Event]) -> list[Json]:
+        return [delta for delta in map(self._delta, events) if delta is not None]
+
+    def _delta(self, event: Event) -> Json | None:
+        match event:
+            case Reasoning(text=text):
+                return {"reasoning_content": text}
+            case Text(text=text):
+                return {"content": text}
+            case CallBegun():
+                return {"tool_calls": [{"index": event.index, **_call(event)}]}
+            case CallArguments():
+                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.json_fragment}}]}
+            case CallEnded(complete=complete):
+                self.n_calls += complete
+        return None
+
+
+def _call(event: CallBegun) -> Json:
+    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
