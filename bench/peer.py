@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import multiprocessing
 import multiprocessing.connection
 from collections.abc import Iterator
@@ -11,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.server import Server, post
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,7 @@ class Peer:
         self._host = address.split("//")[-1].rstrip("/")
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self._host, timeout=600)
-        try:
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            data = json.loads(answer.read())
-        finally:
-            connection.close()
-        if answer.status != 200:
-            raise RuntimeError(f"llama-server answered {answer.status}: {data}")
-        return dict(data)
+        return post(Server("llama-server", self._host), path, body)
 
     def complete(self, tokens: list[int], n_predict: int, **more: Any) -> dict[str, Any]:
         """A greedy completion; ``timings`` in the answer are llama-server's own."""

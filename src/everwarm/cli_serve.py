@@ -14,6 +14,7 @@ from everwarm.config import (
     cache_directory,
     default_threads,
     parse_bytes,
+    parse_scaled,
     require,
 )
 from everwarm.engine.settings import EngineSettings, RestorePolicy, StoreSettings
@@ -141,7 +142,7 @@ class ServeOptions:
             cache_type_v=self.cache_type_v,
             flash_attention=self.flash_attn,
             model=ModelOptions(
-                self.n_gpu_layers, self.mmap, self.tensor_split, self.n_cpu_moe, tuple(map(_scaled, self.lora))
+                self.n_gpu_layers, self.mmap, self.tensor_split, self.n_cpu_moe, tuple(map(parse_scaled, self.lora))
             ),
             checkpoints=CheckpointParams(
                 self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
@@ -178,15 +179,6 @@ class ServeOptions:
             slot_save_path=self.slot_save_path,
             picture_hosts=self.picture_host,
         )
-
-
-def _scaled(lora: str) -> tuple[str, float]:
-    """``FILE`` or ``FILE:SCALE``."""
-    path, _, scale = lora.rpartition(":")
-    try:
-        return (path, float(scale)) if path else (lora, 1.0)
-    except ValueError:
-        return lora, 1.0
 
 
 DEFAULTS = ServeOptions()

@@ -67,6 +67,15 @@ def parse_duration(text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
+def parse_scaled(text: str) -> tuple[str, float]:
+    """An adapter as ``FILE`` or ``FILE:SCALE``."""
+    path, _, scale = text.rpartition(":")
+    try:
+        return (path, float(scale)) if path else (text, 1.0)
+    except ValueError:
+        return text, 1.0
+
+
 def cache_directory() -> Path:
     """Where this user's programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "everwarm"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from everwarm.config import CacheType, FlashAttention, parse_bytes, parse_duration, require
+from everwarm.config import CacheType, FlashAttention, parse_bytes, parse_duration, parse_scaled, require
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest
 
@@ -194,11 +194,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def scaled(text: str, base: Path) -> tuple[str, float]:
     """``FILE`` or ``FILE:SCALE``; a relative file is beside the configuration."""
-    name, _, scale = text.rpartition(":")
-    try:
-        name, factor = (name, float(scale)) if name else (text, 1.0)
-    except ValueError:
-        name, factor = text, 1.0
+    name, factor = parse_scaled(text)
     return str(below(base, name)), factor
 
 
