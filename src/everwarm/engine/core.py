@@ -65,20 +65,15 @@ class Core:
     gallery: Gallery | None = None  # None: no pictures
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
-    n_measured: int = 0  # steps whose speed was learned from
+    has_cancelled: bool = False  # somebody has: look for them
+    n_measured: int = 0  # steps that taught a speed
 
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
-        if self.fetcher is not None:
-            self.fetcher.close()
-        if self.archive is not None:
-            self.archive.close()
-        self.ram.close()
-        if self.gallery is not None:
-            self.gallery.close()
-        self.context.close()
-        self.model.close()
+        for part in (self.fetcher, self.archive, self.ram, self.gallery, self.context, self.model):
+            if part is not None:
+                part.close()
 
     def put_away(self) -> None:
         """Before stopping: everything worth keeping is durable when this returns."""
@@ -104,7 +99,7 @@ class Core:
         """Takes effect at the next step. What was read until then is kept."""
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             if request.id == request_id:
-                request.cancelled = True
+                request.cancelled = self.has_cancelled = True
 
     def stop(self, request_id: int) -> list[Event]:
         """End a running reply now, as if the model had ended it: its text said something to stop at."""
@@ -130,8 +125,10 @@ class Core:
 
     def step(self) -> list[Event]:
         events: list[Event] = []
-        self._drop_cancelled(events)
-        self._admit(events)
+        if self.has_cancelled:
+            self._drop_cancelled(events)
+        if self.queue:
+            self._admit(events)
         if self.gallery is not None:
             see_next(self, self.gallery, events)
         grants = plan(self._lanes(), self.budget)
@@ -154,12 +151,10 @@ class Core:
         return events
 
     def _lanes(self) -> list[Lane]:
-        lanes = []
-        for i, slot in enumerate(self.slots):
-            request = slot.request
-            if request is not None and request.media_at(slot.n_fed) is None:
-                lanes.append(Lane(i, slot.next_stop() - slot.n_fed, slot.n_fed >= request.n_prompt))
-        return lanes
+        """Who has text to read or to write; a picture is read by itself."""
+        running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
+        ready = ((i, s, r) for i, s, r in running if r.media_at(s.n_fed) is None)
+        return [Lane(i, s.next_stop() - s.n_fed, s.n_fed >= r.n_prompt) for i, s, r in ready]
 
     def _feed(self, grant: Grant) -> Feed:
         slot = self.slots[grant.slot]
@@ -260,6 +255,7 @@ class Core:
     # starting
 
     def _drop_cancelled(self, events: list[Event]) -> None:
+        self.has_cancelled = False
         for request in [r for r in self.queue if r.cancelled]:
             self.queue.remove(request)
             self.admission.forget(request)
