@@ -148,6 +148,20 @@ class Prompt:
         """How many items both begin with, known to agree up to ``start``."""
         return ItemCount(_first_difference(self, other, start))
 
+    def keep_first_tokens(self, n_tokens: int) -> Prompt:
+        """The longest beginning that takes at most so many cells; never half a picture."""
+        return self.first(self._n_within([int(item.n_tokens) for item in self.media.values()], n_tokens))
+
+    def keep_first_positions(self, n_pos: int) -> Prompt:
+        """The longest beginning that takes at most so many positions; never half a picture."""
+        return self.first(self._n_within([int(item.n_pos) for item in self.media.values()], n_pos))
+
+    def _n_within(self, widths: list[int], most: int) -> int:
+        """How many items fit, if a text token takes 1 and the media items take these."""
+        each = np.ones(len(self.codes), np.int64)
+        each[list(self.media)] = widths
+        return int(np.searchsorted(np.cumsum(each), most, side="right"))
+
     def first(self, n_items: int) -> Prompt:
         media = {i: item for i, item in self.media.items() if i < n_items}
         return Prompt(self.codes[:n_items], MappingProxyType(media))
