@@ -82,6 +82,7 @@ def serve(
     from everwarm.gateway.server import serve as run
 
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
+    require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
     engine, console = options.engine(), Console(stderr=True)
     if models is None:
         catalog = _single(model, options, engine, console)

@@ -287,3 +287,11 @@ def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
         path.with_name("a.bin.checkpoints").unlink()
         with pytest.raises(Damaged, match="pictures"):
             slotio.read(path, "me", core.context.n_ctx)
+
+
+def test_what_was_read_so_far_holds_no_picture_that_is_still_ahead():
+    with seeing_core() as core:
+        request = ask(core, [A, CAT, B])
+        assert not request.items(60).media and list(request.items(61).media) == [60]
+        assert len(request.items(60).cells) == 60
+        drain(core)

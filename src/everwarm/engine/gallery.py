@@ -59,9 +59,6 @@ class Gallery:
         self._keep(item.digest, embedding)
         return embedding
 
-    def knows(self, item: MediaItem) -> bool:
-        return item.digest in self._known
-
     def _keep(self, digest: bytes, embedding: Embedding) -> None:
         self._known[digest] = embedding
         self.n_bytes += embedding.values.nbytes

@@ -115,29 +115,39 @@ class Ram:
         """Have the next engine find the segment that was laid at this node."""
         segment = node.segment
         assert segment is not None
-        span = segment.n_start, node.n_items
-        self._note(node, segment.blob, span, segment.clean, segment.chunks, "", segment.n_stop, segment.stop)
+        self._notes.put(
+            Note(
+                blob=weakref.ref(segment.blob),
+                path=node.path,
+                namespace=self._tree.namespace(node),
+                n_start=segment.n_start,
+                n_items=node.n_items,
+                clean=segment.clean,
+                chunks=segment.chunks,
+                cut="",
+                n_stop=segment.n_stop,
+                stop=segment.stop,
+            )
+        )
 
     def on_state(self, node: Node) -> None:
+        """Have the next engine find the state at this node."""
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.state is not None
-        span = node.n_items if self._kind.has_attention else 0, node.n_items
-        cut = checkpoint.kind.value
-        self._note(node, checkpoint.state, span, checkpoint.clean, checkpoint.chunks, cut, node.n_items, node.mark)
-
-    def _note(
-        self,
-        node: Node,
-        blob: Blob,
-        span: tuple[int, int],
-        clean: bool,
-        chunks: Chunks | None,
-        cut: str,
-        n_stop: int,
-        stop: Mark,
-    ) -> None:
-        namespace = self._tree.namespace(node)
-        self._notes.put(Note(weakref.ref(blob), node.path, namespace, *span, clean, chunks, cut, n_stop, stop))
+        self._notes.put(
+            Note(
+                blob=weakref.ref(checkpoint.state),
+                path=node.path,
+                namespace=self._tree.namespace(node),
+                n_start=node.n_items if self._kind.has_attention else 0,
+                n_items=node.n_items,
+                clean=checkpoint.clean,
+                chunks=checkpoint.chunks,
+                cut=checkpoint.kind.value,
+                n_stop=node.n_items,
+                stop=node.mark,
+            )
+        )
 
     def require_sound(self, blob: Blob) -> None:
         """Refuse bytes of an earlier process that are not what they were."""

@@ -141,10 +141,8 @@ class Request:
 
     def n_tokens(self, n_items: int) -> int:
         """Cells of the first ``n_items``."""
-        return n_items + self.n_prompt_tokens - self.n_prompt if n_items > self.n_prompt else self._of_prompt(n_items)
-
-    def _of_prompt(self, n_items: int) -> int:
-        return self.ask.prompt.n_tokens(n_items)
+        n_read = min(n_items, self.n_prompt)
+        return self.ask.prompt.n_tokens(n_read) + n_items - n_read
 
     def media_at(self, n_items: int) -> MediaItem | None:
         """The picture that comes next, if one does."""
@@ -159,7 +157,8 @@ class Request:
 
     def items(self, n_items: int) -> Prompt:
         """The first ``n_items``, prompt and reply alike, as a prompt of their own."""
-        return Prompt(self._codes[:n_items], MappingProxyType(dict(self.ask.prompt.media)))
+        media = {i: item for i, item in self.ask.prompt.media.items() if i < n_items}
+        return Prompt(self._codes[:n_items], MappingProxyType(media))
 
     def result(self, finish: Finish, error: EverwarmError | None = None) -> Result:
         now = self.ended_at or time.monotonic()
@@ -170,8 +169,8 @@ class Request:
             tokens=tuple(int(t) for t in self._codes[self.n_prompt : self.n_items]),
             finish=finish,
             n_prompt=self.n_prompt_tokens,
-            n_cached=self._of_prompt(self.n_cached),
-            n_shared=self._of_prompt(self.n_shared),
+            n_cached=self.n_tokens(self.n_cached),
+            n_shared=self.n_tokens(self.n_shared),
             checkpoint=self.used,
             timings=Timings(started - self.submitted_at, restored - started, first - restored, now - first),
             error=error,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from everwarm.engine.settings import MAX_SEQUENCES, EngineSettings
 from everwarm.llama.memory import MemoryShape, free_bytes, host_free_bytes, is_on_gpu, measure, require_fit
 from everwarm.llama.model import Model
 from everwarm.state.params import Spacing
-
-log = logging.getLogger("everwarm.engine")
 
 SPARE_SHARE = 0.05  # of the free memory, for parked checkpoints
 RAM_SHARE = 0.25  # of the free memory, for copies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from everwarm.router.catalog import Catalog
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool, Standing
 from everwarm.router.supervisor import State
-
-log = logging.getLogger("everwarm.gateway")
 
 _MIB = 1 << 20
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
-import logging
 import mmap
 import os
 import struct
@@ -27,8 +26,6 @@ import blake3
 import numpy as np
 
 from everwarm.types import Blob, heap
-
-log = logging.getLogger("everwarm.arena")
 
 MAGIC, VERSION = b"EWARENA\0", 1
 PAGE = 4096
