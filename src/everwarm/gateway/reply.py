@@ -1,4 +1,4 @@
-"""A chat reply in OpenAI's words: thinking, text and tool calls, told apart while it streams or when it is all there."""
+"""A chat reply: thinking, text and tool calls, told apart while it streams or when it is all there."""
 
 from __future__ import annotations
 
@@ -31,17 +31,25 @@ class ReplyReader:
         format = detect_tools(template) if tools else None
         return cls(ReasoningParser(style) if style else None, ToolParser(format, tools or ()) if format else None)
 
+    def read(self, text: str) -> list[Event]:
+        """What can be said by now."""
+        return self._counted(self._said(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
+
+    def rest(self) -> list[Event]:
+        """What was held back, when the reply ends."""
+        found = self._said(self._reasoning.finish()) if self._reasoning else []
+        return self._counted([*found, *(self._tools.finish() if self._tools else ())])
+
     def feed(self, text: str) -> list[Json]:
-        """What can be said by now, as deltas."""
-        return self._deltas(self._said(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
+        """The same as OpenAI's deltas."""
+        return _deltas(self.read(text))
 
     def finish(self) -> list[Json]:
-        """What was held back, when the reply ends."""
-        return self._deltas(self._rest())
+        return _deltas(self.rest())
 
     def message(self, text: str) -> Json:
         """A whole reply as one message."""
-        events = [*self._said(self._reasoning.feed(text) if self._reasoning else [Text(text)]), *self._rest()]
+        events = [*self.read(text), *self.rest()]
         thought = "".join(event.text for event in events if isinstance(event, Reasoning))
         rest = settled(event for event in events if not isinstance(event, Reasoning))
         calls: list[Json] = []
@@ -65,26 +73,27 @@ class ReplyReader:
             found += [event] if isinstance(event, Reasoning) else self._tools.feed(event.text)
         return found
 
-    def _rest(self) -> list[Event]:
-        found = self._said(self._reasoning.finish()) if self._reasoning else []
-        return [*found, *(self._tools.finish() if self._tools else ())]
+    def _counted(self, events: list[Event]) -> list[Event]:
+        self.n_calls += sum(isinstance(event, CallEnded) and event.complete for event in events)
+        return events
 
-    def _deltas(self, events: Sequence[Event]) -> list[Json]:
-        return [delta for delta in map(self._delta, events) if delta is not None]
 
-    def _delta(self, event: Event) -> Json | None:
-        match event:
-            case Reasoning(text=text):
-                return {"reasoning_content": text}
-            case Text(text=text):
-                return {"content": text}
-            case CallBegun():
-                return {"tool_calls": [{"index": event.index, **_call(event)}]}
-            case CallArguments():
-                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.json_fragment}}]}
-            case CallEnded(complete=complete):
-                self.n_calls += complete
-        return None
+def _deltas(events: Sequence[Event]) -> list[Json]:
+    return [delta for delta in map(_delta, events) if delta is not None]
+
+
+def _delta(event: Event) -> Json | None:
+    match event:
+        case Reasoning(text=text):
+            return {"reasoning_content": text}
+        case Text(text=text):
+            return {"content": text}
+        case CallBegun():
+            return {"tool_calls": [{"index": event.index, **_call(event)}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.json_fragment}}]}
+        case CallEnded():
+            return None
 
 
 def _call(event: CallBegun) -> Json:
