@@ -15,7 +15,7 @@ from everwarm.errors import BadRequest
 from everwarm.llama import blobs
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.object import Damaged
+from everwarm.state.object import Damaged, Reader
 from everwarm.state.slotfile import COMPANION, VERSION, checked_name, read_main
 from everwarm.types import token_mark
 
@@ -110,6 +110,32 @@ def test_without_its_companion_the_main_file_goes_as_far_as_it_goes(tmp_path, ho
         assert saved.points == ()
         slotio.put_back(core, core.slots[0], saved, "")
         assert run(core, [*whole, *NEW]).n_cached == len(whole)
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_state_that_is_verified_when_it_is_needed_is_never_used_damaged(tmp_path, is_damaged):
+    """In the arena a state's digest is looked at before it is used; a damaged one is as if it had not been there."""
+    path = tmp_path / "a.bin"
+    with open_core() as core:
+        talk(core)
+        save(core, path)
+    companion = tmp_path / f"a.bin{COMPANION}"
+    with companion.open("rb") as file:
+        sections = {section.name: section for section in Reader(file.fileno()).header.sections}
+    data = bytearray(companion.read_bytes())
+    data[sections[f"state-{STABLE}"].offset + 1000] ^= is_damaged
+    companion.write_bytes(data)
+    with open_core() as core:
+        saved, _ = slotio.read(path, PRINT, core.context.n_ctx, core.ram.arena)
+        assert STABLE in [found.point.n_items for found in saved.points]
+        slotio.put_back(core, core.slots[0], saved, "")
+        again = slotio.capture(core, core.slots[0], "")
+        assert (STABLE in [found.point.n_items for found in again.points]) is not is_damaged
+        result = run(core, [*HISTORY[:STABLE], *NEW])
+        assert result.n_cached == (MIDDLE if is_damaged else STABLE)
+        check(core)
+    strict, _ = slotio.read(path, PRINT, 4096)
+    assert bool(strict.points) is not is_damaged, "without an arena everything is verified at once"
 
 
 def test_saving_empty_slots_and_other_peoples_slots_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,27 @@ from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EverwarmError
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.object import Damaged
 
 log = logging.getLogger("everwarm.engine")
+
+
+@dataclass(slots=True)
+class Restoring:
+    """A slot file on its way back."""
+
+    slot: Slot
+    message: m.SlotAction
+    prompt: Prompt
+    main: slotio.Main
+    began: float
+    points: tuple[slotio.SavedPoint, ...] = ()
+    n_bytes: int = field(init=False)
+    n_tokens: int | None = None  # None: not in the slot
+
+    def __post_init__(self) -> None:
+        self.n_bytes = self.main.n_bytes
 
 
 class SlotFiles:
@@ -25,6 +44,7 @@ class SlotFiles:
         self._core = core
         self._send = send
         self._files = ThreadPoolExecutor(1, "everwarm-slots")
+        self._aside = ThreadPoolExecutor(1, "everwarm-companions")
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []  # for their slots to be idle
 
     def handle(self, message: m.SlotAction, loop: Loop) -> None:
@@ -37,7 +57,7 @@ class SlotFiles:
             case "save":
                 loop.post(lambda core: self._when_idle(slot, lambda: self._capture(core, slot, message, began)))
             case "restore":
-                self._files.submit(self._read, slot, message, began, loop)
+                self._files.submit(self._answering, message, lambda: self._read(slot, message, began, loop))
             case "erase":
                 loop.post(lambda core: self._when_idle(slot, lambda: self._erase(core, slot, message)))
 
@@ -57,9 +77,12 @@ class SlotFiles:
             self._waiting.append((slot, job))
 
     def _answer(self, message: m.SlotAction, work: Callable[[], dict[str, Any]]) -> None:
+        self._answering(message, lambda: self._send(m.Answer(message.id, {"id_slot": message.slot, **work()})))
+
+    def _answering(self, message: m.SlotAction, work: Callable[[], None]) -> None:
         """Whatever goes wrong is said to whoever asked."""
         try:
-            self._send(m.Answer(message.id, {"id_slot": message.slot, **work()}))
+            work()
         except EverwarmError as error:
             self._send(m.failed(message.id, error))
         except OSError as error:
@@ -89,21 +112,48 @@ class SlotFiles:
     # restore
 
     def _read(self, slot: Slot, message: m.SlotAction, began: float, loop: Loop) -> None:
+        """The main file is put into the slot while its companion is read: only pictures make the one wait for the other."""
+        path, fingerprint = Path(message.path), self._fingerprint()
+        reading = self._aside.submit(slotio.read_companion, path, fingerprint, self._core.ram.arena)
         try:
-            saved, n_bytes = slotio.read(
-                Path(message.path), self._fingerprint(), self._core.context.n_ctx, self._core.ram.place
-            )
+            main = slotio.read_main_file(path, self._core.context.n_ctx)
+            prompt = slotio.prompt_of(main, reading.result() if main.has_pictures else None)
         except (Damaged, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             reason = BadRequest(f"the slot file cannot be restored: {why}")
             return loop.post(lambda core: self._when_idle(slot, lambda: self._fail(core, slot, message, reason)))
+        restoring = Restoring(slot, message, prompt, main, began)
+        loop.post(lambda core: self._when_idle(slot, lambda: self._put_sequence(core, restoring)))
+        companion = reading.result()
+        if companion is not None and companion.belongs_to(main):
+            restoring.points, restoring.n_bytes = companion.points, main.n_bytes + companion.n_bytes
+        loop.post(lambda core: self._when_idle(slot, lambda: self._put_points(core, restoring)))
 
-        def work(core: Core) -> dict[str, Any]:
-            n = slotio.put_back(core, slot, saved, message.namespace)
-            ms = 1e3 * (time.monotonic() - began)
-            return {"n_restored": n, "n_read": n_bytes, "timings": {"restore_ms": ms}}
+    def _put_sequence(self, core: Core, restoring: Restoring) -> None:
+        message = restoring.message
+        try:
+            restoring.n_tokens = slotio.put_sequence(
+                core, restoring.slot, restoring.prompt, restoring.main.state, message.namespace
+            )
+        except EverwarmError as error:
+            self._send(m.failed(message.id, error))
 
-        loop.post(lambda core: self._when_idle(slot, lambda: self._answer(message, lambda: work(core))))
+    def _put_points(self, core: Core, restoring: Restoring) -> None:
+        """Last, and answer; unless that was done already because it failed."""
+        if restoring.n_tokens is None:
+            return
+
+        def work() -> dict[str, Any]:
+            if restoring.slot.content is restoring.prompt:  # else somebody was quicker
+                slotio.put_points(core, restoring.slot, restoring.points)
+            ms = 1e3 * (time.monotonic() - restoring.began)
+            return {
+                "n_restored": restoring.n_tokens,
+                "n_read": restoring.n_bytes,
+                "timings": {"restore_ms": ms},
+            }
+
+        self._answer(restoring.message, work)
 
     def _fail(self, core: Core, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
         """A slot that could not be restored is empty; what it held before is still known."""

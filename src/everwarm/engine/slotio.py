@@ -19,13 +19,15 @@ from everwarm.engine.core import Core
 from everwarm.engine.restore import Goal
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault
+from everwarm.llama.blobs import HEADER_BYTES
 from everwarm.prompt.prompt import Codes, Prompt
+from everwarm.state.arena import Arena
 from everwarm.state.files import Files
 from everwarm.state.object import Damaged, Header, Point, Reader, encode
 from everwarm.state.policy import CutKind
 from everwarm.state.slotfile import COMPANION, encode_main, main_digest, open_plain, read_main
 from everwarm.state.tree import Checkpoint
-from everwarm.types import Blob, Place, heap
+from everwarm.types import Blob, heap
 
 
 class SavedPoint(NamedTuple):
@@ -67,7 +69,7 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
             continue
         if checkpoint.parked is not None:
             keeper.copy_down(node)
-        if checkpoint.state is not None:
+        if checkpoint.state is not None and core.ram.arena.is_sound(checkpoint.state):
             logits = None if checkpoint.logits is None else checkpoint.logits.view(np.uint8)
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
             point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
@@ -112,58 +114,111 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
     return n_bytes + files.write(companion, encode(header, parts))
 
 
-def read(path: Path, fingerprint: str, max_tokens: int, place: Place = heap) -> tuple[Saved, int]:
+def read(path: Path, fingerprint: str, max_tokens: int, arena: Arena | None = None) -> tuple[Saved, int]:
     """The conversation in a slot file, with its checkpoints if the companion is there and belongs to it; and its bytes."""
-    cells, state = read_main(path, max_tokens)
-    companion = path.with_name(path.name + COMPANION)
-    try:
-        prompt, points, n_bytes = _read_companion(companion, cells, state, fingerprint, place)
-    except Damaged:  # none, an older or a foreign one: the main file alone goes as far as it goes
-        if int(cells.min()) < 0:
-            raise Damaged("it holds pictures, and the companion that says which is missing or another's") from None
-        prompt, points, n_bytes = Prompt.of_tokens(cells), (), 0
-    return Saved(prompt, state, points), path.stat().st_size + n_bytes
+    main = read_main_file(path, max_tokens)
+    companion = read_companion(path, fingerprint, arena)
+    prompt = prompt_of(main, companion)
+    if companion is None or not companion.belongs_to(main):
+        return Saved(prompt, main.state), main.n_bytes
+    return Saved(prompt, main.state, companion.points), main.n_bytes + companion.n_bytes
 
 
-def _read_companion(
-    path: Path, cells: Codes, state: Blob, fingerprint: str, place: Place
-) -> tuple[Prompt, tuple[SavedPoint, ...], int]:
-    fd = open_plain(path)
+class Main(NamedTuple):
+    """llama.cpp's file: the token of every cell, and the sequence's state."""
+
+    cells: Codes
+    state: Blob
+    n_bytes: int
+
+    @property
+    def has_pictures(self) -> bool:
+        return int(self.cells.min()) < 0
+
+
+class Companion(NamedTuple):
+    prompt: Prompt
+    points: tuple[SavedPoint, ...]
+    main: str  # digest of the file it belongs to
+    n_bytes: int
+
+    def belongs_to(self, main: Main) -> bool:
+        return np.array_equal(self.prompt.cells, main.cells) and self.main == main_digest(main.cells, main.state)
+
+
+def read_main_file(path: Path, max_tokens: int) -> Main:
+    cells, state = read_main(path, max_tokens, HEADER_BYTES)
+    return Main(cells, state, path.stat().st_size)
+
+
+def prompt_of(main: Main, companion: Companion | None) -> Prompt:
+    """The items in a main file: only its companion knows which pictures."""
+    if not main.has_pictures:
+        return Prompt.of_tokens(main.cells)
+    if companion is None or not companion.belongs_to(main):
+        raise Damaged("it holds pictures, and the companion that says which is missing or another's")
+    return companion.prompt
+
+
+def read_companion(path: Path, fingerprint: str, arena: Arena | None = None) -> Companion | None:
+    """What lies beside a main file; None, an older or a foreign one: the main file alone goes as far as it goes. States
+    that are read into an arena are verified before they are used."""
     try:
-        reader = Reader(fd)
-        head = reader.header
-        same = head.kind == "slot" and head.fingerprint == fingerprint and head.main == main_digest(cells, state)
-        prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media) if same else None
-        if prompt is None or prompt.n_tokens(len(prompt)) != len(cells) or not np.array_equal(prompt.cells, cells):
-            raise Damaged("it belongs to another file or model")
-        if any(not 0 < point.n_items <= len(prompt) for point in head.points):
-            raise Damaged("a checkpoint lies outside of the conversation")
-        points = [
-            SavedPoint(p, reader.read(p.section, place), reader.read(p.logits) if p.logits else None)
-            for p in head.points
-        ]
-        return prompt, tuple(points), os.fstat(fd).st_size
+        fd = open_plain(path.with_name(path.name + COMPANION))
+    except Damaged:
+        return None
+    try:
+        return _companion(Reader(fd), fingerprint, arena, os.fstat(fd).st_size)
+    except Damaged:
+        return None
     finally:
         os.close(fd)
 
 
+def _companion(reader: Reader, fingerprint: str, arena: Arena | None, n_bytes: int) -> Companion:
+    head = reader.header
+    if head.kind != "slot" or head.fingerprint != fingerprint:
+        raise Damaged("it belongs to another model")
+    prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media)
+    if prompt is None or any(not 0 < point.n_items <= len(prompt) for point in head.points):
+        raise Damaged("a checkpoint lies outside of the conversation")
+    where = (heap,) if arena is None else (arena.place, arena.doubt)
+    points = [
+        SavedPoint(p, reader.read(p.section, *where), reader.read(p.logits) if p.logits else None) for p in head.points
+    ]
+    return Companion(prompt, tuple(points), head.main, n_bytes)
+
+
 def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     """The conversation into the slot, whatever was there before; returns how many tokens a next request can reuse."""
+    n = put_sequence(core, slot, saved.prompt, saved.state, namespace)
+    put_points(core, slot, saved.points)
+    return n
+
+
+def put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace: str) -> int:
     empty(core, slot)
-    prompt, n = saved.prompt, saved.n_tokens
+    n = prompt.n_tokens(len(prompt))
     if n >= core.context.n_ctx:
         raise BadRequest(f"the file holds {n} tokens but the context {core.context.n_ctx}")
     if int(prompt.codes.max()) >= core.model.vocab.n_tokens:
         raise BadRequest("the file holds tokens that this model does not have")
-    root = core.tree.root(namespace)
     if not core.keeper.make_room(n, keep=slot):
         raise BadRequest(f"there is no room for {n} tokens beside what is running; try again later")
     try:
-        core.context.restore_sequence(slot.seq, saved.state, prompt.end)
+        core.context.restore_sequence(slot.seq, state, prompt.end)
     except MemoryFault as error:
         raise BadRequest(f"the file is not a state of this model: {error}") from None
     slot.n_fed, slot.items, slot.content, slot.namespace = len(prompt), prompt, prompt, namespace
-    for point, state, logits in saved.points:
+    core.keeper.seat(slot, core.tree.root(namespace))
+    core.keeper.mark_end(slot)
+    return n
+
+
+def put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
+    """The checkpoints of the conversation that was put into the slot; its end is kept, too."""
+    prompt, root = slot.content, core.tree.root(slot.namespace)
+    for point, state, logits in points:
         node = core.tree.grow(root, prompt, point.n_items)
         if node.checkpoint is None:
             cut = CutKind.named(point.cut)
@@ -171,11 +226,8 @@ def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
             if logits is not None and logits.nbytes == 4 * core.model.vocab.n_tokens:
                 kept.logits = logits.view(np.float32)
             core.tree.set_checkpoint(node, kept)
-    core.keeper.seat(slot, root)
-    core.keeper.mark_end(slot)
     core.keeper.take(slot, CutKind.REPLY)
     core.keeper.enforce_budget()
-    return n
 
 
 def empty(core: Core, slot: Slot) -> None:

@@ -15,6 +15,7 @@ _WORDS_PER_CELL = (3, 6)  # without and with what M-RoPE needs to know of a cell
 _FLOAT = np.dtype("<f4")
 _RECURRENT = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
 _HEADER = struct.Struct("<Ii")  # magic, sequence
+HEADER_BYTES = _HEADER.size
 _WINDOW = struct.Struct("<IiII")  # magic, sequence, streams, cells
 _CELLS = struct.Struct("<II")  # streams, cells
 _STATE = struct.Struct("<IiI")  # cells, position, sequences of the cell
@@ -71,8 +72,13 @@ def describes_end(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
 
 
 def with_header(data: Blob, seq: int) -> Blob:
-    """What a file holds of a sequence, as libllama wants it from memory."""
-    return np.concatenate([np.frombuffer(struct.pack("<Ii", MAGIC, seq), np.uint8), data])
+    """What a file holds of a sequence, as libllama wants it from memory. Whoever left room for the header right before the
+    data spares a copy."""
+    header, room = np.frombuffer(_HEADER.pack(MAGIC, seq), np.uint8), data.base
+    if isinstance(room, np.ndarray) and room.dtype == np.uint8 and room.nbytes == HEADER_BYTES + data.nbytes:
+        room[:HEADER_BYTES] = header
+        return room
+    return np.concatenate([header, data])
 
 
 def begins_sequence(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:

@@ -15,7 +15,15 @@ from everwarm.config import ContextOptions
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected
 from everwarm.llama import abi
 from everwarm.llama.batch import BatchArrays, Feed
-from everwarm.llama.blobs import begins_sequence, describes_cells, describes_end, is_finite, with_header, without_nan
+from everwarm.llama.blobs import (
+    HEADER_BYTES,
+    begins_sequence,
+    describes_cells,
+    describes_end,
+    is_finite,
+    with_header,
+    without_nan,
+)
 from everwarm.llama.media import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.sequences import Sequences
@@ -24,7 +32,6 @@ from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount
 Logits = NDArray[np.float32]
 
 _LAST_ROW = -1  # libllama's name for the last logits there are
-_BLOB_HEADER = 8  # u32 magic, i32 sequence id
 
 
 class Context(Sequences):
@@ -34,7 +41,7 @@ class Context(Sequences):
         self._batch = BatchArrays(self.n_batch)
         self._rows: list[int] = []
         self._views: dict[int, Logits] = {}
-        self._empty_tail = self._read(SeqId(0), abi.STATE_PARTIAL)[_BLOB_HEADER:]
+        self._empty_tail = self._read(SeqId(0), abi.STATE_PARTIAL)[HEADER_BYTES:]
 
     # decoding
 
@@ -192,7 +199,7 @@ class Context(Sequences):
 
     def capture_sequence(self, seq: SeqId) -> Blob:
         """KV and state of a whole sequence, as libllama writes them into a file."""
-        return self._read(seq, abi.STATE_FULL)[_BLOB_HEADER:]
+        return self._read(seq, abi.STATE_FULL)[HEADER_BYTES:]
 
     def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark) -> int:
         """Put a whole sequence in place of an empty one; returns its bytes. On ``StateRejected`` it is still empty."""
@@ -201,7 +208,7 @@ class Context(Sequences):
         blob, n = with_header(data, seq), 0
         if begins_sequence(blob, self.kind, mark):
             n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, abi.STATE_FULL))
-        if n <= _BLOB_HEADER or int(self._lib.memory_seq_pos_max(self._mem, seq)) != mark.last_pos:
+        if n <= HEADER_BYTES or int(self._lib.memory_seq_pos_max(self._mem, seq)) != mark.last_pos:
             self.drop(seq)
             raise StateRejected(
                 f"{len(data)} bytes are no sequence of {mark.n_tokens} tokens: {self._lib.last_words()}"
@@ -210,7 +217,7 @@ class Context(Sequences):
             self.cells.append(seq, mark.n_tokens, clean=False)
         self._disturb_windows()
         self._end[seq], self._state_clean[seq] = mark, False
-        return n - _BLOB_HEADER
+        return n - HEADER_BYTES
 
     # segments: intervals
 
@@ -268,7 +275,7 @@ class Context(Sequences):
         """A full blob is [header][attention][recurrent or window]; put an empty tail in place of the last part."""
         if not self.kind.needs_checkpoints:
             return blob
-        tail = self._size(SeqId(self._scratch), abi.STATE_PARTIAL) - _BLOB_HEADER
+        tail = self._size(SeqId(self._scratch), abi.STATE_PARTIAL) - HEADER_BYTES
         if tail == len(self._empty_tail):
             return blob
         whole = self.place(len(blob) - tail + len(self._empty_tail))
@@ -288,7 +295,7 @@ class Context(Sequences):
     def _write(self, seq: SeqId, blob: Blob, flags: int) -> bool:
         assert blob.flags.c_contiguous
         n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, flags))
-        return n == len(blob) > _BLOB_HEADER
+        return n == len(blob) > HEADER_BYTES
 
     # life
 

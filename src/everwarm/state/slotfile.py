@@ -52,8 +52,9 @@ def main_digest(tokens: Codes, state: Blob) -> str:
     return str(hasher.update(state.data).hexdigest())
 
 
-def read_main(path: Path, max_tokens: int) -> tuple[Codes, Blob]:
-    """Tokens and state of a sequence file, its sizes checked before anything is allocated; ``Damaged`` otherwise."""
+def read_main(path: Path, max_tokens: int, n_before: int = 0) -> tuple[Codes, Blob]:
+    """Tokens and state of a sequence file, its sizes checked before anything is allocated; ``Damaged`` otherwise. Room for
+    ``n_before`` bytes is left before the state."""
     fd = open_plain(path)
     try:
         size = os.fstat(fd).st_size
@@ -67,7 +68,7 @@ def read_main(path: Path, max_tokens: int) -> tuple[Codes, Blob]:
         if end > size or n > 2 * max_tokens + 1024:
             raise Damaged(f"it says that it has {n} tokens")
         packed = np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4")
-        state = np.empty(size - end, np.uint8)
+        state = np.empty(n_before + size - end, np.uint8)[n_before:]
         fill(fd, state.data, end)
     finally:
         os.close(fd)
