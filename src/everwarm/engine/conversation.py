@@ -82,6 +82,10 @@ class Conversation:
             case m.Submit():
                 ask = self._ask(message)
                 loop.post(lambda _: self._submit(message, ask))
+            case m.Prewarm():
+                ahead = self._ask_ahead(message)
+                if ahead is not None:
+                    loop.post(lambda core: core.prewarm.offer(ahead))
             case m.Cancel(id=id):
                 loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Detokenize():
@@ -132,6 +136,15 @@ class Conversation:
             message.session,
             pictures,
         )
+
+    def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
+        """All of the text that no continuation can change."""
+        special = message.add_special
+        prompt = self._tokenizer.tokenize(message.text, add_special=special)
+        n = self._tokenizer.safe_count_at(message.text, len(message.text), add_special=special)
+        if n < 2:
+            return None
+        return Ask(prompt.first(n), max_tokens=0, namespace=message.namespace, session=message.session, ahead=True)
 
     def _prompt_of_text(self, message: m.Submit, text: str) -> tuple[Prompt, tuple[int, ...], int | None]:
         """Hints in characters become hints in tokens that no later text can change."""
@@ -241,7 +254,9 @@ def slots(core: Core) -> list[dict[str, Any]]:
     shown = []
     for slot in core.slots:
         request = slot.request
-        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx, "is_processing": request is not None}
+        is_ahead = request is not None and request.ask.ahead
+        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx}
+        about |= {"is_processing": request is not None and not is_ahead, "is_prewarming": is_ahead}
         n_fed = slot.resident().n_tokens(slot.n_fed)
         about["n_prompt_tokens"] = n_fed if request is None else request.n_prompt_tokens
         if request is not None:

@@ -21,6 +21,7 @@ from everwarm.engine.counts import Counts
 from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.prewarm import Prewarm
 from everwarm.engine.probs import probabilities
 from everwarm.engine.ram import Ram
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
@@ -30,7 +31,8 @@ from everwarm.engine.seeing import see_next
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
-from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected
+from everwarm.engine.trouble import lose_numbers, start_over, suspend_or_finish, with_room
+from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
@@ -42,7 +44,6 @@ from everwarm.state.tree import Match, Tree
 
 log = logging.getLogger("everwarm.engine")
 
-MAX_ATTEMPTS = 3
 DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: somebody may want to cancel
 _SPEED_MEMORY = 0.8
 
@@ -65,6 +66,7 @@ class Core:
     gallery: Gallery | None = None  # None: no pictures
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
+    prewarm: Prewarm = field(default_factory=Prewarm)
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
 
@@ -77,6 +79,7 @@ class Core:
 
     def put_away(self) -> None:
         """Before stopping: everything worth keeping is durable when this returns."""
+        self.prewarm.waiting.clear()
         while self.tidy():
             pass
         self.ram.flush()
@@ -86,7 +89,13 @@ class Core:
     # asking
 
     def submit(self, ask: Ask) -> Request:
-        """Queue a request, or refuse it with a reason. Nothing that gets past here can abort libllama."""
+        """Queue a request, or refuse it with a reason."""
+        request = self.enqueue(ask)
+        self.prewarm.give_way(self)
+        return request
+
+    def enqueue(self, ask: Ask) -> Request:
+        """Nothing that gets past here can abort libllama."""
         require_possible(ask, self.context, len(self.slots), self.gallery)
         sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens)
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of pictures beyond one each
@@ -119,7 +128,8 @@ class Core:
 
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        return self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
+        done = self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
+        return done or self.prewarm.begin(self)
 
     # the step
 
@@ -132,17 +142,17 @@ class Core:
         if self.gallery is not None:
             see_next(self, self.gallery, events)
         grants = plan(self._lanes(), self.budget)
-        grants = self._with_room(grants, events)
+        grants = with_room(self, grants, events)
         if grants:
             started = time.monotonic()
             feeds = [self._feed(grant) for grant in grants]
             try:
                 self.context.decode(feeds)
             except ContextFull as error:
-                self.suspend_or_finish(error, events)
+                suspend_or_finish(self, error, events)
                 return events
             except DecodeFailed as error:
-                self.start_over([self.slots[grant.slot] for grant in grants], error, events)
+                start_over(self, [self.slots[grant.slot] for grant in grants], error, events)
                 return events
             self._learn_speed(feeds, time.monotonic() - started)
             self._commit(grants, feeds, events)
@@ -154,7 +164,11 @@ class Core:
         """Who has text to read or to write; a picture is read by itself."""
         running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
         ready = ((i, s, r) for i, s, r in running if r.media_at(s.n_fed) is None)
-        return [Lane(i, s.next_stop() - s.n_fed, s.n_fed >= r.n_prompt) for i, s, r in ready]
+        return [Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt) for i, s, r in ready]
+
+    def _n_wanted(self, slot: Slot, request: Request) -> int:
+        n = slot.next_stop() - slot.n_fed
+        return min(n, self.settings.prefill_beside_decode) if request.ask.ahead else n  # somebody may come any moment
 
     def _feed(self, grant: Grant) -> Feed:
         slot = self.slots[grant.slot]
@@ -190,7 +204,7 @@ class Core:
         if slot.n_fed <= request.n_prompt:
             events.append(Progress(request.id, request.n_tokens(slot.n_fed), request.n_prompt_tokens))
         if slot.cuts and slot.n_fed == slot.cuts[-1].at and not self._take(slot, slot.cuts.pop().kind):
-            self.start_over([slot], StateRejected("its state was lost while it was being kept"), events)
+            start_over(self, [slot], StateRejected("its state was lost while it was being kept"), events)
         elif row is not None:
             self._advance(slot, request, row, events)
 
@@ -201,7 +215,7 @@ class Core:
         try:
             token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
         except DecodeFailed as error:
-            return self._lose_numbers(slot, error, events)
+            return lose_numbers(self, slot, error, events)
         probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
         if logits is not None:
             self.keeper.take(slot, CutKind.END, logits=logits)  # parks or does nothing
@@ -223,16 +237,27 @@ class Core:
         self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
     ) -> None:
         request.ended_at = time.monotonic()
+        if request.ask.ahead:
+            return self._finish_ahead(slot, request, finish, events)
         if slot.n_fed != request.n_prompt:
-            self._keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
+            self.keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
         elif slot.n_fed:
             self.keeper.mark_end(slot)
         slot.items = slot.content = request.items(slot.n_fed)
         slot.namespace = request.ask.namespace
         slot.request, slot.cuts, slot.used_at = None, [], time.monotonic()
-        self._close(request, finish, events, error)
+        self.close_request(request, finish, events, error)
 
-    def _keep_end(self, slot: Slot, kind: CutKind) -> None:
+    def _finish_ahead(self, slot: Slot, request: Request, finish: Finish, events: list[Event]) -> None:
+        """What was read before anybody asked is kept, and is nobody's conversation yet."""
+        self.prewarm.ended(self, request, slot.n_fed - request.n_cached)
+        if slot.n_fed:
+            self._take(slot, CutKind.PREWARM)
+        slot.items = request.items(slot.n_fed)
+        slot.request, slot.cuts = None, []
+        self.close_request(request, finish, events)
+
+    def keep_end(self, slot: Slot, kind: CutKind) -> None:
         if slot.n_fed > slot.node.n_items:
             self.keeper.mark_end(slot)
             self._take(slot, kind)
@@ -248,7 +273,9 @@ class Core:
             return False
         return True
 
-    def _close(self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None) -> None:
+    def close_request(
+        self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
+    ) -> None:
         request.sampler.close()
         events.append(Finished(request.id, request.result(finish, error)))
 
@@ -259,7 +286,7 @@ class Core:
         for request in [r for r in self.queue if r.cancelled]:
             self.queue.remove(request)
             self.admission.forget(request)
-            self._close(request, Finish.CANCELLED, events)
+            self.close_request(request, Finish.CANCELLED, events)
         for slot in self.slots:
             if slot.request is not None and slot.request.cancelled:
                 self.finish(slot, slot.request, Finish.CANCELLED, events)
@@ -278,7 +305,7 @@ class Core:
         is_first = request.started_at is None
         request.started_at = request.started_at or time.monotonic()
         if request.ask.deterministic:
-            self._move_everybody_out()
+            self.move_everybody_out()
         prompt = request.items(request.n_items)
         n_from_disk = self.admission.lay_fetched(request)
         goal = Goal(prompt, request.ask.namespace, request.ask.deterministic, n_from_disk)
@@ -291,7 +318,8 @@ class Core:
             restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
         slot.request, slot.stable = request, request.ask.stable
-        self.keeper.limit_idle(self.settings.idle_cells)
+        if not request.ask.ahead:
+            self.keeper.limit_idle(self.settings.idle_cells)
         slot.session = request.ask.session
         for other in self.slots:
             if slot.session is not None and other.session == slot.session:
@@ -319,78 +347,13 @@ class Core:
             branch=known,
             media=request.ask.prompt.media,
         )
-        needed = self.context.kind.needs_checkpoints
+        needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
         slot.cuts = [cut for cut in reversed(found) if needed and cut.at > restored.n_items]
 
-    def _move_everybody_out(self) -> None:
+    def move_everybody_out(self) -> None:
         """A deterministic request runs alone, from the first cell on."""
         for spare in list(self.keeper.spares):
             self.keeper.move_out_spare(spare)
         for slot in self.slots:
             assert slot.is_idle
             self.keeper.move_out_slot(slot)
-
-    # when it does not fit, or fails
-
-    def _with_room(self, grants: list[Grant], events: list[Event]) -> list[Grant]:
-        n = sum(grant.n_tokens for grant in grants)
-        if not grants or self.keeper.make_room(n):
-            return grants
-        free = self.context.cells.free
-        kept: list[Grant] = []
-        for grant in grants:  # what fits goes on; replies come first in a plan
-            size = min(grant.n_tokens, free)
-            if size > 0:
-                kept.append(Grant(grant.slot, size))
-                free -= size
-        if not kept:
-            self.suspend_or_finish(ContextFull("every cell is taken by running requests"), events)
-        return kept
-
-    def suspend_or_finish(self, error: ContextFull, events: list[Event]) -> None:
-        """The context is full of running requests: the youngest waits in RAM; a lone one has reached its length."""
-        running = [slot for slot in self.slots if slot.request is not None]
-        youngest = max(running, key=lambda slot: slot.request.id if slot.request else 0)
-        request = youngest.request
-        assert request is not None
-        if len(running) == 1:
-            log.info("request %d ends at %d tokens: %s", request.id, youngest.n_fed, error)
-            return self.finish(youngest, request, Finish.LENGTH, events)
-        log.info("request %d waits: %s", request.id, error)
-        self.counts.n_suspended += 1
-        self._keep_end(youngest, CutKind.CANCEL)
-        youngest.items = request.items(youngest.n_fed)
-        youngest.request, youngest.cuts = None, []
-        self.keeper.move_out_slot(youngest)
-        self.queue.appendleft(request)
-
-    def _lose_numbers(self, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
-        """The model's state overflowed. Nothing of it may stay: it spoils whoever attends over it or gets its place. Those
-        that ran beside it start over as well; those that did not run are moved out, and everything is zeroed."""
-        self.keeper.scrub(slot.node)
-        running = [other for other in self.slots if other.request is not None]
-        for other in running:
-            self.context.scrub(other.seq)
-        self.start_over(running, error, events, guilty=slot)
-        self._move_everybody_out()
-        self.context.clear()
-
-    def start_over(
-        self, slots: list[Slot], error: MemoryFault, events: list[Event], guilty: Slot | None = None
-    ) -> None:
-        """libllama failed and the sequences are empty: what they started from is suspect. Without a guilty one all are."""
-        self.counts.n_decode_failures += 1
-        log.warning("a request starts over: %s", error)
-        for slot in slots:
-            request = slot.request
-            assert request is not None
-            if slot.node.checkpoint is not None:
-                self.keeper.quarantine(slot.node, error)
-            self.keeper.seat(slot, slot.node.root())
-            slot.request = None
-            slot.clear()
-            request.attempts += guilty in (None, slot)
-            if request.attempts < MAX_ATTEMPTS:
-                self.queue.appendleft(request)
-            else:
-                self._close(request, Finish.ERROR, events, error)

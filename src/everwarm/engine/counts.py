@@ -25,12 +25,17 @@ class Counts:
     n_full_rereads: int = 0
     n_suspended: int = 0
     n_decode_failures: int = 0
+    n_prewarms: int = 0  # turns read before anybody asked
+    n_prewarms_interrupted: int = 0
+    n_prewarm_tokens: int = 0
 
     def add(self, request: Request, match: Match, restored: Restored, spacing: Spacing) -> None:
         """A request has started: from where, and at what price."""
         request.n_cached = min(restored.n_items, request.n_prompt)
         request.n_shared = match.n_shared
         request.used = restored.use
+        if request.ask.ahead:
+            return
         self.n_requests += 1
         n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(match.n_shared)
         self.n_prompt += request.n_prompt_tokens

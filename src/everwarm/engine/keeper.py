@@ -37,6 +37,7 @@ class KeeperCounts:
     n_restored: int = 0
     n_dropped: int = 0
     n_quarantined: int = 0
+    n_prewarms_used: int = 0
 
 
 @dataclass(slots=True)
@@ -85,8 +86,7 @@ class Keeper:
 
     def _upgrade(self, node: Node, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
         """Somebody kept this point before, perhaps for a lesser reason."""
-        if checkpoint.kind in (CutKind.END, CutKind.NEAR_END, CutKind.EVERY) and kind is not CutKind.END:
-            checkpoint.kind = kind
+        checkpoint.kind = policy.better(checkpoint.kind, kind)
         if checkpoint.logits is None and logits is not None:
             self.tree.add_logits(node, logits.copy())
             self.enforce_budget()

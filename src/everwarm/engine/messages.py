@@ -67,6 +67,16 @@ class Submit(Message, frozen=True, tag=True):
     pictures: tuple[Picture, ...] = ()
 
 
+class Prewarm(Message, frozen=True, tag=True):
+    """The text that the next request of a conversation will begin with, to be read when there is nothing else to do.
+    Nobody waits for an answer."""
+
+    text: str
+    add_special: bool = True
+    namespace: str = ""
+    session: str | None = None
+
+
 class Cancel(Message, frozen=True, tag=True):
     id: int
 
@@ -227,7 +237,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
     return Failed(id, error.status, error.code, str(error), n_prompt, n_context)
 
 
-ToEngine = Open | Submit | Cancel | Tokenize | Detokenize | AskSlots | AskStats | SlotAction | Stop
+ToEngine = Open | Submit | Prewarm | Cancel | Tokenize | Detokenize | AskSlots | AskStats | SlotAction | Stop
 ToGateway = Loading | Ready | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
 
 _encoder = msgspec.msgpack.Encoder()

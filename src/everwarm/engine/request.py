@@ -42,6 +42,7 @@ class Ask:
     slot: int | None = None  # wait for this very slot
     session: str | None = None  # whose conversation this is: slots of a session that is active are given up last
     pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
+    ahead: bool = False  # nobody asked for it yet: see ``prewarm``
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")

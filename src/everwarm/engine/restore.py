@@ -14,6 +14,7 @@ from itertools import groupby
 import numpy as np
 
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.prewarm import note_used
 from everwarm.engine.ram import Ram
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
@@ -110,6 +111,7 @@ class Restorer:
         if deeper:
             return None
         slot.items = goal.prompt.first(own)
+        note_used(self._keeper, slot.node)
         return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
 
     def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> Restored | None:
@@ -128,6 +130,7 @@ class Restorer:
             self._stand(slot, goal, match.path, node.n_items)
             slot.chunks = list(checkpoint.chunks)
             self._keeper.note_restored(node, how)
+            note_used(self._keeper, node)
         logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
         return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, how), logits)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.request import Event, Finish, Request
 from everwarm.engine.slots import Slot
+from everwarm.engine.trouble import start_over, suspend_or_finish
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError
 from everwarm.prompt.prompt import MediaItem
 
@@ -31,9 +32,9 @@ def _see(core: Core, gallery: Gallery, slot: Slot, request: Request, item: Media
         embedding = gallery.embedding(item, request.ask.pictures)
         core.context.see(slot.seq, gallery.media, embedding, end, wants_logits=wants_logits)
     except ContextFull as error:
-        core.suspend_or_finish(error, events)
+        suspend_or_finish(core, error, events)
     except DecodeFailed as error:
-        core.start_over([slot], error, events)
+        start_over(core, [slot], error, events)
     except EverwarmError as error:
         core.finish(slot, request, Finish.ERROR, events, error)
     else:

@@ -78,7 +78,8 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
 
 
 def _bring_back(core: Core, slot: Slot) -> None:
-    if slot.n_fed or not len(slot.content):
+    held = slot.resident()
+    if not len(slot.content) or int(slot.content.common_prefix(held)) == len(slot.content) == slot.n_fed:
         return
     more = Prompt.of_tokens([0])  # so that the whole of it may be restored
     prompt = slot.content.followed_by(len(slot.content), more)
@@ -243,6 +244,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     content = slot.content
     n = content.n_tokens(len(content))
     _bring_back(core, slot)
+    core.prewarm.forget(core, slot.node)
     node = slot.node
     core.context.drop(slot.seq)
     core.keeper.seat(slot, node.root())

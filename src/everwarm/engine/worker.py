@@ -108,7 +108,8 @@ class Pulse:
         if self._watched is None:
             return m.Beat(None, 0, 0)
         core, loop = self._watched
-        n_running = sum(slot.request is not None for slot in core.slots)
+        running = [request for slot in core.slots if (request := slot.request) is not None]
+        n_running = sum(not request.ask.ahead for request in running)
         return m.Beat(loop.step_age_s(), n_running, len(core.queue))
 
 

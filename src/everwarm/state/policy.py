@@ -19,6 +19,7 @@ HALF_LIFE_S = 1800.0
 class CutKind(enum.Enum):
     """Why a checkpoint is where it is. Thinning takes the first kinds first."""
 
+    PREWARM = "prewarm"
     EVERY = "every-n"
     BRANCH = "branch"
     BOUNDARY = "boundary"
@@ -32,6 +33,14 @@ class CutKind(enum.Enum):
     def named(cls, value: str) -> CutKind:
         """The kind a file names; one that is not known any more is a boundary."""
         return next((cut for cut in cls if cut.value == value), cls.BOUNDARY)
+
+
+_LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.NEAR_END, CutKind.END)
+
+
+def better(known: CutKind, new: CutKind) -> CutKind:
+    """Why a point is kept that is taken a second time."""
+    return new if known in _LESSER and new is not CutKind.END else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,7 @@ def thin(path: Sequence[Kept], max_checkpoints: int) -> list[int]:
 
 
 _RANK = {
+    CutKind.PREWARM: 0,
     CutKind.EVERY: 0,
     CutKind.NEAR_END: 0,
     CutKind.CANCEL: 0,
@@ -151,6 +161,7 @@ class Entry:
     hits: int
     stranded: bool = False  # its lineage is broken: nobody can use it
     protected: bool = False  # a junction, or the newest end of a conversation
+    is_ahead: bool = False  # read before anybody asked, and nobody has
 
 
 def score(entry: Entry) -> float:
@@ -162,7 +173,9 @@ def score(entry: Entry) -> float:
 def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
     """What to give up, least valuable first, until enough is free or nothing is left."""
     chosen, freed = [], 0
-    for entry in sorted(entries, key=lambda e: (not e.stranded, e.protected, score(e), -e.age_s, e.key)):
+    for entry in sorted(
+        entries, key=lambda e: (not e.stranded, not e.is_ahead, e.protected, score(e), -e.age_s, e.key)
+    ):
         if freed >= bytes_to_free:
             break
         chosen.append(entry.key)

@@ -82,4 +82,5 @@ def _state_entry(i: int, node: Node, scales: Scales, above: int, has_kv: bool, i
         checkpoint.hits,
         stranded=not has_kv,
         protected=(is_newest and checkpoint.kind is not CutKind.END) or len(node.children) > 1,
+        is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
     )
