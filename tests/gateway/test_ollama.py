@@ -62,8 +62,7 @@ def chat(client: ollama.Client, messages: list[Any], *, stream: bool = False, **
 
 def refusal(call: Any, *args: Any, **named: Any) -> ollama.ResponseError:
     with pytest.raises(ollama.ResponseError) as caught:
-        answer = call(*args, **named)
-        list(answer) if named.get("stream") else answer
+        list(call(*args, **named))  # of a stream, until its end
     return caught.value
 
 
