@@ -100,7 +100,7 @@ _NEUTRAL = (
     "everything",
     "neighbouring",
 )
-_KEPT = frozenset({"name", "type", "role", "id", "tool_call_id", "model", "required", "enum", "$schema"})
+_KEPT = frozenset({"name", "type", "role", "id", "tool_call_id", "model", "required", "enum", "default", "$schema"})
 
 
 def neutral(value: Any) -> Any:

@@ -16,8 +16,10 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.body import ChatBody, CompletionBody, read
 from everwarm.gateway.ollama_body import OllamaChat, OllamaGenerate, Said, messages_of
 from everwarm.gateway.ollama_models import capabilities, size_text
-from gateway.server import GUARD, Server, metric, serving, until
+from gateway.server import GUARD, Server, metric, serving, serving_models, until
 from gateway.test_fuzz import FUZZ, TEXT, Json, bodies
+from gateway.test_seeing import url
+from models import EMBEDDED, tiny_vision
 
 NAME = "everwarm-tiny"
 GREEDY = {"temperature": 0, "num_predict": 200}
@@ -253,6 +255,25 @@ def test_errors_come_in_ollamas_shape(server, client):
     assert isinstance(server.post("/api/chat", b"{").json["error"], str)
     assert isinstance(server.call("POST", "/api/chat", {}, Content_Type="text/plain").json["error"], str)
     assert isinstance(server.get("/v1/nothing").json["error"], dict)
+
+
+def test_a_model_that_sees_is_shown_pictures_and_the_others_are_found_by_name(tmp_path):
+    model, mmproj = tiny_vision("qwen35")
+    for name, file in (("seeing.gguf", model), ("mmproj-seeing.gguf", mmproj), ("blind.gguf", EMBEDDED)):
+        (tmp_path / name).symlink_to(file)
+    picture = url(1).partition(",")[2]
+    asked = {"prompt": "What is this?", "options": {"temperature": 0, "num_predict": 4}}
+    with serving_models(tmp_path) as server, ollama.Client(server.url) as client:
+        assert {listed.model for listed in client.list().models} == {"seeing:latest", "blind:latest"}
+        assert client.ps().models == []
+        assert (
+            "vision" in client.show("seeing").capabilities and "vision" not in client.show("blind:latest").capabilities
+        )
+        n_seen = client.generate("seeing:latest", images=[picture], **asked).prompt_eval_count
+        assert n_seen > client.generate("seeing", **asked).prompt_eval_count + 10
+        assert "reads text only" in refusal(client.generate, "blind", images=[picture], **asked).error
+        error = refusal(client.generate, "nobody", **asked, stream=True)
+        assert error.status_code == 404 and "there is no model 'nobody'" in error.error
 
 
 # bodies of every kind
