@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test agents campaign bench demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,9 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 
 test: $(STAMP) ## the whole suite, under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+agents: ## real agents from npm into build/agents, for the tests that run them
+	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33
 
 campaign: $(STAMP) ## the long forms of the random tests
 	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200

@@ -16,7 +16,7 @@ from everwarm.llama.model import Model
 from everwarm.router import folder, hub
 from everwarm.router.catalog import Catalog, ModelSpec, discover
 from everwarm.router.folder import Broken
-from everwarm.router.names import groups, projector_for, quant_of, without_quant
+from everwarm.router.names import groups, projector_for, quant_of, tagged, without_quant
 from everwarm.state.params import CheckpointParams
 from models import EMBEDDED, tiny_model
 from router import ggufs
@@ -342,6 +342,15 @@ def test_libllama_opens_what_is_listed(tmp_path: Path, small_first: bool) -> Non
 
 def spec(id: str, **more: Any) -> ModelSpec:
     return ModelSpec(id=id, path=Path(id), settings=DEFAULTS, n_bytes=1, source="config", **more)
+
+
+def test_the_latest_of_a_name_is_that_name_unless_a_model_is_called_so() -> None:
+    a, b, exact = spec("a", aliases=("gpt-4",)), spec("b"), spec("b:latest")
+    catalog = Catalog({"a": a, "b": b}, (Broken("c", Path("c.gguf"), "is empty"),))
+    assert catalog.find("a:latest") is catalog.find("gpt-4:latest") is a and catalog.find("a:q8") is None
+    assert catalog.find("b:latest") is b and Catalog({"b": b, "b:latest": exact}).find("b:latest") is exact
+    assert catalog.find_broken("c:latest") is not None and catalog.find_broken("a:latest") is None
+    assert (tagged("a"), tagged("a:q8")) == ("a:latest", "a:q8")
 
 
 def test_models_are_found_by_id_then_alias_then_default() -> None:

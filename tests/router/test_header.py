@@ -14,7 +14,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.errors import ModelFileError
 from everwarm.router import header as reading
 from everwarm.router.estimate import loaded_bytes
-from everwarm.router.header import Header, read_header
+from everwarm.router.header import Header, read_header, read_text
 from models import EMBEDDED, tiny_model
 from router import ggufs
 from router.ggufs import text
@@ -43,6 +43,21 @@ def test_numbers_texts_and_lists_are_read(tmp_path: Path) -> None:
         and found.numbers("block_count") is None
     )
     assert found.values["llama.rope.freq_base"] == 1e4
+
+
+def test_a_long_text_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    template, longer = "x" * 300_000, "y" * (reading.MAX_LONG_TEXT_BYTES + 1)
+    values = ggufs.LLAMA | {"tokenizer.chat_template": template, "longer": longer}
+    path = ggufs.write(tmp_path / "m.gguf", values)
+    assert read_text(path, "tokenizer.chat_template") == template
+    assert read_text(path, "longer") is read_text(path, "nothing") is None
+    with pytest.raises(ModelFileError, match=r"none\.gguf cannot be read"):
+        read_text(tmp_path / "none.gguf", "longer")
+
+
+def test_the_numbers_of_all_tensors_are_counted(tmp_path: Path) -> None:
+    assert read_header(ggufs.write(tmp_path / "m.gguf", n_tensors=3, n_bytes=200)).n_params == 3 * 16
+    assert read_header(EMBEDDED).n_params == 7_369_648
 
 
 def test_a_vocabulary_is_counted_and_not_kept(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import LlamaServer
 from everwarm.gateway.metrics import CONTENT_TYPE, Metrics
 from everwarm.gateway.models import Models
+from everwarm.gateway.ollama import ollama_routes
 from everwarm.gateway.openai import OpenAI
 from everwarm.gateway.pictures import PictureLimits, Pictures
 from everwarm.gateway.remote import RemotePolicy
@@ -67,6 +68,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Route("/props", llama.props, methods=["GET"]),
         Route("/slots", llama.slots, methods=["GET"]),
         Route("/slots/{id}", llama.slot_action, methods=["POST"]),
+        *ollama_routes(service),
     ]
 
     async def drain() -> None:
@@ -156,18 +158,18 @@ def _engine_gauges(supervisor: Supervisor) -> dict[str, tuple[str, float]]:
 
 
 async def _on_error(request: Request, error: EverwarmError) -> Response:
-    return error_response(error, request.state.request_id)
+    return error_response(error, request.state.request_id, request.url.path)
 
 
 async def _on_accident(request: Request, _error: Exception) -> Response:
-    return error_response(EverwarmError("internal error"), request.state.request_id)
+    return error_response(EverwarmError("internal error"), request.state.request_id, request.url.path)
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     message = {404: f"there is no {request.url.path} here", 405: "that method is not allowed here"}
     wire = Forbidden(error.status_code, "not_found" if error.status_code == 404 else "invalid_request_error", "")
     wire.args = (message.get(error.status_code, str(error.detail)),)
-    return error_response(wire, request.state.request_id)
+    return error_response(wire, request.state.request_id, request.url.path)
 
 
 async def _on_hangup(_request: Request, _error: Hangup) -> Response:

@@ -94,6 +94,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # none: thinking stays in the content
     chat_template_kwargs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -1,7 +1,7 @@
 """What every request passes before it reaches a handler: who may call, by what name, with what body.
 
-Pure ASGI. Turns every ``EverwarmError`` into OpenAI's error shape with a request id, and everything else into a plain 500:
-never a traceback, a path or an address.
+Pure ASGI. Turns every ``EverwarmError`` into OpenAI's error shape (under ``/api/`` Ollama's) with a request id, and
+everything else into a plain 500: never a traceback, a path or an address.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from everwarm.gateway.settings import ServerSettings
 log = logging.getLogger("everwarm.gateway")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/v1/health", "/"})
+OLLAMA = "/api/"
 
 
 class Guard:
@@ -47,11 +48,12 @@ class Guard:
             await self._app(scope, self._bounded(receive), tagged)
         except EverwarmError as error:
             if not began:
-                await error_response(error, request_id)(scope, receive, tagged)
+                await error_response(error, request_id, scope["path"])(scope, receive, tagged)
         except Exception:
             log.exception("request %s failed", request_id)
             if not began:
-                await error_response(EverwarmError("internal error"), request_id)(scope, receive, tagged)
+                internal = EverwarmError("internal error")
+                await error_response(internal, request_id, scope["path"])(scope, receive, tagged)
 
     def _check(self, scope: Scope) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -105,12 +107,14 @@ class Guard:
         return Forbidden(413, "request_too_large", f"the body is larger than {limit} bytes")
 
 
-def error_response(error: EverwarmError, request_id: str) -> Response:
+def error_response(error: EverwarmError, request_id: str, path: str) -> Response:
+    """In the shape that callers of this path expect."""
     headers = {}
     retry_after = getattr(error, "retry_after_s", None)
     if retry_after is not None or error.status == 503:
         headers["retry-after"] = str(retry_after or 2)
-    return json_response(error_body(error, request_id), error.status, headers)
+    body = ollama_error(error) if path.startswith(OLLAMA) else error_body(error, request_id)
+    return json_response(body, error.status, headers)
 
 
 def error_body(error: EverwarmError, request_id: str) -> dict[str, object]:
@@ -125,6 +129,10 @@ def error_body(error: EverwarmError, request_id: str) -> dict[str, object]:
     if isinstance(error, Refused) and error.n_prompt is not None:
         about |= {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_context}
     return {"error": about}
+
+
+def ollama_error(error: EverwarmError) -> dict[str, object]:
+    return {"error": str(error)}
 
 
 def _host_name(url: str) -> str:

@@ -20,6 +20,7 @@ from everwarm.router import folder, hub
 from everwarm.router.estimate import loaded_bytes
 from everwarm.router.folder import Broken, ModelFile
 from everwarm.router.header import read_header
+from everwarm.router.names import LATEST
 from everwarm.router.tables import ModelTable, below, did_you_mean, place, read_models_file, speaking_of
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -72,10 +73,16 @@ class Catalog:
         return found
 
     def find_broken(self, name: str | None) -> Broken | None:
-        return next((model for model in self.broken if name in (model.id, *model.aliases)), None)
+        wanted = set() if name is None else {name, name.removesuffix(LATEST)}
+        return next((model for model in self.broken if wanted & {model.id, *model.aliases}), None)
 
     def _named(self, name: str) -> ModelSpec | None:
-        return self.specs.get(name) or next((spec for spec in self.specs.values() if name in spec.aliases), None)
+        """``name:latest`` is ``name``, unless a model is called just that."""
+        for wanted in dict.fromkeys((name, name.removesuffix(LATEST))):
+            found = self.specs.get(wanted) or next((s for s in self.specs.values() if wanted in s.aliases), None)
+            if found is not None:
+                return found
+        return None
 
 
 def only(path: Path, settings: EngineSettings, id: str, *, mmproj: Path | None = None) -> Catalog:

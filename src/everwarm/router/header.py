@@ -7,12 +7,13 @@ enough for the tensors it announces. Never maps or reads a tensor. Does not know
 from __future__ import annotations
 
 import functools
+import math
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from everwarm.errors import ModelFileError
 
@@ -22,6 +23,7 @@ MAX_PAIRS = 1 << 12
 MAX_TENSORS = 1 << 18
 MAX_KEY_BYTES = 1 << 10
 MAX_TEXT_BYTES = 1 << 12  # longer ones (templates, licences) are walked over
+MAX_LONG_TEXT_BYTES = 1 << 20  # of one that is asked for by its name
 MAX_LIST = 1 << 10  # one number per layer, at most; longer ones are walked over
 MAX_KEPT = 1 << 17  # characters and numbers, of all values together
 MAX_ELEMENTS = 1 << 21  # of all lists of texts together: vocabularies and merges
@@ -32,6 +34,7 @@ _TEXT, _LIST = 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _CHUNK = 1 << 16
 
+T = TypeVar("T")
 Scalar = int | float | bool | str
 Value = Scalar | tuple[int | float | bool, ...]
 
@@ -43,6 +46,7 @@ class Header:
     values: Mapping[str, Value]
     lengths: Mapping[str, int]
     n_tensors: int
+    n_params: int = 0  # numbers in this file's tensors
 
     @property
     def architecture(self) -> str:
@@ -67,11 +71,20 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """The header of a file as it is now; what was read once is remembered until the file changes."""
+    return _read_checked(path, _read_cached)
+
+
+def read_text(path: Path, key: str) -> str | None:
+    """One text that may be too long to be kept with every header, such as a chat template; remembered as well."""
+    return _read_checked(path, functools.partial(_read_text_cached, key))
+
+
+def _read_checked(path: Path, read: Callable[[Path, int, int, int], T]) -> T:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody to write
             raise _Unreadable("is not a file")
-        return _read_cached(path, found.st_size, found.st_mtime_ns, found.st_ino)
+        return read(path, found.st_size, found.st_mtime_ns, found.st_ino)
     except _Unreadable as error:
         raise ModelFileError(f"{path.name} {error}") from None
     except OSError as error:
@@ -85,6 +98,12 @@ def _read_cached(path: Path, n_bytes: int, _mtime_ns: int, _inode: int) -> Heade
         return _Reader(file, n_bytes).header()
 
 
+@functools.lru_cache(maxsize=64)
+def _read_text_cached(key: str, path: Path, n_bytes: int, _mtime_ns: int, _inode: int) -> str | None:
+    with path.open("rb", buffering=0) as file:
+        return _Reader(file, n_bytes, key).header().text(key)
+
+
 class _Unreadable(Exception):
     """Why, as the rest of a sentence that begins with the file's name."""
 
@@ -92,8 +111,9 @@ class _Unreadable(Exception):
 class _Reader:
     """Walks forward through a file, never past its end."""
 
-    def __init__(self, file: IO[bytes], n_bytes: int) -> None:
+    def __init__(self, file: IO[bytes], n_bytes: int, long: str | None = None) -> None:
         self._file = file
+        self._long = long  # the key of a text that may be long
         self._n_bytes = n_bytes
         self._buffer = b""
         self._start = 0  # of the buffer, in the file
@@ -115,8 +135,8 @@ class _Reader:
         lengths: dict[str, int] = {}
         for _ in range(n_pairs):
             self._pair(values, lengths)
-        self._tensors(n_tensors, values.get("general.alignment"))
-        return Header(values, lengths, n_tensors)
+        n_params = self._tensors(n_tensors, values.get("general.alignment"))
+        return Header(values, lengths, n_tensors, n_params)
 
     def _pair(self, values: dict[str, Value], lengths: dict[str, int]) -> None:
         key = self._text(MAX_KEY_BYTES)
@@ -129,10 +149,10 @@ class _Reader:
                 values[key] = kept
                 self._n_kept += len(kept)
         elif kind == _TEXT:
-            text = self._text(MAX_TEXT_BYTES)
+            text = self._text(MAX_LONG_TEXT_BYTES if key == self._long else MAX_TEXT_BYTES)
             if text is not None:
                 values[key] = text
-                self._n_kept += len(text)
+                self._n_kept += 0 if key == self._long else len(text)
         else:
             values[key] = self._unpack(_format(kind))[0]
         self._n_kept += len(key)
@@ -163,15 +183,16 @@ class _Reader:
             at += 8 + unpack(buffer, at)[0]
         self._skip(at - self._at)
 
-    def _tensors(self, n_tensors: int, alignment: Value | None) -> None:
-        """A copy that was broken off has all of the header, and less data than that says."""
-        last = 0
+    def _tensors(self, n_tensors: int, alignment: Value | None) -> int:
+        """How many numbers they have. A copy that was broken off has all of the header, and less data than that says."""
+        last = n_params = 0
         for _ in range(n_tensors):
             self._skip(self._number("Q"))  # the name
             n_dimensions = self._number("I")
             if n_dimensions > MAX_DIMENSIONS:
                 raise _Unreadable(f"has a tensor of {n_dimensions} dimensions; at most {MAX_DIMENSIONS} exist")
-            self._skip(8 * n_dimensions + 4)
+            n_params += math.prod(map(int, self._unpack(f"{n_dimensions}Q")))
+            self._skip(4)  # the type
             last = max(last, self._number("Q"))
         step = alignment if isinstance(alignment, int) and alignment > 0 else 32
         begin = -(-(self._start + self._at) // step) * step
@@ -180,6 +201,7 @@ class _Reader:
                 f"ends too early: it has {self._n_bytes} bytes, and a tensor begins at {begin + last}; "
                 "copy or download it again"
             )
+        return n_params
 
     def _count(self, what: str, most: int) -> int:
         count = self._number("Q")

@@ -18,6 +18,7 @@ _PROJECTOR = re.compile(r"[-._]?mmproj[-._]?", re.IGNORECASE)
 _PROJECTOR_PREFERENCE = ("", "f16", "bf16", "q8_0", "f32")
 _QUANT_PREFERENCE = ("q4_k_m", "q8_0")
 _MANY = 3
+LATEST = ":latest"  # what Ollama's clients add to a name without a tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,11 @@ def without_quant(stem: str) -> str:
 
 def _quant_at_end(stem: str) -> re.Match[str] | None:
     return next((found for found in _QUANT.finditer(stem) if found.end() == len(stem)), None)
+
+
+def tagged(id: str) -> str:
+    """A model's name as Ollama's clients know it: always with a tag."""
+    return id if ":" in id else id + LATEST
 
 
 def choose(candidates: Sequence[Group], quant: str | None) -> Group | None:
