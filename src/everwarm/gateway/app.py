@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from everwarm import __version__
 from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped, EverwarmError, Forbidden
+from everwarm.gateway.anthropic import anthropic_routes
 from everwarm.gateway.guard import Guard, error_response
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import LlamaServer
@@ -56,6 +57,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Route("/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{id:path}", models.show, methods=["GET"]),
         Route("/models", models.list, methods=["GET"]),
         Route("/models/load", models.load, methods=["POST"]),
         Route("/models/unload", models.unload, methods=["POST"]),
@@ -67,6 +69,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Route("/props", llama.props, methods=["GET"]),
         Route("/slots", llama.slots, methods=["GET"]),
         Route("/slots/{id}", llama.slot_action, methods=["POST"]),
+        *anthropic_routes(service),
     ]
 
     async def drain() -> None:
@@ -156,18 +159,18 @@ def _engine_gauges(supervisor: Supervisor) -> dict[str, tuple[str, float]]:
 
 
 async def _on_error(request: Request, error: EverwarmError) -> Response:
-    return error_response(error, request.state.request_id)
+    return error_response(error, request.state.request_id, request.url.path)
 
 
 async def _on_accident(request: Request, _error: Exception) -> Response:
-    return error_response(EverwarmError("internal error"), request.state.request_id)
+    return error_response(EverwarmError("internal error"), request.state.request_id, request.url.path)
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     message = {404: f"there is no {request.url.path} here", 405: "that method is not allowed here"}
     wire = Forbidden(error.status_code, "not_found" if error.status_code == 404 else "invalid_request_error", "")
     wire.args = (message.get(error.status_code, str(error.detail)),)
-    return error_response(wire, request.state.request_id)
+    return error_response(wire, request.state.request_id, request.url.path)
 
 
 async def _on_hangup(_request: Request, _error: Hangup) -> Response:

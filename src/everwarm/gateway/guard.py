@@ -1,7 +1,7 @@
 """What every request passes before it reaches a handler: who may call, by what name, with what body.
 
-Pure ASGI. Turns every ``EverwarmError`` into OpenAI's error shape with a request id, and everything else into a plain 500:
-never a traceback, a path or an address.
+Pure ASGI. Turns every ``EverwarmError`` into the error shape of the path's dialect (OpenAI's unless another is known) with
+a request id, and everything else into a plain 500: never a traceback, a path or an address.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.errors import EverwarmError, Forbidden, Refused
+from everwarm.gateway import anthropic_shapes
 from everwarm.gateway.replies import json_response
 from everwarm.gateway.settings import ServerSettings
 
 log = logging.getLogger("everwarm.gateway")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/v1/health", "/"})
+ANTHROPIC = "/v1/messages"
 
 
 class Guard:
@@ -47,11 +49,12 @@ class Guard:
             await self._app(scope, self._bounded(receive), tagged)
         except EverwarmError as error:
             if not began:
-                await error_response(error, request_id)(scope, receive, tagged)
+                await error_response(error, request_id, scope["path"])(scope, receive, tagged)
         except Exception:
             log.exception("request %s failed", request_id)
             if not began:
-                await error_response(EverwarmError("internal error"), request_id)(scope, receive, tagged)
+                internal = EverwarmError("internal error")
+                await error_response(internal, request_id, scope["path"])(scope, receive, tagged)
 
     def _check(self, scope: Scope) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -78,9 +81,11 @@ class Guard:
         key = self._settings.api_key
         if key is None or path in OPEN_PATHS:
             return
-        given = headers.get(b"authorization", "").removeprefix("Bearer ") or headers.get(b"x-api-key", "")
-        if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
-            raise Forbidden(401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY")
+        given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
+        if not any([hmac.compare_digest(each.encode("latin-1"), key.encode()) for each in given]):
+            raise Forbidden(
+                401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY or x-api-key"
+            )
 
     def _check_length(self, length: str | None) -> None:
         if length is not None and (not length.isdigit() or int(length) > self._settings.max_body_bytes):
@@ -105,12 +110,14 @@ class Guard:
         return Forbidden(413, "request_too_large", f"the body is larger than {limit} bytes")
 
 
-def error_response(error: EverwarmError, request_id: str) -> Response:
+def error_response(error: EverwarmError, request_id: str, path: str) -> Response:
+    """In the shape that callers of this path expect."""
     headers = {}
     retry_after = getattr(error, "retry_after_s", None)
     if retry_after is not None or error.status == 503:
         headers["retry-after"] = str(retry_after or 2)
-    return json_response(error_body(error, request_id), error.status, headers)
+    said = anthropic_shapes.error_body if path.startswith(ANTHROPIC) else error_body
+    return json_response(said(error, request_id), error.status, headers)
 
 
 def error_body(error: EverwarmError, request_id: str) -> dict[str, object]:

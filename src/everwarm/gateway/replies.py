@@ -32,6 +32,11 @@ def sse(body: Any) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
+def sse_named(body: Mapping[str, Any]) -> bytes:
+    """An event that also says its type by name."""
+    return b"event: " + str(body["type"]).encode() + b"\n" + sse(body)
+
+
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_KEEP_ALIVE = b": waiting\n\n"
 
@@ -52,6 +57,8 @@ class EventStream(Response):
         admitted: AbstractContextManager[None],
         error_frame: Callable[[EverwarmError], bytes],
         limit_s: float | None = None,
+        *,
+        keep_alive_frame: bytes = SSE_KEEP_ALIVE,
     ) -> None:
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"}, "text/event-stream")
         del self.headers["content-length"]
@@ -59,13 +66,14 @@ class EventStream(Response):
         self._admitted = admitted
         self._error_frame = error_frame
         self._limit_s = limit_s
+        self._keep_alive_frame = keep_alive_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         with self._admitted, contextlib.suppress(Hangup):
             await unless_gone(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
-        opening = _Opening(send, self.raw_headers)
+        opening = _Opening(send, self.raw_headers, self._keep_alive_frame)
         idle = asyncio.create_task(opening.keep_alive())
         try:
             async with within(self._limit_s), contextlib.aclosing(self._frames):
@@ -81,11 +89,12 @@ class EventStream(Response):
 
 
 class _Opening:
-    """A response that begins with its first frame, or when patience ends; then a comment whenever it was silent long."""
+    """A response that begins with its first frame, or when patience ends; a sign of life whenever it was silent long."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], keep_alive_frame: bytes) -> None:
         self._send = send
         self._headers = headers
+        self._keep_alive_frame = keep_alive_frame
         self._spoke_at = time.monotonic()
         self.is_open = False
 
@@ -100,7 +109,7 @@ class _Opening:
         await asyncio.sleep(PATIENCE_S)
         while True:
             if not self.is_open or time.monotonic() - self._spoke_at > KEEP_ALIVE_S:
-                await self.send(SSE_KEEP_ALIVE)
+                await self.send(self._keep_alive_frame)
             await asyncio.sleep(KEEP_ALIVE_S / 4)
 
     async def close(self) -> None:
