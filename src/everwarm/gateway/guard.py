@@ -82,7 +82,7 @@ class Guard:
         if key is None or path in OPEN_PATHS:
             return
         given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
-        if not any([hmac.compare_digest(each.encode("latin-1"), key.encode()) for each in given]):
+        if not any(hmac.compare_digest(each.encode("latin-1"), key.encode()) for each in given):
             raise Forbidden(
                 401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY or x-api-key"
             )
