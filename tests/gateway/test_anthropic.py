@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 from everwarm.gateway.anthropic_body import CountBody, read_body
 from everwarm.gateway.anthropic_chat import chat_body
-from gateway.server import GUARD, Server, frozen, serving, words
-from models import tiny_vision
+from gateway.server import GUARD, Server, frozen, serving, serving_models, words
+from models import EMBEDDED, tiny_vision
 
 KEY = "a-key-of-some-length"
 GREEDY: dict[str, Any] = {"model": "any", "max_tokens": 200, "extra_body": {"temperature": 0}}
@@ -280,6 +281,21 @@ def test_models_are_listed_and_found_by_name(server, client):
         client.models.retrieve("nobody")
     missing = server.post("/v1/messages/nowhere", {}).json
     assert missing["type"] == "error" and missing["error"]["type"] == "not_found_error"
+
+
+def test_a_sleeping_model_is_woken_and_an_unknown_one_is_not_found(tmp_path):
+    shutil.copy(EMBEDDED, tmp_path / "one.gguf")
+    with (
+        serving_models(tmp_path) as many,
+        anthropic.Anthropic(base_url=many.url, api_key="-", max_retries=0) as client,
+    ):
+        for say in (ask, streamed):
+            with pytest.raises(anthropic.NotFoundError, match="there are: one") as refused:
+                say(client, [user("Who are you?")], model="nobody")
+            assert refused.value.type == "not_found_error"
+        assert many.n_loads == 0
+        assert "Everwarm Tiny" in streamed(client, [user("Who are you?")], model="one").content[0].text
+        assert many.n_loads == 1
 
 
 # Claude Code

@@ -1,7 +1,6 @@
 """Anthropic's bodies as chat bodies, and replies as its blocks: pure, so every case is cheap."""
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
