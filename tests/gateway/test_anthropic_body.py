@@ -19,6 +19,7 @@ from everwarm.gateway.anthropic_body import CountBody, MessagesBody, read_body
 from everwarm.gateway.anthropic_chat import chat_body, chat_messages
 from everwarm.gateway.anthropic_shapes import Frame, Stream, whole
 from everwarm.gateway.reasoning import Reasoning
+from everwarm.gateway.replies import json_response
 from everwarm.gateway.reply import Event
 from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded, Text
 from gateway.server import Server, serving
@@ -346,6 +347,26 @@ def test_every_stream_adds_up_to_the_whole(thoughts, said):
         "output_tokens": 4,
     }
     assert all(block.get("text", "-").strip() for block in expected["content"])
+
+
+@pytest.mark.parametrize(
+    ("digits", "value"),
+    [
+        ("18446744073709551615", (1 << 64) - 1),
+        ("18446744073709551616", 2.0**64),
+        ("-9223372036854775809", -(2.0**63)),
+        ("1" + "0" * 30, 1e30),
+        ("9" * 5000, None),
+    ],
+)
+def test_numbers_of_any_length_can_be_sent(digits, value):
+    events: list[Event] = [
+        CallBegun(0, "call_0", "f"),
+        CallArguments(0, f'{{"n": {digits}}}'),
+        CallEnded(0, ""),
+    ]
+    reply = whole(Frame("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0), events, done(4), "tool_calls")
+    assert json.loads(json_response(reply).body)["content"][0]["input"] == {"n": value}
 
 
 def test_half_a_call_ends_a_stream_as_cut_off_and_a_whole_reply_as_text():

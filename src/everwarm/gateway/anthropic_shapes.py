@@ -78,7 +78,15 @@ def content(events: Iterable[Event]) -> list[Json]:
 
 
 def _settled_block(block: Json) -> Json:
-    return {**block, "input": json.loads(block["input"] or "{}")} if block["type"] == "tool_use" else block
+    if block["type"] != "tool_use":
+        return block
+    return {**block, "input": json.loads(block["input"] or "{}", parse_int=_whole_number)}
+
+
+def _whole_number(digits: str) -> int | float:
+    """Models write numbers of any length; on the wire there are 64 bits."""
+    number = int(digits) if len(digits) <= 20 else 1 << 64
+    return number if -(1 << 63) <= number < 1 << 64 else float(digits)
 
 
 class Stream:
