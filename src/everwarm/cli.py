@@ -67,7 +67,7 @@ def serve(
     models: str | None = None,
     options: ServeOptions = DEFAULTS,
 ) -> int:
-    """Serve a model, or many, over HTTP, for clients of OpenAI's and llama-server's APIs.
+    """Serve a model, or many, over HTTP, for clients of OpenAI's, Anthropic's and llama-server's APIs.
 
     Parameters
     ----------

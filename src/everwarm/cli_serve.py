@@ -63,6 +63,9 @@ class ServeOptions:
     max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
         "32MiB"
     )
+    canonicalise: Annotated[
+        bool, Parameter(group=_NETWORK, help="leave out lines of system text that are known noise and break prefixes")
+    ] = True
     request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds; 0: none")] = 0.0
     grace: Annotated[float, Parameter(group=_NETWORK, help="seconds to finish what runs after SIGTERM")] = 10.0
 
@@ -177,6 +180,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,
+            canonicalise=self.canonicalise,
             picture_hosts=self.picture_host,
         )
 

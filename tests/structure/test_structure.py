@@ -38,6 +38,10 @@ PURE = (
     "router/estimate.py",
     "llama/cells.py",
     "prompt/prompt.py",
+    "gateway/canonical.py",
+    "gateway/anthropic_body.py",
+    "gateway/anthropic_chat.py",
+    "gateway/anthropic_shapes.py",
 )
 IMPURE_MODULES = {"time", "os", "io", "pathlib", "ctypes", "logging", "random", "secrets", "threading", "socket"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 50, 400

@@ -42,6 +42,7 @@ class Reply:
     wants_progress: bool
     began_at: float = field(default_factory=time.monotonic)
     stop_text: str | None = None
+    n_stable: int = 0
     n_cached: int = 0
     slot: int = -1
     has_spoken: bool = False
@@ -88,7 +89,7 @@ class Conversation:
                     loop.post(lambda core: core.prewarm.offer(ahead))
             case m.Cancel(id=id):
                 loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
-            case m.Tokenize() | m.Detokenize():
+            case m.Tokenize() | m.Count() | m.Detokenize():
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
@@ -99,16 +100,23 @@ class Conversation:
             case _:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
-    def _answer(self, question: m.Tokenize | m.Detokenize) -> None:
+    def _answer(self, question: m.Tokenize | m.Count | m.Detokenize) -> None:
         vocab = self._vocab
         try:
             if isinstance(question, m.Detokenize):
                 return self._send(m.Answer(question.id, vocab.detokenize(question.tokens)))
+            if isinstance(question, m.Count):
+                return self._send(m.Answer(question.id, self._count(question)))
             special, parse = question.add_special, question.parse_special
             tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
             self._send(m.Answer(question.id, [(int(t), vocab.piece(int(t))) for t in tokens]))
         except EverwarmError as error:
             self._send(m.failed(question.id, error))
+
+    def _count(self, question: m.Count) -> int:
+        fields = {name: getattr(question, name) for name in question.__struct_fields__}
+        prompt = self._ask(m.Submit(**fields)).prompt
+        return prompt.n_tokens(len(prompt))
 
     def _ask(self, message: m.Submit) -> Ask:
         pictures: dict[bytes, Pixels] = {}
@@ -165,7 +173,9 @@ class Conversation:
             request = self._core.submit(ask)
         except EverwarmError as error:
             return self._send(m.failed(message.id, error))
-        self._replies[request.id] = Reply(message.id, ReplyText(message.stop), message.wants_progress)
+        reply = Reply(message.id, ReplyText(message.stop), message.wants_progress)
+        reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
+        self._replies[request.id] = reply
         self._requests[message.id] = request.id
 
     def deliver(self, events: list[Event]) -> None:
@@ -193,7 +203,7 @@ class Conversation:
                 self._new_token(event, reply)
             case Started():
                 reply.n_cached, reply.slot = event.n_cached, event.slot
-                self._send(m.Begun(reply.id, event.n_prompt, event.n_cached, event.slot))
+                self._send(m.Begun(reply.id, event.n_prompt, event.n_cached, event.slot, reply.n_stable))
             case Progress():
                 if reply.wants_progress:
                     seconds = time.monotonic() - reply.began_at

@@ -88,6 +88,16 @@ class Tokenize(Message, frozen=True, tag=True):
     parse_special: bool = True
 
 
+class Count(Message, frozen=True, tag=True):
+    """How many tokens a prompt would be, pictures included; their pixels are not needed."""
+
+    id: int
+    text: str
+    add_special: bool
+    marker: str = ""
+    pictures: tuple[Picture, ...] = ()
+
+
 class Detokenize(Message, frozen=True, tag=True):
     id: int
     tokens: list[int]
@@ -170,6 +180,7 @@ class Begun(Message, frozen=True, tag=True):
     n_prompt: int
     n_cached: int
     slot: int
+    n_stable: int = 0  # tokens up to the stable point
 
 
 class PromptRead(Message, frozen=True, tag=True):
@@ -237,7 +248,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
     return Failed(id, error.status, error.code, str(error), n_prompt, n_context)
 
 
-ToEngine = Open | Submit | Prewarm | Cancel | Tokenize | Detokenize | AskSlots | AskStats | SlotAction | Stop
+ToEngine = Open | Submit | Prewarm | Cancel | Tokenize | Count | Detokenize | AskSlots | AskStats | SlotAction | Stop
 ToGateway = Loading | Ready | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
 
 _encoder = msgspec.msgpack.Encoder()

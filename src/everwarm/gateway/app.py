@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from everwarm import __version__
 from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped, EverwarmError, Forbidden
+from everwarm.gateway.anthropic import anthropic_routes
 from everwarm.gateway.guard import Guard, error_response
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import LlamaServer
@@ -57,6 +58,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Route("/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{id:path}", models.show, methods=["GET"]),
         Route("/models", models.list, methods=["GET"]),
         Route("/models/load", models.load, methods=["POST"]),
         Route("/models/unload", models.unload, methods=["POST"]),
@@ -69,6 +71,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Route("/slots", llama.slots, methods=["GET"]),
         Route("/slots/{id}", llama.slot_action, methods=["POST"]),
         *ollama_routes(service),
+        *anthropic_routes(service),
     ]
 
     async def drain() -> None:

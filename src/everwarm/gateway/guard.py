@@ -1,7 +1,7 @@
 """What every request passes before it reaches a handler: who may call, by what name, with what body.
 
-Pure ASGI. Turns every ``EverwarmError`` into OpenAI's error shape (under ``/api/`` Ollama's) with a request id, and
-everything else into a plain 500: never a traceback, a path or an address.
+Pure ASGI. Turns every ``EverwarmError`` into the error shape of the path's dialect (OpenAI's unless another is known) with
+a request id, and everything else into a plain 500: never a traceback, a path or an address.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.errors import EverwarmError, Forbidden, Refused
+from everwarm.gateway import anthropic_shapes
 from everwarm.gateway.replies import json_response
 from everwarm.gateway.settings import ServerSettings
 
@@ -22,6 +23,7 @@ log = logging.getLogger("everwarm.gateway")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/v1/health", "/"})
 OLLAMA = "/api/"
+ANTHROPIC = "/v1/messages"
 
 
 class Guard:
@@ -80,9 +82,11 @@ class Guard:
         key = self._settings.api_key
         if key is None or path in OPEN_PATHS:
             return
-        given = headers.get(b"authorization", "").removeprefix("Bearer ") or headers.get(b"x-api-key", "")
-        if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
-            raise Forbidden(401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY")
+        given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
+        if not any(hmac.compare_digest(each.encode("latin-1"), key.encode()) for each in given):
+            raise Forbidden(
+                401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY or x-api-key"
+            )
 
     def _check_length(self, length: str | None) -> None:
         if length is not None and (not length.isdigit() or int(length) > self._settings.max_body_bytes):
@@ -113,8 +117,15 @@ def error_response(error: EverwarmError, request_id: str, path: str) -> Response
     retry_after = getattr(error, "retry_after_s", None)
     if retry_after is not None or error.status == 503:
         headers["retry-after"] = str(retry_after or 2)
-    body = ollama_error(error) if path.startswith(OLLAMA) else error_body(error, request_id)
-    return json_response(body, error.status, headers)
+    return json_response(_in_dialect(error, request_id, path), error.status, headers)
+
+
+def _in_dialect(error: EverwarmError, request_id: str, path: str) -> dict[str, object]:
+    if path.startswith(OLLAMA):
+        return ollama_error(error)
+    if path.startswith(ANTHROPIC):
+        return anthropic_shapes.error_body(error, request_id)
+    return error_body(error, request_id)
 
 
 def error_body(error: EverwarmError, request_id: str) -> dict[str, object]:

@@ -105,7 +105,7 @@ class LlamaServer:
     async def _applied(self, body: ChatBody) -> Response:
         async with self._service.borrowed(body.model) as served:
             template = await self._service.template(served)
-        messages, _ = illustrated(body.messages, "<__media__>")
+        messages, _ = illustrated(self._service.canonical(body.messages), "<__media__>")
         text = await asyncio.to_thread(template.render, messages, **template_options(body))
         return json_response({"prompt": text})
 

@@ -57,6 +57,9 @@ class Metrics:
         self._written = self._counter("llamacpp:tokens_predicted", "Reply tokens")
         self._written_s = self._counter("llamacpp:tokens_predicted_seconds", "Time spent on replies")
         self._requests = Counter("everwarm_requests", "Requests by how they ended", ["finish"], registry=self.registry)
+        self._noise = Counter(
+            "everwarm_noise_lines_removed", "Lines of system text left out, by rule", ["rule"], registry=self.registry
+        )
         self._first = Histogram(
             "everwarm_time_to_first_token_seconds", "Queue to first token", buckets=_SECONDS, registry=self.registry
         )
@@ -76,6 +79,9 @@ class Metrics:
         self._requests.labels(done.finish).inc()
         self._first.observe(done.queue_s + done.restore_s + done.prefill_s)
         self._restore.observe(done.restore_s)
+
+    def removed_noise(self, rule: str) -> None:
+        self._noise.labels(rule).inc()
 
     def render(self, engine: Mapping[str, Any], gauges: Mapping[str, tuple[str, float]]) -> bytes:
         """The counters here, the engine's own, and gauges of the moment."""

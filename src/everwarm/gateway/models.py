@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from everwarm.errors import ModelNotFound
 from everwarm.gateway.body import ModelBody, read
 from everwarm.gateway.replies import json_response
 from everwarm.gateway.service import Service
@@ -33,13 +35,27 @@ class Models:
         pool = self._service.pool
         if request.query_params.get("reload") in ("1", "true"):
             pool.refresh(now=True)
+        models = self._models()
+        first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
+        return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
+
+    async def show(self, request: Request) -> Response:
+        """One of the list, by its own name or another of its names."""
+        id = request.path_params["id"]
+        models = self._models()
+        found = next((model for model in models if id in (model["id"], *model.get("aliases", ()))), None)
+        if found is None:
+            names = ", ".join(str(model["id"]) for model in models) or "none"
+            raise ModelNotFound(f"there is no model {id[:100]!r}; there are: {names}")
+        return json_response(found)
+
+    def _models(self) -> builtins.list[Json]:
+        pool = self._service.pool
         models = [_model(standing) for standing in pool.standings()]
-        models += [
+        return models + [
             {**_names(broken.id), "status": {"value": "unloaded", "failed": True, "reason": broken.reason}}
             for broken in pool.catalog.broken
         ]
-        first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
-        return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
 
     async def load(self, request: Request) -> Response:
         self._service.pool.load(read(await request.body(), ModelBody).model)
@@ -52,7 +68,8 @@ class Models:
 
 def _names(id: str) -> Json:
     dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
-    return {"id": id, "object": "model", "type": "model", **dates, "owned_by": "everwarm", "display_name": id}
+    names = {"id": id, "object": "model", "type": "model", **dates, "owned_by": "everwarm", "display_name": id}
+    return {**names, "lifecycle": "active"}
 
 
 def _model(standing: Standing) -> Json:
@@ -64,6 +81,7 @@ def _model(standing: Standing) -> Json:
         shown |= {"failed": True, "reason": status.reason}
     model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "status": shown}
     if info is not None:
+        model |= {"max_input_tokens": info.n_ctx, "max_tokens": info.n_ctx}
         model["meta"] = {
             "n_ctx_train": info.n_ctx_train,
             "n_params": info.n_params,

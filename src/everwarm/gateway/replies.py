@@ -32,6 +32,11 @@ def sse(body: Any) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
+def sse_named(body: Mapping[str, Any]) -> bytes:
+    """An event that also says its type by name."""
+    return b"event: " + str(body["type"]).encode() + b"\n" + sse(body)
+
+
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_KEEP_ALIVE = b": waiting\n\n"
 
@@ -85,8 +90,7 @@ class EventStream(Response):
 
 
 class _Opening:
-    """A response that begins with its first frame, or when patience ends; then something that says nothing, whenever it was
-    silent long."""
+    """A response that begins with its first frame, or when patience ends; a sign of life whenever it was silent long."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], keep_alive_frame: bytes) -> None:
         self._send = send

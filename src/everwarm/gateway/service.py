@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
@@ -19,20 +20,24 @@ from everwarm.engine import messages as m
 from everwarm.engine.messages import ModelInfo
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
+from everwarm.gateway.canonical import canonical
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.pictures import Pictures
-from everwarm.gateway.replies import EventStream, sse, unless_gone, within
+from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
 from everwarm.gateway.reply import ReplyReader
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervisor import Question
 
+log = logging.getLogger("everwarm.gateway")
+
 T = TypeVar("T")
 Json = dict[str, Any]
 
+CACHE_MARK = "cache_control"  # where a client hopes for a cache; it moves every turn, so no template may see it
 # Who is talking, as real clients say it. It informs which slot to give up last, never what may be reused.
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
@@ -86,7 +91,7 @@ class Service:
 
     async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> Asked:
         info, template = await served.supervisor.wait_ready(), await self.template(served)
-        messages, parts = illustrated(body.messages, self.marker)
+        messages, parts = illustrated(self.canonical(body.messages), self.marker)
         if parts and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         pictures = await self.pictures.from_parts(parts) if parts else []
@@ -106,6 +111,16 @@ class Service:
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
         reader = partial(ReplyReader.of, template.source, rendered.text, tools, with_thinking=thinks)
         return Asked(_choices(common, body), reader)
+
+    def canonical(self, messages: list[Json]) -> list[Json]:
+        """Without the noise that some clients put into system text, unless the server is to leave it there."""
+        if not self.settings.canonicalise:
+            return messages
+        cleaned = canonical(messages)
+        for rule in cleaned.removed:
+            self.metrics.removed_noise(rule)
+            log.debug("a line of system text was left out: %s", rule)
+        return cleaned.messages
 
     async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> Asked:
         text, tokens = body.text_or_tokens()
@@ -157,12 +172,22 @@ class Service:
         async with within(self.settings.request_timeout_s or None):
             return await unless_gone(request.receive, work)
 
-    def stream(self, request: Request, frames: AsyncGenerator[bytes, None], n_body_bytes: int) -> EventStream:
-        def error_frame(error: EverwarmError) -> bytes:
+    def stream(
+        self,
+        request: Request,
+        frames: AsyncGenerator[bytes, None],
+        n_body_bytes: int,
+        *,
+        error_frame: Callable[[EverwarmError], bytes] | None = None,
+        keep_alive_frame: bytes = SSE_KEEP_ALIVE,
+    ) -> EventStream:
+        """Errors and signs of life in OpenAI's words, unless a dialect has its own."""
+
+        def openai_error(error: EverwarmError) -> bytes:
             return sse(error_body(error, request.state.request_id))
 
-        limit_s = self.settings.request_timeout_s or None
-        return EventStream(frames, self.limits.admitted(n_body_bytes), error_frame, limit_s)
+        limit_s, admitted = self.settings.request_timeout_s or None, self.limits.admitted(n_body_bytes)
+        return EventStream(frames, admitted, error_frame or openai_error, limit_s, keep_alive_frame=keep_alive_frame)
 
 
 def illustrated(messages: list[Json], marker: str) -> tuple[list[Json], list[Json]]:
@@ -185,6 +210,8 @@ def _as_text(part: Any, marker: str, pictures: list[Json]) -> Any:
         return {"type": "text", "text": marker}
     if kind not in ("text", "input_text", "refusal"):
         raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
+    if isinstance(part, dict) and CACHE_MARK in part:
+        return {key: value for key, value in part.items() if key != CACHE_MARK}
     return part
 
 

@@ -1,0 +1,85 @@
+"""Volatile noise in system text: lines that clients put there for somebody else and that differ from request to request.
+
+One such line at the very beginning makes every prompt a new one. What is known to be noise, by an anchored pattern with a
+name, is left out: whole lines at the head of a system text or of one of its parts. Pure: never looks at what users, tools
+or models said, and changes no other byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``line`` must match a whole line, without its end."""
+
+    name: str
+    line: re.Pattern[str]
+
+
+RULES = (
+    Rule(
+        "attribution", re.compile(r"x-anthropic-billing-header:[^\n]*")
+    ),  # Claude Code: version, entry point, checksum
+    Rule("checksum", re.compile(r"cch=[0-9A-Za-z]{3,64};?[ \t\r]*")),  # the checksum on a line of its own
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """Messages without noise, and the name of the rule for each line that went."""
+
+    messages: list[Json]
+    removed: tuple[str, ...] = ()
+
+
+def canonical(messages: Sequence[Json]) -> Canonical:
+    kept, removed = [], []
+    for message in messages:
+        cleaned, names = _cleaned(message) if message.get("role") in SYSTEM_ROLES else (message, [])
+        removed += names
+        if cleaned is not None:
+            kept.append(cleaned)
+    return Canonical(kept, tuple(removed))
+
+
+def without_noise(text: str) -> tuple[str, list[str]]:
+    """The text from its first line on that is no noise, and the rules that took the lines before it."""
+    names, at = [], 0
+    while at < len(text):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        rule = next((rule for rule in RULES if rule.line.fullmatch(text, at, end)), None)
+        if rule is None:
+            break
+        names.append(rule.name)
+        at = end + 1
+    return text[at:], names
+
+
+def _cleaned(message: Json) -> tuple[Json | None, list[str]]:
+    """None where nothing but noise was in it."""
+    content = message.get("content")
+    if isinstance(content, str):
+        text, names = without_noise(content)
+        return ({**message, "content": text} if text or not names else None), names
+    if not isinstance(content, list):
+        return message, []
+    parts, removed = [], []
+    for part in content:
+        said = part.get("text") if isinstance(part, dict) else part
+        text, names = without_noise(said) if isinstance(said, str) else ("", [])
+        removed += names
+        if not names:
+            parts.append(part)
+        elif text:
+            parts.append({**part, "text": text} if isinstance(part, dict) else text)
+    return ({**message, "content": parts} if parts or not removed else None), removed
