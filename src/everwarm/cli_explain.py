@@ -32,8 +32,8 @@ def explain(
 ) -> None:
     """Say what a server that has read the first request reads again of the second, and why.
 
-    Both files hold a request body as clients send it: OpenAI chat completions (`messages`) or completions (`prompt`). They
-    are rendered with the model's own template and compared token by token. Only a vocabulary is loaded.
+    Both files hold a request body: OpenAI chat completions (`messages`) or completions (`prompt`). They are rendered with
+    the model's own template and compared token by token. Only a vocabulary is loaded.
 
     Parameters
     ----------
@@ -51,10 +51,8 @@ def explain(
         The running server's.
     model_name
         Which of the running server's models.
-    checkpoint_every
-        As `serve` has it; default: from the model.
-    max_checkpoints
-        As `serve` has it.
+    checkpoint_every, max_checkpoints
+        As `serve` has them.
     """
     from everwarm.cli_explain_show import facts, show, source_for  # loading libllama takes a moment; --help should not
     from everwarm.gateway.explained import explained, read_file
