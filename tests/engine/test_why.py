@@ -43,12 +43,12 @@ def tree_of(*tokens: list[int], at: tuple[int, ...] = (), with_kv: bool = True) 
 def why(tree: Tree, tokens: list[int], n_cached: int = 0, **more) -> Why:
     prompt = Prompt.of_tokens(tokens)
     match = tree.match("", prompt, 0)
-    return explain(Seen(prompt, match, tree.root(""), n_cached, **({"max_checkpoints": 8} | more)))
+    return explain(Seen(prompt, match, n_cached, **({"max_checkpoints": 8} | more)))
 
 
 def test_nothing_known_is_new():
     assert why(Tree(), KNOWN) == Why(Reason.NEW, n_kv=0)
-    assert why(tree_of(KNOWN), OTHER).reason is Reason.NEW
+    assert why(tree_of(KNOWN), OTHER) == Why(Reason.NEW, n_kv=0)  # not a word of what it shares nothing with
     few = [*KNOWN[:GUARD], *OTHER]
     assert why(tree_of(KNOWN), few).reason is Reason.NEW  # what all prompts begin with is no conversation
 
@@ -148,7 +148,7 @@ def test_pictures_count_with_all_their_cells():
     prompt = Prompt.of_items([*KNOWN[:20], picture, *OTHER])
     tree = Tree()
     tree.grow(tree.root(""), Prompt.of_items([*KNOWN[:20], picture, *KNOWN[20:]]), 100)
-    seen = Seen(prompt, tree.match("", prompt, 0), tree.root(""), 0)
+    seen = Seen(prompt, tree.match("", prompt, 0), 0)
     found = explain(seen).counted(prompt.n_tokens)
     assert found.n_shared == 80 and found.first_different is not None and found.first_different.at == 80
 

@@ -55,7 +55,6 @@ def why_of(request: Request, keeper: Keeper, match: Match, restored: Restored, b
         Seen(
             ask.prompt,
             match,
-            tree.root(ask.namespace),
             request.n_cached,
             restored.n_refused,
             brought.n_passed,

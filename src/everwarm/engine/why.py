@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.forgotten import Parting
 from everwarm.state.policy import GUARD
-from everwarm.state.tree import Match, Node
+from everwarm.state.tree import Match
 
 N_SHOWN = 16  # items on each side of a difference
 
@@ -88,7 +88,6 @@ class Seen:
 
     prompt: Prompt
     match: Match
-    root: Node
     n_cached: int  # restored
     n_refused: int = 0  # ways to restore more that failed
     n_passed: int = 0  # on disk, but reading them again is faster
@@ -178,7 +177,9 @@ def _parting(seen: Seen) -> Parting | None:
     if forgotten is not None and forgotten.at > n_shared:
         at, known = forgotten.at, forgotten.known
         return forgotten if at < min(len(known), len(seen.prompt)) else None
-    node = seen.match.path[-1] if seen.match.path else seen.root
+    if not seen.match.path:  # not even a beginning in common
+        return None
+    node = seen.match.path[-1]
     while node.n_items < n_shared + N_SHOWN and node.children:
         node = next(reversed(node.children.values()))  # the latest
     return Parting(n_shared, node.path.first(node.n_items)) if n_shared < min(node.n_items, len(seen.prompt)) else None
