@@ -274,6 +274,34 @@ def test_what_was_erased_is_not_remembered():
         assert run(core, HISTORY).why == Why(Reason.NEW, n_kv=0)
 
 
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 20, 64 << 20])
+def test_whatever_happens_nothing_is_claimed_that_was_not_read(ram_bytes):
+    """Random edits and extensions in two namespaces; everything that was ever read is the oracle."""
+    rng = np.random.default_rng(ram_bytes)
+    read: dict[str, list[list[int]]] = {"a": [], "b": []}
+    seen = set()
+    with open_core(ram_bytes=ram_bytes) as core:
+        for i in range(40):
+            space = "ab"[i % 2]
+            old = read[space][rng.integers(len(read[space]))] if read[space] and rng.random() < 0.8 else []
+            prompt = [*old[: rng.integers(len(old) + 1)], *text(100 + i, int(rng.integers(1, 80)))][:700]
+            result = run(core, prompt, namespace=space)
+            why = result.why
+            assert why is not None and result.n_cached <= result.n_shared <= why.n_shared
+            assert why.n_shared <= max((_common(prompt, each) for each in read[space]), default=0)
+            if why.first_different is not None:
+                at, known = why.first_different.at, why.first_different.known.codes.tolist()
+                assert known[0] != prompt[at] and why.first_different.given.codes.tolist() == prompt[at : at + N_SHOWN]
+                assert any(each[:at] == prompt[:at] and each[at : at + len(known)] == known for each in read[space])
+            seen.add(why.reason)
+            read[space].append([*prompt, *result.tokens])
+    assert len(seen) >= 3
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 # the disk
 
 
