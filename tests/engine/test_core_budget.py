@@ -211,7 +211,7 @@ def test_a_full_reread_after_eviction_says_so(caplog):
             if node.segment is not None:
                 core.tree.drop_segment(node)
         run(core, text(1, 100))
-    assert lines(caplog, "full re-read")[-1].endswith("the KV below the checkpoints was evicted")
+    assert lines(caplog, "full re-read")[-1].endswith("its KV or its checkpoints were evicted")
 
 
 def test_nothing_is_warned_of_when_nothing_is_read_twice(caplog):

@@ -174,7 +174,8 @@ def serving_models(source: Path, *flags: str, n_ctx: int = 4096) -> Iterator[Ser
 def _started(*flags: str, n_ctx: int) -> Iterator[Server]:
     where = ("--port", "0", "--ctx-size", str(n_ctx))
     disk = () if "--disk-cache" in flags else ("--disk-cache", "0")
-    command = [sys.executable, "-m", "everwarm.cli", "serve", *where, *SIZE, *disk, *flags]
+    size = [part for pair in zip(SIZE[::2], SIZE[1::2], strict=True) if pair[0] not in flags for part in pair]
+    command = [sys.executable, "-m", "everwarm.cli", "serve", *where, *size, *disk, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     server = Server("", process)
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)

@@ -6,7 +6,7 @@ import bisect
 import enum
 from collections.abc import Sequence
 
-from everwarm.engine.fetch import Fetch, Fetcher
+from everwarm.engine.fetch import Brought, Fetch, Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import Ask, Request
@@ -31,7 +31,7 @@ class Admission:
         self._context = keeper.context
         self._restorer = restorer
         self._fetcher = fetcher
-        self._fetches: dict[int, Fetch | None] = {}  # by request; None: there is nothing on disk for it
+        self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or all that can be said
 
     def judge(self, request: Request) -> Verdict:
         verdict = self._judge_place(request)
@@ -61,25 +61,28 @@ class Admission:
         if self._fetcher is None or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:
-            if sum(fetch is not None for fetch in self._fetches.values()) > len(self._keeper.slots):
+            if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._keeper.slots):
                 return True  # what is read ahead lies in RAM
             prompt, namespace = request.items(request.n_items), request.ask.namespace
             match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
             self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match)
         fetch = self._fetches[request.id]
-        return fetch is not None and not fetch.is_done
+        return isinstance(fetch, Fetch) and not fetch.is_done
 
-    def lay_fetched(self, request: Request) -> int:
-        """Put what was read for a request into the tree; returns how many items that is."""
-        fetch = self._fetches.pop(request.id, None)
-        return 0 if fetch is None or self._fetcher is None else self._fetcher.lay(fetch)
+    def lay_fetched(self, request: Request) -> Brought:
+        """Put what was read for a request into the tree."""
+        fetch = self._fetches.pop(request.id, Brought())
+        if isinstance(fetch, Brought) or self._fetcher is None:
+            return Brought() if isinstance(fetch, Fetch) else fetch
+        n_items = self._fetcher.lay(fetch)
+        return Brought(n_items, n_spoilt=0 if n_items else fetch.kept.n_items)
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)
 
     def wait_for_disk(self, seconds: float) -> None:
         """When there is nothing else to do."""
-        reading = (fetch for fetch in self._fetches.values() if fetch is not None and not fetch.is_done)
+        reading = (fetch for fetch in self._fetches.values() if isinstance(fetch, Fetch) and not fetch.is_done)
         fetch = next(reading, None)
         if fetch is not None:
             fetch.wait(seconds)

@@ -26,6 +26,7 @@ from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.about import folder_name
 from everwarm.state.disk import Disk
+from everwarm.state.elsewhere import NOWHERE, look_elsewhere
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.object import Header, name_of
 from everwarm.state.policy import CutKind
@@ -73,6 +74,7 @@ class Archive:
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._opened = threading.Event()
         self.disk: Disk | None = None
+        self.elsewhere = NOWHERE
         self._signature: Signature | None = None
         self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
         self._thread.start()
@@ -242,6 +244,7 @@ class Archive:
         disk.budget_bytes = min(disk.budget_bytes, room)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
+        self.elsewhere = look_elsewhere(directory, fingerprint)
         self.disk = disk
         self._signature = Signature(place, fingerprint, self._keeper)
 

@@ -19,6 +19,7 @@ from everwarm.engine.gallery import Pixels
 from everwarm.engine.illustrated import Illustrated
 from everwarm.engine.loop import Loop
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
+from everwarm.engine.said import said
 from everwarm.engine.slotfiles import SlotFiles
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import ReplyText
@@ -40,6 +41,7 @@ class Reply:
     id: int
     text: ReplyText
     wants_progress: bool
+    wants_words: bool = False  # of where its prompt leaves what was known
     began_at: float = field(default_factory=time.monotonic)
     stop_text: str | None = None
     n_stable: int = 0
@@ -173,9 +175,9 @@ class Conversation:
             request = self._core.submit(ask)
         except EverwarmError as error:
             return self._send(m.failed(message.id, error))
-        reply = Reply(message.id, ReplyText(message.stop), message.wants_progress)
+        wants = message.wants_progress, message.wants_diagnostics
+        reply = self._replies[request.id] = Reply(message.id, ReplyText(message.stop), *wants)
         reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
-        self._replies[request.id] = reply
         self._requests[message.id] = request.id
 
     def deliver(self, events: list[Event]) -> None:
@@ -255,6 +257,7 @@ class Conversation:
                 restore_s=result.timings.restore_s,
                 prefill_s=result.timings.prefill_s,
                 decode_s=result.timings.decode_s,
+                why=said(result, self._vocab if reply.wants_words else None),
             )
         )
 

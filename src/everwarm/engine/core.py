@@ -307,8 +307,8 @@ class Core:
         if request.ask.deterministic:
             self.move_everybody_out()
         prompt = request.items(request.n_items)
-        n_from_disk = self.admission.lay_fetched(request)
-        goal = Goal(prompt, request.ask.namespace, request.ask.deterministic, n_from_disk)
+        brought = self.admission.lay_fetched(request)
+        goal = Goal(prompt, request.ask.namespace, request.ask.deterministic, brought.n_items)
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
         slot = self.admission.seat(request, sources)
         match = self.restorer.match(prompt, goal.namespace, sources)
@@ -326,7 +326,7 @@ class Core:
                 other.used_at = time.monotonic()
         request.restored_at = time.monotonic()
         if is_first:
-            self.counts.add(request, match, restored, self.keeper.spacing)
+            self.counts.add(request, self.keeper, match, restored, brought)
             n_cached = request.n_tokens(request.n_cached)
             events.append(Started(request.id, request.n_prompt_tokens, n_cached, slot.seq))
         if restored.logits is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from everwarm.engine.fetch import Brought
+from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import Request
 from everwarm.engine.restore import Restored
-from everwarm.state.params import Spacing
+from everwarm.engine.why import Seen, Why, explain
 from everwarm.state.policy import GUARD
 from everwarm.state.tree import Match
 
@@ -29,13 +31,14 @@ class Counts:
     n_prewarms_interrupted: int = 0
     n_prewarm_tokens: int = 0
 
-    def add(self, request: Request, match: Match, restored: Restored, spacing: Spacing) -> None:
-        """A request has started: from where, and at what price."""
+    def add(self, request: Request, keeper: Keeper, match: Match, restored: Restored, brought: Brought) -> None:
+        """A request has started: from where, at what price, and why."""
         request.n_cached = min(restored.n_items, request.n_prompt)
         request.n_shared = match.n_shared
         request.used = restored.use
         if request.ask.ahead:
             return
+        why = request.why = why_of(request, keeper, match, restored, brought)
         self.n_requests += 1
         n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(match.n_shared)
         self.n_prompt += request.n_prompt_tokens
@@ -43,16 +46,30 @@ class Counts:
         self.n_avoidable += max(0, n_shared - n_cached)
         if match.n_shared > GUARD and request.n_cached == 0 and request.ask.use_cache:
             self.n_full_rereads += 1
-            reason = why_cold(match, spacing)
-            sizes = request.n_prompt_tokens, n_shared
-            log.warning("full re-read of %d tokens although %d were known: %s", *sizes, reason)
+            reason = why.again or why.reason
+            log.warning(
+                "full re-read of %d tokens although %d were known: %s", request.n_prompt_tokens, n_shared, reason.words
+            )
 
 
-def why_cold(match: Match, spacing: Spacing) -> str:
-    if spacing.max_checkpoints == 0:
-        return "checkpoints are off (max_checkpoints is 0)"
-    if match.usable:
-        return f"{len(match.usable)} checkpoints could not be restored"
-    if any(node.checkpoint is not None and node.n_items <= match.n_shared for node in match.path):
-        return "the KV below the checkpoints was evicted"
-    return "no checkpoint was kept inside the shared part"
+def why_of(request: Request, keeper: Keeper, match: Match, restored: Restored, brought: Brought) -> Why:
+    """Looks up only what the answer may depend on."""
+    ask, tree, kind = request.ask, keeper.tree, keeper.context.kind
+    is_known = request.n_prompt - match.n_shared <= GUARD
+    return explain(
+        Seen(
+            ask.prompt,
+            match,
+            request.n_cached,
+            restored.n_refused,
+            brought.n_passed,
+            brought.n_spoilt,
+            brought.n_elsewhere,
+            None if is_known else tree.forgotten.parting(ask.namespace, ask.prompt),
+            ask.use_cache,
+            ask.deterministic,
+            kind.has_attention,
+            kind.needs_checkpoints,
+            keeper.spacing.max_checkpoints,
+        )
+    )

@@ -64,6 +64,16 @@ class Fetch:
         wait((self.future,), seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What the disk did for a prompt, in items of it."""
+
+    n_items: int = 0  # brought into the tree
+    n_passed: int = 0  # there, but reading them again is faster
+    n_spoilt: int = 0  # there, but they could not be used
+    n_elsewhere: int = 0  # there, for another fingerprint
+
+
 class Fetcher:
     def __init__(self, archive: Archive, keeper: Keeper, ram: Ram, policy: RestorePolicy) -> None:
         self._archive = archive
@@ -82,18 +92,21 @@ class Fetcher:
     def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
         """Lay into the tree the deepest point on disk that is worth it. Returns where it is; 0: there was none."""
         fetch = self.seek(prompt, namespace, match)
-        return 0 if fetch is None else self.lay(fetch)
+        return self.lay(fetch) if isinstance(fetch, Fetch) else 0
 
-    def seek(self, prompt: Prompt, namespace: str, match: Match) -> Fetch | None:
-        """Begin to read the deepest point on disk that is worth it, on other threads."""
+    def seek(self, prompt: Prompt, namespace: str, match: Match) -> Fetch | Brought:
+        """Begin to read the deepest point on disk that is worth it, on other threads; or say what there is instead."""
         disk = self._archive.disk
         if disk is None:
-            return None
+            return Brought()
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
         n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
         kept = disk.find(root_key(self._archive.fingerprint, namespace), prompt, len(prompt) - 1)
-        if kept is None or kept.n_items <= n_have + GUARD or not self._is_worth_it(kept, kept.n_items - n_have):
-            return None
+        if kept is None or kept.n_items <= n_have + GUARD:
+            is_more_new = len(prompt) - max(n_have, match.n_shared) > GUARD
+            return Brought(n_elsewhere=self._archive.elsewhere.n_known(namespace, prompt) if is_more_new else 0)
+        if not self._is_worth_it(kept, kept.n_items - n_have):
+            return Brought(n_passed=kept.n_items)
         return Fetch(kept, prompt, namespace, self._fetchers.submit(self._load, kept, prompt, match.n_kv))
 
     def lay(self, fetch: Fetch) -> int:

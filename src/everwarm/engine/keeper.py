@@ -362,7 +362,7 @@ class Keeper:
                 self._evict(nodes[key // 2], is_state=key % 2 == 0)
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
-        checkpoint = node.checkpoint
+        checkpoint, node.evicted = node.checkpoint, True
         if not is_state:
             if node.segment is not None:
                 self.tree.drop_segment(node)

@@ -63,6 +63,7 @@ class Submit(Message, frozen=True, tag=True):
     slot: int | None = None
     session: str | None = None
     wants_progress: bool = False
+    wants_diagnostics: bool = False
     marker: str = ""
     pictures: tuple[Picture, ...] = ()
 
@@ -207,6 +208,35 @@ class Piece(Message, frozen=True, tag=True):
     probs: list[TokenProb] | None = None
 
 
+class Diverged(msgspec.Struct, frozen=True):
+    """Where a prompt leaves what was known. The words only where they were asked for."""
+
+    at: int
+    before: str | None = None
+    known: str | None = None
+    given: str | None = None
+
+
+class Used(msgspec.Struct, frozen=True):
+    """The checkpoint that was restored."""
+
+    n_tokens: int
+    kind: str
+    how: str
+
+
+class Why(msgspec.Struct, frozen=True):
+    """Why the prompt was read as far as it was; the codes are ``engine.why.Reason``."""
+
+    reason: str = "new"
+    again: str | None = None
+    n_shared: int = 0
+    n_kv: int | None = None
+    n_checkpoint: int = 0
+    restored: Used | None = None
+    diverged: Diverged | None = None
+
+
 class Done(Message, frozen=True, tag=True):
     """The end of a reply. ``text`` is what was held back until the end."""
 
@@ -224,6 +254,7 @@ class Done(Message, frozen=True, tag=True):
     restore_s: float
     prefill_s: float
     decode_s: float
+    why: Why = Why()
 
 
 class Failed(Message, frozen=True, tag=True):

@@ -14,6 +14,7 @@ import numpy as np
 
 from everwarm.config import Sampling, require
 from everwarm.engine.gallery import Pixels
+from everwarm.engine.why import Why
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import MediaItem, Prompt
@@ -90,6 +91,7 @@ class Result:
     checkpoint: CheckpointUse | None
     timings: Timings
     error: EverwarmError | None = None
+    why: Why | None = None  # None: it never started; in tokens
 
     @property
     def n_processed(self) -> int:
@@ -109,6 +111,7 @@ class Request:
     n_items: int = field(init=False)
     n_cached: int = 0
     n_shared: int = 0
+    why: Why | None = None
     used: CheckpointUse | None = None
     attempts: int = 0
     started_at: float | None = None
@@ -175,6 +178,7 @@ class Request:
             checkpoint=self.used,
             timings=Timings(started - self.submitted_at, restored - started, first - restored, now - first),
             error=error,
+            why=None if self.why is None else self.why.counted(self.n_tokens),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -34,6 +34,7 @@ class Restored:
     n_items: int
     use: CheckpointUse | None = None
     logits: np.ndarray | None = None
+    n_refused: int = 0  # ways there that were tried and could not be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,15 @@ class Restorer:
             return here
         if not self._context.kind.needs_checkpoints:
             return self._bring_attention(slot, goal, match, sources)
+        n_before = self._keeper.counts.n_quarantined
         for node in match.usable:
             restored = self._try(slot, goal, node, match, sources)
             if restored is not None:
-                return restored
+                break
             sources = self.sources(goal.prompt, goal.namespace)  # the attempt may have moved others out
-        return self.start_cold(slot, goal)
+        else:
+            restored = self.start_cold(slot, goal)
+        return replace(restored, n_refused=self._keeper.counts.n_quarantined - n_before)
 
     def start_cold(self, slot: Slot, goal: Goal) -> Restored:
         self._keeper.vacate(slot, self._tree.root(goal.namespace))
@@ -163,7 +167,7 @@ class Restorer:
         except MemoryFault as error:
             log.warning("the KV of %d tokens could not be brought back: %s", n, error)
             self._give_up(slot)
-            return self.start_cold(slot, goal)
+            return replace(self.start_cold(slot, goal), n_refused=1)
         history = history_over(slot.chunks, n)
         slot.chunks = list(history) if history and n_items_of(history) == n else []  # cut inside a chunk: not known
         self._stand(slot, goal, match.path, n)

@@ -257,6 +257,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
         if node.segment is not None:
             core.tree.drop_segment(node)
         node = parent
+    core.tree.forgotten.clear(namespace)
     if core.archive is not None:
         core.archive.forget(content, namespace, beyond=node.n_items)
     return n

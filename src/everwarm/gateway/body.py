@@ -25,6 +25,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class CacheOptions(msgspec.Struct, frozen=True):
+    """OpenAI's. How long something is kept is decided by what it saves, so ``ttl`` is read and not used."""
+
+    mode: Name | None = None
+    ttl: Annotated[str, Meta(max_length=64)] | Annotated[float, Meta(ge=0.0, le=1e12)] | None = None
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True):
     """What every kind of completion may carry. ``None`` means: not said."""
 
@@ -50,6 +57,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     cache_prompt: bool | None = None
     cache_salt: Name | None = None
     prompt_cache_key: Name | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_diagnostics: bool | None = None
     deterministic: bool | None = None
     id_slot: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
     return_progress: bool | None = None
@@ -82,6 +91,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
             if said is not None:
                 return said if said >= 0 else default
         return default
+
+    @property
+    def uses_cache(self) -> bool:
+        options = self.prompt_cache_options
+        return self.cache_prompt is not False and not (options is not None and options.mode == "off")
 
     @property
     def includes_usage(self) -> bool:

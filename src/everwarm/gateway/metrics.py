@@ -53,6 +53,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._prompt = self._counter("llamacpp:prompt_tokens", "Prompt tokens processed, excluding cached ones")
         self._cached = self._counter("llamacpp:prompt_tokens_cached", "Prompt tokens reused from the cache")
+        name, text = "everwarm_prompt_tokens_read", "Prompt tokens read, by the reason of their request"
+        self._read = Counter(name, text, ["reason"], registry=self.registry)
         self._prompt_s = self._counter("llamacpp:prompt_seconds", "Time spent on prompts, restores included")
         self._written = self._counter("llamacpp:tokens_predicted", "Reply tokens")
         self._written_s = self._counter("llamacpp:tokens_predicted_seconds", "Time spent on replies")
@@ -72,6 +74,7 @@ class Metrics:
 
     def finished(self, done: m.Done) -> None:
         self._prompt.inc(done.n_prompt - done.n_cached)
+        self._read.labels(done.why.reason).inc(done.n_prompt - done.n_cached)
         self._cached.inc(done.n_cached)
         self._prompt_s.inc(done.restore_s + done.prefill_s)
         self._written.inc(done.n_reply)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from everwarm.engine import messages as m
-from everwarm.gateway import shapes
+from everwarm.gateway import shapes, why
 from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
 from everwarm.gateway.generate import Event, collect, events
 from everwarm.gateway.replies import LOADING_S, SSE_DONE, json_response, sse, sse_loading
@@ -59,7 +59,8 @@ class OpenAI:
             self._service.metrics.finished(choice.done)
         echo = (asked.submits[0]["text"] or "") if isinstance(body, CompletionBody) and body.echo else ""
         readers = [asked.reader() for _ in choices]
-        return json_response(shape.whole(frame, choices, readers, with_probs=with_probs, prefix=echo))
+        answer = shape.whole(frame, choices, readers, with_probs=with_probs, prefix=echo)
+        return json_response({**answer, **_diagnostics(body, choices[0].done)})
 
     async def _frames(
         self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool
@@ -76,10 +77,17 @@ class OpenAI:
                 if isinstance(event.message, m.Done):
                     dones[event.index] = event.message
                     self._service.metrics.finished(event.message)
+        ends = [dones[i] for i in sorted(dones)]
+        last = _diagnostics(body, ends[0])
         if body.includes_usage:
-            ends = [dones[i] for i in sorted(dones)]
-            yield sse({**frame, "choices": [], "usage": shapes.usage(ends), "timings": shapes.timings(ends[0])})
+            last |= {"usage": shapes.usage(ends), "timings": shapes.timings(ends[0])}
+        if last:
+            yield sse({**frame, "choices": [], **last})
         yield SSE_DONE
+
+
+def _diagnostics(body: Body, done: m.Done) -> Json:
+    return {"prompt_cache_diagnostics": why.diagnostics(done)} if body.prompt_cache_diagnostics else {}
 
 
 def _chat_chunks(event: Event, reader: ReplyReader, *, with_probs: bool) -> list[tuple[Json | None, Json]]:

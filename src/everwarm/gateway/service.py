@@ -141,12 +141,13 @@ class Service:
             "max_tokens": body.reply_tokens(info.n_ctx),
             "stop": body.stops(),
             "namespace": self.namespace(body.cache_salt),
-            "use_cache": body.cache_prompt is not False,
+            "use_cache": body.uses_cache,
             "deterministic": bool(body.deterministic),
             "ignore_eos": bool(body.ignore_eos),
             "slot": slot,
             "session": session_of(request.headers, body),
             "wants_progress": bool(body.return_progress),
+            "wants_diagnostics": bool(body.prompt_cache_diagnostics),
         }
 
     def namespace(self, salt: str | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everwarm.engine import messages as m
+from everwarm.gateway import why
 from everwarm.gateway.generate import Choice
 from everwarm.gateway.reply import ReplyReader
 
@@ -23,7 +24,7 @@ def usage(choices: Sequence[m.Done]) -> Json:
         "prompt_tokens": first.n_prompt,
         "completion_tokens": n_reply,
         "total_tokens": first.n_prompt + n_reply,
-        "prompt_tokens_details": {"cached_tokens": first.n_cached},
+        "prompt_tokens_details": {"cached_tokens": first.n_cached, "cache_write_tokens": why.n_written(first)},
     }
 
 
@@ -44,7 +45,7 @@ def timings(done: m.Done) -> Json:
         "predicted_per_second": 1e3 * done.n_reply / decode_ms if decode_ms else 0.0,
         "queue_ms": 1e3 * done.queue_s,
         "restore_ms": 1e3 * done.restore_s,
-        "cache": {"n_shared": done.n_shared, "checkpoint": done.checkpoint},
+        "cache": why.cache(done),
     }
 
 

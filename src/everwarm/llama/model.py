@@ -58,16 +58,24 @@ class MemoryKind(enum.Enum):
 
 
 class Model(Closing):
-    """A loaded model. Use as a context manager; closing it while a context is open is a bug."""
+    """A loaded model. Use as a context manager; closing it while a context is open is a bug. With ``vocab_only`` there are
+    no weights: it has a vocabulary and a template, in a moment."""
 
-    def __init__(self, path: Path, options: ModelOptions | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: ModelOptions | None = None,
+        progress: Progress | None = None,
+        *,
+        vocab_only: bool = False,
+    ) -> None:
         self.path = path
         self.lib: Lib = lib()
         self.options = options or ModelOptions()
         for file in (path, *(Path(file) for file, _ in self.options.lora)):
             _check_file(file)
         self.identity = self._identity()
-        self.ptr = _open(self.lib, path, self.options, progress)
+        self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only)
         try:
             self._read_facts()
             self.adapters = [(self._open_adapter(Path(file)), scale) for file, scale in self.options.lora]
@@ -166,8 +174,11 @@ def _check_file(path: Path) -> None:
         raise ModelFileError(f"{path} is not a GGUF file (it starts with {magic!r}, a GGUF starts with {GGUF_MAGIC!r})")
 
 
-def _open(lib: Lib, path: Path, options: ModelOptions, progress: Progress | None) -> int | None:
+def _open(
+    lib: Lib, path: Path, options: ModelOptions, progress: Progress | None, *, vocab_only: bool = False
+) -> int | None:
     params = lib.model_default_params()
+    params.vocab_only = vocab_only
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = abi.LOAD_MODE_MMAP if options.use_mmap else abi.LOAD_MODE_NONE
     raised: list[BaseException] = []

@@ -162,6 +162,11 @@ class Prompt:
         each[list(self.media)] = widths
         return int(np.searchsorted(np.cumsum(each), most, side="right"))
 
+    def part(self, start: int, stop: int) -> Prompt:
+        """The items from ``start`` to before ``stop``, as far as there are any."""
+        media = {i - start: item for i, item in self.media.items() if start <= i < stop}
+        return Prompt(self.codes[start:stop], MappingProxyType(media))
+
     def first(self, n_items: int) -> Prompt:
         media = {i: item for i, item in self.media.items() if i < n_items}
         return Prompt(self.codes[:n_items], MappingProxyType(media))

@@ -7,8 +7,10 @@ import logging
 import os
 import sqlite3
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from everwarm.state.files import Files
 from everwarm.state.object import Kind
@@ -17,6 +19,8 @@ log = logging.getLogger("everwarm.disk")
 
 INDEX = "index.sqlite"
 MAX_INDEX = 1 << 30
+
+T = TypeVar("T")
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS objects (
@@ -73,16 +77,30 @@ def _uses(database: sqlite3.Connection) -> dict[str, tuple[float, int]]:
     return {name: (at, hits) for name, at, hits in rows if isinstance(at, float) and isinstance(hits, int)}
 
 
+def _states(database: sqlite3.Connection) -> dict[str, int]:
+    rows = database.execute("SELECT key, n_items FROM objects WHERE kind = 'state'").fetchall()
+    return {key: n for key, n in rows if isinstance(key, str) and isinstance(n, int)}
+
+
 def peek_uses(path: Path) -> dict[str, tuple[float, int]]:
     """What ``uses`` would say, from a copy: looking takes no lock from a running engine and leaves no file behind."""
+    return _peek(path, _uses) or {}
+
+
+def peek_states(path: Path) -> dict[str, int]:
+    """The keys of states with their lengths in items, from a copy."""
+    return _peek(path, _states) or {}
+
+
+def _peek(path: Path, question: Callable[[sqlite3.Connection], T]) -> T | None:
     with tempfile.TemporaryDirectory(prefix="everwarm-") as copy:
         try:
             for suffix in ("-wal", ""):
                 _copy(path.with_name(path.name + suffix), Path(copy, path.name + suffix))
             with contextlib.closing(sqlite3.connect(Path(copy, path.name))) as index:
-                return _uses(index)
+                return question(index)
         except (OSError, sqlite3.Error):
-            return {}
+            return None
 
 
 def _copy(path: Path, to: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.forgotten import Forgotten
 from everwarm.state.history import Chunks
 from everwarm.state.policy import CutKind
 from everwarm.types import START, Blob, Mark, SeqId
@@ -81,6 +82,7 @@ class Node:
     segment: Segment | None = None
     pins: int = 0  # must not be evicted: it is being restored
     holders: int = 0  # slots that stand here: must not be pruned
+    evicted: bool = False  # something of it was given up for want of room
     ram_bytes: int = 0  # of a root: what everything below it weighs
 
     @property
@@ -132,6 +134,7 @@ class Tree:
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self.ram_bytes = 0
+        self.forgotten = Forgotten()
         self.watcher: Watcher | None = None
 
     def _add_bytes(self, node: Node, n_bytes: int) -> None:
@@ -204,7 +207,7 @@ class Tree:
 
     def set_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         assert node.parent is not None and node.checkpoint is None
-        node.checkpoint = checkpoint
+        node.checkpoint, node.evicted = checkpoint, False
         self._add_bytes(node, checkpoint.size_bytes)
         self._tell_of_state(node)
 
@@ -300,15 +303,24 @@ class Tree:
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
+        end = node
         while node.parent is not None and _is_bare(node):
             parent = node.parent
             key = _key(node.path, parent.n_items)
             if parent.children.get(key) is not node:
                 return
+            if node is end:
+                self._note_forgotten(node)
             del parent.children[key]
             node = parent
         if node.parent is None and _is_bare(node):
             self._roots = {name: root for name, root in self._roots.items() if root is not node}
+
+    def _note_forgotten(self, end: Node) -> None:
+        root = end.root()
+        for name, other in self._roots.items():
+            if other is root:
+                self.forgotten.note(name, end.path, end.n_items)
 
     # self-check
 

@@ -1,0 +1,104 @@
+"""What ``everwarm explain`` compares with, and how it shows what it found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from everwarm.engine.settings import EngineSettings
+from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.difference import Difference, Model
+from everwarm.gateway.explained import Explained, Source
+from everwarm.gateway.faraway import source_of
+from everwarm.llama.model import Model as Weights
+from everwarm.prompt.tokenize import Tokenizer
+from everwarm.router.estimate import shape_of
+from everwarm.router.header import read_header
+from everwarm.state.params import CheckpointParams
+
+_MOST_SHOWN = 12
+
+
+@contextlib.contextmanager
+def source_for(
+    path: Path | None, url: str | None, api_key: str | None, name: str | None, params: CheckpointParams
+) -> Iterator[Source]:
+    if path is None:
+        yield source_of(url or "", api_key, name)
+        return
+    with Weights(path, vocab_only=True) as opened:
+        vocab = opened.vocab
+        bos, eos = (b"" if token is None else vocab.piece(token) for token in (vocab.bos, vocab.eos))
+        words = bos.decode("utf-8", "replace"), eos.decode("utf-8", "replace")
+        text = opened.chat_template
+        template = None if text is None else ChatTemplate(text, bos=words[0], eos=words[1])
+        plan = _plan(path, params)
+        yield Source(path.name, Tokenizer(vocab), vocab.detokenize, template, words[0], vocab.adds_bos, plan)
+
+
+def _plan(path: Path, params: CheckpointParams) -> Model:
+    """From the header alone, as the router estimates it."""
+    shape = shape_of(read_header(path), path.stat().st_size, EngineSettings())
+    spacing = params.fitted(
+        state_bytes=shape.state_bytes, kv_bytes_per_token=shape.kv_bytes_per_token, window=shape.n_window > 0
+    )
+    return Model(spacing, needs_checkpoints=shape.state_bytes > 0 or shape.n_window > 0)
+
+
+def facts(found: Explained, name: str) -> dict[str, Any]:
+    it = found.difference
+    is_same = it.n_common == it.n_first == it.n_second
+    return {
+        "model": name,
+        "first": {"n_tokens": it.n_first, "kept": [{"at": cut.at, "kind": cut.kind.value} for cut in it.kept]},
+        "second": {"n_tokens": it.n_second, "n_cached": it.n_resume, "n_read": it.n_read},
+        "n_common": it.n_common,
+        "checkpoint": None if it.resume is None else {"at": it.resume.at, "kind": it.resume.kind.value},
+        "reason": it.reason.value,
+        "again": None if it.again is None else it.again.value,
+        "diverged": None
+        if is_same
+        else {"at": it.n_common, "before": found.before, "known": found.known, "given": found.given},
+        "hints": found.hints,
+    }
+
+
+def show(console: Console, found: Explained) -> None:
+    it = found.difference
+    console.print(f"first     {it.n_first} tokens", _kept(it), sep="\n")
+    console.print(f"second    {it.n_second} tokens, of which the first {it.n_common} are the same", style="bold")
+    console.print(_continues(it))
+    console.print(f"reads     {it.n_read} tokens: {it.reason.value}, {it.reason.words}")
+    if it.again is not None and it.again is not it.reason:
+        console.print(f"          {it.n_known_read} of them were known: {it.again.value}, {it.again.words}")
+    if found.known or found.given:
+        console.print()
+        console.print("the first difference", style="bold")
+        for label, words, style in (("first", found.known, "red"), ("second", found.given, "green")):
+            line = Text(f"  {label:<8}").append(_line(found.before), "dim").append(_line(words) or "(ends)", style)
+            console.print(line, soft_wrap=True)
+    for hint in found.hints:
+        console.print(Text("• ", "yellow").append(hint, "default"), soft_wrap=True)
+
+
+def _kept(it: Difference) -> str:
+    if not it.kept:
+        return "          kept: its KV; this kind of model, or these settings, keep no checkpoints"
+    shown = ", ".join(f"{cut.at} ({cut.kind.value})" for cut in it.kept[-_MOST_SHOWN:])
+    return f"          kept: {'… ' if len(it.kept) > _MOST_SHOWN else ''}{shown}"
+
+
+def _continues(it: Difference) -> str:
+    if it.n_resume == 0:
+        return "continues from the very beginning"
+    return f"continues from {it.n_resume}" + (f" ({it.resume.kind.value})" if it.resume else "")
+
+
+def _line(text: str) -> str:
+    """On one line, with what would not be seen."""
+    return "".join(c if c.isprintable() else {"\n": "↵", "\t": "⇥"}.get(c, "·") for c in text)

@@ -1,0 +1,191 @@
+"""Why a request read what it read, as one of a few codes. Pure: what was known, what was restored, what was allowed.
+
+A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason is the one of
+whatever is the larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its
+items, and whoever has a vocabulary shows them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.forgotten import Parting
+from everwarm.state.policy import GUARD
+from everwarm.state.tree import Match
+
+N_SHOWN = 16  # items on each side of a difference
+
+
+class Reason(enum.Enum):
+    HIT = "hit"
+    EXTENDED = "extended"
+    EDITED = "edited_at"
+    NEW = "new"
+    NO_CHECKPOINT = "no_checkpoint"
+    EVICTED = "evicted"
+    FINGERPRINT = "fingerprint"
+    LOAD_SLOWER = "load_slower_than_compute"
+    CACHE_OFF = "cache_off"
+    DETERMINISTIC = "deterministic"
+    REFUSED = "refused"
+    CHECKPOINTS_OFF = "checkpoints_off"
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = {
+    Reason.HIT: "everything was known",
+    Reason.EXTENDED: "it goes on where what is known ends",
+    Reason.EDITED: "it differs from what is known",
+    Reason.NEW: "nothing like it was ever read",
+    Reason.NO_CHECKPOINT: "no checkpoint was kept inside the shared part",
+    Reason.EVICTED: "its KV or its checkpoints were evicted",
+    Reason.FINGERPRINT: "it is kept for another model, build or KV type only",
+    Reason.LOAD_SLOWER: "reading it again is faster than loading it from disk",
+    Reason.CACHE_OFF: "the request wanted no cache",
+    Reason.DETERMINISTIC: "what is kept of it does not come from a reading that was alone",
+    Reason.REFUSED: "what was kept of it could not be restored",
+    Reason.CHECKPOINTS_OFF: "checkpoints are off (max_checkpoints is 0)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Different:
+    """The first item that differs, with its surroundings: what comes before, what was known, what was given."""
+
+    at: int
+    before: Prompt
+    known: Prompt
+    given: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    reason: Reason
+    again: Reason | None = None  # why items that were known were read again, if more than a few were
+    n_shared: int = 0  # items that were ever read, whether or not anything is left of them
+    n_kv: int | None = None  # items whose KV was at hand; None: this model has none
+    n_checkpoint: int = 0  # items up to the deepest state that was kept of it, usable or not
+    first_different: Different | None = None
+
+    def counted(self, n_tokens: Callable[[int], int]) -> Why:
+        """The same with every number of items as tokens."""
+        n_kv = None if self.n_kv is None else n_tokens(self.n_kv)
+        shown = self.first_different
+        different = None if shown is None else replace(shown, at=n_tokens(shown.at))
+        counts = n_tokens(self.n_shared), n_kv, n_tokens(self.n_checkpoint)
+        return Why(self.reason, self.again, *counts, different)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Everything that decides."""
+
+    prompt: Prompt
+    match: Match
+    n_cached: int  # restored
+    n_refused: int = 0  # ways to restore more that failed
+    n_passed: int = 0  # on disk, but reading them again is faster
+    n_spoilt: int = 0  # on disk, but they could not be used
+    n_elsewhere: int = 0  # on disk for another fingerprint
+    forgotten: Parting | None = None
+    use_cache: bool = True
+    deterministic: bool = False
+    has_attention: bool = True
+    needs_checkpoints: bool = True
+    max_checkpoints: int = 1
+
+    @property
+    def n_forgotten(self) -> int:
+        return 0 if self.forgotten is None else self.forgotten.at
+
+    @property
+    def n_known(self) -> int:
+        """Items that were ever read."""
+        return max(self.match.n_shared, self.n_forgotten, self.n_passed, self.n_spoilt, self.n_cached)
+
+
+def explain(seen: Seen) -> Why:
+    again = _why_again(seen)
+    parting = _parting(seen)
+    kept = [n.n_items for n in (*seen.match.usable, *seen.match.path) if n.checkpoint and n.n_items <= seen.n_known]
+    return Why(
+        _main_reason(seen, again, parting),
+        again,
+        seen.n_known,
+        min(seen.match.n_kv, len(seen.prompt)) if seen.has_attention else None,
+        max((*kept, *(node.n_items for node in seen.match.usable)), default=0),
+        None if parting is None else _different(seen.prompt, parting),
+    )
+
+
+def _main_reason(seen: Seen, again: Reason | None, parting: Parting | None) -> Reason:
+    n_known, n_prompt = seen.n_known, len(seen.prompt)
+    n_elsewhere = seen.n_elsewhere
+    if not seen.use_cache:
+        return Reason.CACHE_OFF
+    if again is not None and n_known - seen.n_cached >= n_prompt - n_known:
+        return again
+    if n_elsewhere > n_known + GUARD and n_elsewhere - n_known >= n_prompt - n_elsewhere:
+        return Reason.FINGERPRINT
+    if n_known == 0 or n_known <= GUARD < n_prompt - n_known:
+        return Reason.NEW
+    if n_known == n_prompt:
+        return Reason.HIT
+    return Reason.EXTENDED if parting is None else Reason.EDITED
+
+
+def _why_again(seen: Seen) -> Reason | None:
+    """What kept known items from being restored; None: at most a few were read again."""
+    match, n_cached = seen.match, seen.n_cached
+    if seen.n_known - n_cached <= GUARD:
+        return None
+    if not seen.use_cache:
+        return Reason.CACHE_OFF
+    if seen.needs_checkpoints and seen.max_checkpoints == 0:
+        return Reason.CHECKPOINTS_OFF
+    if seen.n_refused or seen.n_spoilt > n_cached + GUARD:
+        return Reason.REFUSED
+    if seen.n_passed > n_cached + GUARD:
+        return Reason.LOAD_SLOWER
+    if seen.deterministic and _has_more(seen):
+        return Reason.DETERMINISTIC
+    if not seen.needs_checkpoints or seen.n_forgotten > match.n_shared + GUARD or _has_more(seen):
+        return Reason.EVICTED
+    beyond = [node for node in match.path if n_cached < node.n_items <= match.n_shared]
+    if any(node.evicted or node.checkpoint is not None for node in beyond):
+        return Reason.EVICTED
+    return Reason.NO_CHECKPOINT
+
+
+def _has_more(seen: Seen) -> bool:
+    """Whether more could have been restored than was."""
+    if not seen.needs_checkpoints:
+        return min(seen.match.n_kv, len(seen.prompt) - 1) > seen.n_cached
+    return any(seen.n_cached < node.n_items < len(seen.prompt) for node in seen.match.usable)
+
+
+def _parting(seen: Seen) -> Parting | None:
+    """Where the prompt leaves what was known, and for what; None: it does not, or what is known ends there."""
+    n_shared = seen.match.n_shared
+    forgotten = seen.forgotten
+    if forgotten is not None and forgotten.at > n_shared:
+        at, known = forgotten.at, forgotten.known
+        return forgotten if at < min(len(known), len(seen.prompt)) else None
+    if not seen.match.path:  # not even a beginning in common
+        return None
+    node = seen.match.path[-1]
+    while node.n_items < n_shared + N_SHOWN and node.children:
+        node = next(reversed(node.children.values()))  # the latest
+    return Parting(n_shared, node.path.first(node.n_items)) if n_shared < min(node.n_items, len(seen.prompt)) else None
+
+
+def _different(prompt: Prompt, parting: Parting) -> Different:
+    at, stop = parting.at, parting.at + N_SHOWN
+    before = prompt.part(max(0, at - N_SHOWN), at)
+    return Different(at, before, parting.known.part(at, stop), prompt.part(at, stop))

@@ -1,0 +1,106 @@
+"""Two prompts side by side: what they share, what a server would have kept of the first, and what it reads of the second.
+
+Pure: tokens and cut hints in, facts out. The reasons are the engine's own codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everwarm.engine.why import N_SHOWN, Reason
+from everwarm.prompt.prompt import Prompt
+from everwarm.state import policy
+from everwarm.state.params import Spacing
+from everwarm.state.policy import GUARD, Cut
+
+N_UBATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One prompt with its cut hints, in tokens."""
+
+    prompt: Prompt
+    boundaries: tuple[int, ...] = ()
+    stable: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What decides where a prompt can be gone on from."""
+
+    spacing: Spacing
+    needs_checkpoints: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``resume``: where the second prompt goes on from; None: from nowhere."""
+
+    n_first: int
+    n_second: int
+    n_common: int
+    kept: tuple[Cut, ...]
+    resume: Cut | None
+    n_resume: int
+    reason: Reason
+    again: Reason | None
+
+    @property
+    def n_read(self) -> int:
+        return self.n_second - self.n_resume
+
+    @property
+    def n_known_read(self) -> int:
+        return self.n_common - self.n_resume
+
+
+def compare(
+    first: Side, second: Side, model: Model, *, same_namespace: bool = True, use_cache: bool = True
+) -> Difference:
+    """What a server that has read the first, and nothing else, does with the second."""
+    n_common = int(first.prompt.common_prefix(second.prompt)) if same_namespace else 0
+    kept = _kept(first, model)
+    most = min(n_common, len(second.prompt) - 1) if use_cache else 0
+    resume = max((cut for cut in kept if cut.at <= most), key=lambda cut: cut.at, default=None)
+    n_resume = most if not model.needs_checkpoints else 0 if resume is None else resume.at
+    again = None
+    if n_common - n_resume > GUARD:
+        off = model.needs_checkpoints and model.spacing.max_checkpoints == 0
+        again = Reason.CHECKPOINTS_OFF if off else Reason.NO_CHECKPOINT
+    sizes = len(first.prompt), len(second.prompt), n_common
+    reason = _reason(sizes, n_resume, again) if use_cache else Reason.CACHE_OFF
+    return Difference(*sizes, kept, resume, n_resume, reason, again if use_cache else Reason.CACHE_OFF)
+
+
+def _kept(side: Side, model: Model) -> tuple[Cut, ...]:
+    if not model.needs_checkpoints:
+        return ()
+    n, spacing = len(side.prompt), model.spacing
+    return policy.cuts(n, spacing, n_ubatch=N_UBATCH, boundaries=side.boundaries, stable=side.stable)
+
+
+def _reason(sizes: tuple[int, int, int], n_resume: int, again: Reason | None) -> Reason:
+    n_first, n_second, n_common = sizes
+    if again is not None and n_common - n_resume >= n_second - n_common:
+        return again
+    if n_common == 0 or n_common <= GUARD < n_second - n_common:
+        return Reason.NEW
+    if n_common == n_second:
+        return Reason.HIT
+    return Reason.EXTENDED if n_common == n_first else Reason.EDITED
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The tokens around the first difference."""
+
+    before: list[int]
+    first: list[int]
+    second: list[int]
+
+
+def surroundings(first: Prompt, second: Prompt, n_common: int) -> Surroundings:
+    start, stop = max(0, n_common - N_SHOWN), n_common + N_SHOWN
+    parts = (second.part(start, n_common), first.part(n_common, stop), second.part(n_common, stop))
+    return Surroundings(*(part.codes.tolist() for part in parts))
