@@ -177,6 +177,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,
+            state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,
             picture_hosts=self.picture_host,
         )
 

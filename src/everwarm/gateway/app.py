@@ -18,6 +18,7 @@ from everwarm import __version__
 from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped, EverwarmError, Forbidden
 from everwarm.gateway.guard import Guard, error_response
+from everwarm.gateway.kept_responses import KeptResponses
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import LlamaServer
 from everwarm.gateway.metrics import CONTENT_TYPE, Metrics
@@ -26,6 +27,7 @@ from everwarm.gateway.openai import OpenAI
 from everwarm.gateway.pictures import PictureLimits, Pictures
 from everwarm.gateway.remote import RemotePolicy
 from everwarm.gateway.replies import Hangup, json_response
+from everwarm.gateway.responses import Responses
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.plan import Phase
@@ -46,6 +48,7 @@ class Gateway:
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     service = Service(pool, settings, Limits(settings), Metrics(), Pictures(PICTURES, _remote(settings)))
     openai, llama, models, state = OpenAI(service), LlamaServer(service), Models(service), Status(service)
+    responses = Responses(service, KeptResponses(settings.state_dir))
     routes = [
         Route("/", state.home, methods=["GET"]),
         Route("/health", state.health, methods=["GET"]),
@@ -55,6 +58,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
+        *responses.routes(),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/models", models.list, methods=["GET"]),
         Route("/models/load", models.load, methods=["POST"]),
@@ -73,6 +77,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         service.limits.is_draining = True
         await pool.stop(settings.grace_s)
         await service.pictures.close()
+        responses.close()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

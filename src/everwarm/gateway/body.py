@@ -92,6 +92,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # none: thinking stays in the content
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -17,6 +17,7 @@ from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect, events
 from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
+from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.service import Service, illustrated, template_options
 from everwarm.router.pool import Served
 from everwarm.state.slotfile import checked_name
@@ -105,7 +106,7 @@ class LlamaServer:
     async def _applied(self, body: ChatBody) -> Response:
         async with self._service.borrowed(body.model) as served:
             template = await self._service.template(served)
-        messages, _ = illustrated(body.messages, "<__media__>")
+        messages, _ = illustrated(in_known_roles(body.messages, template), "<__media__>")
         text = await asyncio.to_thread(template.render, messages, **template_options(body))
         return json_response({"prompt": text})
 

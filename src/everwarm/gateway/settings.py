@@ -25,6 +25,7 @@ class ServerSettings:
         str, ...
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
+    state_dir: str | None = None  # where responses are kept; None: in memory only
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")
