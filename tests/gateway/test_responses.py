@@ -249,12 +249,11 @@ def test_a_response_can_be_looked_at_gone_on_from_and_deleted(client):
     assert missing.value.code == "previous_response_not_found" and first.id in str(missing.value)
 
 
-def test_instructions_hold_for_one_response_only(server, client):
+def test_instructions_hold_for_one_response_only(client):
     first = ask(client, "Hello.", instructions="You are called Nils.")
     second = ask(client, "Hello again.", previous_response_id=first.id)
-    plain = ask(
-        client, [{"role": "user", "content": "Hello."}, *dumped(first), {"role": "user", "content": "Hello again."}]
-    )
+    hello, again = ({"role": "user", "content": text} for text in ("Hello.", "Hello again."))
+    plain = ask(client, [hello, *dumped(first), again])
     assert second.usage.input_tokens == plain.usage.input_tokens and second.instructions is None
 
 
@@ -347,7 +346,7 @@ def test_all_that_developers_say_reaches_the_model(server):
 # what fails and what is refused
 
 
-def test_an_engine_that_dies_fails_the_response(client):
+def test_an_engine_that_dies_fails_the_response():
     with serving() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as other:
         endless = {"ignore_eos": True}
         seen = []

@@ -26,6 +26,14 @@ from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded
 from gateway.server import Server, serving
 from gateway.test_fuzz import Json, bodies
 
+FUZZ = settings(
+    max_examples=5000 if os.environ.get("EVERWARM_CAMPAIGN") else 150,
+    deadline=None,
+    derandomize=not os.environ.get("EVERWARM_CAMPAIGN"),
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+SAID = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 DONE = m.Done(1, "", "stop", None, 10, 4, 4, 5, 0, None, 0.0, 0.0, 0.0, 0.0)
 CUSTOM: Any = {"type": "custom", "name": "patch", "description": "changes files"}
 TOOLS: Any = [
@@ -118,18 +126,18 @@ def test_a_failure_is_an_event_with_a_code_clients_know(error, code):
     assert events[-1]["response"]["error"] == {"code": code, "message": str(error)}
 
 
-@given(st.text(max_size=50), st.text(max_size=50))
+@FUZZ
+@given(SAID, SAID)
 def test_a_seal_gives_back_what_was_thought_and_nothing_else_does(thought, other):
-    assume_text = thought.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-    assert unsealed(sealed(assume_text)) == assume_text
+    assert unsealed(sealed(thought)) == thought
     assert unsealed(other) is None
 
 
 # roles
 
 PLAIN = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
-FIRST_ONLY = "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}:{{ m.content }}]{% endif %}{% endfor %}"
-STRICT = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+FIRST_ONLY = PLAIN.replace("[", "{% if m.role != 'system' or loop.first %}[").replace("]", "]{% endif %}")
+STRICT = PLAIN.replace("[", "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}[")
 
 
 def test_roles_are_those_the_template_shows():
@@ -147,54 +155,46 @@ def test_roles_are_those_the_template_shows():
 
 # anything at all
 
-FUZZ = settings(
-    max_examples=5000 if os.environ.get("EVERWARM_CAMPAIGN") else 300,
-    deadline=None,
-    derandomize=not os.environ.get("EVERWARM_CAMPAIGN"),
-    database=None,
-    suppress_health_check=list(HealthCheck),
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+SEAL = TEXT | st.builds(sealed, TEXT)
+
+
+def made(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Good ones of a type, and now and then one that is not."""
+    good = st.fixed_dictionaries({"type": st.just(kind), **fields})
+    spoilt = st.builds(lambda x, name, value: x | {name: value}, good, st.sampled_from(["type", *fields]), Json)
+    return st.one_of(good, good, good, good, spoilt)
+
+
+PART = made("input_text", text=TEXT) | made("output_text", text=TEXT) | made("refusal", refusal=TEXT)
+CONTENT = TEXT | st.lists(PART, max_size=2)
+CALLED = {"call_id": TEXT, "name": TEXT, "namespace": st.none() | TEXT}
+ITEM = st.one_of(
+    made("message", role=st.sampled_from(["user", "assistant", "system", "developer"]), content=CONTENT),
+    made("function_call", arguments=TEXT | st.just("{}"), **CALLED),
+    made("custom_tool_call", input=TEXT, **CALLED),
+    made("function_call_output", call_id=TEXT, output=CONTENT),
+    made("reasoning", summary=st.lists(PART, max_size=2), encrypted_content=st.none() | SEAL),
+    made("item_reference", id=TEXT),
 )
-TEXT = st.text(max_size=8)
-PART = st.fixed_dictionaries(
-    {"type": st.sampled_from(["input_text", "output_text", "refusal", "input_image", "input_file"]) | TEXT},
-    optional={"text": TEXT | Json, "image_url": TEXT | Json, "refusal": TEXT | Json},
+TOOL = st.one_of(
+    made("function", name=TEXT, parameters=st.just({"type": "object", "properties": {}})),
+    made("custom", name=TEXT, format=st.none() | st.just({"type": "grammar", "syntax": "lark", "definition": "x"})),
+    made("web_search", external_web_access=st.booleans()),
 )
-TYPES = ("message", "function_call", "custom_tool_call", "function_call_output", "reasoning", "item_reference", "x")
-ITEM = st.fixed_dictionaries(
-    {},
-    optional={
-        "type": st.sampled_from(TYPES) | Json,
-        "id": TEXT | Json,
-        "role": st.sampled_from(["user", "assistant", "system", "developer"]) | Json,
-        "content": TEXT | st.lists(PART, max_size=3) | Json,
-        "call_id": TEXT | Json,
-        "name": TEXT | Json,
-        "namespace": TEXT | Json,
-        "arguments": TEXT | Json,
-        "input": TEXT | Json,
-        "output": TEXT | st.lists(PART, max_size=3) | Json,
-        "summary": st.lists(PART, max_size=2) | Json,
-        "encrypted_content": TEXT | st.builds(sealed, st.just("x")) | Json,
-    },
-)
-TOOL = st.fixed_dictionaries(
-    {"type": st.sampled_from(["function", "custom", "namespace", "web_search"]) | Json},
-    optional={"name": TEXT | Json, "parameters": Json, "format": Json, "tools": st.lists(Json, max_size=2)},
-)
+GROUP = made("namespace", name=TEXT, tools=st.lists(TOOL, max_size=2))
 OWN = st.fixed_dictionaries(
-    {},
+    {"input": TEXT | st.lists(ITEM, max_size=5), "max_output_tokens": st.just(2)},
     optional={
-        "input": TEXT | st.lists(ITEM, max_size=5),
-        "instructions": TEXT | st.lists(ITEM, max_size=2),
-        "tools": st.lists(TOOL, max_size=3),
-        "tool_choice": Json | st.sampled_from(["none", "auto", "required"]) | TOOL,
-        "text": st.fixed_dictionaries({"format": Json}) | Json,
-        "max_output_tokens": st.just(2) | Json,
+        "instructions": TEXT | st.lists(ITEM, max_size=1),
+        "tools": st.lists(TOOL | GROUP, max_size=3),
+        "tool_choice": st.sampled_from(["none", "auto", "required"]) | TOOL,
+        "reasoning": st.fixed_dictionaries({"effort": st.sampled_from(["none", "low", "max"])}),
         "stream": st.booleans(),
         "previous_response_id": st.none() | TEXT,
     },
 )
-ANY = st.builds(lambda a, b: a | b if isinstance(a, dict) else a, bodies(ResponsesBody), OWN) | OWN
+ANY = OWN | st.builds(lambda a, b: a | b if isinstance(a, dict) else a, bodies(ResponsesBody), OWN) | OWN
 
 
 @FUZZ
@@ -205,8 +205,7 @@ def test_any_body_becomes_a_chat_or_is_refused(body):
         wish.check()
         items = own_items(wish, "0", lambda _: None)
         found = asked(wish, items)
-    except BadRequest as error:
-        assert str(error)
+    except BadRequest:
         return
     assert found.chat.messages and all(item["id"] and item["type"] for item in items)
     Teller.of(wish, skeleton(wish, "resp_0", "any", 1, found.tools), found.tools).end(DONE, "stop")
@@ -216,6 +215,23 @@ def test_any_body_becomes_a_chat_or_is_refused(body):
 def server() -> Any:
     with serving("--request-timeout", "20", "--grace", "1", n_ctx=192) as server:
         yield server
+
+
+DEEP: Any = []
+for _ in range(880):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("odd", [1 << 63, 1 << 64, -(10**30), DEEP], ids=["63", "64", "100", "deep"])
+def test_numbers_and_depths_beyond_all_reason_are_no_accident(server: Server, odd: Any):
+    for body in (
+        {"input": [{"role": "user", "content": "a", "odd": odd}]},
+        {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"odd": odd}}]},
+        {"input": "a", "chat_template_kwargs": {"odd": odd}},
+    ):
+        for stream in (False, True):
+            whole = {**body, "max_output_tokens": 1, "stream": stream}
+            assert server.post("/v1/responses", msgspec.json.encode(whole)).status in (200, 400)
 
 
 def test_no_body_is_an_accident(server: Server):

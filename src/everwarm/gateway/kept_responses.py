@@ -78,8 +78,8 @@ class LinkMissing(Exception):
         self.id = id
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Kept).decode
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Kept).decode
 
 
 class KeptResponses:
@@ -199,7 +199,7 @@ def _read(database: sqlite3.Connection, namespace: str, id: str) -> Kept | None:
     row = database.execute(query, (id, namespace)).fetchone()
     try:
         return _decode(row[0]) if row is not None else None
-    except (msgspec.MsgspecError, TypeError) as error:
+    except (msgspec.MsgspecError, RecursionError, TypeError) as error:
         log.warning("a kept response is damaged: %s", error)
         return None
 

@@ -126,27 +126,31 @@ def custom_text(arguments: str) -> str:
 Choice = Literal["none", "auto", "required"]
 
 
-def choice(said: Any, tools: Offered) -> Choice | Json | None:
-    """``tool_choice`` in the chat dialect's shape."""
-    kind = said.get("type") if isinstance(said, dict) else said
-    match kind:
+def choice(said: str | Json | None, tools: Offered) -> Choice | Json | None:
+    """``tool_choice`` in the chat dialect's shape. Of allowed tools only the mode holds: all stay offered."""
+    match said:
         case None | "none" | "auto":
-            return said if kind else None
+            return said
         case "required":
             wanted: Choice | Json = "required"
-        case "allowed_tools":
-            return choice(said.get("mode", "auto") if isinstance(said.get("mode"), str) else "auto", tools)
-        case "function" | "custom":
-            name = function_name(str(said.get("name", "")), said.get("namespace"))
-            if name not in tools.origins:
-                raise BadRequest(f"tool_choice names {name[:80]!r}, which is none of the tools")
-            wanted = {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode}:
+            return choice(mode, tools)
+        case {"type": "function" | "custom", "name": str(own), "namespace": str(namespace)}:
+            wanted = _named(function_name(own, namespace), tools)
+        case {"type": "function" | "custom", "name": str(own)}:
+            wanted = _named(own, tools)
         case _:
-            raise BadRequest(
-                f"tool_choice is {str(kind)[:40]!r}; give none, auto, required, or a function that is offered"
-            )
+            kind = said.get("type") if isinstance(said, dict) else said
+            words = "give none, auto, required, or a function that is offered"
+            raise BadRequest(f"tool_choice is {str(kind)[:40]!r}; {words}")
     if not tools.functions:
         raise BadRequest(
             "tool_choice wants a call, but none of the tools can be offered: give a function or custom tool"
         )
     return wanted
+
+
+def _named(name: str, tools: Offered) -> Json:
+    if name not in tools.origins:
+        raise BadRequest(f"tool_choice names {name[:80]!r}, which is none of the tools")
+    return {"type": "function", "function": {"name": name}}
