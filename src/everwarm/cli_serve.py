@@ -181,6 +181,7 @@ class ServeOptions:
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,
             canonicalise=self.canonicalise,
+            state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,
             picture_hosts=self.picture_host,
         )
 

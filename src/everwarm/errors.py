@@ -14,6 +14,8 @@ EverwarmError
 │   ├── StateRejected               a state was not accepted; the sequence has none now
 │   └── DecodeFailed                the sequences of the batch are empty now
 ├── ModelNotFound              404  no model of that name
+├── ResponseNotFound           404  not kept, or not any more
+│   └── PreviousNotFound       404  the same of one that is to be gone on from
 ├── NoRoom                     503  no memory for that model
 └── EngineStopped              503  the engine is closing
 """
@@ -97,6 +99,15 @@ class EngineStopped(EverwarmError):
 class ModelNotFound(EverwarmError):
     status = 404
     code = "model_not_found"
+
+
+class ResponseNotFound(EverwarmError):
+    status = 404
+    code = "response_not_found"
+
+
+class PreviousNotFound(ResponseNotFound):
+    code = "previous_response_not_found"
 
 
 class NoRoom(EverwarmError):

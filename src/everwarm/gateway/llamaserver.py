@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from everwarm.engine import messages as m
 from everwarm.errors import BadRequest, Forbidden
@@ -17,6 +18,7 @@ from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect, events
 from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
+from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.service import Service, illustrated, template_options
 from everwarm.router.pool import Served
 from everwarm.state.slotfile import checked_name
@@ -24,6 +26,20 @@ from everwarm.state.slotfile import checked_name
 Json = dict[str, Any]
 
 _TEXT_ONLY = {"vision": False, "audio": False, "video": False}
+
+
+def llama_routes(service: Service) -> list[Route]:
+    llama = LlamaServer(service)
+    return [
+        Route("/completion", llama.completion, methods=["POST"]),
+        Route("/completions", llama.completion, methods=["POST"]),
+        Route("/tokenize", llama.tokenize, methods=["POST"]),
+        Route("/detokenize", llama.detokenize, methods=["POST"]),
+        Route("/apply-template", llama.apply_template, methods=["POST"]),
+        Route("/props", llama.props, methods=["GET"]),
+        Route("/slots", llama.slots, methods=["GET"]),
+        Route("/slots/{id}", llama.slot_action, methods=["POST"]),
+    ]
 
 
 class LlamaServer:
@@ -105,7 +121,7 @@ class LlamaServer:
     async def _applied(self, body: ChatBody) -> Response:
         async with self._service.borrowed(body.model) as served:
             template = await self._service.template(served)
-        messages, _ = illustrated(self._service.canonical(body.messages), "<__media__>")
+        messages, _ = illustrated(in_known_roles(self._service.canonical(body.messages), template), "<__media__>")
         text = await asyncio.to_thread(template.render, messages, **template_options(body))
         return json_response({"prompt": text})
 

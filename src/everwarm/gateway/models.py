@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from everwarm.errors import ModelNotFound
 from everwarm.gateway.body import ModelBody, read
@@ -24,6 +25,17 @@ _SHOWN = {  # llama-server's words
     Phase.DRAINING: "loaded",
     Phase.STOPPING: "unloaded",
 }
+
+
+def models_routes(service: Service) -> list[Route]:
+    models = Models(service)
+    return [
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{id:path}", models.show, methods=["GET"]),
+        Route("/models", models.list, methods=["GET"]),
+        Route("/models/load", models.load, methods=["POST"]),
+        Route("/models/unload", models.unload, methods=["POST"]),
+    ]
 
 
 class Models:

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from everwarm.engine import messages as m
 from everwarm.gateway import shapes, why
@@ -21,6 +22,15 @@ from everwarm.router.pool import Served
 
 Json = dict[str, Any]
 Submits = Callable[[Served], Coroutine[Any, Any, Asked]]
+
+
+def openai_routes(service: Service) -> list[Route]:
+    openai = OpenAI(service)
+    return [
+        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/completions", openai.completions, methods=["POST"]),
+    ]
 
 
 class OpenAI:

@@ -28,6 +28,7 @@ from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.pictures import Pictures
 from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
 from everwarm.gateway.reply import ReplyReader
+from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervisor import Question
@@ -91,7 +92,7 @@ class Service:
 
     async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> Asked:
         info, template = await served.supervisor.wait_ready(), await self.template(served)
-        messages, parts = illustrated(self.canonical(body.messages), self.marker)
+        messages, parts = illustrated(in_known_roles(self.canonical(body.messages), template), self.marker)
         if parts and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         pictures = await self.pictures.from_parts(parts) if parts else []

@@ -26,6 +26,7 @@ class ServerSettings:
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
     canonicalise: bool = True  # leave out known noise at the head of system text
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
+    state_dir: str | None = None  # where responses are kept; None: in memory only
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")

@@ -1,0 +1,269 @@
+"""Responses that can be gone on from: SQLite, in a file where the server keeps states, otherwise in memory.
+
+Each row is what one response added (its own input and its output) and the name of the one before: a conversation is stored
+once, however long it gets. A row is there whole or not at all, after any crash. What was used least recently goes first
+when there are too many. Everything belongs to a namespace; no other one can see it. Knows rows; knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everwarm.errors import EverwarmError
+from everwarm.state.disk import make_folder
+from everwarm.state.files import Files
+
+log = logging.getLogger("everwarm.responses")
+
+Json = dict[str, Any]
+
+FILE = "responses.sqlite"
+MAX_LINKS = 10_000  # of one conversation
+_BUSY_S = 5.0
+_VERSION = 1
+
+_TABLES = (  # apart, because a use writes a row again
+    "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, namespace TEXT NOT NULL, parent TEXT, "
+    "used INTEGER NOT NULL, n_bytes INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS bodies (id TEXT PRIMARY KEY, body BLOB NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS by_use ON responses (used)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLimits:
+    max_responses: int
+    max_bytes: int
+
+
+ON_DISK = KeptLimits(20_000, 512 << 20)
+IN_MEMORY = KeptLimits(20_000, 128 << 20)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What one response added. ``response`` as it was answered, with its output."""
+
+    input: list[Json]
+    response: Json
+
+    @property
+    def id(self) -> str:
+        return str(self.response["id"])
+
+    @property
+    def parent(self) -> str | None:
+        found: str | None = self.response.get("previous_response_id")
+        return found
+
+    @property
+    def items(self) -> list[Json]:
+        return [*self.input, *self.response["output"]]
+
+
+class LinkMissing(Exception):
+    """A response is not kept: the one that was asked for, or one before it."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id)
+        self.id = id
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Kept).decode
+
+
+class KeptResponses:
+    """Opened at its first use; from any thread. What the disk refuses is logged and missed, never an accident."""
+
+    def __init__(self, directory: str | None, limits: KeptLimits | None = None) -> None:
+        self._path = Path(directory).expanduser() / FILE if directory is not None else None
+        self._limits = limits or (IN_MEMORY if directory is None else ON_DISK)
+        self._lock = threading.Lock()
+        self._opened: sqlite3.Connection | None = None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
+    def keep(self, namespace: str, kept: Kept) -> bool:
+        """Whether it is there now, and will be after a crash of this process."""
+        body = _encode(kept)
+        try:
+            with self._transaction() as database:
+                used = _next_use(database)
+                row = (kept.id, namespace, kept.parent, used, len(body))
+                database.execute("INSERT INTO responses VALUES (?,?,?,?,?)", row)
+                database.execute("INSERT INTO bodies VALUES (?,?)", (kept.id, body))
+                _touch(database, _chain_ids(database, namespace, kept.id), used)
+                self._evict(database, kept.id)
+        except (sqlite3.Error, OSError) as error:
+            log.warning("a response cannot be kept: %s", error)
+            return False
+        return True
+
+    def get(self, namespace: str, id: str) -> Kept | None:
+        try:
+            with self._transaction() as database:
+                return _read(database, namespace, id)
+        except (sqlite3.Error, OSError) as error:
+            log.warning("a response cannot be read: %s", error)
+            return None
+
+    def chain(self, namespace: str, id: str) -> list[Kept]:
+        """The conversation that ends with this response, oldest first. ``LinkMissing`` if any of it is gone."""
+        found: list[Kept] = []
+        try:
+            with self._transaction() as database:
+                link: str | None = id
+                while link is not None:
+                    kept = _read(database, namespace, link) if len(found) < MAX_LINKS else None
+                    if kept is None:
+                        raise LinkMissing(link)
+                    found.append(kept)
+                    link = kept.parent
+                _touch(database, [kept.id for kept in found], _next_use(database))
+        except (sqlite3.Error, OSError) as error:
+            log.warning("a response cannot be read: %s", error)
+            raise LinkMissing(id) from None
+        return found[::-1]
+
+    def delete(self, namespace: str, id: str) -> bool:
+        """Whether it was there."""
+        try:
+            with self._transaction() as database:
+                query = "SELECT id FROM responses WHERE id = ? AND namespace = ?"
+                was_there = database.execute(query, (id, namespace)).fetchone() is not None
+                _drop(database, [id] if was_there else [])
+            with self._lock:
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # nothing of it stays in the log
+        except (sqlite3.Error, OSError) as error:
+            raise EverwarmError(f"the response cannot be deleted now: {error}") from None
+        return was_there
+
+    def size(self) -> tuple[int, int]:
+        """How many, and their bytes."""
+        with self._transaction() as database:
+            return _size(database)
+
+    def _evict(self, database: sqlite3.Connection, newest: str) -> None:
+        """The least recently used first; of one conversation the later ones first, so that what stays is whole."""
+        n, n_bytes = _size(database)
+        rows = database.execute("SELECT id, n_bytes FROM responses WHERE id != ? ORDER BY used, rowid DESC", (newest,))
+        gone = []
+        for id, size in rows:
+            if n <= self._limits.max_responses and n_bytes <= self._limits.max_bytes:
+                break
+            n, n_bytes = n - 1, n_bytes - size
+            gone.append(id)
+        _drop(database, gone)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._opened is None:
+                self._opened = _open(self._path)
+            database = self._opened
+            database.execute("BEGIN IMMEDIATE")
+            try:
+                yield database
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    database.execute("ROLLBACK")
+                raise
+            database.execute("COMMIT")
+
+
+def _next_use(database: sqlite3.Connection) -> int:
+    return int(database.execute("SELECT COALESCE(MAX(used), 0) + 1 FROM responses").fetchone()[0])
+
+
+def _size(database: sqlite3.Connection) -> tuple[int, int]:
+    n, n_bytes = database.execute("SELECT COUNT(*), COALESCE(SUM(n_bytes), 0) FROM responses").fetchone()
+    return int(n), int(n_bytes)
+
+
+def _read(database: sqlite3.Connection, namespace: str, id: str) -> Kept | None:
+    query = "SELECT body FROM responses JOIN bodies USING (id) WHERE id = ? AND namespace = ?"
+    row = database.execute(query, (id, namespace)).fetchone()
+    try:
+        return _decode(row[0]) if row is not None else None
+    except (msgspec.MsgspecError, RecursionError, TypeError) as error:
+        log.warning("a kept response is damaged: %s", error)
+        return None
+
+
+def _chain_ids(database: sqlite3.Connection, namespace: str, id: str) -> list[str]:
+    ids: list[str] = []
+    link: str | None = id
+    while link is not None and len(ids) < MAX_LINKS:
+        query = "SELECT parent FROM responses WHERE id = ? AND namespace = ?"
+        row = database.execute(query, (link, namespace)).fetchone()
+        if row is None:
+            break
+        ids.append(link)
+        link = row[0]
+    return ids
+
+
+def _drop(database: sqlite3.Connection, ids: list[str]) -> None:
+    for table in ("responses", "bodies"):
+        database.executemany(f"DELETE FROM {table} WHERE id = ?", [(id,) for id in ids])
+
+
+def _touch(database: sqlite3.Connection, ids: list[str], used: int) -> None:
+    database.executemany("UPDATE responses SET used = ? WHERE id = ?", [(used, id) for id in ids])
+
+
+def _open(path: Path | None) -> sqlite3.Connection:
+    """Made anew if it is damaged, and in memory if that fails: then it merely does not outlive the server."""
+    if path is not None:
+        for _ in range(2):
+            try:
+                return _connect(path)
+            except (sqlite3.OperationalError, OSError) as error:  # locked, full, read-only: not ours to throw away
+                log.warning("responses are kept in memory: %s", error)
+                break
+            except sqlite3.DatabaseError as error:
+                log.warning("kept responses cannot be used and are begun anew: %s", error)
+                for suffix in ("", "-wal", "-shm"):
+                    with contextlib.suppress(OSError):
+                        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    return _prepared(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    make_folder(path.parent, Files())
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    os.fchmod(fd, 0o600)
+    os.close(fd)
+    return _prepared(sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False))
+
+
+def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
+    try:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=NORMAL")
+        database.execute("PRAGMA secure_delete=ON")
+        if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
+            raise sqlite3.DatabaseError("it is of another version")
+        if database.execute("PRAGMA quick_check").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("it is damaged")
+        for table in _TABLES:
+            database.execute(table)
+        database.execute(f"PRAGMA user_version={_VERSION}")
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
