@@ -154,7 +154,9 @@ class Disk:
         try:
             return self._files.open(self.directory / name)
         except FileNotFoundError:
-            self._forget(name)
+            with self._lock:
+                if not (self.directory / name).exists():  # else somebody has just written it again
+                    self._forget(name)
             error = Damaged("it is gone")
         except OSError as failure:
             self._fail("read", failure)
