@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from everwarm import __version__
 from everwarm.cli_cache import cache
 from everwarm.cli_serve import DEFAULTS, ServeOptions
+from everwarm.cli_simulate import simulate
 from everwarm.config import (
     require,
 )
@@ -55,6 +56,7 @@ app.config = [
 ]
 
 app.command(cache)
+app.command(simulate)
 
 DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 

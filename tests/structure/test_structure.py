@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "config": {"errors", "types"},
     "prompt": BASE,
     "state": BASE | {"prompt"},
+    "simulate": BASE | {"prompt", "state"},
     "llama": BASE | {"prompt"},
     "engine": BASE | {"prompt", "state", "llama"},
     "gateway": BASE | {"prompt", "state", "engine", "router"},
@@ -38,6 +39,14 @@ PURE = (
     "router/estimate.py",
     "llama/cells.py",
     "prompt/prompt.py",
+    "simulate/trace.py",
+    "simulate/oracle.py",
+    "simulate/policies.py",
+    "simulate/memory.py",
+    "simulate/fifo.py",
+    "simulate/optimum.py",
+    "simulate/replay.py",
+    "simulate/plot.py",
 )
 IMPURE_MODULES = {"time", "os", "io", "pathlib", "ctypes", "logging", "random", "secrets", "threading", "socket"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 50, 400
