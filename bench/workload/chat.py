@@ -129,10 +129,9 @@ def _write(out: _Writer, message: Message, tools: Sequence[Any], with_thinking: 
 def _said(message: Message, with_thinking: bool) -> str:
     """What the assistant writes, as the template shows it, up to the token that ends it."""
     thinking = message.get("reasoning_content") if with_thinking else None
-    calls = "".join(
-        f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in message.get("tool_calls", ())
-    )
-    return (f"{thinking}\n</think>\n\n" if thinking is not None else "") + message["content"] + calls + "<|im_end|>"
+    calls = (json.dumps(call["function"]) for call in message.get("tool_calls", ()))
+    called = "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls)
+    return (f"{thinking}\n</think>\n\n" if thinking is not None else "") + message["content"] + called + "<|im_end|>"
 
 
 def picture(name: str) -> MediaItem:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.trace import Turn
@@ -28,7 +28,7 @@ class Policy:
     name: str
     cuts: Cuts  # of a turn, from so many restored items, of which so many were known
     victims: Victims
-    params: CheckpointParams = CheckpointParams()
+    params: CheckpointParams = field(default_factory=CheckpointParams)
     keeps_ends: bool = True  # of replies
 
     def spacing(self, curves: Curves) -> Spacing:
