@@ -57,9 +57,9 @@ def simulate(
         require(name in NAMES, f"unknown policy {name!r}; give any of: {', '.join(NAMES)}")
     model = KNOWN[curves] if curves in KNOWN else parse_curves(Path(curves).read_bytes())
     turns = _read(trace, most)
-    started = time.perf_counter()
+    started = time.process_time()
     costs = sweep(turns, names, model, budgets, slots)
-    rate = len(costs) * len(turns) / max(1e-9, time.perf_counter() - started)
+    rate = len(costs) * len(turns) / max(1e-9, time.process_time() - started)
     console = Console(highlight=False, soft_wrap=True)
     n_unavoidable = sum(share.n_unavoidable for share in shares(turns))
     n_prompt = sum(turn.prompt.n_tokens(turn.n_stop) for turn in turns)
@@ -68,7 +68,7 @@ def simulate(
     for size in budgets if optimum else ():
         n = size // model.state_bytes + slots
         console.print(f"\noptimum, {size_text(size)}, {n} states: {fewest_tokens(turns, n):,} tokens", markup=False)
-    console.print(f"\n{rate:,.0f} requests simulated per second", markup=False)
+    console.print(f"\n{rate:,.0f} requests simulated per second of CPU time", markup=False)
     if svg is not None:
         svg.write_text(_chart(costs, model))
 
