@@ -54,7 +54,6 @@ def fewest_tokens(turns: Sequence[Turn], n_states: int) -> int:
         if i == len(turns):
             return 0
         stop = turns[i].prompt.n_tokens(turns[i].n_stop)
-        start = max((depths[p] for p in kept & usable[i]), default=0)
         starts = {0, *(depths[p] for p in kept & usable[i])}
         best = None
         for start in starts:  # reading again what is known may be worth it: it passes points anew
