@@ -23,6 +23,7 @@ from everwarm import __version__
 from everwarm.cli_cache import cache
 from everwarm.cli_explain import explain
 from everwarm.cli_serve import DEFAULTS, ServeOptions
+from everwarm.cli_simulate import simulate
 from everwarm.config import (
     require,
 )
@@ -57,6 +58,7 @@ app.config = [
 
 app.command(cache)
 app.command(explain)
+app.command(simulate)
 
 DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 

@@ -290,7 +290,7 @@ def test_within_a_class_nobody_dies_for_one_worth_less(listed, wanted):
 def test_a_score_rises_with_what_is_saved_and_with_hits_and_falls_with_size_and_age():
     base = Entry(1, 1000, 2.0, 100.0, 0)
     better = [Entry(1, 1000, 4.0, 100.0, 0), Entry(1, 1000, 2.0, 100.0, 1), Entry(1, 500, 2.0, 100.0, 0)]
-    worse = [Entry(1, 1000, 2.0, 100.0 + HALF_LIFE_S, 0), Entry(1, 2000, 2.0, 100.0, 0)]
+    worse = [Entry(1, 1000, 2.0, 200.0 + HALF_LIFE_S, 0), Entry(1, 2000, 2.0, 100.0, 0)]
     assert all(score(e) > score(base) for e in better)
     assert all(score(e) == pytest.approx(score(base) / 2) for e in worse)
 
@@ -318,3 +318,19 @@ def test_a_stranger_takes_an_empty_slot_then_the_one_used_longest_ago():
 
 def test_of_two_equal_conversations_the_shorter_slot_is_taken():
     assert seat([Seat(0, 100, 60, 0.0), Seat(1, 80, 60, 0.0)]) == 1
+
+
+def test_what_leans_on_a_victim_is_worth_more_at_once():
+    """Four states in a row, each close to the one before: without another look all of them would go before the lone one."""
+    chain = [Entry(i, 10, 1.0, 0.0, 0, above=i - 1 if i else None) for i in range(4)]
+    lone = Entry(9, 10, 1.5, 0.0, 0)
+    assert victims([*chain, lone], 30) == [0, 2, 9]
+    apart = [Entry(i, 10, 1.0, 0.0, 0) for i in range(4)]  # the control: nothing leans on anything
+    assert victims([*apart, lone], 30) == [0, 1, 2]
+
+
+def test_kv_goes_only_with_the_last_state_that_needs_it():
+    upper, lower = Entry(0, 10, 1.0, 0.0, 0, kv_bytes=100), Entry(1, 10, 5.0, 0.0, 0, above=0, kv_bytes=100)
+    assert victims([upper, lower], 10) == [1]  # 110 bytes for 5 seconds are less worth than 10 for 1
+    assert victims([upper, lower], 111) == [1, 0]
+    assert victims([upper, Entry(1, 10, 50.0, 0.0, 0, above=0, kv_bytes=100)], 11) == [0, 1]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.policy import CutKind, Entry, victims
+from everwarm.state.policy import PROTECTED_S, CutKind, Entry, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.state.weigh import Scales, weigh
 from everwarm.types import SeqId
@@ -65,16 +65,28 @@ def test_a_state_whose_kv_lineage_is_broken_is_stranded():
 
 def test_the_newest_end_and_junctions_are_protected():
     grove = Grove()
-    middle, junction = grove.state(1), grove.state(1, 2)
-    left, right = grove.state(1, 2, 3), grove.state(1, 2, 4)
+    middle, junction = grove.state(1, used_at=990.0), grove.state(1, 2, used_at=990.0)
+    left, right = grove.state(1, 2, 3, used_at=990.0), grove.state(1, 2, 4, used_at=1000.0 - PROTECTED_S)
     entries = grove.weigh(kv=False)
     flags = [grove.of(node, entries).protected for node in (middle, junction, left, right)]
-    assert flags == [False, True, True, True]
+    assert flags == [False, True, True, False]  # the last has not been used for too long
+
+
+def test_a_state_leans_on_the_nearest_above_and_takes_its_own_kv_with_it():
+    grove = Grove()
+    grove.kv(1, n_bytes=10)
+    upper = grove.state(1)
+    grove.kv(1, 2, n_bytes=20)
+    grove.kv(1, 2, 3, n_bytes=40)
+    lower = grove.state(1, 2, 3)
+    entries = grove.weigh()
+    assert (grove.of(upper, entries).above, grove.of(upper, entries).kv_bytes) == (None, 10)
+    assert (grove.of(lower, entries).above, grove.of(lower, entries).kv_bytes) == (grove.of(upper, entries).key, 60)
 
 
 def test_an_end_kept_only_for_an_identical_prompt_is_not_protected():
     grove = Grove()
-    end = grove.state(1, 2, kind=CutKind.END)
+    end = grove.state(1, 2, kind=CutKind.END, used_at=990.0)
     assert not grove.of(end, grove.weigh(kv=False)).protected
 
 
@@ -127,9 +139,9 @@ def test_half_of_a_shared_segment_frees_nothing():
 def test_stranded_states_are_the_first_victims_and_ends_of_conversations_the_last():
     grove = Grove()
     grove.kv(1)
-    middle = grove.state(1)
+    middle = grove.state(1, used_at=990.0)
     grove.kv(1, 2)
-    end = grove.state(1, 2)
+    end = grove.state(1, 2, used_at=990.0)
     stranded = grove.state(7, 8, 9, 9, 9, 9, 9)
     chosen = victims(grove.weigh(), 10**9)
     states = [grove.nodes[key // 2] for key in chosen if key % 2 == 0]

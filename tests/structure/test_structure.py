@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "config": {"errors", "types"},
     "prompt": BASE,
     "state": BASE | {"prompt"},
+    "simulate": BASE | {"prompt", "state"},
     "llama": BASE | {"prompt"},
     "engine": BASE | {"prompt", "state", "llama"},
     "gateway": BASE | {"prompt", "state", "engine", "router"},
@@ -46,6 +47,14 @@ PURE = (
     "gateway/anthropic_body.py",
     "gateway/anthropic_chat.py",
     "gateway/anthropic_shapes.py",
+    "simulate/trace.py",
+    "simulate/oracle.py",
+    "simulate/policies.py",
+    "simulate/memory.py",
+    "simulate/fifo.py",
+    "simulate/optimum.py",
+    "simulate/replay.py",
+    "simulate/plot.py",
 )
 IMPURE_MODULES = {"time", "os", "io", "pathlib", "ctypes", "logging", "random", "secrets", "threading", "socket"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 50, 400

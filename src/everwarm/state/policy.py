@@ -6,14 +6,17 @@ Values in, values out: no clock, no disk, no logging. Counts are items of the pr
 from __future__ import annotations
 
 import enum
+import heapq
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everwarm.state.params import Spacing
 
 GUARD = 16  # an identical prompt reads at most this many items again
 NEAR_END = 4  # where the guard checkpoint is taken when nobody names a better point
-HALF_LIFE_S = 1800.0
+HALF_LIFE_S = 30.0  # the first: a chance that has halved takes twice as long to halve again
+PROTECTED_S = 60.0  # so long the end of a conversation and a junction stay, come what may
 
 
 class CutKind(enum.Enum):
@@ -162,25 +165,81 @@ class Entry:
     stranded: bool = False  # its lineage is broken: nobody can use it
     protected: bool = False  # a junction, or the newest end of a conversation
     is_ahead: bool = False  # read before anybody asked, and nobody has
+    above: int | None = None  # the entry it would be read again from
+    kv_bytes: int = 0  # what goes with it if nothing below it needs it
 
 
 def score(entry: Entry) -> float:
-    """Seconds saved per byte, times the chance that somebody comes back."""
-    chance: float = (1 + entry.hits) * 0.5 ** (max(0.0, entry.age_s) / HALF_LIFE_S)
+    """Seconds saved per byte, times the chance that somebody comes back.
+
+    Who was away for an hour comes back in the next minute about half as likely as who was away for half an hour.
+    """
+    chance = math.sqrt(1 + entry.hits) / (1 + max(0.0, entry.age_s) / HALF_LIFE_S)
     return entry.seconds_saved * chance / max(1, entry.size_bytes)
 
 
 def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
-    """What to give up, least valuable first, until enough is free or nothing is left."""
+    """What to give up, least valuable first, until enough is free or nothing is left.
+
+    Whatever goes makes what leaned on it worth more, for it will be read from farther up; and what it leaned on alone may
+    free its KV as well. So values are looked at anew on the way.
+    """
+    lot = _Lot(entries)
     chosen, freed = [], 0
-    for entry in sorted(
-        entries, key=lambda e: (not e.stranded, not e.is_ahead, e.protected, score(e), -e.age_s, e.key)
-    ):
-        if freed >= bytes_to_free:
+    while freed < bytes_to_free:
+        entry = lot.pop()
+        if entry is None:
             break
         chosen.append(entry.key)
         freed += entry.size_bytes
     return chosen
+
+
+_Rank = tuple[bool, bool, bool, float, float, int]
+
+
+class _Lot:
+    """Entries in the order in which they go. ``size_bytes`` is what giving one up frees now."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._entries = {entry.key: entry for entry in entries}
+        self._below: dict[int, set[int]] = {key: set() for key in self._entries}
+        for entry in self._entries.values():
+            if entry.above in self._below:
+                self._below[entry.above].add(entry.key)
+        self._heap = [self._rank(key) for key in self._entries]
+        heapq.heapify(self._heap)
+
+    def _now(self, key: int) -> Entry:
+        entry = self._entries[key]
+        if not entry.kv_bytes or self._below[key]:
+            return entry
+        return replace(entry, size_bytes=entry.size_bytes + entry.kv_bytes)
+
+    def _rank(self, key: int) -> _Rank:
+        entry = self._now(key)
+        return not entry.stranded, not entry.is_ahead, entry.protected, score(entry), -entry.age_s, key
+
+    def pop(self) -> Entry | None:
+        while self._heap:
+            rank = heapq.heappop(self._heap)
+            if rank[-1] in self._entries and rank == self._rank(rank[-1]):
+                return self._take(rank[-1])
+        return None
+
+    def _take(self, key: int) -> Entry:
+        gone = self._now(key)
+        entry, below = self._entries.pop(key), self._below.pop(key)
+        above = entry.above if entry.above in self._below else None
+        for k in below:
+            other = self._entries[k]
+            seconds, kv_bytes = other.seconds_saved + entry.seconds_saved, other.kv_bytes + entry.kv_bytes
+            self._entries[k] = replace(other, seconds_saved=seconds, kv_bytes=kv_bytes, above=above)
+        if above is not None:
+            self._below[above] = (self._below[above] | below) - {key}
+        for k in (*below, *(() if above is None else (above,))):
+            heapq.heappush(self._heap, self._rank(k))
+        return gone
 
 
 @dataclass(frozen=True, slots=True)

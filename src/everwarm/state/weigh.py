@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everwarm.state.policy import CutKind, Entry
+from everwarm.state.policy import PROTECTED_S, CutKind, Entry
 from everwarm.state.tree import Node
 
 
@@ -27,13 +27,14 @@ def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
     """
     index = {id(node): i for i, node in enumerate(nodes)}
     above, has_kv = _from_above(nodes, index, scales)
+    leans = _leans(nodes, index)
     wanted, followed, covered = _from_below(nodes, index)
     entries = []
     for i, node in enumerate(nodes):
         if node.pins:
             continue
         if node.checkpoint is not None and node.checkpoint.size_bytes:
-            entries.append(_state_entry(i, node, scales, above[i], has_kv[i], not followed[i]))
+            entries.append(_state_entry(i, node, scales, above[i], has_kv[i], not followed[i], leans[i]))
         useless = scales.needs_checkpoints and not wanted[i]
         last = not scales.needs_checkpoints and not covered[i]
         if node.segment is not None and (useless or last):
@@ -56,6 +57,23 @@ def _from_above(nodes: Sequence[Node], index: dict[int, int], scales: Scales) ->
     return above, has_kv
 
 
+def _leans(nodes: Sequence[Node], index: dict[int, int]) -> list[tuple[int | None, int]]:
+    """For each node: the entry of the nearest checkpoint above it, and the KV that is kept for it alone."""
+    found: list[tuple[int | None, int]] = [(None, 0)] * len(nodes)
+    for i, node in enumerate(nodes):
+        if node.parent is None:
+            continue
+        p = index[id(node.parent)]
+        key, n_bytes = found[p]
+        if node.parent.checkpoint is not None:
+            key, n_bytes = 2 * p, 0
+        elif len(node.parent.children) > 1:
+            n_bytes = 0
+        own = node.segment
+        found[i] = key, n_bytes + (own.blob.nbytes if own is not None and own.n_users == 1 else 0)
+    return found
+
+
 def _from_below(nodes: Sequence[Node], index: dict[int, int]) -> tuple[list[bool], list[bool], list[bool]]:
     """For each node: a RAM state at or below it; any checkpoint below it; any segment below it."""
     wanted, followed, covered = ([False] * len(nodes) for _ in range(3))
@@ -71,16 +89,22 @@ def _from_below(nodes: Sequence[Node], index: dict[int, int]) -> tuple[list[bool
     return wanted, followed, covered
 
 
-def _state_entry(i: int, node: Node, scales: Scales, above: int, has_kv: bool, is_newest: bool) -> Entry:
+def _state_entry(
+    i: int, node: Node, scales: Scales, above: int, has_kv: bool, is_newest: bool, leans: tuple[int | None, int]
+) -> Entry:
     checkpoint = node.checkpoint
     assert checkpoint is not None
+    age_s = scales.now - checkpoint.used_at
+    is_end = is_newest and checkpoint.kind is not CutKind.END
     return Entry(
         2 * i,
         checkpoint.size_bytes,
         (node.n_items - above) * scales.seconds_per_token,
-        scales.now - checkpoint.used_at,
+        age_s,
         checkpoint.hits,
         stranded=not has_kv,
-        protected=(is_newest and checkpoint.kind is not CutKind.END) or len(node.children) > 1,
+        protected=age_s < PROTECTED_S and (is_end or len(node.children) > 1),
         is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
+        above=leans[0],
+        kv_bytes=leans[1],
     )

@@ -1,0 +1,9 @@
+"""Seeded sessions as agents and chats have them: as messages with real text, and as token streams for the simulator.
+
+    scenarios.SCENARIOS   one function per thing that happens to a conversation
+    scenarios.mixed       many sessions at once, over hours
+    chat                  from messages to tokens, with the hints a server would give
+    text                  words, files, tool results and pictures
+
+Pure: the same seed gives the same bytes. ``python -m bench.workload`` writes traces.
+"""

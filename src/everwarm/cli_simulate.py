@@ -1,0 +1,93 @@
+"""``everwarm simulate``: replay a trace against policies and budgets. Parses, calls one function, prints what it says."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from everwarm.config import parse_bytes, require
+from everwarm.simulate.curves import KNOWN, Curves, parse_curves
+from everwarm.simulate.optimum import fewest_tokens
+from everwarm.simulate.oracle import shares
+from everwarm.simulate.plot import Axis, Series, line_chart
+from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, sweep
+from everwarm.simulate.report import markdown, size_text
+from everwarm.simulate.trace import Turn, parse
+
+MAX_SLOTS = 256
+
+
+def simulate(
+    trace: Path,
+    *,
+    budget: str = "8GiB",
+    policy: Annotated[str, Parameter(help=f"any of {', '.join(NAMES)}, with commas between")] = ",".join(DEFAULT_NAMES),
+    curves: Annotated[str, Parameter(help=f"one of {', '.join(KNOWN)}, or a JSON file")] = "27b",
+    slots: int = 2,
+    most: int | None = None,
+    svg: Path | None = None,
+    optimum: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Replay a trace of prompts against ways to place and evict checkpoints, and say what each would have read.
+
+    Parameters
+    ----------
+    trace
+        JSON lines: our own (token ids or blocks), or Mooncake's (hash_ids of 512-token blocks).
+    budget
+        RAM for states and KV; several with commas between, like 1GiB,4GiB,16GiB.
+    slots
+        Requests that can have their conversation in the context.
+    most
+        Only the first so many requests.
+    svg
+        Write a chart of the seconds by budget.
+    optimum
+        For a few requests only: also the fewest tokens that anybody can read with that many states, the future known.
+    """
+    require(0 < slots <= MAX_SLOTS, f"slots is {slots}; give 1 to {MAX_SLOTS}")
+    require(most is None or most > 0, f"most is {most}; give 1 or more")
+    budgets = [parse_bytes(text) for text in budget.split(",")]
+    names = [name.strip() for name in policy.split(",")]
+    for name in names:
+        require(name in NAMES, f"unknown policy {name!r}; give any of: {', '.join(NAMES)}")
+    model = KNOWN[curves] if curves in KNOWN else parse_curves(Path(curves).read_bytes())
+    turns = _read(trace, most)
+    started = time.process_time()
+    costs = sweep(turns, names, model, budgets, slots)
+    rate = len(costs) * len(turns) / max(1e-9, time.process_time() - started)
+    console = Console(highlight=False, soft_wrap=True)
+    n_unavoidable = sum(share.n_unavoidable for share in shares(turns))
+    n_prompt = sum(turn.prompt.n_tokens(turn.n_stop) for turn in turns)
+    console.print(f"{len(turns):,} requests, {n_prompt:,} prompt tokens, {n_unavoidable:,} of them new\n", markup=False)
+    console.print(markdown(costs), markup=False)
+    for size in budgets if optimum else ():
+        n = size // model.state_bytes + slots
+        console.print(f"\noptimum, {size_text(size)}, {n} states: {fewest_tokens(turns, n):,} tokens", markup=False)
+    console.print(f"\n{rate:,.0f} requests simulated per second of CPU time", markup=False)
+    if svg is not None:
+        svg.write_text(_chart(costs, model))
+
+
+def _read(path: Path, most: int | None) -> list[Turn]:
+    turns: list[Turn] = []
+    with path.open("rb") as lines:
+        for turn in parse(lines):
+            turns.append(turn)
+            if len(turns) == most:
+                break
+    require(bool(turns), "the trace has no requests")
+    return turns
+
+
+def _chart(costs: list[Cost], curves: Curves) -> str:
+    names = dict.fromkeys(cost.policy for cost in costs)
+    lines = [
+        Series(name, tuple(sorted((c.budget_bytes, c.seconds) for c in costs if c.policy == name))) for name in names
+    ]
+    x = Axis("RAM for states and KV", is_log=all(cost.budget_bytes > 0 for cost in costs), show=size_text)
+    return line_chart(f"{costs[0].n_requests:,} requests, curves of {curves.name}", x, Axis("seconds"), lines)

@@ -1,0 +1,98 @@
+"""What nobody can beat: the fewest tokens that must be read with so many states, the whole future known. Small cases only.
+
+KV is free here and states may lie anywhere, so no policy under the same number of states can do better. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+from everwarm.config import require
+from everwarm.simulate.trace import Turn
+
+MAX_TURNS, MAX_POINTS = 12, 14
+
+
+def best_placement(wanted: Sequence[int], n_checkpoints: int) -> tuple[int, ...]:
+    """Where to put so many checkpoints on one path, if prompts will leave it at the points ``wanted``.
+
+    The last checkpoint at or before such a point is what its prompt starts from. There is a best choice among the points
+    themselves, so a table over them finds it.
+    """
+    points = sorted(wanted)
+    n = len(points)
+    total = [0]
+    for point in points:
+        total.append(total[-1] + point)
+
+    def read(start: int, stop: int, base: int) -> int:
+        return total[stop] - total[start] - base * (stop - start)
+
+    @cache
+    def best(first: int, left: int, base: int) -> tuple[int, tuple[int, ...]]:
+        """The fewest tokens for the points from ``first`` on, after a checkpoint at ``base``."""
+        found: tuple[int, tuple[int, ...]] = (read(first, n, base), ())
+        for i in range(first, n) if left else ():
+            tokens, rest = best(i, left - 1, points[i])
+            found = min(found, (read(first, i, base) + tokens, (points[i], *rest)))
+        return found
+
+    chosen = best(0, n_checkpoints, 0)[1]
+    return tuple(sorted(set(chosen)))
+
+
+def fewest_tokens(turns: Sequence[Turn], n_states: int) -> int:
+    """The tokens that must be read if at most ``n_states`` states are kept from one request to the next."""
+    require(len(turns) <= MAX_TURNS, f"{len(turns)} requests; the optimum is found for at most {MAX_TURNS}")
+    names, made, usable, depths = _points(turns)
+    require(len(names) <= MAX_POINTS, f"{len(names)} points to choose from; at most {MAX_POINTS} can be")
+
+    @cache
+    def fewest(i: int, kept: frozenset[int]) -> int:
+        if i == len(turns):
+            return 0
+        stop = turns[i].prompt.n_tokens(turns[i].n_stop)
+        starts = {0, *(depths[p] for p in kept & usable[i])}
+        best = None
+        for start in starts:  # reading again what is known may be worth it: it passes points anew
+            reach = kept | {p for p in made[i] if depths[p] >= start}
+            more = min(fewest(i + 1, choice) for choice in _choices(reach, n_states))
+            cost = max(0, stop - start) + more
+            best = cost if best is None else min(best, cost)
+        return best or 0
+
+    return fewest(0, frozenset())
+
+
+def _choices(points: frozenset[int], most: int) -> list[frozenset[int]]:
+    if len(points) <= most:
+        return [points]
+    return [frozenset(each) for each in combinations(sorted(points), most)]
+
+
+def _points(
+    turns: Sequence[Turn],
+) -> tuple[list[bytes], list[frozenset[int]], list[frozenset[int]], list[int]]:
+    """Points worth a state, by the items before them: where a later prompt leaves an earlier path.
+
+    With them: which of them each request passes, which it may start from, and how many tokens lie before each.
+    """
+    names: dict[bytes, int] = {}
+    depths: list[int] = []
+    ends: list[int] = []
+    for j, later in enumerate(turns):
+        for earlier in turns[:j]:
+            n = min(int(later.prompt.common_prefix(earlier.path)), len(later.prompt) - 1, later.n_stop)
+            key = later.prompt.codes[:n].tobytes()
+            if n and key not in names:
+                names[key] = len(names)
+                depths.append(later.prompt.n_tokens(n))
+                ends.append(n)
+    made, usable = [], []
+    for turn in turns:
+        path, prompt = turn.path.codes, turn.prompt.codes
+        made.append(frozenset(p for key, p in names.items() if path[: ends[p]].tobytes() == key))
+        usable.append(frozenset(p for p in made[-1] if ends[p] < len(prompt)))
+    return list(names), made, usable, depths

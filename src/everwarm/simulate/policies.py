@@ -1,0 +1,123 @@
+"""Policies to compare: where each stops to take a checkpoint, and what it gives up when memory is full. Pure.
+
+``ours`` is made of the very functions the engine uses. The others stand for what else is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from everwarm.simulate.curves import Curves
+from everwarm.simulate.trace import Turn
+from everwarm.state import policy
+from everwarm.state.params import CheckpointParams, Spacing
+from everwarm.state.policy import GUARD, NEAR_END, Cut, CutKind, Entry
+
+N_UBATCH = 512
+EVERY_N = 1024
+FLOP_WEIGHT = 1.0  # of what a byte saves, beside how lately it was used
+_ANY_NUMBER = 1 << 20
+
+Cuts = Callable[[Turn, int, int, Spacing], Sequence[Cut]]
+Victims = Callable[[Sequence[Entry], int, Curves], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    name: str
+    cuts: Cuts  # of a turn, from so many restored items, of which so many were known
+    victims: Victims
+    params: CheckpointParams = field(default_factory=CheckpointParams)
+    keeps_ends: bool = True  # of replies
+
+    def spacing(self, curves: Curves) -> Spacing:
+        return self.params.fitted(
+            state_bytes=curves.state_bytes, kv_bytes_per_token=curves.kv_bytes_per_token, window=False
+        )
+
+
+# where
+
+
+def our_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:
+    return policy.cuts(
+        len(turn.prompt),
+        spacing,
+        n_ubatch=N_UBATCH,
+        boundaries=turn.boundaries,
+        stable=turn.stable,
+        branch=n_shared if n_shared - n_restored > GUARD else None,
+        media=turn.prompt.media,
+    )
+
+
+def even_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+    """Every n tokens, and near the end."""
+    n = len(turn.prompt)
+    found = {at: Cut(at, CutKind.EVERY) for at in range(spacing.every_n_tokens, n, spacing.every_n_tokens)}
+    near = n - min(NEAR_END, n - 1)
+    return [*(cut for at, cut in found.items() if at < near), Cut(near, CutKind.NEAR_END)]
+
+
+def branch_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+    """Where a prompt leaves what is known, and its end: nothing is kept before somebody came back once."""
+    n = len(turn.prompt)
+    near = n - min(NEAR_END, n - 1)
+    branch = [Cut(n_shared, CutKind.BRANCH)] if n_restored < n_shared < near else []
+    return [*branch, Cut(near, CutKind.NEAR_END)]
+
+
+def no_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+    return ()
+
+
+# what goes
+
+
+def our_victims(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> list[int]:  # noqa: ARG001
+    return policy.victims(entries, bytes_to_free)
+
+
+def oldest(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> list[int]:  # noqa: ARG001
+    """Least recently used first."""
+    return _first(sorted(entries, key=lambda e: (not e.stranded, -e.age_s, e.key)), bytes_to_free)
+
+
+def smallest_hole(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> list[int]:  # noqa: ARG001
+    """What leaves the smallest hole goes first, however long ago it was used: what remains is spread evenly."""
+    return _first(sorted(entries, key=lambda e: (not e.stranded, e.seconds_saved, -e.age_s, e.key)), bytes_to_free)
+
+
+def least_work_per_byte(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> list[int]:
+    """How lately used plus work saved per byte of state and KV, both scaled to 1."""
+    oldest_s = max((e.age_s for e in entries), default=0.0) or 1.0
+    worth = {e.key: e.seconds_saved / (e.size_bytes + _kv_bytes(e, curves)) for e in entries if e.size_bytes}
+    most = max(worth.values(), default=0.0) or 1.0
+
+    def value(e: Entry) -> tuple[bool, float, int]:
+        return not e.stranded, 1 - e.age_s / oldest_s + FLOP_WEIGHT * worth.get(e.key, 0.0) / most, e.key
+
+    return _first(sorted(entries, key=value), bytes_to_free)
+
+
+def _kv_bytes(entry: Entry, curves: Curves) -> float:
+    return entry.seconds_saved / curves.seconds_per_token * curves.kv_bytes_per_token
+
+
+def _first(entries: Sequence[Entry], bytes_to_free: int) -> list[int]:
+    chosen, freed = [], 0
+    for entry in entries:
+        if freed >= bytes_to_free:
+            break
+        chosen.append(entry.key)
+        freed += entry.size_bytes
+    return chosen
+
+
+OURS = Policy("ours", our_cuts, our_victims)
+LRU = Policy("lru", even_cuts, oldest, CheckpointParams(_ANY_NUMBER, EVERY_N))
+FLOPS = Policy("flop-per-byte", branch_cuts, least_work_per_byte, CheckpointParams(_ANY_NUMBER))
+SPREAD = Policy("spread", our_cuts, smallest_hole, CheckpointParams(_ANY_NUMBER))
+COLD = Policy("cold", no_cuts, oldest, CheckpointParams(0), keeps_ends=False)
+POLICIES = {each.name: each for each in (OURS, LRU, FLOPS, SPREAD, COLD)}

@@ -1,0 +1,95 @@
+"""Running a trace through policies and budgets, and adding up what it cost. Pure but for the work it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from everwarm.config import require
+from everwarm.simulate.curves import Curves
+from everwarm.simulate.fifo import FifoMemory
+from everwarm.simulate.memory import Held, Memory, Outcome
+from everwarm.simulate.oracle import Share, shares
+from everwarm.simulate.policies import POLICIES, Policy
+from everwarm.simulate.trace import Turn
+
+FIFO = "fifo-32"
+NAMES = (*POLICIES, FIFO)
+DEFAULT_NAMES = tuple(name for name in NAMES if name != "cold")
+
+
+class Store(Protocol):
+    held: Held
+
+    @property
+    def held_bytes(self) -> int: ...
+    def serve(self, turn: Turn) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a trace cost under one policy and one budget. ``n_regret``: tokens read that nobody had to read."""
+
+    policy: str
+    budget_bytes: int
+    n_requests: int
+    n_prompt: int
+    n_read: int
+    n_regret: int
+    seconds: float
+    most_bytes: int
+    written_bytes: int
+    reads: tuple[int, ...]  # of each request
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of all prompt tokens that was not read."""
+        return 1 - self.n_read / max(1, self.n_prompt)
+
+
+def store_for(policy: str | Policy, curves: Curves, budget: int, n_slots: int) -> Store:
+    if isinstance(policy, Policy):
+        return Memory(policy, curves, budget, n_slots)
+    require(policy in NAMES, f"unknown policy {policy!r}; give any of: {', '.join(NAMES)}")
+    if policy == FIFO:
+        return FifoMemory(curves, budget, n_slots)
+    return Memory(POLICIES[policy], curves, budget, n_slots)
+
+
+def replay(
+    turns: Sequence[Turn],
+    policy: str | Policy,
+    curves: Curves,
+    budget: int,
+    n_slots: int = 2,
+    known: Sequence[Share] | None = None,
+) -> Cost:
+    """``known``: what ``shares`` says of the same turns, to save asking again."""
+    store = store_for(policy, curves, budget, n_slots)
+    known = shares(turns) if known is None else known
+    reads: list[int] = []
+    seconds = 0.0
+    for turn in turns:
+        outcome = store.serve(turn)
+        reads.append(outcome.n_to - outcome.n_from)
+        seconds += curves.read_s(outcome.n_from, outcome.n_to) + curves.load_s(outcome.loaded_bytes)
+    return Cost(
+        policy=policy if isinstance(policy, str) else policy.name,
+        budget_bytes=budget,
+        n_requests=len(turns),
+        n_prompt=sum(turn.prompt.n_tokens(turn.n_stop) for turn in turns),
+        n_read=sum(reads),
+        n_regret=sum(reads) - sum(share.n_unavoidable for share in known),
+        seconds=seconds,
+        most_bytes=store.held.most,
+        written_bytes=store.held.written,
+        reads=tuple(reads),
+    )
+
+
+def sweep(
+    turns: Sequence[Turn], policies: Iterable[str], curves: Curves, budgets: Iterable[int], n_slots: int = 2
+) -> list[Cost]:
+    known, sizes = shares(turns), list(budgets)
+    return [replay(turns, name, curves, size, n_slots, known) for name in policies for size in sizes]

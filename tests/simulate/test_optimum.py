@@ -1,0 +1,85 @@
+"""The optimum: against trying everything, and never worse than a policy."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from everwarm.errors import BadRequest
+from everwarm.simulate.optimum import best_placement, fewest_tokens
+from everwarm.simulate.policies import OURS
+from everwarm.simulate.replay import NAMES, replay
+from everwarm.state.policy import Cut, CutKind
+from simulate.small import SMALL, STATE, random_turns, turn
+
+
+def read_from(placed, wanted) -> int:
+    return sum(w - max((p for p in placed if p <= w), default=0) for w in wanted)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_placement_is_the_best_of_all(seed):
+    wanted = [len(t.prompt) for t in random_turns(seed, n_turns=6)]
+    for k in range(4):
+        placed = best_placement(wanted, k)
+        every = (read_from(each, wanted) for each in combinations(range(1, 25), k))
+        assert len(placed) <= k and read_from(placed, wanted) == min(every)
+
+
+def brute(turns, n_states, i=0, kept=frozenset()) -> int:
+    """Every set of points of every path, without a thought."""
+    if i == len(turns):
+        return 0
+    t = turns[i]
+    prompt, path = tuple(t.prompt.codes.tolist()), tuple(t.path.codes.tolist())
+    best = 10**9
+    for start in {(), *(k for k in kept if len(k) < len(prompt) and prompt[: len(k)] == k)}:
+        cost = max(0, t.n_stop - len(start))
+        ends = range(max(1, len(start)), len(path) + 1)
+        reach = kept | {path[:n] for n in ends}
+        chosen = combinations(sorted(reach), min(n_states, len(reach)))
+        best = min(best, *(cost + brute(turns, n_states, i + 1, frozenset(c)) for c in chosen))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("n_states", [1, 2])
+def test_the_fewest_tokens_are_the_fewest_of_all_ways(seed, n_states):
+    turns = random_turns(seed, n_turns=3, longest=5)
+    assert fewest_tokens(turns, n_states) == brute(turns, n_states)
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("name", NAMES)
+def test_no_policy_reads_less_than_the_optimum(seed, name):
+    turns = random_turns(seed)
+    for n_states in (0, 1, 3):
+        cost = replay(turns, name, SMALL, n_states * STATE, n_slots=1)
+        held = 33 if name == "fifo-32" else n_states + 1  # its slot keeps its own checkpoints beside the budget
+        assert cost.n_read >= fewest_tokens(turns, held)
+
+
+def test_a_policy_that_keeps_the_wrong_things_is_worse_than_ours_and_ours_worse_than_the_optimum():
+    """The control: one that keeps nothing but the state after the first token."""
+    bad = replace(OURS, name="bad", cuts=lambda *_: [Cut(1, CutKind.BOUNDARY)], keeps_ends=False)
+    totals = {"bad": 0, "ours": 0, "optimum": 0}
+    for seed in range(60):
+        turns = random_turns(seed, n_turns=7)
+        totals["bad"] += replay(turns, bad, SMALL, 8 * STATE, n_slots=1).n_read
+        totals["ours"] += replay(turns, "ours", SMALL, 8 * STATE, n_slots=1).n_read
+        totals["optimum"] += fewest_tokens(turns, 9)
+    assert totals["optimum"] < totals["ours"] < totals["bad"]
+
+
+def test_more_states_never_hurt_the_optimum():
+    for seed in range(20):
+        turns = random_turns(seed)
+        reads = [fewest_tokens(turns, n) for n in range(5)]
+        assert reads == sorted(reads, reverse=True)
+    assert fewest_tokens([turn([1, 2, 3]), turn([1, 2, 3, 4])], 0) == 7
+    assert fewest_tokens([turn([1, 2, 3]), turn([1, 2, 3, 4])], 1) == 4
+
+
+def test_too_many_requests_are_refused_with_a_number():
+    with pytest.raises(BadRequest, match="at most 12"):
+        fewest_tokens([turn([i]) for i in range(13)], 1)

@@ -1,0 +1,41 @@
+"""What nobody can avoid reading, against one comparison after the other."""
+
+import pytest
+from bench.workload.chat import picture, to_turn
+from bench.workload.scenarios import SCENARIOS, scenario
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.simulate.oracle import Known, shares
+from simulate.small import random_turns, shared_by_hand, turn
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_oracle_agrees_with_comparing_everything(seed):
+    turns = random_turns(seed, n_turns=14, n_letters=1 + seed % 4)
+    for i, share in enumerate(shares(turns)):
+        assert share.n_avoidable == shared_by_hand(turns, i)
+        assert share.n_avoidable + share.n_unavoidable == turns[i].n_stop
+
+
+def test_a_reply_is_free_but_for_its_last_token():
+    first = turn([1, 2, 3], [4, 5, 6])
+    assert [s.n_unavoidable for s in shares([first, turn([1, 2, 3, 4, 5, 6, 7])])] == [3, 2]
+
+
+def test_what_was_not_read_before_a_cancel_is_not_free():
+    cut, whole = turn([1, 2, 3, 4, 5], stop_at=2), turn([1, 2, 3, 4, 5])
+    assert [s.n_unavoidable for s in shares([cut, whole])] == [2, 3]
+
+
+def test_two_pictures_are_never_the_same_because_of_their_place():
+    known, a, b = Known(), picture("a"), picture("b")
+    known.add(Prompt.of_items([1, a, 2]))
+    assert known.n_shared(Prompt.of_items([1, a, 3])) == 2
+    assert known.n_shared(Prompt.of_items([1, b, 2])) == 1
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_has_something_to_save_and_something_new(name):
+    found = shares([to_turn(step) for step in scenario(name, seed=3, size=0.1)])
+    assert sum(s.n_avoidable for s in found) > 0
+    assert sum(s.n_unavoidable for s in found) > 0
