@@ -24,6 +24,10 @@ lock: ## renew requirements.lock from pyproject.toml
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-header --no-annotate --extra dev pyproject.toml requirements.build.in -o requirements.lock
+	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes -c requirements.lock \
+	  --no-header --no-annotate --extra scale pyproject.toml -o requirements.scale.lock
+	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes -c requirements.lock \
+	  --no-header --no-annotate --extra docs pyproject.toml -o requirements.docs.lock
 	rm -rf $(VENV)-lock
 
 fmt: $(STAMP) ## format the code
