@@ -28,6 +28,10 @@ TO_ENGINE = [
     m.AskSlots(7),
     m.AskStats(8),
     m.SlotAction(9, 1, "restore", "a.bin", "n"),
+    m.AskCache(10),
+    m.AskTree(11, 5, after=1 << 52, namespace="ab", with_words=True),
+    m.CacheOrder(12, "pin", 7),
+    m.CacheOrder(13, "drop"),
     m.Stop(),
 ]
 TO_GATEWAY = [

@@ -109,7 +109,7 @@ class Pulse:
             return m.Beat(None, 0, 0)
         core, loop = self._watched
         n_running = sum(slot.request is not None for slot in core.slots)
-        return m.Beat(loop.step_age_s(), n_running, len(core.queue))
+        return m.Beat(loop.step_age_s(), n_running, len(core.queue), core.tree.census.version)
 
 
 def main() -> None:

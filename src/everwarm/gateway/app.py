@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from everwarm import __version__
 from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped, EverwarmError, Forbidden
+from everwarm.gateway.cache import Cache
 from everwarm.gateway.guard import Guard, error_response
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import LlamaServer
@@ -44,7 +45,8 @@ class Gateway:
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
-    service = Service(pool, settings, Limits(settings), Metrics(), Pictures(PICTURES, _remote(settings)))
+    service = Service(pool, settings, Limits(settings), Metrics(), pictures=Pictures(PICTURES, _remote(settings)))
+    cache = Cache(service)
     openai, llama, models, state = OpenAI(service), LlamaServer(service), Models(service), Status(service)
     routes = [
         Route("/", state.home, methods=["GET"]),
@@ -67,10 +69,12 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Route("/props", llama.props, methods=["GET"]),
         Route("/slots", llama.slots, methods=["GET"]),
         Route("/slots/{id}", llama.slot_action, methods=["POST"]),
+        *_cache_routes(cache),
     ]
 
     async def drain() -> None:
         service.limits.is_draining = True
+        cache.hub.close()
         await pool.stop(settings.grace_s)
         await service.pictures.close()
 
@@ -88,6 +92,19 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     }
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
     return Gateway(Guard(app, settings), drain)
+
+
+def _cache_routes(cache: Cache) -> list[Route]:
+    return [
+        Route("/cache", cache.overview, methods=["GET"]),
+        Route("/cache", cache.drop_all, methods=["DELETE"]),
+        Route("/cache/tree", cache.tree, methods=["GET"]),
+        Route("/cache/requests", cache.requests, methods=["GET"]),
+        Route("/cache/events", cache.events, methods=["GET"]),
+        Route("/cache/nodes/{id}", cache.drop, methods=["DELETE"]),
+        Route("/cache/nodes/{id}/pin", cache.pin, methods=["POST"]),
+        Route("/cache/nodes/{id}/unpin", cache.unpin, methods=["POST"]),
+    ]
 
 
 def _remote(settings: ServerSettings) -> RemotePolicy | None:

@@ -24,6 +24,7 @@ class ServerSettings:
     picture_hosts: tuple[
         str, ...
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
+    cache_text: bool = False  # whether the cache API shows words of what is kept
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
 
     def __post_init__(self) -> None:

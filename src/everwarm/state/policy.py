@@ -106,18 +106,19 @@ class Kept:
 
     n_items: int
     kind: CutKind
+    pinned: bool = False
 
 
 def thin(path: Sequence[Kept], max_checkpoints: int) -> list[int]:
     """Which checkpoints of a path (ascending) to give up so that ``max_checkpoints`` remain; as ``n_items``.
 
     The one whose loss hurts least goes first: a small hole far from the end. What remains is spaced geometrically with
-    the distance from the end. Evenly spaced ones go before role boundaries, and the newest two stay.
+    the distance from the end. Evenly spaced ones go before role boundaries, pinned ones last, and the newest two stay.
     """
     kept, given_up = list(path), []
     while len(kept) > max(1, max_checkpoints):
         candidates = range(len(kept) - min(2, len(kept) - 1))
-        worst = min(candidates, key=lambda i: (_RANK[kept[i].kind], _hurt(kept, i)))
+        worst = min(candidates, key=lambda i: (kept[i].pinned, _RANK[kept[i].kind], _hurt(kept, i)))
         given_up.append(kept.pop(worst).n_items)
     return given_up
 
@@ -151,6 +152,7 @@ class Entry:
     hits: int
     stranded: bool = False  # its lineage is broken: nobody can use it
     protected: bool = False  # a junction, or the newest end of a conversation
+    pinned: bool = False  # somebody wants it to stay: it goes when nothing else can
 
 
 def score(entry: Entry) -> float:
@@ -162,12 +164,17 @@ def score(entry: Entry) -> float:
 def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
     """What to give up, least valuable first, until enough is free or nothing is left."""
     chosen, freed = [], 0
-    for entry in sorted(entries, key=lambda e: (not e.stranded, e.protected, score(e), -e.age_s, e.key)):
+    for entry in sorted(entries, key=_order):
         if freed >= bytes_to_free:
             break
         chosen.append(entry.key)
         freed += entry.size_bytes
     return chosen
+
+
+def _order(entry: Entry) -> tuple[bool, bool, bool, float, float, int]:
+    """What goes first. Whatever is stranded is of no use, pinned or not."""
+    return not entry.stranded, entry.pinned, entry.protected, score(entry), -entry.age_s, entry.key
 
 
 @dataclass(frozen=True, slots=True)

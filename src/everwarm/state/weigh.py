@@ -39,7 +39,7 @@ def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
         if node.segment is not None and (useless or last):
             size = node.segment.blob.nbytes if node.segment.n_users == 1 else 0
             seconds = (node.n_items - node.start) * scales.seconds_per_token
-            entries.append(Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=useless))
+            entries.append(Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=useless, pinned=node.n_pinned > 0))
     return entries
 
 
@@ -82,4 +82,5 @@ def _state_entry(i: int, node: Node, scales: Scales, above: int, has_kv: bool, i
         checkpoint.hits,
         stranded=not has_kv,
         protected=(is_newest and checkpoint.kind is not CutKind.END) or len(node.children) > 1,
+        pinned=node.n_pinned > 0,
     )
