@@ -18,6 +18,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.curator import Curator
 from everwarm.engine.gallery import Pixels
 from everwarm.engine.illustrated import Illustrated
+from everwarm.engine.look import evictions
 from everwarm.engine.loop import Loop
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
 from everwarm.engine.slotfiles import SlotFiles
@@ -273,7 +274,11 @@ def stats(core: Core) -> dict[str, Any]:
     return {
         **dataclasses.asdict(core.counts),
         **dataclasses.asdict(core.keeper.counts),
+        "evictions": evictions(core),
+        "seconds_per_token": core.keeper.seconds_per_token if core.n_measured else None,
         "ram_bytes": core.tree.ram_bytes,
+        "ram_n_states": core.tree.census.n_states,
+        "ram_n_segments": core.tree.census.n_segments,
         "ram_budget_bytes": core.keeper.ram_budget,
         "n_parked": sum(node is not None for node in core.keeper.spares.values()),
         "n_spares": len(core.keeper.spares),

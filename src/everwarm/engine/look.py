@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
@@ -25,6 +25,12 @@ MAX_PAGE = 1000
 N_WORDS = 24  # tokens of a node that are shown
 SHORT_NAMESPACE = 12
 MOST_KEYS = 1 << 16  # that are remembered
+
+_TIERS: dict[tuple[bool, bool], tuple[str, ...]] = {
+    (on_device, in_ram): ("device",) * on_device + ("ram",) * in_ram
+    for on_device in (False, True)
+    for in_ram in (False, True)
+}
 
 Number = Callable[[int], int]  # a core's request id to the gateway's number
 
@@ -83,8 +89,7 @@ def evictions(core: Core) -> dict[str, int]:
 # the tree
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):  # made by the thousand on the loop's thread
     """A node as it was, with what is still to be looked up about it."""
 
     seen: m.NodeSeen
@@ -168,17 +173,13 @@ def _moment(core: Core, number: Number) -> _Moment:
 
 def _row(node: Node, namespace: str, moment: _Moment) -> Row:
     parent, checkpoint, segment = node.parent, node.checkpoint, node.segment
-    kv_tiers = ("device",) if node.id in moment.resident else ()
-    n_end, n_start = int(node.mark.n_tokens), 0 if parent is None else int(parent.mark.n_tokens)
+    kv_tiers = _TIERS[node.id in moment.resident, segment is not None]
+    n_end, n_start = node.mark.n_tokens, 0 if parent is None else parent.mark.n_tokens
     kv_bytes = 0
     if segment is not None:
-        kv_tiers = (*kv_tiers, "ram")
-        n_cells = int(segment.stop.n_tokens) - int(segment.start.n_tokens)
+        n_cells = segment.stop.n_tokens - segment.start.n_tokens
         kv_bytes = segment.blob.nbytes * (n_end - n_start) // max(1, n_cells)  # several nodes may use one
-    state_tiers: tuple[str, ...] = ()
-    if checkpoint is not None:
-        state_tiers = ("device",) if checkpoint.parked is not None else ()
-        state_tiers += ("ram",) if checkpoint.state is not None else ()
+    state_tiers = () if checkpoint is None else _TIERS[checkpoint.parked is not None, checkpoint.state is not None]
     seen = m.NodeSeen(
         node.id,
         None if parent is None else parent.id,
@@ -237,7 +238,7 @@ class Lookup:
             seen = msgspec.structs.replace(seen, state_tiers=(*seen.state_tiers, "disk"))
         if row.segment_name in names:
             seen = msgspec.structs.replace(seen, kv_tiers=(*seen.kv_tiers, "disk"))
-        return replace(row, seen=seen)
+        return msgspec.structs.replace(row, seen=seen)
 
     def _with_words(self, row: Row) -> m.NodeSeen:
         start, stop = row.span
