@@ -174,7 +174,8 @@ def serving_models(source: Path, *flags: str, n_ctx: int = 4096) -> Iterator[Ser
 def _started(*flags: str, n_ctx: int) -> Iterator[Server]:
     where = ("--port", "0", "--ctx-size", str(n_ctx))
     disk = () if "--disk-cache" in flags else ("--disk-cache", "0")
-    command = [sys.executable, "-m", "everwarm.cli", "serve", *where, *SIZE, *disk, *flags]
+    size = SIZE[:-2] if "--cache-ram" in flags else SIZE
+    command = [sys.executable, "-m", "everwarm.cli", "serve", *where, *size, *disk, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     server = Server("", process)
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)
