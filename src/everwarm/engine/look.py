@@ -24,6 +24,7 @@ from everwarm.state.tree import Node
 MAX_PAGE = 1000
 N_WORDS = 24  # tokens of a node that are shown
 SHORT_NAMESPACE = 12
+BREATH = 32
 MOST_KEYS = 1 << 16  # that are remembered
 
 _TIERS: dict[tuple[bool, bool], tuple[str, ...]] = {
@@ -204,6 +205,14 @@ def _row(node: Node, namespace: str, moment: _Moment) -> Row:
 # on another thread
 
 
+def _politely(rows: Iterable[Row]) -> Iterator[Row]:
+    """With pauses: the loop's thread waits for the interpreter no longer than a few rows take."""
+    for i, row in enumerate(rows):
+        if i % BREATH == 0:
+            time.sleep(1e-4)
+        yield row
+
+
 @dataclass(slots=True)
 class Lookup:
     """Where the disk and the vocabulary are asked; remembers under which names the disk knows nodes."""
@@ -214,12 +223,13 @@ class Lookup:
     def finish(self, page: Page, *, with_words: bool) -> m.TreeSeen:
         archive = self.core.archive
         disk = None if archive is None else archive.disk
-        found = page.rows
+        found: Iterable[Row] = page.rows
         if archive is not None and disk is not None:
             self._learn_keys(page.rows, archive.fingerprint)
             states = {kept.key for kept in disk.objects() if kept.kind == "state"}
-            found = [self._with_disk(row, states, disk.names()) for row in page.rows]
-        nodes = [self._with_words(row) for row in found] if with_words else [row.seen for row in found]
+            names = disk.names()
+            found = [self._with_disk(row, states, names) for row in _politely(page.rows)]
+        nodes = [self._with_words(row) for row in _politely(found)] if with_words else [row.seen for row in found]
         return m.TreeSeen(page.version, page.n_total, page.next, nodes)
 
     def _learn_keys(self, rows: Iterable[Row], fingerprint: str) -> None:
