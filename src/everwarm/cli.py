@@ -193,6 +193,33 @@ def chat(
 
 
 @app.command
+def top(
+    *,
+    url: str = "http://127.0.0.1:8080",
+    api_key: str | None = None,
+    model: str | None = None,
+    once: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Watch a running server: slots, tiers, how much was reused, and the last requests. q or Ctrl-C ends it.
+
+    Parameters
+    ----------
+    url
+        Where the server is.
+    api_key
+        The server's.
+    model
+        Which of its models; default: the only one, or one that is loaded.
+    once
+        Print one picture and end.
+    """
+    from everwarm import cli_top
+    from everwarm.gateway.inquiry import Inquiry
+
+    return (cli_top.print_once if once else cli_top.top)(Inquiry(url, api_key), model, Console())
+
+
+@app.command
 def demo(*, model: Path | None = None) -> None:
     """Show the main job: conversations that lose their slot, edits, branches and retries, read only where they are new.
 

@@ -28,8 +28,10 @@ from everwarm.cli_cache_show import (
     report_facts,
     size_text,
 )
+from everwarm.cli_cache_tree import live_nodes, live_tree, stored_tree
 from everwarm.config import cache_directory, parse_bytes, parse_duration, require
 from everwarm.errors import BadRequest
+from everwarm.gateway.inquiry import Inquiry
 from everwarm.state import bundle, inventory, pruning
 from everwarm.state.inspect import inspect
 from everwarm.state.inventory import Folder, Tick
@@ -39,7 +41,8 @@ cache = cyclopts.App(
     help="""Look at what is kept on disk, check it, free space, and take it elsewhere.
 
     `everwarm serve` keeps the states of conversations in a state directory, one folder per model. `ls` shows them, `show`
-    one of them in detail. `verify` checks every byte and reads states again to compare. `prune` frees space. `export` and
+    one of them in detail, `tree` what they share, also of a running server. `verify` checks every byte and reads states
+    again to compare. `prune` frees space. `export` and
     `import` move states to another machine with the same model file. All but `prune` and `import` may run beside a server.
     """,
 )
@@ -100,6 +103,47 @@ def show(name: str, *, json: AsJson = False, state_dir: StateDir = None) -> int:
     else:
         print_facts(Console(), facts)
     return 0 if inspected.is_whole else 1
+
+
+@cache.command
+def tree(
+    *,
+    url: str | None = None,
+    api_key: str | None = None,
+    model: str | None = None,
+    limit: int = 1000,
+    folder: FolderName = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Show what is kept as a tree: conversations share their beginnings, and branch where they part.
+
+    Parameters
+    ----------
+    url
+        Of a running server, such as http://127.0.0.1:8080: everything it keeps, on the device, in RAM and on disk. Without
+        it the state directory is read. A server shows words only if it was started with --cache-text.
+    api_key
+        The server's.
+    model
+        Which of the server's models; default: the only one, or one that is loaded.
+    limit
+        The most nodes that are shown of a server.
+    """
+    require(1 <= limit <= MAX_LIMIT, f"--limit is {limit}; give 1 to {MAX_LIMIT}")
+    console = Console()
+    if url is not None:
+        require(folder is None and state_dir is None, "--url asks a server; leave out --folder and --state-dir")
+        nodes, n_total = live_nodes(Inquiry(url, api_key), model, limit)
+        console.print(live_tree(nodes, url), soft_wrap=True)
+        if n_total > len(nodes):
+            console.print(f"{n_total - len(nodes)} more are not shown; give a greater --limit", highlight=False)
+        return
+    directory = _directory(state_dir)
+    found = [inventory.read_folder(path) for path in inventory.choose_folders(directory, folder)]
+    for each in found:
+        console.print(stored_tree(each), soft_wrap=True)
+    if not found:
+        console.print(f"nothing is kept in {directory}", markup=False, highlight=False)
 
 
 @cache.command

@@ -59,6 +59,9 @@ class ServeOptions:
     picture_host: Annotated[
         tuple[str, ...], Parameter(group=_NETWORK, help="host whose pictures may be fetched by https; repeatable")
     ] = ()
+    cache_text: Annotated[
+        bool, Parameter(group=_NETWORK, negative=(), help="GET /cache/tree shows the first words of what is kept")
+    ] = False
     max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
     max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
         "32MiB"
@@ -183,6 +186,7 @@ class ServeOptions:
             canonicalise=self.canonicalise,
             state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,
             picture_hosts=self.picture_host,
+            cache_text=self.cache_text,
         )
 
 

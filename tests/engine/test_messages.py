@@ -24,10 +24,16 @@ TO_ENGINE = [
     m.Submit(3, tokens=[0, 2047], use_cache=False, deterministic=True, session="s", namespace="n"),
     m.Cancel(4),
     m.Tokenize(5, "x", True),
+    m.Count(5, "x <p>", True, "<p>", (m.Picture(b"d" * 32, 2, 2, b""),)),
+    m.Prewarm("x", namespace="n", session="s"),
     m.Detokenize(6, [1, 2]),
     m.AskSlots(7),
     m.AskStats(8),
     m.SlotAction(9, 1, "restore", "a.bin", "n"),
+    m.AskCache(10),
+    m.AskTree(11, 5, after=1 << 52, namespace="ab", with_words=True),
+    m.CacheOrder(12, "pin", 7),
+    m.CacheOrder(13, "drop"),
     m.Stop(),
 ]
 TO_GATEWAY = [

@@ -249,7 +249,7 @@ class Campaign:
         assert self.server.process.poll() is None and self.server.get("/health").status == 200
 
     def _n_restarts(self) -> int:
-        return int(metric(self.server.get("/metrics").data.decode(), "everwarm_engine_restarts"))
+        return int(metric(self.server.get("/metrics").data.decode(), "everwarm_engine_restarts_total"))
 
 
 def _is_clean_error(reply: Reply) -> bool:

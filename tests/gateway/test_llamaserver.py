@@ -255,7 +255,7 @@ def test_the_counters_grow_by_what_the_answers_say_of_themselves(server):
 def test_the_gauges_are_quiet_when_nothing_runs(server):
     complete(server)
     now = counters(server)
-    assert now["everwarm_engine_ready"] == 1 and now["everwarm_engine_restarts"] == 0
+    assert now["everwarm_engine_ready"] == 1 and now["everwarm_engine_restarts_total"] == 0
     assert 0 < now["everwarm_ram_bytes"] <= now["everwarm_ram_budget_bytes"] == 512 << 20
     assert now["everwarm_kv_cells_used"] <= 4096
 

@@ -137,6 +137,10 @@ class Archive:
         for name in {name for kept in gone for name in kept.needs} - needed:
             self.disk.drop(name)
 
+    def after_all(self, job: Done) -> None:
+        """Do something on the disk's thread, when everything offered so far is durable or has failed."""
+        self._jobs.put(job)
+
     def _worth_writing(self, slot: Slot) -> Node | None:
         """One point per turn: where the next turn will go on from, as far as anybody knows."""
         end = slot.node

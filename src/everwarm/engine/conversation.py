@@ -15,8 +15,10 @@ from typing import Any
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
+from everwarm.engine.curator import Curator
 from everwarm.engine.gallery import Pixels
 from everwarm.engine.illustrated import Illustrated
+from everwarm.engine.look import evictions
 from everwarm.engine.loop import Loop
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
 from everwarm.engine.said import said
@@ -66,6 +68,7 @@ class Conversation:
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
         self._slot_files = SlotFiles(core, send)
+        self._curator = Curator(core, send, self._number_of)
         self._illustrated = None if core.gallery is None else Illustrated(core.gallery, self._tokenizer)
 
     # frames in, on the reader's thread
@@ -95,6 +98,8 @@ class Conversation:
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
+            case m.AskCache() | m.AskTree() | m.CacheOrder():
+                self._curator.handle(message, loop)
             case m.AskSlots(id=id):
                 loop.post(lambda core: self._send(m.Answer(id, slots(core))))
             case m.AskStats(id=id):
@@ -179,6 +184,11 @@ class Conversation:
         reply = self._replies[request.id] = Reply(message.id, ReplyText(message.stop), *wants)
         reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
         self._requests[message.id] = request.id
+
+    def _number_of(self, request_id: int) -> int:
+        """The gateway's number of a request."""
+        reply = self._replies.get(request_id)
+        return -1 if reply is None else reply.id
 
     def deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -292,12 +302,18 @@ def stats(core: Core) -> dict[str, Any]:
     return {
         **dataclasses.asdict(core.counts),
         **dataclasses.asdict(core.keeper.counts),
+        "evictions": evictions(core),
+        "seconds_per_token": core.keeper.seconds_per_token if core.n_measured else None,
         "ram_bytes": core.tree.ram_bytes,
+        "ram_n_states": core.tree.census.n_states,
+        "ram_n_segments": core.tree.census.n_segments,
         "ram_budget_bytes": core.keeper.ram_budget,
         "n_parked": sum(node is not None for node in core.keeper.spares.values()),
         "n_spares": len(core.keeper.spares),
         "n_cells_used": core.context.cells.used,
         "n_cells": core.context.n_ctx,
+        "n_decodes": core.context.n_decodes,
+        "n_fed": core.context.n_fed,
         **core.ram.stats(),
         **(core.archive.stats() if core.archive is not None else {}),
         "disk_n_brought": 0 if core.fetcher is None else core.fetcher.n_brought,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everwarm.engine.slots import Slot
+from everwarm.engine.tally import KeeperCounts
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
@@ -29,15 +30,6 @@ log = logging.getLogger("everwarm.engine")
 
 LOW_WATER = 0.97  # evict a little more than asked, so that not every checkpoint has to evict
 _MIB = 1 << 20
-
-
-@dataclass(slots=True)
-class KeeperCounts:
-    n_created: int = 0
-    n_restored: int = 0
-    n_dropped: int = 0
-    n_quarantined: int = 0
-    n_prewarms_used: int = 0
 
 
 @dataclass(slots=True)
@@ -113,9 +105,9 @@ class Keeper:
     def _thin_path(self, node: Node) -> None:
         kept = [n for n in node.lineage() if n.checkpoint is not None]
         by_end = {n.n_items: n for n in kept}
-        path = [policy.Kept(n.n_items, n.checkpoint.kind) for n in kept if n.checkpoint is not None]
+        path = [policy.Kept(n.n_items, n.checkpoint.kind, n.n_pinned > 0) for n in kept if n.checkpoint is not None]
         for n_items in policy.thin(path, self.spacing.max_checkpoints):
-            self.drop_checkpoint(by_end[n_items], "thinned")
+            self.drop_checkpoint(by_end[n_items], "thinning")
 
     # copying to RAM
 
@@ -205,7 +197,7 @@ class Keeper:
         if node.checkpoint.parked is not None and node.parent is not None:
             self.save_kv(node.checkpoint.parked, node.parent)  # states above it may live on this sequence's KV
         checkpoint = self.tree.drop_checkpoint(node)
-        self.counts.n_dropped += 1
+        self.counts.dropped(reason)
         self._say(f"dropped ({reason})", node, checkpoint)
         if checkpoint.parked is not None:
             self._free_spare(checkpoint.parked)
@@ -249,7 +241,7 @@ class Keeper:
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.parked == spare
         if checkpoint.state is None:
-            self.drop_checkpoint(node, "spare needed")
+            self.drop_checkpoint(node, "capacity")
         else:
             self.save_kv(spare, node)
             checkpoint.parked = None
@@ -258,6 +250,7 @@ class Keeper:
     def _free_spare(self, spare: SeqId) -> None:
         self.context.drop(spare)
         self.spares[spare] = None
+        self.tree.census.changed()
 
     def _spare_at_hand(self) -> SeqId | None:
         """A free spare, or one whose checkpoint can go without copying anything."""
@@ -269,7 +262,7 @@ class Keeper:
                 return spare
             checkpoint = node.checkpoint
             assert checkpoint is not None
-            if checkpoint.kind is CutKind.END or checkpoint.state is not None:
+            if (checkpoint.kind is CutKind.END and not node.n_pinned) or checkpoint.state is not None:
                 parked.append((checkpoint.used_at, spare))
         for _, spare in sorted(parked):
             node = self.spares[spare]
@@ -365,11 +358,12 @@ class Keeper:
         checkpoint, node.evicted = node.checkpoint, True
         if not is_state:
             if node.segment is not None:
+                self.counts.evicted("ram_budget")
                 self.tree.drop_segment(node)
         elif checkpoint is not None and checkpoint.parked is not None:
             self.tree.drop_state(node)
         elif checkpoint is not None:
-            self.drop_checkpoint(node, "evicted")
+            self.drop_checkpoint(node, "ram_budget")
 
     def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
         kind = self.context.kind

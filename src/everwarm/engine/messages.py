@@ -122,6 +122,60 @@ class SlotAction(Message, frozen=True, tag=True):
     namespace: str = ""
 
 
+class AskCache(Message, frozen=True, tag=True):
+    """What is kept, in numbers."""
+
+    id: int
+
+
+class AskTree(Message, frozen=True, tag=True):
+    """So many nodes of the tree, from the one numbered ``after`` on, parents first."""
+
+    id: int
+    limit: int
+    after: int | None = None
+    namespace: str = ""  # only those that begin so
+    with_words: bool = False
+
+
+class CacheOrder(Message, frozen=True, tag=True):
+    """Keep a node longest, no longer so, or forget it with everything below. Without a node: everything."""
+
+    id: int
+    action: Literal["pin", "unpin", "drop"]
+    node: int | None = None
+
+
+class NodeSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A node of the tree as people are shown it; lengths in tokens, bytes in RAM."""
+
+    id: int
+    parent: int | None
+    start: int
+    end: int
+    namespace: str
+    n_children: int
+    last_use: float | None
+    hits: int
+    pinned: bool
+    kind: str | None  # of its checkpoint; None: it has none
+    state_tiers: tuple[str, ...]
+    state_bytes: int
+    kv_tiers: tuple[str, ...]
+    kv_bytes: int
+    running: (
+        tuple[int, int, int] | None
+    )  # the gateway's number of a request that stands here, tokens it has, its prompt
+    words: str | None = None
+
+
+class TreeSeen(msgspec.Struct, frozen=True):
+    version: int
+    n_total: int
+    next: int | None
+    nodes: list[NodeSeen]
+
+
 class Stop(Message, frozen=True, tag=True):
     """End what runs and exit 0."""
 
@@ -174,6 +228,7 @@ class Beat(Message, frozen=True, tag=True):
     step_age_s: float | None
     n_running: int
     n_queued: int
+    version: int = 0  # of the tree
 
 
 class Begun(Message, frozen=True, tag=True):
@@ -279,7 +334,9 @@ def failed(id: int, error: EverwarmError) -> Failed:
     return Failed(id, error.status, error.code, str(error), n_prompt, n_context)
 
 
-ToEngine = Open | Submit | Prewarm | Cancel | Tokenize | Count | Detokenize | AskSlots | AskStats | SlotAction | Stop
+CacheQuestion = AskCache | AskTree | CacheOrder
+Question = Tokenize | Count | Detokenize | AskSlots | AskStats | CacheQuestion | SlotAction
+ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
 ToGateway = Loading | Ready | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
 
 _encoder = msgspec.msgpack.Encoder()

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from everwarm.errors import EverwarmError, Forbidden
 from everwarm.gateway.anthropic import anthropic_routes
+from everwarm.gateway.cache import Cache, cache_routes
 from everwarm.gateway.guard import Guard, error_response
 from everwarm.gateway.kept_responses import KeptResponses
 from everwarm.gateway.limits import Limits
@@ -43,7 +44,8 @@ class Gateway:
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
-    service = Service(pool, settings, Limits(settings), Metrics(), Pictures(PICTURES, _remote(settings)))
+    service = Service(pool, settings, Limits(settings), Metrics(), pictures=Pictures(PICTURES, _remote(settings)))
+    cache = Cache(service)
     responses = Responses(service, KeptResponses(settings.state_dir))
     routes = [
         *status_routes(service),
@@ -53,10 +55,12 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *llama_routes(service),
         *ollama_routes(service),
         *anthropic_routes(service),
+        *cache_routes(cache),
     ]
 
     async def drain() -> None:
         service.limits.is_draining = True
+        cache.hub.close()
         await pool.stop(settings.grace_s)
         await service.pictures.close()
         responses.close()

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from everwarm.engine import messages as m
+from everwarm.gateway.recent import Follow, Followed
 from everwarm.router.supervisor import Supervisor, failure
+
+Heard = m.Begun | m.PromptRead | m.Piece | m.Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class Event:
     """Something that happened to one choice."""
 
     index: int
-    message: m.Begun | m.PromptRead | m.Piece | m.Done
+    message: Heard
 
 
 @dataclass(slots=True)
@@ -30,15 +33,19 @@ class Choice:
     done: m.Done
 
 
-async def events(supervisor: Supervisor, submits: Sequence[dict[str, Any]]) -> AsyncGenerator[Event, None]:
+async def events(
+    supervisor: Supervisor, submits: Sequence[dict[str, Any]], follow: Follow
+) -> AsyncGenerator[Event, None]:
     """All choices at once, as they come. A failed one ends them all with its error; leaving early cancels them all."""
+    followed = [follow.choice(i) for i in range(len(submits))]
     if len(submits) == 1:
-        async with contextlib.aclosing(supervisor.stream(**submits[0])) as stream:
+        async with contextlib.aclosing(_heard(supervisor, submits[0], followed[0])) as stream:
             async for message in stream:
-                yield Event(0, _checked(message))
+                yield Event(0, message)
         return
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(supervisor, i, submit, queue)) for i, submit in enumerate(submits)]
+    choices = (_heard(supervisor, submit, each) for submit, each in zip(submits, followed, strict=True))
+    tasks = [asyncio.create_task(_pump(i, choice, queue)) for i, choice in enumerate(choices)]
     try:
         left = len(tasks)
         while left:
@@ -55,22 +62,33 @@ async def events(supervisor: Supervisor, submits: Sequence[dict[str, Any]]) -> A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _heard(supervisor: Supervisor, submit: dict[str, Any], followed: Followed) -> AsyncGenerator[Heard, None]:
+    """What the engine says to one choice, written down on the way."""
+    try:
+        async with contextlib.aclosing(supervisor.stream(**followed.submit(submit))) as stream:
+            async for message in stream:
+                if followed.is_for_caller(message):
+                    yield _checked(message)
+    finally:
+        followed.end()
+
+
 async def _pump(
-    supervisor: Supervisor, index: int, submit: dict[str, Any], queue: asyncio.Queue[Event | BaseException | None]
+    index: int, choice: AsyncGenerator[Heard, None], queue: asyncio.Queue[Event | BaseException | None]
 ) -> None:
     try:
-        async with contextlib.aclosing(supervisor.stream(**submit)) as stream:
+        async with contextlib.aclosing(choice) as stream:
             async for message in stream:
-                queue.put_nowait(Event(index, _checked(message)))
+                queue.put_nowait(Event(index, message))
         queue.put_nowait(None)
     except Exception as error:  # noqa: BLE001 - raised again where the choices are read
         queue.put_nowait(error)
 
 
-def _checked(message: m.ToGateway) -> m.Begun | m.PromptRead | m.Piece | m.Done:
+def _checked(message: m.ToGateway) -> Heard:
     if isinstance(message, m.Failed):
         raise failure(message)
-    assert isinstance(message, m.Begun | m.PromptRead | m.Piece | m.Done)
+    assert isinstance(message, Heard)
     return message
 
 

@@ -57,7 +57,7 @@ class LlamaServer:
     async def _whole(self, request: Request, body: CompletionBody) -> Response:
         async with self._service.borrowed(body.model) as served:
             asked = await self._service.completion_submits(request, body, served)
-            (choice,) = await collect(events(served.supervisor, asked.submits[:1]), 1)
+            (choice,) = await collect(events(served.supervisor, asked.submits[:1], asked.follow), 1)
         self._service.metrics.finished(choice.done)
         name = body.model or served.id
         with_probs = body.wanted_probs is not None
@@ -77,7 +77,7 @@ class LlamaServer:
         asked = await self._service.completion_submits(request, body, served)
         name = body.model or served.id
         n_prompt = n_reply = slot = 0
-        async for event in events(served.supervisor, asked.submits[:1]):
+        async for event in events(served.supervisor, asked.submits[:1], asked.follow):
             match event.message:
                 case m.Begun() as begun:
                     n_prompt, slot = begun.n_prompt, begun.slot

@@ -13,6 +13,7 @@ from everwarm.engine import messages as m
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_RESTORE_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 # from the engine's own counts: name there → (type, name here, help)
@@ -45,7 +46,21 @@ _ENGINE: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
     "disk_n_damaged": (CounterMetricFamily, "everwarm_disk_damaged", "Objects that did not verify and were dropped"),
     "disk_n_failures": (CounterMetricFamily, "everwarm_disk_failures", "Refusals of the file system"),
     "n_cells_used": (GaugeMetricFamily, "everwarm_kv_cells_used", "KV cells in use"),
+    "n_cells": (GaugeMetricFamily, "everwarm_kv_cells", "KV cells there are"),
+    "n_decodes": (CounterMetricFamily, "llamacpp:n_decode", "Calls of llama_decode"),
 }
+# one name, a label, and where each of its values stands in the engine's counts
+_LABELLED: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
+    "everwarm_tier_bytes": ("Bytes of states and segments", "tier", {"ram": "ram_bytes", "disk": "disk_bytes"}),
+    "everwarm_tier_budget_bytes": (
+        "Most bytes they may take",
+        "tier",
+        {"ram": "ram_budget_bytes", "disk": "disk_budget_bytes"},
+    ),
+    "everwarm_tier_states": ("Checkpoints", "tier", {"device": "n_parked", "ram": "ram_n_states"}),
+}
+# how a request came to where it went on, and where most of that was
+_TIERS = {"in place": "device", "unparked": "device", "shared": "device", "from ram": "ram", "from disk": "disk"}
 
 
 class Metrics:
@@ -66,8 +81,18 @@ class Metrics:
             "everwarm_time_to_first_token_seconds", "Queue to first token", buckets=_SECONDS, registry=self.registry
         )
         self._restore = Histogram(
-            "everwarm_restore_seconds", "Restoring state", buckets=_SECONDS, registry=self.registry
+            "everwarm_restore_seconds",
+            "Going on from what was kept, by where that was",
+            ["tier"],
+            buckets=_RESTORE_SECONDS,
+            registry=self.registry,
         )
+        for tier in ("device", "ram", "disk"):
+            self._restore.labels(tier)  # shown from the start
+        self._queries = self._counter("everwarm_prefix_cache_queries", "Prompt tokens looked up in the cache")
+        self._hits = self._counter("everwarm_prefix_cache_hits", "Prompt tokens found there")
+        self._n_read = self._n_written = 0
+        self._read_s = self._write_s = 0.0
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)
@@ -81,26 +106,72 @@ class Metrics:
         self._written_s.inc(done.decode_s)
         self._requests.labels(done.finish).inc()
         self._first.observe(done.queue_s + done.restore_s + done.prefill_s)
-        self._restore.observe(done.restore_s)
+        if done.checkpoint is not None:
+            self._restore.labels(_TIERS.get(done.checkpoint.rpartition(", ")[2], "ram")).observe(done.restore_s)
+        self._queries.inc(done.n_prompt)
+        self._hits.inc(done.n_cached)
+        self._n_read += done.n_prompt - done.n_cached
+        self._n_written += done.n_reply
+        self._read_s += done.restore_s + done.prefill_s
+        self._write_s += done.decode_s
 
     def removed_noise(self, rule: str) -> None:
         self._noise.labels(rule).inc()
 
-    def render(self, engine: Mapping[str, Any], gauges: Mapping[str, tuple[str, float]]) -> bytes:
-        """The counters here, the engine's own, and gauges of the moment."""
+    def speeds(self) -> dict[str, tuple[str, float]]:
+        """llama-server's averages, over everything since the start."""
+        read = self._n_read / self._read_s if self._read_s else 0.0
+        written = self._n_written / self._write_s if self._write_s else 0.0
+        return {
+            "llamacpp:prompt_tokens_seconds": ("Prompt tokens per second, on average", read),
+            "llamacpp:predicted_tokens_seconds": ("Reply tokens per second, on average", written),
+        }
+
+    def render(
+        self,
+        engine: Mapping[str, Any],
+        gauges: Mapping[str, tuple[str, float]],
+        counters: Mapping[str, tuple[str, float]],
+    ) -> bytes:
+        """The counters here, the engine's own, and gauges and counters of the moment."""
         moment = CollectorRegistry()
-        moment.register(_Moment(engine, gauges))
+        moment.register(_Moment(engine, {**self.speeds(), **gauges}, counters))
         return generate_latest(self.registry) + generate_latest(moment)
 
 
 class _Moment(Collector):
-    def __init__(self, engine: Mapping[str, Any], gauges: Mapping[str, tuple[str, float]]) -> None:
+    def __init__(
+        self,
+        engine: Mapping[str, Any],
+        gauges: Mapping[str, tuple[str, float]],
+        counters: Mapping[str, tuple[str, float]],
+    ) -> None:
         self._engine = engine
         self._gauges = gauges
+        self._counters = counters
 
     def collect(self) -> Iterable[Metric]:
         for key, (kind, name, text) in _ENGINE.items():
             if key in self._engine:
                 yield kind(name, text, value=self._engine[key])
+        yield from self._labelled()
+        if self._engine.get("n_decodes"):
+            busy = self._engine["n_fed"] / self._engine["n_decodes"]
+            text = "Requests read or written per call of llama_decode, on average"
+            yield GaugeMetricFamily("llamacpp:n_busy_slots_per_decode", text, value=busy)
         for name, (text, value) in self._gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
+        for name, (text, value) in self._counters.items():
+            yield CounterMetricFamily(name, text, value=value)
+
+    def _labelled(self) -> Iterable[Metric]:
+        for name, (text, label, parts) in _LABELLED.items():
+            family = GaugeMetricFamily(name, text, labels=[label])
+            for value, key in parts.items():
+                if key in self._engine:
+                    family.add_metric([value], self._engine[key])
+            yield family
+        gone = CounterMetricFamily("everwarm_evictions", "Good states and segments given up", labels=["cause"])
+        for cause, n in self._engine.get("evictions", {}).items():
+            gone.add_metric([cause], n)
+        yield gone

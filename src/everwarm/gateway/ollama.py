@@ -137,7 +137,7 @@ class Ollama:
             async for fraction in lease.waiting(LOADING_S):
                 yield Loading(lease.served.id, fraction)
             asked = await self._service.completion_submits(request, body, lease.served)
-            async for event in events(lease.served.supervisor, asked.submits[:1]):
+            async for event in events(lease.served.supervisor, asked.submits[:1], asked.follow):
                 if isinstance(event.message, m.Piece | m.Done):
                     yield Text(event.message.text)
                 if isinstance(event.message, m.Done):
@@ -147,7 +147,7 @@ class Ollama:
     async def _hear_out_raw(self, request: Request, body: CompletionBody) -> Whole:
         async with self._service.borrowed(body.model) as served:
             asked = await self._service.completion_submits(request, body, served)
-            (choice,) = await collect(events(served.supervisor, asked.submits[:1]), 1)
+            (choice,) = await collect(events(served.supervisor, asked.submits[:1], asked.follow), 1)
         self._service.metrics.finished(choice.done)
         return Whole({"content": choice.text}, choice.done, finish_reason(choice.done))
 

@@ -64,7 +64,7 @@ class OpenAI:
     async def _whole(self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool) -> Response:
         async with self._service.borrowed(body.model) as served:
             asked = await submits(served)
-            choices = await collect(events(served.supervisor, asked.submits), len(asked.submits))
+            choices = await collect(events(served.supervisor, asked.submits, asked.follow), len(asked.submits))
         for choice in choices:
             self._service.metrics.finished(choice.done)
         echo = (asked.submits[0]["text"] or "") if isinstance(body, CompletionBody) and body.echo else ""
@@ -81,7 +81,7 @@ class OpenAI:
                 yield sse_loading(lease.served.id, loaded)
             asked = await submits(lease.served)
             readers = [asked.reader() for _ in asked.submits]
-            async for event in events(lease.served.supervisor, asked.submits):
+            async for event in events(lease.served.supervisor, asked.submits, asked.follow):
                 for choice, more in shape.chunks(event, readers[event.index], with_probs=with_probs):
                     yield sse({**frame, "choices": [choice] if choice else [], **more})
                 if isinstance(event.message, m.Done):

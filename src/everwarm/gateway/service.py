@@ -26,6 +26,7 @@ from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.pictures import Pictures
+from everwarm.gateway.recent import Caller, Follow, Recent
 from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
 from everwarm.gateway.reply import ReplyReader
 from everwarm.gateway.roles import in_known_roles
@@ -48,6 +49,7 @@ class Asked:
     """What the engine is asked, once per choice, and how a reply is to be read."""
 
     submits: list[Json]
+    follow: Follow
     reader: Callable[[], ReplyReader] = ReplyReader
 
 
@@ -57,6 +59,7 @@ class Service:
     settings: ServerSettings
     limits: Limits
     metrics: Metrics
+    recent: Recent = field(default_factory=Recent)
     pictures: Pictures = field(default_factory=Pictures)
     marker: str = field(default_factory=lambda: f"<|picture-{secrets.token_hex(12)}|>")  # nobody can write it by chance
     _templates: dict[str, tuple[str, ChatTemplate]] = field(default_factory=dict)  # by model
@@ -111,7 +114,7 @@ class Service:
             common |= {"marker": self.marker, "pictures": sent}
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
         reader = partial(ReplyReader.of, template.source, rendered.text, tools, with_thinking=thinks)
-        return Asked(_choices(common, body), reader)
+        return Asked(_choices(common, body), self.follow(request, body, served), reader)
 
     def canonical(self, messages: list[Json]) -> list[Json]:
         """Without the noise that some clients put into system text, unless the server is to leave it there."""
@@ -131,7 +134,11 @@ class Service:
             "tokens": tokens,
             "n_probs": body.wanted_probs,
         }
-        return Asked(_choices(common, body))
+        return Asked(_choices(common, body), self.follow(request, body, served))
+
+    def follow(self, request: Request, body: Body, served: Served) -> Follow:
+        """What becomes of the request is written down under the id that the answer bears."""
+        return self.recent.follow(Caller(request.state.request_id, served.id, request.url.path, bool(body.stream)))
 
     def _common(self, request: Request, body: Body, info: ModelInfo) -> dict[str, Any]:
         slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None

@@ -25,6 +25,7 @@ class ServerSettings:
         str, ...
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
     canonicalise: bool = True  # leave out known noise at the head of system text
+    cache_text: bool = False  # whether the cache API shows words of what is kept
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
     state_dir: str | None = None  # where responses are kept; None: in memory only
 

@@ -61,12 +61,14 @@ class Status:
             "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
         }
         engine: dict[str, Any] = {}
+        counters: dict[str, tuple[str, float]] = {}
         if name is not None or pool.catalog.find(None) is not None:
             supervisor = pool.find(name).supervisor
             with contextlib.suppress(EngineStopped):  # it may be put to sleep just now
                 engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
             gauges |= _engine_gauges(supervisor)
-        return Response(self._service.metrics.render(engine, gauges), media_type=CONTENT_TYPE)
+            counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
+        return Response(self._service.metrics.render(engine, gauges, counters), media_type=CONTENT_TYPE)
 
 
 def _condition(supervisor: Supervisor) -> dict[str, Any]:
@@ -84,6 +86,5 @@ def _engine_gauges(supervisor: Supervisor) -> dict[str, tuple[str, float]]:
     return {
         "llamacpp:requests_processing": ("Requests being read or written", float(load.n_running if load else 0)),
         "llamacpp:requests_deferred": ("Requests waiting for a slot", float(load.n_queued if load else 0)),
-        "everwarm_engine_restarts": ("Times the engine was started again", float(supervisor.n_restarts)),
         "everwarm_engine_ready": ("1 if the engine is ready", float(supervisor.is_ready)),
     }

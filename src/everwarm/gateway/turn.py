@@ -52,7 +52,7 @@ async def hear(service: Service, request: Request, body: ChatBody) -> AsyncGener
             yield Loading(lease.served.id, fraction)
         asked = await service.chat_submits(request, body, lease.served)
         reader = asked.reader()
-        async for event in events(lease.served.supervisor, asked.submits[:1]):
+        async for event in events(lease.served.supervisor, asked.submits[:1], asked.follow):
             match event.message:
                 case m.Piece() as piece:
                     for said in reader.read(piece.text):
@@ -70,7 +70,7 @@ async def hear_out(service: Service, request: Request, body: ChatBody) -> Whole:
     """The first choice's reply, when it is written."""
     async with service.borrowed(body.model) as served:
         asked = await service.chat_submits(request, body, served)
-        (choice,) = await collect(events(served.supervisor, asked.submits[:1]), 1)
+        (choice,) = await collect(events(served.supervisor, asked.submits[:1], asked.follow), 1)
     service.metrics.finished(choice.done)
     reader = asked.reader()
     message = reader.message(choice.text)

@@ -38,6 +38,7 @@ class Context(Sequences):
     def __init__(self, model: Model, options: ContextOptions) -> None:
         super().__init__(model, options)
         self.place: Place = heap  # where captured states and segments go
+        self.n_decodes = self.n_fed = 0  # since the start: calls, and sequences in all of them
         self._batch = BatchArrays(self.n_batch)
         self._rows: list[int] = []
         self._views: dict[int, Logits] = {}
@@ -58,6 +59,7 @@ class Context(Sequences):
                 self.drop(feed.seq)
             raise DecodeFailed(f"libllama could not decode {n} tokens (code {code}): {self._lib.last_words()}")
         self._rows = rows
+        self.n_decodes, self.n_fed = self.n_decodes + 1, self.n_fed + len(feeds)
         alone = len(feeds) == 1
         for feed in feeds:
             self._advance(feed, alone)

@@ -32,7 +32,7 @@ log = logging.getLogger("everwarm.router")
 PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
 MAX_DEATHS = 5
 
-Question = m.Tokenize | m.Count | m.Detokenize | m.AskSlots | m.AskStats | m.SlotAction
+Question = m.Question
 
 
 @dataclass(frozen=True, slots=True)

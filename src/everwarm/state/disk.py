@@ -28,16 +28,7 @@ from everwarm.state import policy
 from everwarm.state.files import TEMPORARY, Files
 from everwarm.state.index import INDEX, Index, Kept
 from everwarm.state.lineage import keys
-from everwarm.state.object import (
-    SUFFIX,
-    Damaged,
-    Header,
-    Reader,
-    Unreadable,
-    encode,
-    file_size,
-    name_of,
-)
+from everwarm.state.object import SUFFIX, Damaged, Header, Reader, Unreadable, encode, file_size, name_of
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.disk")
@@ -74,7 +65,7 @@ class Disk:
         self.counts = DiskCounts()
         self.degraded: str | None = None  # why, while it is
         self._space_share = space_share  # of the budget, for each space at most
-        self._write_budget = write_budget  # bytes per day; 0: any number
+        self.write_budget = write_budget  # bytes per day; 0: any number
         self._written_today = (0.0, 0)
         self._files = files or Files()
         self._lock = threading.RLock()
@@ -111,6 +102,12 @@ class Disk:
         """Everything that need not be written again."""
         with self._lock:
             return frozenset(name for name in self._kept if self._is_whole(name))
+
+    @property
+    def n_written_today(self) -> int:
+        """Bytes; a day begins with its first one."""
+        since, written = self._written_today
+        return written if 0 <= time.time() - since <= _DAY_S else 0
 
     def objects(self) -> list[Kept]:
         with self._lock:
@@ -273,17 +270,17 @@ class Disk:
     def _note_written(self, size: int) -> None:
         since, written = self._written_today
         self._written_today = (since, written + size)
-        if self._write_budget:  # a day is a day, however often somebody starts anew
+        if self.write_budget:  # a day is a day, however often somebody starts anew
             with self._indexing():
                 self._index.note_written(*self._written_today)
 
     def _may_write(self, size: int) -> bool:
-        if not self._write_budget:
+        if not self.write_budget:
             return True
         since, written = self._written_today
         if not 0 <= time.time() - since <= _DAY_S:
             self._written_today = since, written = time.time(), 0
-        return written + size <= self._write_budget
+        return written + size <= self.write_budget
 
     def _evict(self, spare: frozenset[str]) -> None:
         """Within the budget again: KV that no state needs goes first, then the states that save least. A space that has

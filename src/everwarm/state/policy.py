@@ -118,18 +118,19 @@ class Kept:
 
     n_items: int
     kind: CutKind
+    pinned: bool = False
 
 
 def thin(path: Sequence[Kept], max_checkpoints: int) -> list[int]:
     """Which checkpoints of a path (ascending) to give up so that ``max_checkpoints`` remain; as ``n_items``.
 
     The one whose loss hurts least goes first: a small hole far from the end. What remains is spaced geometrically with
-    the distance from the end. Evenly spaced ones go before role boundaries, and the newest two stay.
+    the distance from the end. Evenly spaced ones go before role boundaries, pinned ones last, and the newest two stay.
     """
     kept, given_up = list(path), []
     while len(kept) > max(1, max_checkpoints):
         candidates = range(len(kept) - min(2, len(kept) - 1))
-        worst = min(candidates, key=lambda i: (_RANK[kept[i].kind], _hurt(kept, i)))
+        worst = min(candidates, key=lambda i: (kept[i].pinned, _RANK[kept[i].kind], _hurt(kept, i)))
         given_up.append(kept.pop(worst).n_items)
     return given_up
 
@@ -167,6 +168,7 @@ class Entry:
     is_ahead: bool = False  # read before anybody asked, and nobody has
     above: int | None = None  # the entry it would be read again from
     kv_bytes: int = 0  # what goes with it if nothing below it needs it
+    pinned: bool = False  # somebody wants it to stay: it goes when nothing else can
 
 
 def score(entry: Entry) -> float:
@@ -195,7 +197,7 @@ def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
     return chosen
 
 
-_Rank = tuple[bool, bool, bool, float, float, int]
+_Rank = tuple[bool, bool, bool, bool, float, float, int]
 
 
 class _Lot:
@@ -217,8 +219,9 @@ class _Lot:
         return replace(entry, size_bytes=entry.size_bytes + entry.kv_bytes)
 
     def _rank(self, key: int) -> _Rank:
+        """What goes first. Whatever is stranded is of no use, pinned or not."""
         entry = self._now(key)
-        return not entry.stranded, not entry.is_ahead, entry.protected, score(entry), -entry.age_s, key
+        return not entry.stranded, entry.pinned, not entry.is_ahead, entry.protected, score(entry), -entry.age_s, key
 
     def pop(self) -> Entry | None:
         while self._heap:

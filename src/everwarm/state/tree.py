@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.census import Census, check_tree, new_id
 from everwarm.state.forgotten import Forgotten
 from everwarm.state.history import Chunks
 from everwarm.state.policy import CutKind
@@ -84,6 +85,9 @@ class Node:
     holders: int = 0  # slots that stand here: must not be pruned
     evicted: bool = False  # something of it was given up for want of room
     ram_bytes: int = 0  # of a root: what everything below it weighs
+    id: int = field(default_factory=new_id)  # never another node's, nor one of an earlier engine
+    is_pinned: bool = False  # somebody wants it to stay
+    n_pinned: int = 0  # pinned ones at or below it
 
     @property
     def start(self) -> int:
@@ -136,8 +140,10 @@ class Tree:
         self.ram_bytes = 0
         self.forgotten = Forgotten()
         self.watcher: Watcher | None = None
+        self.census: Census[Node] = Census()
 
-    def _add_bytes(self, node: Node, n_bytes: int) -> None:
+    def _add_bytes(self, node: Node, n_bytes: int, *, n_states: int = 0, n_segments: int = 0) -> None:
+        self.census.changed(n_states, n_segments)
         self.ram_bytes += n_bytes
         node.root().ram_bytes += n_bytes
 
@@ -145,10 +151,14 @@ class Tree:
         """One for each namespace."""
         return list(self._roots.values())
 
+    def namespaces(self) -> dict[str, Node]:
+        return dict(self._roots)
+
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(Prompt.of_tokens([]), 0, START, None)
+            self.census.came(root)
         return root
 
     def namespace(self, node: Node) -> str:
@@ -187,6 +197,7 @@ class Tree:
             if child is None:
                 child = Node(prompt, n_items, prompt.mark(n_items), node)
                 node.children[key] = child
+                self.census.came(child)
                 return child
             n_agree = min(int(prompt.common_prefix(child.path, node.n_items)), n_items)
             node = child if n_agree >= child.n_items else self._split(child, n_agree)
@@ -203,19 +214,20 @@ class Tree:
         if node.segment is not None:
             upper.segment = node.segment
             node.segment.n_users += 1
+        self.census.came(upper)
         return upper
 
     def set_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         assert node.parent is not None and node.checkpoint is None
         node.checkpoint, node.evicted = checkpoint, False
-        self._add_bytes(node, checkpoint.size_bytes)
+        self._add_bytes(node, checkpoint.size_bytes, n_states=checkpoint.state is not None)
         self._tell_of_state(node)
 
     def set_state(self, node: Node, state: Blob) -> None:
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.state is None
         checkpoint.state = state
-        self._add_bytes(node, state.nbytes)
+        self._add_bytes(node, state.nbytes, n_states=1)
         self._tell_of_state(node)
 
     def _tell_of_state(self, node: Node) -> None:
@@ -236,7 +248,7 @@ class Tree:
         checkpoint = node.checkpoint
         assert checkpoint is not None
         node.checkpoint = None
-        self._add_bytes(node, -checkpoint.size_bytes)
+        self._add_bytes(node, -checkpoint.size_bytes, n_states=-(checkpoint.state is not None))
         self._prune(node)
         return checkpoint
 
@@ -244,7 +256,7 @@ class Tree:
         """Forget the RAM copy only."""
         checkpoint = node.checkpoint
         assert checkpoint is not None
-        self._add_bytes(node, -checkpoint.size_bytes)
+        self._add_bytes(node, -checkpoint.size_bytes, n_states=-(checkpoint.state is not None))
         checkpoint.state = checkpoint.logits = None
 
     def set_segment(self, node: Node, segment: Segment) -> None:
@@ -254,7 +266,7 @@ class Tree:
         self._let_go(node)
         node.segment = segment
         segment.n_users = 1
-        self._add_bytes(node, segment.blob.nbytes)
+        self._add_bytes(node, segment.blob.nbytes, n_segments=1)
         self._tell_of_segment(node)
 
     def lay_segment(self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int) -> None:
@@ -266,7 +278,7 @@ class Tree:
             node.segment = segment
         segment.n_users = len(users)
         if users:
-            self._add_bytes(end, segment.blob.nbytes)
+            self._add_bytes(end, segment.blob.nbytes, n_segments=1)
             self._tell_of_segment(users[-1])
 
     def drop_segment(self, node: Node) -> None:
@@ -279,7 +291,7 @@ class Tree:
         if segment is not None:
             segment.n_users -= 1
             if segment.n_users == 0:
-                self._add_bytes(node, -segment.blob.nbytes)
+                self._add_bytes(node, -segment.blob.nbytes, n_segments=-1)
 
     @contextlib.contextmanager
     def pinned(self, node: Node) -> Iterator[None]:
@@ -312,8 +324,10 @@ class Tree:
             if node is end:
                 self._note_forgotten(node)
             del parent.children[key]
+            self.census.went(node)
             node = parent
         if node.parent is None and _is_bare(node):
+            self.census.went(node)
             self._roots = {name: root for name, root in self._roots.items() if root is not node}
 
     def _note_forgotten(self, end: Node) -> None:
@@ -325,20 +339,7 @@ class Tree:
     # self-check
 
     def check(self) -> None:
-        users: dict[int, tuple[Segment, int]] = {}
-        n_bytes = 0
-        for node in self.nodes():
-            _check_node(node)
-            if node.checkpoint is not None:
-                n_bytes += node.checkpoint.size_bytes
-            if node.segment is not None:
-                seen = users.get(id(node.segment), (node.segment, 0))[1]
-                users[id(node.segment)] = (node.segment, seen + 1)
-        for segment, n_users in users.values():
-            assert segment.n_users == n_users
-            n_bytes += segment.blob.nbytes
-        assert self.ram_bytes == sum(root.ram_bytes for root in self.roots())
-        assert n_bytes == self.ram_bytes, f"the ledger says {self.ram_bytes} bytes, the parts weigh {n_bytes}"
+        check_tree(self.nodes(), self.ram_bytes, self.census, _key)
 
 
 def _walk(root: Node, prompt: Prompt) -> Iterator[tuple[Node, int]]:
@@ -372,17 +373,3 @@ def _key(prompt: Prompt, index: int) -> int | bytes:
     """What tells siblings apart: the item itself, for media its digest."""
     code: int = prompt.codes.item(index)
     return code if code >= 0 else prompt.media[index].digest
-
-
-def _check_node(node: Node) -> None:
-    assert node.pins >= 0 and node.holders >= 0
-    for key, child in node.children.items():
-        assert child.parent is node and child.n_items > node.n_items
-        assert key == _key(child.path, node.n_items)
-        assert int(child.path.common_prefix(node.path)) >= node.n_items, "a child leaves its parent's lineage"
-    assert node.mark == node.path.mark(node.n_items)
-    if node.parent is None:
-        assert node.checkpoint is None and node.segment is None
-    if node.segment is not None:
-        above = node.parent.mark if node.parent else START
-        assert node.segment.start <= above and node.mark <= node.segment.stop

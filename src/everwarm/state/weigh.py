@@ -40,7 +40,7 @@ def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
         if node.segment is not None and (useless or last):
             size = node.segment.blob.nbytes if node.segment.n_users == 1 else 0
             seconds = (node.n_items - node.start) * scales.seconds_per_token
-            entries.append(Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=useless))
+            entries.append(Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=useless, pinned=node.n_pinned > 0))
     return entries
 
 
@@ -105,6 +105,7 @@ def _state_entry(
         stranded=not has_kv,
         protected=age_s < PROTECTED_S and (is_end or len(node.children) > 1),
         is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
+        pinned=node.n_pinned > 0,
         above=leans[0],
         kv_bytes=leans[1],
     )

@@ -1,0 +1,119 @@
+"""Forgetting what somebody wants forgotten: a node with everything below it, in RAM, on the device and on disk.
+
+The tree's part runs on the loop's thread; the disk's on the disk's own, after everything that is still on its way there.
+What is being read or written just now stays where it is, and is kept anew when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from everwarm.engine.archive import Archive
+from everwarm.engine.core import Core
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.index import Kept
+from everwarm.state.lineage import keys, root_key
+from everwarm.state.tree import Node
+from everwarm.types import SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """How many states and segments, and their bytes."""
+
+    n_objects: int = 0
+    n_bytes: int = 0
+
+    def __add__(self, other: Dropped) -> Dropped:
+        return Dropped(self.n_objects + other.n_objects, self.n_bytes + other.n_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineages:
+    """What is to be forgotten on disk: everything on the way of these prompts beyond so many items."""
+
+    namespace: str
+    prompts: tuple[Prompt, ...]
+    beyond: int
+
+
+def lineages(core: Core, node: Node) -> Lineages:
+    ends = [n for n in node.below() if not n.children]
+    return Lineages(core.tree.namespace(node), tuple(n.path.first(n.n_items) for n in ends), node.start)
+
+
+def drop(core: Core, node: Node) -> Dropped:
+    """Out of the tree, with everything below it."""
+    doomed = list(node.below())
+    inside = {id(n) for n in doomed}
+    n_before = core.tree.ram_bytes
+    _leave(core, node, inside)
+    n_objects = 0
+    for n in reversed(doomed):  # children first: whoever has none and keeps nothing is pruned
+        if n.checkpoint is not None:
+            core.tree.drop_checkpoint(n)
+            core.keeper.counts.dropped("asked for")
+            n_objects += 1
+        if n.segment is not None:
+            core.tree.drop_segment(n)
+            n_objects += 1
+    return Dropped(n_objects, n_before - core.tree.ram_bytes)
+
+
+def _leave(core: Core, node: Node, inside: set[int]) -> None:
+    """No idle sequence stands at or below the node; the KV that those above it need is in RAM before."""
+    keeper = core.keeper
+    for spare, end in keeper.spares.items():
+        if end is not None and id(end) in inside and end.checkpoint is not None:
+            _save_above(core, spare, node)
+            end.checkpoint.parked = None
+            core.context.drop(spare)
+            keeper.spares[spare] = None
+    for slot in core.slots:
+        if slot.is_idle and id(slot.node) in inside and slot.n_fed:
+            _save_above(core, slot.seq, node)
+            core.context.drop(slot.seq)
+            keeper.seat(slot, slot.node.root())
+            slot.clear()
+            slot.content = Prompt.of_tokens([])
+
+
+def _save_above(core: Core, seq: SeqId, node: Node) -> None:
+    if node.parent is not None:
+        core.keeper.save_kv(seq, node.parent)
+
+
+# the disk, on its own thread
+
+
+def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
+    disk = archive.disk
+    if disk is None:
+        return Dropped()
+    named: set[str] = set()
+    for prompt in doomed.prompts:
+        lengths = {kept.n_items for kept in disk.objects() if doomed.beyond < kept.n_items <= len(prompt)}
+        named |= set(keys(root_key(archive.fingerprint, doomed.namespace), prompt, lengths).values())
+    states = [kept for kept in disk.objects() if kept.kind == "state" and kept.key in named]
+    _remove(archive, states)
+    kept_still = disk.objects()
+    needed = {name for kept in kept_still for name in kept.needs}
+    freed = {name for kept in states for name in kept.needs} - needed
+    return _weight(states) + _remove(archive, [kept for kept in kept_still if kept.name in freed])
+
+
+def drop_all_on_disk(archive: Archive) -> Dropped:
+    return Dropped() if archive.disk is None else _remove(archive, archive.disk.objects())
+
+
+def _remove(archive: Archive, objects: Sequence[Kept]) -> Dropped:
+    for kept in objects:
+        if archive.disk is not None:
+            archive.disk.drop(kept.name)
+    return _weight(objects)
+
+
+def _weight(objects: Iterable[Kept]) -> Dropped:
+    sizes = [kept.size for kept in objects]
+    return Dropped(len(sizes), sum(sizes))

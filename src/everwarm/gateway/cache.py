@@ -1,0 +1,146 @@
+"""The cache API: what is kept, where, of which conversations; what the last requests cost; and orders to pin or forget.
+
+Looking never loads a model: one that is not running says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from everwarm.engine import messages as m
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
+from everwarm.gateway import cacheshapes
+from everwarm.gateway.guard import error_body
+from everwarm.gateway.recent import MOST_KEPT
+from everwarm.gateway.replies import EventStream, json_response
+from everwarm.gateway.service import Service
+from everwarm.gateway.watch import Hub, Watcher, frame
+from everwarm.router.pool import Standing
+from everwarm.router.supervisor import State, Supervisor
+
+Json = dict[str, Any]
+
+MAX_PAGE = 1000
+_NUMBER = re.compile(r"[0-9]{1,16}")  # exact in JavaScript
+_NAMESPACE = re.compile(r"[0-9a-f]{1,32}")
+
+
+def cache_routes(cache: Cache) -> list[Route]:
+    return [
+        Route("/cache", cache.overview, methods=["GET"]),
+        Route("/cache", cache.drop_all, methods=["DELETE"]),
+        Route("/cache/tree", cache.tree, methods=["GET"]),
+        Route("/cache/requests", cache.requests, methods=["GET"]),
+        Route("/cache/events", cache.events, methods=["GET"]),
+        Route("/cache/nodes/{id}", cache.drop, methods=["DELETE"]),
+        Route("/cache/nodes/{id}/pin", cache.pin, methods=["POST"]),
+        Route("/cache/nodes/{id}/unpin", cache.unpin, methods=["POST"]),
+    ]
+
+
+class Cache:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.hub = Hub(service.pool, service.recent, self._overview_of)
+
+    # looking
+
+    async def overview(self, request: Request) -> Response:
+        overview = self._overview_of(self._model(request).spec.id)
+        return json_response(await self._service.within_time(request, overview))
+
+    async def _overview_of(self, model: str) -> Json:
+        standings = self._service.pool.standings()
+        standing = next((each for each in standings if each.spec.id == model), None)
+        if standing is None:
+            raise ModelNotFound(f"there is no model {model!r} any more")
+        seen = None
+        if standing.supervisor.state is State.READY:
+            with contextlib.suppress(EngineStopped):  # it may be put to sleep just now
+                seen = await standing.supervisor.ask(m.AskCache)
+        totals, text = self._service.recent.totals(model), self._service.settings.cache_text
+        return cacheshapes.overview(standing, standings, totals, seen, text=text)
+
+    async def tree(self, request: Request) -> Response:
+        standing, query = self._model(request), request.query_params
+        after = query.get("after")
+        if after is not None and _NUMBER.fullmatch(after) is None:
+            raise BadRequest("after is not what an earlier answer gave as next; leave it out to start at the beginning")
+        namespace = query.get("namespace") or ""
+        if namespace and _NAMESPACE.fullmatch(namespace) is None:
+            raise BadRequest("namespace is not one that GET /cache/tree shows")
+        fields = {"limit": _limit(request, MAX_PAGE, MAX_PAGE), "after": None if after is None else int(after)}
+        with_words = self._service.settings.cache_text
+        asked = _running(standing).ask(m.AskTree, namespace=namespace, with_words=with_words, **fields)
+        seen = msgspec.convert(await self._service.within_time(request, asked), m.TreeSeen)
+        return json_response(cacheshapes.tree(seen, standing.spec.id, self._service.recent))
+
+    async def requests(self, request: Request) -> Response:
+        rows = self._service.recent.rows(_limit(request, 100, MOST_KEPT))
+        return json_response({"requests": [cacheshapes.request(row) for row in rows]})
+
+    async def events(self, request: Request) -> Response:
+        watcher = Watcher(self._model(request).spec.id)
+
+        def error_frame(error: EverwarmError) -> bytes:
+            return frame("error", error_body(error, request.state.request_id))
+
+        return EventStream(self.hub.frames(watcher), self.hub.watching(watcher), error_frame)
+
+    # orders
+
+    async def pin(self, request: Request) -> Response:
+        return await self._order(request, "pin", _node(request))
+
+    async def unpin(self, request: Request) -> Response:
+        return await self._order(request, "unpin", _node(request))
+
+    async def drop(self, request: Request) -> Response:
+        return await self._order(request, "drop", _node(request))
+
+    async def drop_all(self, request: Request) -> Response:
+        if request.query_params.get("model") is None and len(self._service.pool.standings()) > 1:
+            raise BadRequest("say whose: give the model as ?model=")
+        return await self._order(request, "drop", None)
+
+    async def _order(self, request: Request, action: str, node: int | None) -> Response:
+        asked = _running(self._model(request)).ask(m.CacheOrder, action=action, node=node)
+        return json_response(await self._service.within_time(request, asked))
+
+    def _model(self, request: Request) -> Standing:
+        """The one that is named, or the only one, or the first that is loaded."""
+        pool, name = self._service.pool, request.query_params.get("model")
+        standings = pool.standings()
+        if name is None and pool.catalog.find(None) is None:
+            name = next((each.spec.id for each in standings if each.supervisor.is_running), None)
+        wanted = pool.find(name).id
+        return next(each for each in standings if each.spec.id == wanted)
+
+
+def _running(standing: Standing) -> Supervisor:
+    if standing.supervisor.state is not State.READY:
+        raise EngineStopped(f"{standing.spec.id} is not loaded, so nothing of what it keeps can be seen or changed now")
+    return standing.supervisor
+
+
+def _limit(request: Request, usual: int, most: int) -> int:
+    given = request.query_params.get("limit")
+    if given is None:
+        return usual
+    if not re.fullmatch(r"[0-9]{1,6}", given) or not 1 <= int(given) <= most:
+        raise BadRequest(f"limit is {given[:20]!r}; give 1 to {most}")
+    return int(given)
+
+
+def _node(request: Request) -> int:
+    given = request.path_params["id"]
+    if _NUMBER.fullmatch(given) is None:
+        raise BadRequest("the node in the path is not a number; GET /cache/tree lists those there are")
+    return int(given)

@@ -1,0 +1,54 @@
+"""Asking a running server for JSON, for the command line. Knows HTTP; knows nothing of what the answers mean."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from everwarm.errors import BadRequest, EverwarmError
+
+TIMEOUT_S = 10.0
+MAX_ANSWER = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    url: str
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadRequest(f"{self.url[:200]!r} is not a server's address; give one like http://127.0.0.1:8080")
+
+    def get(self, path: str, **query: str | int | None) -> Any:
+        """The answer, or what went wrong in the server's own words."""
+        where = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+        said = "&".join(f"{name}={quote(str(value))}" for name, value in query.items() if value is not None)
+        base = where.path.rstrip("/").removesuffix("/v1")
+        connection = kind(where.netloc, timeout=TIMEOUT_S)
+        try:
+            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+            connection.request("GET", f"{base}{path}{'?' * bool(said)}{said}", headers=headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read(MAX_ANSWER))
+        except (OSError, http.client.HTTPException) as error:
+            raise EverwarmError(f"no answer from {self.url}: {error}") from None
+        except ValueError:
+            raise EverwarmError(f"{self.url} answers, but not like an Everwarm server") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise EverwarmError(_message(answer, response.status))
+        return answer
+
+
+def _message(answer: Any, status: int) -> str:
+    try:
+        return str(answer["error"]["message"])
+    except (KeyError, TypeError):
+        return f"the server answered {status}"

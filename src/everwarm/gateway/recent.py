@@ -1,0 +1,191 @@
+"""The last requests, with where their time went, and what all of them together saved. In memory only; bounded.
+
+Told by ``generate`` what the engine says to each choice of a request; tells whoever watches. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from everwarm.engine import messages as m
+
+MOST_KEPT = 512
+TOLD_EVERY_S = 0.25
+
+Status = Literal["running", "done", "failed", "cancelled"]
+Json = dict[str, Any]
+
+_SO_FAR = ("queue", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asked for what."""
+
+    id: str
+    model: str
+    path: str
+    stream: bool
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One choice of a request. Clock times are the gateway's until the engine has said its own."""
+
+    id: str
+    caller: Caller
+    at: float = field(default_factory=time.time)
+    number: int | None = None  # the engine's, while it runs
+    status: Status = "running"
+    error: str | None = None
+    done: m.Done | None = None
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_read: int = 0
+    n_reply: int = 0
+    slot: int | None = None
+    asked_at: float = field(default_factory=time.monotonic)
+    began_at: float | None = None
+    first_at: float | None = None
+
+    def hear(self, message: m.ToGateway) -> None:
+        match message:
+            case m.Begun(id=id, n_prompt=n_prompt, n_cached=n_cached, slot=slot):
+                self.number, self.n_prompt, self.n_cached, self.slot = id, n_prompt, n_cached, slot
+                self.began_at = time.monotonic()
+            case m.PromptRead(n_read=n_read):
+                self.n_read = n_read - self.n_cached
+            case m.Piece(tokens=tokens):
+                self.first_at = self.first_at or time.monotonic()
+                self.n_read = self.n_prompt - self.n_cached
+                self.n_reply += len(tokens)
+            case m.Done() as done:
+                self.status, self.done, self.slot = _status(done), done, done.slot
+                self.n_prompt, self.n_cached, self.n_reply = done.n_prompt, done.n_cached, done.n_reply
+                self.n_read = done.n_prompt - done.n_cached
+            case m.Failed(message=text):
+                self.status, self.error = "failed", text
+
+    def phases(self) -> list[tuple[str, float]]:
+        """Where the time went, in seconds. Until the engine tells them apart, restoring is part of the queue."""
+        done = self.done
+        if done is not None:
+            parts = done.queue_s, done.restore_s, done.prefill_s, done.decode_s
+            return list(zip(("queue", "restore", "prefill", "decode"), parts, strict=True))
+        now = time.monotonic()
+        marks = [self.asked_at, *(at for at in (self.began_at, self.first_at) if at is not None), now]
+        return [(name, stop - start) for name, start, stop in zip(_SO_FAR, marks, marks[1:], strict=False)]
+
+    def first_s(self) -> float | None:
+        """From the asking to the first token."""
+        if self.done is not None:
+            return self.done.queue_s + self.done.restore_s + self.done.prefill_s
+        return None if self.first_at is None else self.first_at - self.asked_at
+
+
+def _status(done: m.Done) -> Status:
+    return "cancelled" if done.finish == "cancelled" else "done"
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the requests of one model came to, since the server started."""
+
+    n_requests: int = 0
+    n_prompt: int = 0
+    n_reused: int = 0
+    n_avoidable: int = 0
+    n_written: int = 0
+    restore_s: float = 0.0
+
+    def add(self, done: m.Done) -> None:
+        self.n_requests += 1
+        self.n_prompt += done.n_prompt
+        self.n_reused += done.n_cached
+        self.n_avoidable += max(0, done.n_shared - done.n_cached)
+        self.n_written += done.n_reply
+        self.restore_s += done.restore_s
+
+    def seconds_saved(self, seconds_per_token: float | None) -> float:
+        """What reading the reused tokens would have taken, less what restoring took; 0 until reading was measured."""
+        return max(0.0, self.n_reused * (seconds_per_token or 0.0) - self.restore_s)
+
+
+class Recent:
+    def __init__(self) -> None:
+        self._rows: deque[Row] = deque(maxlen=MOST_KEPT)
+        self._totals: dict[str, Totals] = {}
+        self.tell: Callable[[Row], None] | None = None  # whoever watches; None: nobody does
+
+    def rows(self, limit: int) -> Iterator[Row]:
+        """The newest first."""
+        newest = reversed(self._rows)
+        return (row for row, _ in zip(newest, range(limit), strict=False))
+
+    def totals(self, model: str) -> Totals:
+        return self._totals.setdefault(model, Totals())
+
+    def running(self, model: str, number: int) -> str | None:
+        """The id of the request that an engine knows by a number."""
+        found = (row.id for row in self._rows if row.number == number and row.caller.model == model)
+        return next(found, None)
+
+    def follow(self, caller: Caller) -> Follow:
+        return Follow(self, caller)
+
+    def begin(self, caller: Caller, index: int) -> Row:
+        row = Row(caller.id if index == 0 else f"{caller.id}-{index}", caller)
+        self._rows.append(row)
+        return row
+
+    def end(self, row: Row) -> None:
+        row.number = None
+        if row.status == "running":
+            row.status = "cancelled"
+        if row.done is not None:
+            self.totals(row.caller.model).add(row.done)
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """What happens to the choices of one request is written down, and told to whoever watches."""
+
+    recent: Recent
+    caller: Caller
+
+    def choice(self, index: int) -> Followed:
+        return Followed(self.recent, self.recent.begin(self.caller, index))
+
+
+@dataclass(slots=True)
+class Followed:
+    recent: Recent
+    row: Row
+    _told_at: float = 0.0
+    _wants_progress: bool = True
+
+    def submit(self, submit: Json) -> Json:
+        """The same, but its progress is told if somebody watches."""
+        self._wants_progress = bool(submit.get("wants_progress"))
+        self._tell()
+        return submit if self.recent.tell is None else submit | {"wants_progress": True}
+
+    def is_for_caller(self, message: m.ToGateway) -> bool:
+        """Write a message down. Progress that the caller did not ask for is only for those who watch."""
+        self.row.hear(message)
+        if isinstance(message, m.Begun) or time.monotonic() - self._told_at >= TOLD_EVERY_S:
+            self._tell()
+        return self._wants_progress or not isinstance(message, m.PromptRead)
+
+    def end(self) -> None:
+        self.recent.end(self.row)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.recent.tell is not None:
+            self._told_at = time.monotonic()
+            self.recent.tell(self.row)
