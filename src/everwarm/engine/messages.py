@@ -65,6 +65,8 @@ class Submit(Message, frozen=True, tag=True):
     wants_progress: bool = False
     marker: str = ""
     pictures: tuple[Picture, ...] = ()
+    stables: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
 
 
 class Cancel(Message, frozen=True, tag=True):
