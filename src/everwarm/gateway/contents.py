@@ -47,7 +47,7 @@ def _with_object(call: Any) -> Any:
 
 
 def is_breakpoint(said: Any) -> bool:
-    return isinstance(said, dict) and any(said.get(key) for key in BREAKPOINT_KEYS)
+    return _has_keys(said) and any(said.get(key) for key in BREAKPOINT_KEYS)
 
 
 def breakpoint_in(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def breakpoints_of_messages(messages: Sequence[Message]) -> list[tuple[int, int 
         content = message.get("content")
         if isinstance(content, list):
             found += [(i, n) for n, part in enumerate(content, start=1) if is_breakpoint(part)]
-        if any(message.get(key) for key in BREAKPOINT_KEYS):
+        if is_breakpoint(message):
             found.append((i, None))
     return found
 
@@ -97,7 +97,7 @@ def with_text_at(message: Message, n_parts: int | None, text: str) -> Message:
 
 
 def _has_keys(said: Any) -> bool:
-    return isinstance(said, Mapping) and any(key in said for key in BREAKPOINT_KEYS)
+    return isinstance(said, dict) and ("cache_control" in said or "prompt_cache_breakpoint" in said)
 
 
 def _plain(said: Any) -> Any:

@@ -94,20 +94,27 @@ def stable_points(
     only what asks for a reply: what agrees up to there is said to agree exactly up to there."""
     quote = Quote.of(layout, messages)
     likely = likely_next(messages, with_tools=with_tools)
-    shared = [_shared(layout, messages, quote, turn, render) for turn in likely]
+    shared = list(_shared(layout, messages, quote, likely, render))
     if all(n is None for n in shared):
-        shared = [_shared(layout, messages, quote, Next((_reply(),)), render)]
+        shared = list(_shared(layout, messages, quote, [Next((_reply(),))], render))
     return tuple(sorted({min(n, end) for n in shared if n}))
 
 
-def _shared(layout: Layout, messages: Sequence[Message], quote: Quote | None, turn: Next, render: Render) -> int | None:
-    if quote is not None:
-        text = render(turn.after(quote.messages))
-        found = None if text is None else quote.shared_with(text)
-        if found is not None:
-            return found
-    text = render(turn.after(messages))
-    return None if text is None else common_prefix(layout.text, text)
+def _shared(
+    layout: Layout, messages: Sequence[Message], quote: Quote | None, likely: Sequence[Next], render: Render
+) -> Iterator[int | None]:
+    """How far each of the next turns agrees with this text; None: it is refused."""
+    is_faithful = False
+    for turn in likely:
+        found = None if quote is None else quote.shared_with(render(turn.after(quote.messages)))
+        if quote is not None and found is not None and found < quote.end and not is_faithful:
+            is_faithful = quote.is_faithful(render)
+            if not is_faithful:
+                quote = found = None
+        if found is None:
+            text = render(turn.after(messages))
+            found = None if text is None else common_prefix(layout.text, text)
+        yield found
 
 
 def after_reply(messages: Sequence[Message], reply: Message, render: Render) -> str | None:
@@ -132,14 +139,15 @@ class Quote:
     """A conversation with turns left out that are like others, and the text they would have by the whole one's layout.
 
     What a template does to a message depends on what kind it is and where it is, hardly on its words. So of every kind of
-    turn the first is kept, where a change would show first, and the last ones. Where that is not enough to be sure, nothing
-    is found, and the whole has to be rendered.
+    turn the first is kept, where a change would show first, and the last ones. Where a quote is not rendered like the
+    whole, or a change may have begun in what it leaves out, it says nothing, and the whole has to be rendered.
     """
 
     messages: list[Message]
     text: str
     offsets: list[int]  # where its pieces begin
     places: list[int]  # where these are in the whole text
+    end: int  # of the last message, in the whole text
     bridges: frozenset[
         int
     ]  # pieces before which something was left out; the first one is what comes before all messages
@@ -163,10 +171,18 @@ class Quote:
         pieces.append((layout.end, len(layout.text)))
         offsets = [0, *itertools.accumulate(stop - start for start, stop in pieces)][:-1]
         text = "".join(layout.text[start:stop] for start, stop in pieces)
-        return cls([messages[i] for i in kept], text, offsets, [start for start, _ in pieces], frozenset(bridges))
+        places = [start for start, _ in pieces]
+        return cls([messages[i] for i in kept], text, offsets, places, layout.end, frozenset(bridges))
 
-    def shared_with(self, text: str) -> int | None:
+    def is_faithful(self, render: Render) -> bool:
+        """Whether what is quoted is rendered as in the whole, up to the end of the last message."""
+        text = render(self.messages)
+        return text is not None and common_prefix(self.text, text) >= self.offsets[-1]
+
+    def shared_with(self, text: str | None) -> int | None:
         """How far the whole text would agree with this quote's next turn; None: it cannot be told from a quote."""
+        if text is None:
+            return None
         n = common_prefix(self.text, text)
         piece = bisect.bisect_right(self.offsets, n) - 1
         return None if piece in self.bridges else self.places[piece] + n - self.offsets[piece]
@@ -175,18 +191,19 @@ class Quote:
 def _kept(messages: Sequence[Message]) -> list[int]:
     """The messages to quote: what comes before all turns, the first turn of every kind, and the last ones."""
     kinds = [_kind(message) for message in messages]
-    turns = [_varied(steps, kinds) for steps in _turns(messages)]
-    before = range(turns[0][0] if turns else len(messages))
-    return [*before, *_varied(turns, kinds)]
+    *earlier, last = _turns(messages) or [[]]
+    turns = [*(_varied(steps, kinds) for steps in earlier), _varied(last, kinds, n_last=2)]
+    before = range(turns[0][0] if turns[0] else len(messages))
+    return [*before, *_varied(turns, kinds, n_last=2)]
 
 
-def _varied(groups: list[list[int]], kinds: list[tuple[Any, ...]]) -> list[int]:
-    """Of groups of messages every kind of group once, the first one, and the last two groups."""
+def _varied(groups: list[list[int]], kinds: list[tuple[Any, ...]], n_last: int = 0) -> list[int]:
+    """Of groups of messages every kind of group once, the first one, and the last ones."""
     seen: set[tuple[Any, ...]] = set()
     kept = []
     for i, group in enumerate(groups):
         kind = tuple(kinds[at] for at in group)
-        if kind not in seen or i >= len(groups) - 2:
+        if kind not in seen or i >= len(groups) - n_last:
             kept += group
         seen.add(kind)
     return kept

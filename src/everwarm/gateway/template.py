@@ -154,7 +154,7 @@ class Template:
 class _Trace:
     """Where the output was when a loop came to a message. A template may call it, and then gets other hints, no more."""
 
-    __slots__ = ("_index", "_messages", "ends", "given", "keeps", "loops", "n_chars")
+    __slots__ = ("_index", "_messages", "ends", "given", "keeps", "loops", "pieces")
 
     def __init__(self, messages: Sequence[Message], given: Given) -> None:
         self._messages = messages
@@ -163,34 +163,35 @@ class _Trace:
         self.given = given
         self.loops: dict[int, list[tuple[int, int]]] = {}
         self.ends: dict[int, int] = {}
-        self.n_chars = 0
+        self.pieces: list[str] = []  # of the text, as far as it is written
 
     def __call__(self, loop: Any, *items: Any) -> None:
         if not items:
-            self.ends[loop] = self.n_chars
+            self.ends[loop] = len(self.pieces)
         elif (index := self._index.get(id(items[0]))) is not None:
             starts = self.loops.setdefault(loop, [])
             after = starts[-1][0] + 1 if starts else 0
             if index < after < len(self._messages) and self._messages[after] is items[0]:
                 index = after  # the same object again
-            starts.append((index, self.n_chars))
+            starts.append((index, len(self.pieces)))
 
-    def layout(self, text: str) -> Layout:
+    def layout(self) -> Layout:
         """By the loops that wrote something, if they went over the messages in order and once."""
+        text = "".join(self.pieces)
         wrote = [loop for loop, starts in self.loops.items() if self.ends.get(loop, 0) > starts[0][1]]
         starts = [start for loop in wrote for start in self.loops[loop]]
         if not starts or any(b[0] <= a[0] or b[1] < a[1] for a, b in itertools.pairwise(starts)):
             return Layout(text)
-        return Layout(text, tuple(starts), self.ends[wrote[-1]])
+        at = [0, *itertools.accumulate(map(len, self.pieces))]
+        return Layout(text, tuple((i, at[n]) for i, n in starts), at[self.ends[wrote[-1]]])
 
 
 def _written(template: jinja2.Template, values: dict[str, Any], given: Given) -> Layout:
     trace = _Trace(values["messages"], given)
-    pieces = []
+    write = trace.pieces.append
     for piece in template.root_render_func(template.new_context({**values, _TRACE: trace})):
-        trace.n_chars += len(piece)
-        pieces.append(piece)
-    return trace.layout("".join(pieces))
+        write(piece)
+    return trace.layout()
 
 
 def _compiled(kind: type[_Environment], source: str) -> jinja2.Template:
