@@ -4,8 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+LIBLLAMA_WHEEL := $(shell sed -n 's/^WHEEL = "\(.*\)"/\1/p' src/everwarm/llama/abi.py)
+LIBLLAMA_ARCHIVE := build/libllama-src/$(subst ==,-,$(LIBLLAMA_WHEEL)).tar.gz
+checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
+  { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test agents campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test agents templates campaign bench demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -41,10 +46,19 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/python -m pytest tests/structure
 
 test: $(STAMP) ## the whole suite, under ten minutes on two cores
+	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 agents: ## real agents from npm into build/agents, for the tests that run them
 	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33
+
+templates: build/templates/.fetched ## real chat templates for tests, out of the source archive of the libllama wheel
+
+build/templates/.fetched: | $(LIBLLAMA_ARCHIVE)
+	@$(call checked,$(LIBLLAMA_ARCHIVE))
+	@mkdir -p $(@D)
+	tar -xzf $(LIBLLAMA_ARCHIVE) -C $(@D) --wildcards --strip-components 5 '*/models/templates/*.jinja'
+	@touch $@
 
 campaign: $(STAMP) ## the long forms of the random tests
 	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200
@@ -57,14 +71,11 @@ demo: $(STAMP) ## the main job on the embedded model, in under a minute
 
 # CUDA unless switched off: LIBLLAMA_CMAKE comes last, and the last switch counts.
 LIBLLAMA_CMAKE ?=
-LIBLLAMA_WHEEL := $(shell sed -n 's/^WHEEL = "\(.*\)"/\1/p' src/everwarm/llama/abi.py)
-LIBLLAMA_ARCHIVE := build/libllama-src/$(subst ==,-,$(LIBLLAMA_WHEEL)).tar.gz
 libllama-cuda: $(LIBLLAMA_ARCHIVE) ## build the matching libllama and libmtmd for CUDA (see docs/gpu.md)
 	@command -v cmake >/dev/null || { echo "cmake was not found: install CMake 3.18 or newer" >&2; exit 1; }
 	@case "$(LIBLLAMA_CMAKE)" in *GGML_CUDA=OFF*) ;; *) command -v "$${CUDACXX:-nvcc}" >/dev/null || \
 	  { echo "nvcc was not found: install the CUDA toolkit and put nvcc on PATH, or its path into CUDACXX" >&2; exit 1; } ;; esac
-	@grep -qF "$$(sha256sum $< | cut -d ' ' -f 1)" requirements.lock || \
-	  { echo "$< is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
+	@$(call checked,$<)
 	tar -xzf $< -C $(<D) --strip-components 1
 	cmake -S $(<D)/thirdparty/llama.cpp -B build/libllama -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON \
 	  -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \

@@ -11,7 +11,19 @@ import time
 from everwarm import __version__
 from everwarm.llama import abi
 
-NAMES = ("loop", "throughput", "residency", "restore", "match", "look", "store", "swap", "pictures", "http")
+NAMES = (
+    "loop",
+    "throughput",
+    "residency",
+    "restore",
+    "match",
+    "look",
+    "store",
+    "swap",
+    "pictures",
+    "templates",
+    "http",
+)
 
 
 def main() -> None:

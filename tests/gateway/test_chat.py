@@ -9,6 +9,7 @@ import pytest
 
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.template import Template
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hello!"}
@@ -184,32 +185,20 @@ def test_a_template_that_wants_alternation_still_gets_its_conversation():
         "[{{ m.content }}]{% endfor %}{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
     )
     rendered = ChatTemplate(source).conversation([HELLO, HI, BYE])
-    assert rendered.text == "[Hello!][Hi!][Bye.]" and rendered.boundaries == (8, 19)
+    assert rendered.text == "[Hello!][Hi!][Bye.]" and rendered.boundaries == (8, 13, 19)
 
 
-class Counting(ChatTemplate):
-    """Counts what it renders."""
+def test_a_long_conversation_is_rendered_about_once(embedded_model, monkeypatch):
+    lengths, lay_out = [], Template.lay_out
 
-    n_renders = n_messages = 0
+    def counted(self: Template, messages: Any, *given: Any, **more: Any) -> Any:
+        lengths.append(len(messages))
+        return lay_out(self, messages, *given, **more)
 
-    def render(self, messages: Any, **more: Any) -> str:
-        self.n_renders += 1
-        self.n_messages += len(messages)
-        return super().render(messages, **more)
-
-
-def test_a_conversation_seen_before_renders_only_what_is_new(embedded_model):
-    template, messages = Counting(embedded_model.chat_template), [HELLO, HI] * 40 + [BYE]
-    template.conversation(messages)
-    before = template.n_renders
-    template.conversation([*messages, HI, BYE])
-    assert template.n_renders - before <= 4
-
-
-def test_a_long_conversation_costs_in_proportion_to_its_length(embedded_model):
-    template, messages = Counting(embedded_model.chat_template), [HELLO, HI] * 100 + [BYE]
-    template.conversation(messages)
-    assert template.n_messages <= 20 * len(messages)
+    monkeypatch.setattr(Template, "lay_out", counted)
+    messages = [HELLO, HI] * 100 + [BYE]
+    ChatTemplate(embedded_model.chat_template).conversation(messages, tools=[TOOL])
+    assert max(lengths) == len(messages) and sum(lengths) < 1.5 * len(messages)
 
 
 PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]

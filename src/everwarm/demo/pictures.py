@@ -53,7 +53,7 @@ def _show(console: Console, engine: Engine) -> None:
 def _ask(engine: Engine, text: str, picture: m.Picture) -> Result:
     assert engine.core.gallery is not None
     message = m.Submit(0, text=text, marker=_MARKER, pictures=(picture,))
-    prompt, _, _, pixels = Illustrated(engine.core.gallery, engine.tokenizer).prompt(message, text)
+    prompt, _, pixels = Illustrated(engine.core.gallery, engine.tokenizer).prompt(message, text)
     return engine.submit(prompt, GREEDY, max_tokens=8, ignore_eos=True, pictures=pixels).result()
 
 

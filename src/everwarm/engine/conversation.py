@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
 from everwarm.engine.curator import Curator
 from everwarm.engine.gallery import Pixels
+from everwarm.engine.hints import Hints
 from everwarm.engine.illustrated import Illustrated
 from everwarm.engine.look import evictions
 from everwarm.engine.loop import Loop
@@ -130,18 +132,18 @@ class Conversation:
         if message.text is not None and message.pictures:
             if self._illustrated is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, boundaries, stable, pictures = self._illustrated.prompt(message, message.text)
+            prompt, hints, pictures = self._illustrated.prompt(message, message.text)
         elif message.text is not None:
-            prompt, boundaries, stable = self._prompt_of_text(message, message.text)
+            prompt, hints = self._prompt_of_text(message, message.text)
         else:
             prompt = Prompt.of_tokens(message.tokens or [])
-            boundaries, stable = message.boundaries, message.stable
+            hints = Hints(message.boundaries, message.stable, message.stables, message.breakpoints)
         return Ask(
             prompt,
             message.sampling,
             message.max_tokens,
-            boundaries,
-            stable,
+            hints.boundaries,
+            hints.stable,
             message.namespace,
             message.use_cache,
             message.deterministic,
@@ -150,27 +152,24 @@ class Conversation:
             message.slot,
             message.session,
             pictures,
+            hints.stables,
+            hints.breakpoints,
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
         """All of the text that no continuation can change."""
         special = message.add_special
         prompt = self._tokenizer.tokenize(message.text, add_special=special)
-        n = self._tokenizer.safe_count_at(message.text, len(message.text), add_special=special)
+        n = self._tokenizer.sure_count_at(message.text, len(message.text), add_special=special)
         if n < 2:
             return None
         return Ask(prompt.first(n), max_tokens=0, namespace=message.namespace, session=message.session, ahead=True)
 
-    def _prompt_of_text(self, message: m.Submit, text: str) -> tuple[Prompt, tuple[int, ...], int | None]:
+    def _prompt_of_text(self, message: m.Submit, text: str) -> tuple[Prompt, Hints]:
         """Hints in characters become hints in tokens that no later text can change."""
-        special = message.add_special
-        prompt = self._tokenizer.tokenize(text, add_special=special)
-        boundaries = tuple(self._tokenizer.count_at(text, message.boundaries, add_special=special))
-        if message.stable is None:
-            return prompt, boundaries, None
-        if message.stable in message.boundaries:
-            return prompt, boundaries, boundaries[message.boundaries.index(message.stable)]
-        return prompt, boundaries, self._tokenizer.safe_count_at(text, message.stable, add_special=special)
+        count = partial(self._tokenizer.count_at, text, add_special=message.add_special)
+        sure = partial(self._tokenizer.sure_count_at, text, add_special=message.add_special)
+        return self._tokenizer.tokenize(text, add_special=message.add_special), Hints.counted(message, count, sure)
 
     # on the loop's thread
 

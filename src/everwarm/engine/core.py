@@ -346,6 +346,8 @@ class Core:
             stable=request.ask.stable,
             branch=known,
             media=request.ask.prompt.media,
+            stables=request.ask.stables,
+            breakpoints=request.ask.breakpoints,
         )
         needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
         slot.cuts = [cut for cut in reversed(found) if needed and cut.at > restored.n_items]

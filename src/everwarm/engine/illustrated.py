@@ -3,19 +3,19 @@ rule wants it, and every picture is one item."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 
 from everwarm.engine import messages as m
 from everwarm.engine.gallery import Gallery, Pixels
+from everwarm.engine.hints import Hints
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.prompt.tokenize import Tokenizer
-
-Hints = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Illustrated:
         self._gallery = gallery
         self._tokenizer = tokenizer
 
-    def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, Hints, int | None, dict[bytes, Pixels]]:
+    def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, Hints, dict[bytes, Pixels]]:
         """The prompt, its hints in items, and its pictures by the digest of their items."""
         runs = text.split(message.marker)
         if not message.marker or len(runs) != len(message.pictures) + 1:
@@ -43,9 +43,8 @@ class Illustrated:
         items = [self._gallery.item(pixels) for pixels in shown]
         codes, media, parts = self._laid_out(runs, items, len(message.marker), message.add_special)
         whole = Prompt(np.concatenate(codes), MappingProxyType(media))
-        boundaries = tuple(self._count_at(parts, boundary, safe=False) for boundary in message.boundaries)
-        stable = None if message.stable is None else self._stable(parts, message, boundaries)
-        return whole, boundaries, stable, {item.digest: pixels for item, pixels in zip(items, shown, strict=True)}
+        hints = Hints.counted(message, partial(self._counts_at, parts), partial(self._sure_count_at, parts))
+        return whole, hints, {item.digest: pixels for item, pixels in zip(items, shown, strict=True)}
 
     def _laid_out(
         self, runs: list[str], items: list[MediaItem], n_marker: int, add_special: bool
@@ -65,21 +64,22 @@ class Illustrated:
                 n_items += 1
         return codes, media, parts
 
-    def _stable(self, parts: list[Part], message: m.Submit, boundaries: Hints) -> int | None:
-        if message.stable is None:
-            return None
-        if message.stable in message.boundaries:
-            return boundaries[message.boundaries.index(message.stable)]
-        return self._count_at(parts, message.stable, safe=True)
+    def _counts_at(self, parts: list[Part], ats: Sequence[int]) -> list[int]:
+        """Items before characters of the whole text; inside a marker: before the picture."""
+        counts = []
+        for part, inside in (_inside(parts, at) for at in ats):
+            (count,) = self._tokenizer.count_at(part.text, (inside,), add_special=part.add_special)
+            counts.append(part.n_before + count)
+        return counts
 
-    def _count_at(self, parts: list[Part], at: int, *, safe: bool) -> int:
-        """Items before a character of the whole text; inside a marker: before the picture."""
-        part = next(part for part in reversed(parts) if part.at <= at or part is parts[0])
-        inside = min(part.lead + at - part.at, len(part.text))
-        if safe:
-            return part.n_before + self._tokenizer.safe_count_at(part.text, inside, add_special=part.add_special)
-        (count,) = self._tokenizer.count_at(part.text, (inside,), add_special=part.add_special)
-        return part.n_before + count
+    def _sure_count_at(self, parts: list[Part], at: int) -> int:
+        part, inside = _inside(parts, at)
+        return part.n_before + self._tokenizer.sure_count_at(part.text, inside, add_special=part.add_special)
+
+
+def _inside(parts: list[Part], at: int) -> tuple[Part, int]:
+    part = next(part for part in reversed(parts) if part.at <= at or part is parts[0])
+    return part, min(part.lead + at - part.at, len(part.text))
 
 
 def _placed(runs: list[str], n_marker: int) -> Iterator[tuple[int, str]]:

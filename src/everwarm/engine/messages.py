@@ -66,6 +66,8 @@ class Submit(Message, frozen=True, tag=True):
     wants_diagnostics: bool = False
     marker: str = ""
     pictures: tuple[Picture, ...] = ()
+    stables: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
 
 
 class Prewarm(Message, frozen=True, tag=True):

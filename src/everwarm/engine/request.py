@@ -27,8 +27,9 @@ _ids = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a caller wants. ``boundaries`` (message ends) and ``stable`` (what the next turn will share) are cut hints in
-    items; they change speed, never results."""
+    """What a caller wants. ``boundaries`` (message ends), ``stable`` (what the next turn will share), ``stables`` (what
+    some next turns will) and ``breakpoints`` (what the caller insists on) are cut hints in items; they change speed, never
+    results."""
 
     prompt: Prompt
     sampling: Sampling = field(default_factory=Sampling)
@@ -43,6 +44,8 @@ class Ask:
     slot: int | None = None  # wait for this very slot
     session: str | None = None  # whose conversation this is: slots of a session that is active are given up last
     pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
+    stables: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
     ahead: bool = False  # nobody asked for it yet: see ``prewarm``
 
     def __post_init__(self) -> None:
@@ -52,7 +55,12 @@ class Ask:
             self.n_probs is None or 0 <= self.n_probs <= MAX_PROBS, f"n_probs is {self.n_probs}; give 0 to {MAX_PROBS}"
         )
         n = len(self.prompt)
-        for hint in (*self.boundaries, *(() if self.stable is None else (self.stable,))):
+        for hint in (
+            *self.boundaries,
+            *self.stables,
+            *self.breakpoints,
+            *(() if self.stable is None else (self.stable,)),
+        ):
             if not 0 <= hint <= n:
                 raise BadRequest(f"a cut hint is at {hint}; the prompt has {n} items")
 

@@ -1,216 +1,124 @@
-"""Chat messages to prompt text with a model's own Jinja template, and where that text may be cut.
+"""Chat messages to prompt text with a model's own template, and where that text should be cut.
 
-The template comes with the model file, so it is untrusted: it runs in Jinja's sandbox on a copy of the messages. Knows
-text; knows no tokens.
+Hints are a function of the template, what it is given and, where it shows the time, the time. Knows text; knows no tokens.
 """
 
 from __future__ import annotations
 
-import copy
-import datetime
-import functools
-import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import Any
 
 from everwarm.errors import BadRequest
+from everwarm.gateway import breakpoints, stable
+from everwarm.gateway.contents import Message, tools_without_breakpoints, without_breakpoints
+from everwarm.gateway.template import Given, Layout, Template
+from everwarm.state.policy import MAX_BREAKPOINTS
 
-Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 
-_MAX_REMEMBERED = 4096
-_PROBE = "a8f3c1"
-_N_RENDERED = 8
-_NEXT_TURN = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
+_N_ENDS = 4  # messages whose ends are searched for where a template does not say where they are
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt's text. ``boundaries`` are ends of messages and ``stable`` the end of what the next turn will share, in
-    characters."""
+    """A prompt's text and its cut hints, in characters. ``boundaries`` are ends of messages, ``stables`` where likely next
+    turns part from this one, ``stable`` what all of them share, ``breakpoints`` what the client marked."""
 
     text: str
     boundaries: tuple[int, ...]
     stable: int | None
+    stables: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
 
 
 class ChatTemplate:
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
         self.source = source
-        self._globals = {"bos_token": bos, "eos_token": eos}
-        self._ends: OrderedDict[str, int] = OrderedDict()
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise BadRequest(f"the chat template cannot be read: {error}") from None
+        self._template = Template(source, bos=bos, eos=eos)
 
     def render(
         self,
         messages: Sequence[Message],
         /,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
         """The text for these messages; what the template raises is the caller's mistake."""
-        try:
-            values = {
-                **self._globals,
-                **kwargs,
-                "messages": [self._as_wanted(message) for message in copy.deepcopy(list(messages))],
-                "tools": copy.deepcopy(tools),
-            }
-            return self._template.render(values, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # noqa: BLE001 - whatever a template does wrong, it is not the server's accident
-            raise BadRequest(f"the chat template refused the messages: {error or type(error).__name__}") from None
-
-    def _as_wanted(self, message: Message) -> Message:
-        """Content as the template takes it: most want one text and would print a list of parts as it is."""
-        content, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(calls, list) and self._wants_objects:
-            message = {**message, "tool_calls": [_with_object(call) for call in calls]}
-        if isinstance(content, list) and not self._takes_parts:
-            return {**message, "content": "".join(map(_text_of, content))}
-        if isinstance(content, str) and self._wants_parts:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        return message
-
-    @functools.cached_property
-    def _takes_parts(self) -> bool:
-        return self._shows([{"type": "text", "text": _PROBE}])
-
-    @functools.cached_property
-    def _wants_objects(self) -> bool:
-        """Whether a call's arguments as clients send them, JSON as text, would come out as text of text."""
-        function = {"name": "f", "arguments": f'{{"{_PROBE}": 1}}'}
-        messages = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
-        ]
-        try:
-            said = self._template.render({**self._globals, "messages": messages})
-        except Exception:  # noqa: BLE001 - it may have tried to look into a text
-            return True
-        return f'"{_PROBE}"' not in said.replace(f'\\"{_PROBE}\\"', "")
-
-    @functools.cached_property
-    def _wants_parts(self) -> bool:
-        return self._takes_parts and not self._shows(_PROBE)
-
-    def _shows(self, content: Any) -> bool:
-        """Whether content of that form comes out as its text alone."""
-        try:
-            said = self._template.render({**self._globals, "messages": [{"role": "user", "content": content}]})
-        except Exception:  # noqa: BLE001 - whatever it does, this is not its way
-            return False
-        return _PROBE in said and "'text'" not in said and '"text"' not in said
+        given = Given(tools_without_breakpoints(tools), kwargs)
+        wanted = self._template.adapted(list(map(without_breakpoints, messages)))
+        return self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt).text
 
     def conversation(
         self,
         messages: Sequence[Message],
         /,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> Rendered:
         """The prompt that asks for the next reply, with its cut hints."""
-        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
-        ends = self._message_ends(text, messages, tools, kwargs)
-        n_shared = self._shared_with_next_turn(text, messages, tools, kwargs)
-        stable = max((end for end in ends if end <= n_shared), default=n_shared)
-        return Rendered(text, ends, stable or None)
+        given = Given(tools_without_breakpoints(tools), kwargs)
+        plain = list(map(without_breakpoints, messages))
+        wanted = self._template.adapted(plain)
+        layout = self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt)
+        ends = self._ends(layout, wanted, given)
+        points = stable.stable_points(
+            layout, wanted, self._next_text(given), end=ends[-1] if ends else len(layout.text), with_tools=bool(tools)
+        )
+        marked = breakpoints.in_messages(
+            layout.text,
+            messages,
+            plain,
+            lambda said: self._text(self._template.adapted(said), given, add_generation_prompt),
+        ) | breakpoints.in_tools(
+            layout.text,
+            tools,
+            given.tools,
+            lambda said: self._text(wanted, given.with_tools(said), add_generation_prompt),
+        )
+        last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
+        return Rendered(layout.text, ends, points[0] if points else None, points, last)
 
-    def _message_ends(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
-    ) -> tuple[int, ...]:
-        """Where messages end, found by rendering the conversation up to them. Only new ones near the end are rendered:
-        the others are remembered, or were never seen and are not worth reading the whole history again and again."""
-        ends = set()
-        key = json.dumps([tools, kwargs], sort_keys=True, default=str)
-        for i, message in enumerate(messages):
-            key = f"{hash((key, json.dumps(message, sort_keys=True, default=str))):x}"
-            end = self._ends.get(key)
-            if end is None and (i == 0 or i >= len(messages) - _N_RENDERED):
-                end = self._remember(key, self._end_of(messages[: i + 1], tools, kwargs))
-            if end is not None and 0 < end <= len(text):
-                ends.add(end)
-        return tuple(sorted(ends))
+    def after_reply(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        /,
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,  # noqa: ARG002 - the same options as for the prompt itself
+        **kwargs: Any,
+    ) -> str | None:
+        """The text that the next request is sure to begin with, once this message was given as the reply.
 
-    def _end_of(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
-    ) -> int:
+        It holds whether the client sends thinking back or leaves it out, for any next question, and after tool calls for
+        any results of theirs, which nothing else may follow. None: the template does not say.
+        """
+        given = Given(tools_without_breakpoints(tools), kwargs)
+        plain = list(map(without_breakpoints, messages))
+        return stable.after_reply(plain, without_breakpoints(reply), self._next_text(given))
+
+    def _next_text(self, given: Given) -> stable.Render:
+        later = given.later
+        return lambda messages: self._text(self._template.adapted(messages), later, True)
+
+    def _text(self, messages: Sequence[Message], given: Given, add_generation_prompt: bool) -> str | None:
         try:
-            return len(self.render(messages, tools=tools, add_generation_prompt=False, **kwargs))
-        except BadRequest:  # some templates want a user message, or strict alternation
-            return 0
+            return self._template.lay_out(messages, given, add_generation_prompt=add_generation_prompt).text
+        except BadRequest:  # some want a user's message, strict alternation, or no tools
+            return None
 
-    def _remember(self, key: str, end: int) -> int:
-        self._ends[key] = end
-        while len(self._ends) > _MAX_REMEMBERED:
-            self._ends.popitem(last=False)
-        return end
-
-    def _shared_with_next_turn(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
-    ) -> int:
-        """How far the next turn will agree with this text: here thinking gets stripped and generation prompts go."""
-        try:
-            following = self.render([*messages, *_NEXT_TURN], tools=tools, add_generation_prompt=False, **kwargs)
-        except BadRequest:
-            return 0
-        return next((i for i, (a, b) in enumerate(zip(text, following, strict=False)) if a != b), len(text))
-
-
-def _text_of(part: Any) -> str:
-    text = part.get("text", part.get("refusal", "")) if isinstance(part, dict) else part
-    return text if isinstance(text, str) else ""
-
-
-def _with_object(call: Any) -> Any:
-    """A tool call whose arguments are an object; what is no JSON stays as it is."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _environment() -> jinja2.sandbox.SandboxedEnvironment:
-    env = jinja2.sandbox.SandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise
-    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return env
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what a model writes; for a prompt its body stands as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own way of declaring tags
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    """Templates want plain JSON, not JSON escaped for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    def _ends(self, layout: Layout, messages: Sequence[Message], given: Given) -> tuple[int, ...]:
+        """Where messages end. A template that does not say is asked for the conversation up to the last ones."""
+        if layout.end is not None:
+            return tuple(sorted({at for at in (*(start for _, start in layout.starts), layout.end) if at > 0}))
+        found = set()
+        for n in {1, *range(max(1, len(messages) - _N_ENDS + 1), len(messages) + 1)}:
+            text = self._text(messages[:n], given, False)
+            if text is not None and layout.text.startswith(text):
+                found.add(len(text))
+        return tuple(sorted(found - {0}))

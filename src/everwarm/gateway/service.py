@@ -22,6 +22,7 @@ from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.canonical import canonical
 from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.contents import breakpoint_in
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
@@ -107,6 +108,8 @@ class Service:
             "add_special": adds_bos,
             "boundaries": rendered.boundaries,
             "stable": rendered.stable,
+            "stables": rendered.stables,
+            "breakpoints": rendered.breakpoints,
             "n_probs": body.n_probs,
         }
         if pictures:
@@ -216,7 +219,7 @@ def _as_text(part: Any, marker: str, pictures: list[Json]) -> Any:
     kind = part.get("type", "text") if isinstance(part, dict) else "text"
     if kind in ("image_url", "input_image"):
         pictures.append(part)
-        return {"type": "text", "text": marker}
+        return {**breakpoint_in(part), "type": "text", "text": marker}
     if kind not in ("text", "input_text", "refusal"):
         raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
     if isinstance(part, dict) and CACHE_MARK in part:

@@ -22,6 +22,8 @@ from everwarm.prompt.prompt import Prompt
 
 Tokens = NDArray[np.int32]
 
+_MAX_WORD = 80  # characters; in longer runs without white space anything may be a word
+_LAST_WORD = re.compile(r"\s+\S*\Z")
 _STRIPS_NEIGHBOURS = (1 << 7) | (1 << 8)  # attributes: eats white space on its left or right
 
 
@@ -90,6 +92,15 @@ class Tokenizer:
         ends = self._beginning(text, self._splitter).ends
         n_tokens = ends[bisect.bisect_right(ends, (offset, len(text) + 1)) - 1][1]
         return n_tokens + int(add_special and self._vocab.adds_bos)
+
+    def sure_count_at(self, text: str, offset: int, *, add_special: bool = False) -> int:
+        """How many tokens lie before the word that ``offset`` touches: the same after other text behind the offset, where
+        words are tokenized by themselves."""
+        end = max(0, min(offset, len(text)))
+        safe = self.safe_count_at(text, end, add_special=add_special)
+        word = _LAST_WORD.search(text, max(0, end - _MAX_WORD), end)
+        (count,) = self.count_at(text, (end if word is None else word.start(),), add_special=add_special)
+        return max(safe, count - (word is None and count > 0))
 
     def _count_at(self, text: str, whole: Prompt, ends: tuple[tuple[int, int], ...], shift: int, offset: int) -> int:
         n_chars, n_tokens = ends[bisect.bisect_right(ends, (offset, len(whole))) - 1]

@@ -17,6 +17,7 @@ GUARD = 16  # an identical prompt reads at most this many items again
 NEAR_END = 4  # where the guard checkpoint is taken when nobody names a better point
 HALF_LIFE_S = 30.0  # the first: a chance that has halved takes twice as long to halve again
 PROTECTED_S = 60.0  # so long the end of a conversation and a junction stay, come what may
+MAX_BREAKPOINTS = 16  # of one prompt; of more the last ones count
 
 
 class CutKind(enum.Enum):
@@ -26,6 +27,7 @@ class CutKind(enum.Enum):
     EVERY = "every-n"
     BRANCH = "branch"
     BOUNDARY = "boundary"
+    BREAKPOINT = "breakpoint"
     NEAR_END = "near-end"
     CANCEL = "cancelled"
     REPLY = "reply-end"
@@ -61,11 +63,14 @@ def cuts(
     stable: int | None = None,
     branch: int | None = None,
     media: Iterable[int] = (),
+    stables: Iterable[int] = (),
+    breakpoints: Iterable[int] = (),
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
-    Everything but the end cuts and the branch is decided by what lies before it alone, so extending a prompt never moves
-    an earlier cut.
+    ``stable`` is what all likely next turns share, ``stables`` are what some of them do, ``breakpoints`` what the caller
+    insists on. Everything but these, the end cuts and the branch is decided by what lies before it alone, so extending a
+    prompt never moves an earlier cut.
     """
     if spacing.max_checkpoints == 0:
         return ()
@@ -74,14 +79,19 @@ def cuts(
         before = max((at for at in found if at <= branch), default=0)
         if _far_enough(branch, before, spacing):
             found[branch] = Cut(branch, CutKind.BRANCH)
-    for cut in _end_cuts(n_items, stable):
+    for at in sorted({at for at in breakpoints if 0 < at < n_items})[-MAX_BREAKPOINTS:]:
+        found[at] = Cut(at, CutKind.BREAKPOINT)
+    for cut in _end_cuts(n_items, {at for at in (stable, *stables) if at is not None and 0 < at < n_items}):
         found[cut.at] = cut
     for at in {at for index in media for at in (index, index + 1) if 0 < at < n_items} - found.keys():
         found[at] = Cut(at, CutKind.BOUNDARY)  # right before and right after a picture, which is read as a whole
     if spacing.every_n_tokens <= 0:
         near = n_items - NEAR_END - n_ubatch
-        found = {at: cut for at, cut in found.items() if at >= near or cut.kind in (CutKind.STABLE, CutKind.BRANCH)}
+        found = {at: cut for at, cut in found.items() if at >= near or cut.kind in _INSISTED}
     return tuple(found[at] for at in sorted(found))
+
+
+_INSISTED = (CutKind.STABLE, CutKind.BRANCH, CutKind.BREAKPOINT)
 
 
 def _steady_cuts(n_items: int, spacing: Spacing, boundaries: Iterable[int]) -> Iterable[Cut]:
@@ -104,12 +114,11 @@ def _far_enough(at: int, last: int, spacing: Spacing) -> bool:
     return at >= spacing.min_tokens and at - last >= max(1, spacing.min_gap)
 
 
-def _end_cuts(n_items: int, stable: int | None) -> Iterable[Cut]:
-    known = stable is not None and 0 < stable < n_items
-    if n_items > 1 and not (known and n_items - (stable or 0) <= GUARD):
+def _end_cuts(n_items: int, stables: set[int]) -> Iterable[Cut]:
+    if n_items > 1 and n_items - max(stables, default=-GUARD) > GUARD:
         yield Cut(n_items - min(NEAR_END, n_items - 1), CutKind.NEAR_END)
-    if known:
-        yield Cut(stable or 0, CutKind.STABLE)
+    for stable in stables:
+        yield Cut(stable, CutKind.STABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,7 @@ _RANK = {
     CutKind.REPLY: 1,
     CutKind.BRANCH: 1,
     CutKind.BOUNDARY: 1,
+    CutKind.BREAKPOINT: 1,
     CutKind.STABLE: 1,
 }
 
