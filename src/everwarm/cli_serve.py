@@ -66,6 +66,13 @@ class ServeOptions:
     max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
         "32MiB"
     )
+    prewarm: Annotated[
+        bool,
+        Parameter(
+            group=_MEMORY,
+            help="read on idle what the next turn will begin with; it then reads only its message (work after each reply)",
+        ),
+    ] = True
     canonicalise: Annotated[
         bool, Parameter(group=_NETWORK, help="leave out lines of system text that are known noise and break prefixes")
     ] = True
@@ -183,6 +190,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,
+            prewarm=self.prewarm,
             canonicalise=self.canonicalise,
             state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,
             picture_hosts=self.picture_host,

@@ -16,7 +16,7 @@ from everwarm.engine import messages as m
 from everwarm.errors import BadRequest, Forbidden
 from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
-from everwarm.gateway.generate import collect, events
+from everwarm.gateway.generate import collect
 from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
 from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.service import Service, illustrated, template_options
@@ -57,8 +57,7 @@ class LlamaServer:
     async def _whole(self, request: Request, body: CompletionBody) -> Response:
         async with self._service.borrowed(body.model) as served:
             asked = await self._service.completion_submits(request, body, served)
-            (choice,) = await collect(events(served.supervisor, asked.submits[:1], asked.follow), 1)
-        self._service.metrics.finished(choice.done)
+            (choice,) = await collect(self._service.run(served, asked.first), 1)
         name = body.model or served.id
         with_probs = body.wanted_probs is not None
         answer = shapes.llama_completion(name, choice, with_tokens=bool(body.return_tokens), with_probs=with_probs)
@@ -77,7 +76,7 @@ class LlamaServer:
         asked = await self._service.completion_submits(request, body, served)
         name = body.model or served.id
         n_prompt = n_reply = slot = 0
-        async for event in events(served.supervisor, asked.submits[:1], asked.follow):
+        async for event in self._service.run(served, asked.first):
             match event.message:
                 case m.Begun() as begun:
                     n_prompt, slot = begun.n_prompt, begun.slot
@@ -92,7 +91,6 @@ class LlamaServer:
                         chunk["completion_probabilities"] = shapes.logprobs(piece.probs)["content"]
                     yield sse(chunk)
                 case m.Done() as done:
-                    self._service.metrics.finished(done)
                     yield sse({"index": 0, "content": done.text, "tokens": [], **shapes.llama_end(name, done)})
 
     async def tokenize(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from everwarm.engine import messages as m
 from everwarm.errors import EverwarmError, Forbidden
 from everwarm.gateway import ollama_shapes as shapes
 from everwarm.gateway.body import CompletionBody, read
-from everwarm.gateway.generate import collect, events
+from everwarm.gateway.generate import collect
 from everwarm.gateway.guard import ollama_error
 from everwarm.gateway.ollama_body import OllamaChat, OllamaGenerate
 from everwarm.gateway.ollama_models import OllamaModels
@@ -137,18 +137,16 @@ class Ollama:
             async for fraction in lease.waiting(LOADING_S):
                 yield Loading(lease.served.id, fraction)
             asked = await self._service.completion_submits(request, body, lease.served)
-            async for event in events(lease.served.supervisor, asked.submits[:1], asked.follow):
+            async for event in self._service.run(lease.served, asked.first):
                 if isinstance(event.message, m.Piece | m.Done):
                     yield Text(event.message.text)
                 if isinstance(event.message, m.Done):
-                    self._service.metrics.finished(event.message)
                     yield Ended(event.message, finish_reason(event.message))
 
     async def _hear_out_raw(self, request: Request, body: CompletionBody) -> Whole:
         async with self._service.borrowed(body.model) as served:
             asked = await self._service.completion_submits(request, body, served)
-            (choice,) = await collect(events(served.supervisor, asked.submits[:1], asked.follow), 1)
-        self._service.metrics.finished(choice.done)
+            (choice,) = await collect(self._service.run(served, asked.first), 1)
         return Whole({"content": choice.text}, choice.done, finish_reason(choice.done))
 
     @contextlib.contextmanager

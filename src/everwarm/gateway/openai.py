@@ -14,7 +14,7 @@ from starlette.routing import Route
 from everwarm.engine import messages as m
 from everwarm.gateway import shapes, why
 from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
-from everwarm.gateway.generate import Event, collect, events
+from everwarm.gateway.generate import Event, collect
 from everwarm.gateway.replies import LOADING_S, SSE_DONE, json_response, sse, sse_loading
 from everwarm.gateway.reply import ReplyReader
 from everwarm.gateway.service import Asked, Service
@@ -64,9 +64,7 @@ class OpenAI:
     async def _whole(self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool) -> Response:
         async with self._service.borrowed(body.model) as served:
             asked = await submits(served)
-            choices = await collect(events(served.supervisor, asked.submits, asked.follow), len(asked.submits))
-        for choice in choices:
-            self._service.metrics.finished(choice.done)
+            choices = await collect(self._service.run(served, asked), len(asked.submits))
         echo = (asked.submits[0]["text"] or "") if isinstance(body, CompletionBody) and body.echo else ""
         readers = [asked.reader() for _ in choices]
         answer = shape.whole(frame, choices, readers, with_probs=with_probs, prefix=echo)
@@ -81,12 +79,11 @@ class OpenAI:
                 yield sse_loading(lease.served.id, loaded)
             asked = await submits(lease.served)
             readers = [asked.reader() for _ in asked.submits]
-            async for event in events(lease.served.supervisor, asked.submits, asked.follow):
+            async for event in self._service.run(lease.served, asked):
                 for choice, more in shape.chunks(event, readers[event.index], with_probs=with_probs):
                     yield sse({**frame, "choices": [choice] if choice else [], **more})
                 if isinstance(event.message, m.Done):
                     dones[event.index] = event.message
-                    self._service.metrics.finished(event.message)
         ends = [dones[i] for i in sorted(dones)]
         last = _diagnostics(body, ends[0])
         if body.includes_usage:

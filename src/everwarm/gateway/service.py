@@ -19,10 +19,12 @@ from starlette.requests import Request
 from everwarm.engine import messages as m
 from everwarm.engine.messages import ModelInfo
 from everwarm.errors import BadRequest, EverwarmError
+from everwarm.gateway.ahead import Ahead, NextTurn
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.canonical import canonical
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.contents import breakpoint_in
+from everwarm.gateway.generate import Event, events
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
@@ -52,6 +54,12 @@ class Asked:
     submits: list[Json]
     follow: Follow
     reader: Callable[[], ReplyReader] = ReplyReader
+    next_turn: NextTurn | None = None
+
+    @property
+    def first(self) -> Asked:
+        """One choice, for dialects that know no more."""
+        return dataclasses.replace(self, submits=self.submits[:1])
 
 
 @dataclass(slots=True)
@@ -64,6 +72,10 @@ class Service:
     pictures: Pictures = field(default_factory=Pictures)
     marker: str = field(default_factory=lambda: f"<|picture-{secrets.token_hex(12)}|>")  # nobody can write it by chance
     _templates: dict[str, tuple[str, ChatTemplate]] = field(default_factory=dict)  # by model
+    _ahead: Ahead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ahead = Ahead(self.limits, is_on=self.settings.prewarm)
 
     async def template(self, served: Served) -> ChatTemplate:
         info = await served.supervisor.wait_ready()
@@ -117,7 +129,11 @@ class Service:
             common |= {"marker": self.marker, "pictures": sent}
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
         reader = partial(ReplyReader.of, template.source, rendered.text, tools, with_thinking=thinks)
-        return Asked(_choices(common, body), self.follow(request, body, served), reader)
+        after = partial(_text_after, template, messages, template_options(body))
+        spot = common["add_special"], common["namespace"], common["session"]
+        plain = not pictures and not body.deterministic and body.uses_cache
+        next_turn = NextTurn(reader, after, *spot) if plain and common["max_tokens"] else None
+        return Asked(_choices(common, body), self.follow(request, body, served), reader, next_turn)
 
     def canonical(self, messages: list[Json]) -> list[Json]:
         """Without the noise that some clients put into system text, unless the server is to leave it there."""
@@ -168,6 +184,19 @@ class Service:
 
     # answering
 
+    async def run(self, served: Served, asked: Asked) -> AsyncGenerator[Event, None]:
+        """The engine's replies to all choices, as they come. After a lone one idle time may go to the next turn."""
+        supervisor, said = served.supervisor, []
+        async with contextlib.aclosing(events(supervisor, asked.submits, asked.follow)) as heard:
+            async for event in heard:
+                if isinstance(event.message, m.Piece | m.Done):
+                    said.append(event.message.text)
+                if isinstance(event.message, m.Done):
+                    self.metrics.finished(event.message)
+                yield event
+        if len(asked.submits) == 1:
+            self._ahead.offer(supervisor, asked.next_turn, "".join(said))
+
     def frame(self, kind: str, body: Body) -> dict[str, Any]:
         """What every chunk and answer of one request repeats."""
         served = self.pool.find(body.model)
@@ -200,6 +229,10 @@ class Service:
 
         limit_s, admitted = self.settings.request_timeout_s or None, self.limits.admitted(n_body_bytes)
         return EventStream(frames, admitted, error_frame or openai_error, limit_s, keep_alive_frame=keep_alive_frame)
+
+
+def _text_after(template: ChatTemplate, messages: list[Json], options: Json, reply: Json) -> str | None:
+    return template.after_reply(messages, reply, **options)
 
 
 def illustrated(messages: list[Json], marker: str) -> tuple[list[Json], list[Json]]:

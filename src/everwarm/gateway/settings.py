@@ -24,6 +24,7 @@ class ServerSettings:
     picture_hosts: tuple[
         str, ...
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
+    prewarm: bool = True  # spend idle time on what the next turn will begin with
     canonicalise: bool = True  # leave out known noise at the head of system text
     cache_text: bool = False  # whether the cache API shows words of what is kept
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files

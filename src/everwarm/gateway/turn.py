@@ -11,7 +11,7 @@ from starlette.requests import Request
 from everwarm.engine import messages as m
 from everwarm.gateway import reply
 from everwarm.gateway.body import ChatBody
-from everwarm.gateway.generate import collect, events
+from everwarm.gateway.generate import collect
 from everwarm.gateway.replies import LOADING_S
 from everwarm.gateway.service import Service
 from everwarm.gateway.shapes import chat_finish_reason
@@ -52,7 +52,7 @@ async def hear(service: Service, request: Request, body: ChatBody) -> AsyncGener
             yield Loading(lease.served.id, fraction)
         asked = await service.chat_submits(request, body, lease.served)
         reader = asked.reader()
-        async for event in events(lease.served.supervisor, asked.submits[:1], asked.follow):
+        async for event in service.run(lease.served, asked.first):
             match event.message:
                 case m.Piece() as piece:
                     for said in reader.read(piece.text):
@@ -60,7 +60,6 @@ async def hear(service: Service, request: Request, body: ChatBody) -> AsyncGener
                 case m.Done() as done:
                     for said in (*reader.read(done.text), *reader.rest()):
                         yield said
-                    service.metrics.finished(done)
                     yield Ended(done, chat_finish_reason(done, reader))
                 case other:
                     yield other
@@ -70,8 +69,7 @@ async def hear_out(service: Service, request: Request, body: ChatBody) -> Whole:
     """The first choice's reply, when it is written."""
     async with service.borrowed(body.model) as served:
         asked = await service.chat_submits(request, body, served)
-        (choice,) = await collect(events(served.supervisor, asked.submits[:1], asked.follow), 1)
-    service.metrics.finished(choice.done)
+        (choice,) = await collect(service.run(served, asked.first), 1)
     reader = asked.reader()
     message = reader.message(choice.text)
     return Whole(message, choice.done, chat_finish_reason(choice.done, reader))

@@ -224,6 +224,10 @@ class Supervisor:
             if self._pending.pop(message.id, None) is not None:
                 self._send(m.Cancel(message.id))
 
+    def tell(self, message: m.Prewarm) -> None:
+        """Something that needs no answer, and nobody misses if it is lost."""
+        self._send(message)
+
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
