@@ -254,7 +254,16 @@ def test_a_bias_on_a_token_outside_the_vocabulary_is_refused(token):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_tokens": -1}, {"stable": 11}, {"stable": -1}, {"boundaries": (3, 11)}, {"boundaries": (-1,)}]
+    "bad",
+    [
+        {"max_tokens": -1},
+        {"stable": 11},
+        {"stable": -1},
+        {"boundaries": (3, 11)},
+        {"boundaries": (-1,)},
+        {"breakpoints": (11,)},
+        {"stables": (-1,)},
+    ],
 )
 def test_a_malformed_ask_is_refused(bad):
     with open_core() as core, pytest.raises(BadRequest):
@@ -266,7 +275,7 @@ def test_an_empty_prompt_is_refused():
         submit(core, [])
 
 
-def test_checkpoints_are_taken_where_boundaries_say():
+def test_checkpoints_are_taken_where_boundaries_and_other_hints_say():
     with open_core() as core:
-        run(core, text(1, 200), boundaries=(50, 120))
-        assert {50, 120} <= set(checkpoints(core))
+        run(core, text(1, 200), boundaries=(50, 120), stable=130, stables=(130, 140), breakpoints=(33,))
+        assert {33, 50, 120, 130, 140} <= set(checkpoints(core))

@@ -20,6 +20,7 @@ SAMPLING = Sampling(temperature=0.5, seed=7, logit_bias={3: -1.5, 4: -math.inf})
 TO_ENGINE = [
     m.Open("/m.gguf", EngineSettings(n_slots=2, checkpoints=CheckpointParams(4, 100, 1, 2), ram_bytes=5)),
     m.Submit(1),
+    m.Submit(4, text="abc", stables=(1, 2), breakpoints=(3,)),
     m.Submit(2, text="naïve 🦉\0", boundaries=(1, 2), stable=2, sampling=SAMPLING, stop=("a", "b"), n_probs=0, slot=1),
     m.Submit(3, tokens=[0, 2047], use_cache=False, deterministic=True, session="s", namespace="n"),
     m.Cancel(4),

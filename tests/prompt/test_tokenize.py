@@ -274,6 +274,33 @@ def test_an_offset_outside_the_text_is_clamped(models, tokenizers):
     assert tokenizers["embedded"][0].count_at(text, [-5, 10_000]) == [0, whole]
 
 
+WORDS = st.lists(
+    st.sampled_from(["a", "remember", "the", "river's", "48213", "naïve", "x,", "(y)", "😀"]), min_size=1, max_size=30
+)
+JOINTS = st.sampled_from(["", " ", "  ", "\n", "\n\n", ".", "s", "9", "<|im_end|>"])
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=WORDS, ends=st.tuples(JOINTS, JOINTS), more=st.tuples(WORDS, WORDS))
+def test_what_is_sure_before_a_place_is_there_whatever_follows_it(tokenizers, words, ends, more):
+    tokenizer = tokenizers["embedded"][0]
+    before = "<|im_start|>user\n" + " ".join(words)
+    one, other = (before + end + " ".join(after) for end, after in zip(ends, more, strict=True))
+    count = tokenizer.sure_count_at(one, len(before))
+    assert count <= int(tokenizer.tokenize(one).common_prefix(tokenizer.tokenize(other)))
+    assert tokenizer.count_at(one, [len(before)])[0] - count <= 16
+
+
+def test_what_is_sure_is_sure_without_words_and_outside_the_text(tokenizers):
+    tokenizer = tokenizers["embedded"][0]
+    text = "<|im_start|>" + "漢字" * 100
+    assert tokenizer.sure_count_at(text, -5) == 0
+    assert (
+        0 < tokenizer.sure_count_at(text, 150) < tokenizer.sure_count_at(text, 10_000) < len(tokenizer.tokenize(text))
+    )
+    assert tokenizer.sure_count_at(text, len("<|im_start|>")) == 1
+
+
 # work
 
 

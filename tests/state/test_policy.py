@@ -10,6 +10,7 @@ from everwarm.state.params import Spacing
 from everwarm.state.policy import (
     GUARD,
     HALF_LIFE_S,
+    MAX_BREAKPOINTS,
     NEAR_END,
     Cut,
     CutKind,
@@ -44,6 +45,7 @@ def prompts(draw, min_size: int = 0) -> dict:
         "boundaries": draw(st.lists(inside, max_size=12)),
         "stable": draw(st.none() | inside),
         "branch": draw(st.none() | inside),
+        "stables": draw(st.lists(inside, max_size=3)),
         "n_ubatch": draw(st.sampled_from([1, 32, 512])),
     }
 
@@ -86,6 +88,7 @@ def test_extending_a_prompt_never_moves_an_earlier_cut(prompt, spacing, n_more, 
     longer["n_items"] = n + n_more
     longer["boundaries"] = [b for b in prompt["boundaries"] if b < n] + [n + b for b in more]
     longer["stable"] = data.draw(st.none() | st.integers(n, n + n_more))
+    longer["stables"] = []
     longer["branch"] = data.draw(st.none() | st.integers(n, n + n_more))
     before = steady(cuts(spacing=spacing, **prompt), n)
     after = set(places(cuts(spacing=spacing, **longer)))
@@ -145,6 +148,22 @@ def test_no_two_cuts_are_farther_apart_than_the_spacing():
 def test_the_stable_point_is_always_kept(stable):
     wide = Spacing(1, 8192, 64, 64)
     assert Cut(stable, CutKind.STABLE) in cuts(400, wide, n_ubatch=512, stable=stable)
+
+
+def test_every_stable_point_is_kept_and_the_last_one_may_guard_the_end():
+    wide = Spacing(32, 8192, 64, 64)
+    found = cuts(400, wide, n_ubatch=512, stable=90, stables=(90, 100, 395))
+    assert found == tuple(Cut(at, CutKind.STABLE) for at in (90, 100, 395))
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompts(), spacings, st.lists(st.integers(-3, 703), max_size=40))
+def test_breakpoints_are_taken_wherever_they_are_and_the_last_ones_count(prompt, spacing, breakpoints):
+    n = prompt["n_items"]
+    without, found = cuts(spacing=spacing, **prompt), cuts(spacing=spacing, **prompt, breakpoints=breakpoints)
+    wanted = sorted({at for at in breakpoints if 0 < at < n})[-MAX_BREAKPOINTS:]
+    assert set(places(found)) == set(places(without)) | set(wanted)
+    assert sum(cut.kind is CutKind.BREAKPOINT for cut in found) <= MAX_BREAKPOINTS
 
 
 def test_a_stable_point_close_to_the_end_guards_it_alone():
