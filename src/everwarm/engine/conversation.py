@@ -23,6 +23,7 @@ from everwarm.engine.slotfiles import SlotFiles
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import ReplyText
 from everwarm.errors import BadRequest, EverwarmError
+from everwarm.llama.forms import Forms
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 
@@ -63,6 +64,7 @@ class Conversation:
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
         self._slot_files = SlotFiles(core, send)
+        self._forms = Forms(self._vocab)
         self._illustrated = None if core.gallery is None else Illustrated(core.gallery, self._tokenizer)
 
     # frames in, on the reader's thread
@@ -131,6 +133,7 @@ class Conversation:
             message.slot,
             message.session,
             pictures,
+            None if message.form is None else self._forms.compile(message.form),
         )
 
     def _prompt_of_text(self, message: m.Submit, text: str) -> tuple[Prompt, tuple[int, ...], int | None]:
