@@ -52,6 +52,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: Name | None = None
     deterministic: bool | None = None
     id_slot: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
+    grammar: str | None = None  # GBNF or Lark
+    json_schema: dict[str, Any] | bool | None = None
+    response_format: dict[str, Any] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
 
@@ -92,6 +95,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # none: thinking stays in the content
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -20,6 +20,7 @@ from everwarm.engine.messages import ModelInfo
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.forms import chat_form, completion_form
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
@@ -99,12 +100,14 @@ class Service:
             "boundaries": rendered.boundaries,
             "stable": rendered.stable,
             "n_probs": body.n_probs,
+            "form": chat_form(body, template.source, rendered.text),
         }
         if pictures:
             sent = tuple(m.Picture(p.digest, p.width, p.height, p.rgb) for p in pictures)
             common |= {"marker": self.marker, "pictures": sent}
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
-        reader = partial(ReplyReader.of, template.source, rendered.text, tools, with_thinking=thinks)
+        told = {"with_thinking": thinks, "one_call": body.parallel_tool_calls is False}
+        reader = partial(ReplyReader.of, template.source, rendered.text, tools, **told)
         return Asked(_choices(common, body), reader)
 
     async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> Asked:
@@ -114,6 +117,7 @@ class Service:
             "text": text,
             "tokens": tokens,
             "n_probs": body.wanted_probs,
+            "form": completion_form(body),
         }
         return Asked(_choices(common, body))
 
