@@ -136,9 +136,10 @@ class _Bytes:
         self.tokens = [named.get(token, b"") for token in range(words.n_tokens)] + [bytes([i]) for i in range(256)]
         self.special_token_ids = sorted(words.control.values())
         self.eos_token_id = words.eog[0]
+        self._n_named = words.n_tokens
 
-    def __call__(self, _: bytes) -> list[int]:
-        return []
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._n_named + byte for byte in text]
 
 
 def try_out(form: Form, words: Words, tokenizer: LLTokenizer) -> Tried:
