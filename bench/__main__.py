@@ -22,6 +22,7 @@ NAMES = (
     "swap",
     "pictures",
     "templates",
+    "forms",
     "http",
 )
 

@@ -21,6 +21,7 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"
 FlashAttention = Literal["auto", "on", "off"]
 
 MAX_CTX = 1 << 26
+MAX_FORM_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
 
 
@@ -173,3 +174,27 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Free text before the form, up to a closing tag. Without an ``opening`` tag the prompt has opened it; with one the
+    model may think or not."""
+
+    closing: str
+    opening: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a reply must look like. In a Lark text the rules ``tag_0``, ``tag_1`` … stand for ``tags``: words that are one
+    control token in some vocabularies and plain text in others."""
+
+    kind: Literal["json_schema", "lark", "gbnf", "regex"]
+    text: str
+    tags: tuple[str, ...] = ()
+    thought: Thought | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.text)
+        require(n <= MAX_FORM_CHARS, f"the schema or grammar has {n} characters; give at most {MAX_FORM_CHARS}")

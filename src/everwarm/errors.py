@@ -3,7 +3,8 @@
 EverwarmError
 ├── BadRequest                 400  the caller's input
 │   ├── PromptTooLong          400  does not fit the context, and never will
-│   └── PixelsMissing          400  a picture is needed that was not sent
+│   ├── PixelsMissing          400  a picture is needed that was not sent
+│   └── FormFailed             400  a form that turned out too complex while it was followed
 ├── ModelError                 500  the model or the library cannot be used
 │   ├── LibraryMismatch             libllama is missing or another build
 │   ├── ModelFileError              missing, not a GGUF, damaged, or unknown architecture
@@ -49,6 +50,10 @@ class PixelsMissing(BadRequest):
     """The engine needs a picture that it does not know; whoever asked may have it."""
 
     code = "pixels_missing"
+
+
+class FormFailed(BadRequest):
+    pass
 
 
 class ModelError(EverwarmError):

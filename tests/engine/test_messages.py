@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.config import Sampling
+from everwarm.config import Form, Sampling, Thought
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError
@@ -23,6 +23,7 @@ TO_ENGINE = [
     m.Submit(4, text="abc", stables=(1, 2), breakpoints=(3,)),
     m.Submit(2, text="naïve 🦉\0", boundaries=(1, 2), stable=2, sampling=SAMPLING, stop=("a", "b"), n_probs=0, slot=1),
     m.Submit(3, tokens=[0, 2047], use_cache=False, deterministic=True, session="s", namespace="n"),
+    m.Submit(4, text="", form=Form("lark", "start: tag_0", ("<a>",), Thought("</b>"))),
     m.Cancel(4),
     m.Tokenize(5, "x", True),
     m.Count(5, "x <p>", True, "<p>", (m.Picture(b"d" * 32, 2, 2, b""),)),

@@ -28,6 +28,7 @@ from everwarm.engine.slotfiles import SlotFiles
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import ReplyText
 from everwarm.errors import BadRequest, EverwarmError
+from everwarm.llama.forms import Forms
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 
@@ -71,6 +72,7 @@ class Conversation:
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
         self._slot_files = SlotFiles(core, send)
         self._curator = Curator(core, send, self._number_of)
+        self._forms = Forms(self._vocab)
         self._illustrated = None if core.gallery is None else Illustrated(core.gallery, self._tokenizer)
 
     # frames in, on the reader's thread
@@ -154,6 +156,7 @@ class Conversation:
             pictures,
             hints.stables,
             hints.breakpoints,
+            None if message.form is None else self._forms.compile(message.form),
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:

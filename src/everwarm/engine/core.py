@@ -97,7 +97,8 @@ class Core:
     def enqueue(self, ask: Ask) -> Request:
         """Nothing that gets past here can abort libllama."""
         require_possible(ask, self.context, len(self.slots), self.gallery)
-        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens)
+        form = None if ask.form is None else ask.form.matcher(ignore_eos=ask.ignore_eos)
+        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, form)
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of pictures beyond one each
         room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
         request = Request(ask, sampler, room, time.monotonic())
@@ -225,13 +226,14 @@ class Core:
         if request.first_token_at is None:
             request.first_token_at = time.monotonic()
         if token is None:
-            return self.finish(slot, request, Finish.LENGTH, events)
+            finish, error = request.without_token()
+            return self.finish(slot, request, finish, events, error)
         if token in self.model.vocab.eog and not request.ask.ignore_eos:
             return self.finish(slot, request, Finish.STOP, events)
         request.append(token)
         events.append(NewToken(request.id, token, probs))
-        if request.is_full:
-            self.finish(slot, request, Finish.LENGTH, events)
+        if (end := request.end()) is not None:
+            self.finish(slot, request, end, events)
 
     def finish(
         self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None

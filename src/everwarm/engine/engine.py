@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from everwarm.config import Sampling
+from everwarm.config import Form, Sampling
 from everwarm.engine.assemble import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.gallery import Pixels
@@ -27,6 +27,7 @@ from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
 from everwarm.llama.closing import Closing
+from everwarm.llama.forms import Forms
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 
@@ -97,6 +98,7 @@ class Engine(Closing):
         self.core = self._loop.core
         self.model = self.core.model
         self.tokenizer = Tokenizer(self.model.vocab)
+        self.forms = Forms(self.model.vocab)
 
     def prompt(self, text: str, *, add_special: bool = True) -> Prompt:
         return self.tokenizer.tokenize(text, add_special=add_special)
@@ -114,9 +116,10 @@ class Engine(Closing):
         deterministic: bool = False,
         ignore_eos: bool = False,
         pictures: Mapping[bytes, Pixels] | None = None,
+        form: Form | None = None,
     ) -> Stream:
         """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items;
-        ``pictures`` the pixels of its media items, by their digests."""
+        ``pictures`` the pixels of its media items, by their digests; ``form`` what the reply must look like."""
         if isinstance(prompt, str):
             prompt = self.prompt(prompt)
         elif not isinstance(prompt, Prompt):
@@ -132,6 +135,7 @@ class Engine(Closing):
             deterministic,
             ignore_eos,
             pictures=pictures or {},
+            form=None if form is None else self.forms.compile(form),
         )
         stream = Stream(self)
         self._post(lambda core: self._begin(core, ask, stream))
@@ -155,6 +159,7 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Stop the loop, end what still runs, put away what is worth it, free the model. Safe to call twice."""
+        self.forms.close()
         if self._thread.is_alive():
             self._loop.stop()
             self._thread.join()

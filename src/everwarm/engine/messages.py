@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from everwarm.config import Sampling
+from everwarm.config import Form, Sampling
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, PromptTooLong
 
@@ -66,6 +66,7 @@ class Submit(Message, frozen=True, tag=True):
     wants_diagnostics: bool = False
     marker: str = ""
     pictures: tuple[Picture, ...] = ()
+    form: Form | None = None
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
 

@@ -16,6 +16,7 @@ from everwarm.config import Sampling, require
 from everwarm.engine.gallery import Pixels
 from everwarm.engine.why import Why
 from everwarm.errors import BadRequest, EverwarmError
+from everwarm.llama.forms import CompiledForm
 from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
@@ -46,6 +47,7 @@ class Ask:
     pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
+    form: CompiledForm | None = None  # what the reply must look like
     ahead: bool = False  # nobody asked for it yet: see ``prewarm``
 
     def __post_init__(self) -> None:
@@ -171,6 +173,19 @@ class Request:
         """The first ``n_items``, prompt and reply alike, as a prompt of their own."""
         media = {i: item for i, item in self.ask.prompt.media.items() if i < n_items}
         return Prompt(self._codes[:n_items], MappingProxyType(media))
+
+    def without_token(self) -> tuple[Finish, EverwarmError | None]:
+        """Why nothing was picked: nobody wants a token, or the form is complete or cannot be followed."""
+        form = self.sampler.form
+        if form is None or self.ask.max_tokens == 0:
+            return Finish.LENGTH, None
+        return (Finish.STOP, None) if form.error is None else (Finish.ERROR, form.error)
+
+    def end(self) -> Finish | None:
+        """Whether the reply ends with the token it has just got, and how."""
+        if self.sampler.form is not None and self.sampler.form.is_complete:
+            return Finish.STOP
+        return Finish.LENGTH if self.is_full else None
 
     def result(self, finish: Finish, error: EverwarmError | None = None) -> Result:
         now = self.ended_at or time.monotonic()

@@ -61,6 +61,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_diagnostics: bool | None = None
     deterministic: bool | None = None
     id_slot: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
+    grammar: str | None = None  # GBNF or Lark
+    json_schema: dict[str, Any] | bool | None = None
+    response_format: dict[str, Any] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
 

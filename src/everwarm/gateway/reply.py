@@ -15,21 +15,31 @@ TAIL = 64  # characters of a prompt's end that say how its reply begins
 
 
 class ReplyReader:
-    """Of one reply: fed with its text in order."""
+    """Of one reply: fed with its text in order. With ``one_call`` nothing is said after the first whole call."""
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, *, one_call: bool = False
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._one_call = one_call
         self.n_calls = 0
 
     @classmethod
     def of(
-        cls, template: str, prompt: str, tools: Sequence[Mapping[str, Any]] | None, *, with_thinking: bool
+        cls,
+        template: str,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        with_thinking: bool,
+        one_call: bool = False,
     ) -> ReplyReader:
         """As the model's template says it writes. Without ``tools`` nothing is a call, and thinking may stay text."""
         style = detect_reasoning(template, prompt[-TAIL:]) if with_thinking else None
         format = detect_tools(template) if tools else None
-        return cls(ReasoningParser(style) if style else None, ToolParser(format, tools or ()) if format else None)
+        parser = ToolParser(format, tools or ()) if format else None
+        return cls(ReasoningParser(style) if style else None, parser, one_call=one_call)
 
     def read(self, text: str) -> list[Event]:
         """What can be said by now."""
@@ -74,8 +84,13 @@ class ReplyReader:
         return found
 
     def _counted(self, events: list[Event]) -> list[Event]:
-        self.n_calls += sum(isinstance(event, CallEnded) and event.complete for event in events)
-        return events
+        said: list[Event] = []
+        for event in events:
+            if self._one_call and self.n_calls:
+                break
+            said.append(event)
+            self.n_calls += isinstance(event, CallEnded) and event.complete
+        return said
 
 
 def _deltas(events: Sequence[Event]) -> list[Json]:

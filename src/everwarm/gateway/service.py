@@ -24,6 +24,7 @@ from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.canonical import canonical
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.contents import breakpoint_in
+from everwarm.gateway.forms import chat_form, completion_form
 from everwarm.gateway.generate import Event, events
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
@@ -123,12 +124,14 @@ class Service:
             "stables": rendered.stables,
             "breakpoints": rendered.breakpoints,
             "n_probs": body.n_probs,
+            "form": chat_form(body, template.source, rendered.text),
         }
         if pictures:
             sent = tuple(m.Picture(p.digest, p.width, p.height, p.rgb) for p in pictures)
             common |= {"marker": self.marker, "pictures": sent}
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
-        reader = partial(ReplyReader.of, template.source, rendered.text, tools, with_thinking=thinks)
+        told = {"with_thinking": thinks, "one_call": body.parallel_tool_calls is False}
+        reader = partial(ReplyReader.of, template.source, rendered.text, tools, **told)
         after = partial(_text_after, template, messages, template_options(body))
         spot = common["add_special"], common["namespace"], common["session"]
         plain = not pictures and not body.deterministic and body.uses_cache
@@ -152,6 +155,7 @@ class Service:
             "text": text,
             "tokens": tokens,
             "n_probs": body.wanted_probs,
+            "form": completion_form(body),
         }
         return Asked(_choices(common, body), self.follow(request, body, served))
 

@@ -91,7 +91,7 @@ class ToolParser:
     ) -> None:
         self._format = TOOL_FORMATS[format]
         self._opener = re.compile("|".join(map(re.escape, self._format.tags)))
-        self._reader = Reader(_kinds(tools), new_id)
+        self._reader = Reader(kinds_of(tools), new_id)
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Event]:
@@ -161,16 +161,22 @@ def settled(events: Iterable[Event]) -> list[Event]:
 # what the tools' schemas say
 
 
-def _kinds(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
+def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
+    """What each argument of each tool may be."""
     kinds = {}
     for tool in tools:
-        function = _mapping(tool.get("function")) or tool
-        schema = _mapping(function.get("parameters") or function.get("input_schema"))
-        properties = _mapping(schema.get("properties"))
-        kinds[str(function.get("name"))] = {
-            str(name): Kind(frozenset(_types(said, schema, 0))) for name, said in properties.items()
-        }
+        name, schema = name_and_schema(tool)
+        said = referred(schema["$ref"], schema) if isinstance(schema.get("$ref"), str) else schema
+        properties = _mapping(_mapping(said).get("properties"))
+        kinds[name] = {str(key): Kind(frozenset(_types(said, schema, 0))) for key, said in properties.items()}
     return kinds
+
+
+def name_and_schema(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Of a tool as any client sends it."""
+    function = _mapping(tool.get("function")) or tool
+    schema = function.get("parameters") or function.get("input_schema")
+    return str(function.get("name")), _mapping(schema)
 
 
 def _types(said: Any, root: Mapping[str, Any], depth: int) -> set[str]:
@@ -185,7 +191,7 @@ def _types(said: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if isinstance(values, list):
         return {_type_of(value) for value in values}
     if isinstance(schema.get("$ref"), str):
-        return _types(_referred(schema["$ref"], root), root, depth + 1)
+        return _types(referred(schema["$ref"], root), root, depth + 1)
     parts = [schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)]
     if parts:
         return {name for part in parts for each in part for name in _types(each, root, depth + 1)}
@@ -196,7 +202,8 @@ def _type_of(value: Any) -> str:
     return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a schema's ``$ref`` points to; None where it leads nowhere."""
     at: Any = root
     for step in reference.removeprefix("#").strip("/").split("/"):
         at = _mapping(at).get(step)

@@ -18,6 +18,7 @@ from everwarm.errors import BadRequest, DecodeFailed
 from everwarm.llama import abi
 from everwarm.llama.closing import Closing
 from everwarm.llama.context import Context, Logits
+from everwarm.llama.forms import Matcher
 from everwarm.llama.model import Model
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -26,9 +27,17 @@ _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never pass
 
 
 class Sampler(Closing):
-    """One request's sampler. ``history`` is what the penalties look back on: the end of the prompt."""
+    """One request's sampler. ``history`` is what the penalties look back on: the end of the prompt. With a ``form`` only
+    what it allows is picked, and nothing where it is complete or cannot be followed."""
 
-    def __init__(self, model: Model, sampling: Sampling, history: Sequence[int] | NDArray[np.int32] = ()) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sampling: Sampling,
+        history: Sequence[int] | NDArray[np.int32] = (),
+        form: Matcher | None = None,
+    ) -> None:
+        self.form = form
         self._lib = model.lib
         self._n_vocab = model.vocab.n_tokens
         self.seed = secrets.randbelow(_RANDOM_SEED) if sampling.seed is None else min(sampling.seed, _RANDOM_SEED - 1)
@@ -68,9 +77,11 @@ class Sampler(Closing):
             lib.sampler_init_dist(self.seed),
         ]
 
-    def pick(self, context: Context, row: int) -> int:
+    def pick(self, context: Context, row: int) -> int | None:
         """The next token after the last decode's ``row``, or ``DecodeFailed`` if the row is not numbers."""
         logits = context.logits(row)
+        if self.form is not None:
+            return self._pick_allowed(self.form, logits)
         if self._plain_greedy:
             token = int(logits.argmax())
         else:
@@ -79,14 +90,32 @@ class Sampler(Closing):
             raise DecodeFailed("the model's numbers overflowed (NaN)")
         return token
 
-    def pick_from(self, logits: Logits) -> int:
+    def pick_from(self, logits: Logits) -> int | None:
         """The same pick from a kept copy of a row, when nothing had to be decoded."""
+        if self.form is not None:
+            return self._pick_allowed(self.form, logits)
         if self._plain_greedy:
             return int(logits.argmax())
-        data = np.empty(self._n_vocab, _TOKEN_DATA)
-        data["id"], data["logit"], data["p"] = np.arange(self._n_vocab), logits, 0.0
+        return self._apply(np.arange(self._n_vocab), logits)
+
+    def _pick_allowed(self, form: Matcher, logits: Logits) -> int | None:
+        if not form.look():
+            return None
+        token = int(logits.argmax()) if self._plain_greedy else None
+        if token is None or not form.allows(token):
+            ids = form.allowed()
+            token = int(ids[logits[ids].argmax()]) if self._plain_greedy else self._apply(ids, logits[ids])
+        if logits[token] != logits[token]:
+            raise DecodeFailed("the model's numbers overflowed (NaN)")
+        form.accept(token)
+        return token
+
+    def _apply(self, ids: NDArray[np.intp], logits: Logits) -> int:
+        """The chain's pick among these tokens."""
+        data = np.empty(len(ids), _TOKEN_DATA)
+        data["id"], data["logit"], data["p"] = ids, logits, 0.0
         pointer = data.ctypes.data_as(ctypes.POINTER(abi.TokenData))
-        array = abi.TokenDataArray(pointer, self._n_vocab, -1, False)
+        array = abi.TokenDataArray(pointer, len(ids), -1, False)
         self._lib.sampler_apply(self._chain, ctypes.byref(array))
         token = int(array.data[array.selected].id)
         self._lib.sampler_accept(self._chain, token)

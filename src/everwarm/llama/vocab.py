@@ -53,6 +53,11 @@ class Vocab:
                 found[token] = (text.decode("utf-8", "replace"), attributes)
         return found
 
+    @property
+    def native(self) -> tuple[int, int | None]:
+        """Where the vocabulary and libllama's tokenizer are, for whoever calls it without us."""
+        return self._ptr, ctypes.cast(self._lib.tokenize, ctypes.c_void_p).value  # type: ignore[arg-type]
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> NDArray[np.int32]:
         data = text.encode("utf-8", "replace")
         if len(data) > _MAX_TEXT_BYTES:
@@ -77,6 +82,11 @@ class Vocab:
         if known is None:
             known = self._pieces[token] = self._read_piece(token)
         return known
+
+    def written(self, token: int) -> bytes:
+        """The bytes a token adds to a text; none where no model ever writes it."""
+        attributes = int(self._lib.vocab_get_attr(self._ptr, token))
+        return b"" if attributes & (abi.ATTR_UNKNOWN | abi.ATTR_UNUSED) else self._read_piece(token)
 
     def _read_piece(self, token: int) -> bytes:
         if not 0 <= token < self.n_tokens:
