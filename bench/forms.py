@@ -21,6 +21,7 @@ from bench.server import Server, everwarm, post
 from everwarm.config import Form
 from everwarm.gateway.body import ChatBody
 from everwarm.gateway.forms import chat_form
+from everwarm.gateway.notation import Notation
 from everwarm.gateway.schemas import answer_schema
 from everwarm.llama.forms import Matcher
 from everwarm.llama.formtrial import LIMITS
@@ -115,7 +116,7 @@ def _forms() -> Iterator[tuple[str, Form, str]]:
     order = {"id": 417, "customer": {"name": "Ada the third of her name", "vip": True}, "lines": [line] * 40}
     yield "nested schema", Form("json_schema", answer_schema(ORDER, strict=True)), json.dumps(order)
     body = ChatBody(messages=[{"role": "user", "content": "x"}], tools=TOOLS, tool_choice="required")
-    form = chat_form(body, "<tool_call>", "")
+    form = chat_form(body, Notation("<tool_call>"), "")
     assert form is not None
     call = json.dumps({"name": "order_5", "arguments": order})
     yield "call of one of 8 tools", form, f"<tool_call>\n{call}\n</tool_call>"

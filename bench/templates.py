@@ -17,6 +17,7 @@ from bench.measure import EMBEDDED, table
 from bench.peer import PeerOptions, llama_server
 from everwarm.config import default_threads
 from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.notation import Notation
 from everwarm.gateway.reply import ReplyReader
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenize import Tokenizer
@@ -138,7 +139,7 @@ def _reading(source: str) -> tuple[str, str]:
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
 
     def read(_: int) -> None:
-        reader = ReplyReader.of(source, "<|im_start|>assistant\n<think>\n", TOOLS, with_thinking=True)
+        reader = ReplyReader.of(Notation(source), "<|im_start|>assistant\n<think>\n", TOOLS, with_thinking=True)
         for piece in pieces:
             reader.read(piece)
         reader.rest()

@@ -18,6 +18,7 @@ from everwarm.config import (
     require,
 )
 from everwarm.engine.settings import EngineSettings, RestorePolicy, StoreSettings
+from everwarm.gateway.notation import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.catalog import Catalog
 from everwarm.router.plan import Limits
@@ -66,6 +67,12 @@ class ServeOptions:
     max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
         "32MiB"
     )
+    tool_format: Annotated[
+        ToolFormat, Parameter(group=_NETWORK, help="how the model writes tool calls; auto: as its template says")
+    ] = "auto"
+    thinking_tags: Annotated[
+        ThinkingTags, Parameter(group=_NETWORK, help="how it marks its thinking; none: all of a reply is text")
+    ] = "auto"
     prewarm: Annotated[
         bool,
         Parameter(
@@ -190,6 +197,8 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,
+            tool_format=self.tool_format,
+            thinking_tags=self.thinking_tags,
             prewarm=self.prewarm,
             canonicalise=self.canonicalise,
             state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,

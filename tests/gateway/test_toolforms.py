@@ -11,6 +11,7 @@ import pytest
 
 from everwarm.gateway.body import ChatBody
 from everwarm.gateway.forms import chat_form
+from everwarm.gateway.notation import Notation
 from everwarm.gateway.reply import ReplyReader
 from everwarm.llama.forms import Forms, Matcher
 from everwarm.llama.model import Model
@@ -86,7 +87,7 @@ def test_whatever_a_grammar_of_calls_allows_is_read_as_calls_that_obey(
 ) -> None:
     template = WORDS_OF.get(notation, "<|tool_call|>")
     body = ChatBody(messages=PROMPT, tools=ALL, tool_choice="required", parallel_tool_calls=many)
-    form = chat_form(body, template, "")
+    form = chat_form(body, Notation(template), "")
     assert form is not None
     rng, vocab = random.Random(f"{notation} {many}"), embedded_model.vocab
     with Forms(vocab) as forms:
@@ -95,7 +96,7 @@ def test_whatever_a_grammar_of_calls_allows_is_read_as_calls_that_obey(
     whole = [text for text in texts if text is not None]
     assert len(whole) > N_WALKS // 2
     for text in whole:
-        message = ReplyReader.of(template, "", ALL, with_thinking=True).message(text)
+        message = ReplyReader.of(Notation(template), "", ALL, with_thinking=True).message(text)
         calls = [call["function"] for call in message["tool_calls"]]
         assert not message["content"] and (many or len(calls) == 1), text
         assert all(is_right(call["name"], json.loads(call["arguments"])) for call in calls), text
@@ -105,4 +106,4 @@ def test_whatever_a_grammar_of_calls_allows_is_read_as_calls_that_obey(
 def test_a_walk_without_the_grammar_is_no_call(embedded_model: Model) -> None:
     rng = random.Random(1)
     text = embedded_model.vocab.detokenize(rng.randrange(12, 2000) for _ in range(50)).decode("utf-8", "replace")
-    assert "tool_calls" not in ReplyReader.of("<tool_call>", "", ALL, with_thinking=True).message(text)
+    assert "tool_calls" not in ReplyReader.of(Notation("<tool_call>"), "", ALL, with_thinking=True).message(text)

@@ -9,10 +9,10 @@ from typing import Any
 from everwarm.config import Form, Thought
 from everwarm.errors import BadRequest
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
-from everwarm.gateway.reasoning import Begins, detect_reasoning
-from everwarm.gateway.reply import TAIL
+from everwarm.gateway.notation import Notation
+from everwarm.gateway.reasoning import Begins
 from everwarm.gateway.schemas import answer_schema
-from everwarm.gateway.toolcalls import detect_tools, name_and_schema
+from everwarm.gateway.toolcalls import name_and_schema
 from everwarm.gateway.toolforms import CallRules, call_rules
 
 Json = Mapping[str, Any]
@@ -25,19 +25,19 @@ def completion_form(body: CompletionBody) -> Form | None:
     return _said_form(body)
 
 
-def chat_form(body: ChatBody, template: str, prompt: str) -> Form | None:
-    """As the body asks for, after whatever the model may think first. ``template`` and ``prompt`` tell how it writes."""
+def chat_form(body: ChatBody, notation: Notation, prompt: str) -> Form | None:
+    """As the body asks for, after whatever the model may think first. ``notation`` and ``prompt`` tell how it writes."""
     form, forced = _said_form(body), forced_tools(body.tool_choice, body.tools)
     if form is None and forced is None:
         return None
-    thought = _thought(template, prompt)
+    thought = _thought(notation, prompt)
     if forced is not None:
         if form is not None and form.kind != "json_schema":
             raise BadRequest("tool_choice forces a call and grammar forces something else; give one of them")
-        return _lark(_calls(body, template, forced), "calls", thought)
+        return _lark(_calls(body, notation, forced), "calls", thought)
     assert form is not None
-    if form.kind == "json_schema" and body.tools and body.tool_choice != "none" and detect_tools(template):
-        return _lark(_calls(body, template, body.tools), f"calls | answer\nanswer: %json {form.text}", thought)
+    if form.kind == "json_schema" and body.tools and body.tool_choice != "none" and notation.tools:
+        return _lark(_calls(body, notation, body.tools), f"calls | answer\nanswer: %json {form.text}", thought)
     return Form(form.kind, form.text, thought=thought)
 
 
@@ -45,8 +45,8 @@ def _lark(rules: CallRules, start: str, thought: Thought | None) -> Form:
     return Form("lark", f"start: {start}\n{rules.text}", rules.tags, thought)
 
 
-def _thought(template: str, prompt: str) -> Thought | None:
-    style = detect_reasoning(template, prompt[-TAIL:])
+def _thought(notation: Notation, prompt: str) -> Thought | None:
+    style = notation.thinking(prompt)
     if style is None or style.begins is Begins.AFTER:
         return None
     return Thought(style.closing, "" if style.begins is Begins.INSIDE else style.opening)
@@ -97,11 +97,11 @@ def _response_format(said: Json) -> Form | None:
 # calls
 
 
-def _calls(body: ChatBody, template: str, tools: Tools) -> CallRules:
-    format = detect_tools(template)
+def _calls(body: ChatBody, notation: Notation, tools: Tools) -> CallRules:
+    format = notation.tools
     if format is None:
         raise BadRequest("this model's chat template teaches no format of tool calls that could be forced")
-    return call_rules(format, template, tools, many=body.parallel_tool_calls is not False)
+    return call_rules(format, notation.template, tools, many=body.parallel_tool_calls is not False)
 
 
 def forced_tools(choice: str | Json | None, tools: Tools | None) -> Tools | None:

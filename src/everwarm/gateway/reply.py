@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everwarm.gateway.reasoning import Reasoning, ReasoningParser, Text, detect_reasoning
-from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded, ToolParser, detect_tools, settled
+from everwarm.gateway.notation import Notation
+from everwarm.gateway.reasoning import Reasoning, ReasoningParser, Text
+from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded, ToolParser, settled
 
 Json = dict[str, Any]
 Event = Reasoning | Text | CallBegun | CallArguments | CallEnded
-
-TAIL = 64  # characters of a prompt's end that say how its reply begins
 
 
 class ReplyReader:
@@ -28,16 +27,16 @@ class ReplyReader:
     @classmethod
     def of(
         cls,
-        template: str,
+        notation: Notation,
         prompt: str,
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         with_thinking: bool,
         one_call: bool = False,
     ) -> ReplyReader:
-        """As the model's template says it writes. Without ``tools`` nothing is a call, and thinking may stay text."""
-        style = detect_reasoning(template, prompt[-TAIL:]) if with_thinking else None
-        format = detect_tools(template) if tools else None
+        """As the model writes. Without ``tools`` nothing is a call, and thinking may stay text."""
+        style = notation.thinking(prompt) if with_thinking else None
+        format = notation.tools if tools else None
         parser = ToolParser(format, tools or ()) if format else None
         return cls(ReasoningParser(style) if style else None, parser, one_call=one_call)
 

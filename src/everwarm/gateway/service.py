@@ -29,6 +29,7 @@ from everwarm.gateway.generate import Event, events
 from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
+from everwarm.gateway.notation import Notation
 from everwarm.gateway.pictures import Pictures
 from everwarm.gateway.recent import Caller, Follow, Recent
 from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
@@ -114,6 +115,7 @@ class Service:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         pictures = await self.pictures.from_parts(parts) if parts else []
         rendered = await asyncio.to_thread(template.conversation, messages, **template_options(body))
+        notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
         common = {
             **self._common(request, body, info),
@@ -124,14 +126,14 @@ class Service:
             "stables": rendered.stables,
             "breakpoints": rendered.breakpoints,
             "n_probs": body.n_probs,
-            "form": chat_form(body, template.source, rendered.text),
+            "form": chat_form(body, notation, rendered.text),
         }
         if pictures:
             sent = tuple(m.Picture(p.digest, p.width, p.height, p.rgb) for p in pictures)
             common |= {"marker": self.marker, "pictures": sent}
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
         told = {"with_thinking": thinks, "one_call": body.parallel_tool_calls is False}
-        reader = partial(ReplyReader.of, template.source, rendered.text, tools, **told)
+        reader = partial(ReplyReader.of, notation, rendered.text, tools, **told)
         after = partial(_text_after, template, messages, template_options(body))
         spot = common["add_special"], common["namespace"], common["session"]
         plain = not pictures and not body.deterministic and body.uses_cache

@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from everwarm.config import require
+from everwarm.gateway.notation import ThinkingTags, ToolFormat
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -24,6 +25,8 @@ class ServerSettings:
     picture_hosts: tuple[
         str, ...
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
+    tool_format: ToolFormat = "auto"  # how models write calls; auto: as their templates say
+    thinking_tags: ThinkingTags = "auto"
     prewarm: bool = True  # spend idle time on what the next turn will begin with
     canonicalise: bool = True  # leave out known noise at the head of system text
     cache_text: bool = False  # whether the cache API shows words of what is kept
