@@ -38,6 +38,9 @@ PURE = (
     "router/estimate.py",
     "llama/cells.py",
     "prompt/prompt.py",
+    "gateway/contents.py",
+    "gateway/stable.py",
+    "gateway/breakpoints.py",
 )
 IMPURE_MODULES = {"time", "os", "io", "pathlib", "ctypes", "logging", "random", "secrets", "threading", "socket"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 50, 400
