@@ -55,6 +55,9 @@ PURE = (
     "simulate/optimum.py",
     "simulate/replay.py",
     "simulate/plot.py",
+    "gateway/contents.py",
+    "gateway/stable.py",
+    "gateway/breakpoints.py",
 )
 IMPURE_MODULES = {"time", "os", "io", "pathlib", "ctypes", "logging", "random", "secrets", "threading", "socket"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 50, 400
