@@ -225,6 +225,22 @@ def test_an_answer_comes_from_the_result(client):
 # refusals
 
 
+def test_a_forced_call_and_a_forced_form_obey(client):
+    """``any`` forces a call although nobody asked for one; ``output_config.format`` forces JSON."""
+    reply = ask(client, [user("Tell me a story.")], tools=[WEATHER], tool_choice={"type": "any"})
+    assert reply.stop_reason == "tool_use" and reply.content[-1].name == "get_weather"
+    assert isinstance(reply.content[-1].input["city"], str)
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"extra_body": {"temperature": 0, "output_config": {"format": {"type": "json_schema", "schema": schema}}}}
+    said = json.loads(ask(client, [user("What is 7 + 8?")], **form).content[-1].text)
+    assert list(said) == ["n"] and isinstance(said["n"], int)
+
+
 def test_pictures_are_refused_by_a_model_that_reads_text(client):
     source = {"type": "base64", "media_type": "image/png", "data": picture()}
     image = {"type": "image", "source": source}

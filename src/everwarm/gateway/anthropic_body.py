@@ -125,6 +125,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """``max_tokens`` may be 0: the prompt is read and nothing is said."""
 
     max_tokens: Count
+    output_config: dict[str, Any] | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None

@@ -57,6 +57,7 @@ def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
             "top_k": body.top_k,
             "seed": body.seed,
             "deterministic": body.deterministic,
+            "response_format": _response_format(body.output_config or {}),
         }
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     choice = body.tool_choice
@@ -71,6 +72,14 @@ def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
         prompt_cache_key=session[:512] if session else None,
         **asked,
     )
+
+
+def _response_format(config: Json) -> Json | None:
+    """What a reply must look like, in OpenAI's words."""
+    said = config.get("format")
+    if not isinstance(said, dict) or said.get("type") != "json_schema":
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": said.get("schema"), "strict": True}}
 
 
 # tools
