@@ -44,7 +44,6 @@ log = logging.getLogger("everwarm.gateway")
 T = TypeVar("T")
 Json = dict[str, Any]
 
-CACHE_MARK = "cache_control"  # where a client hopes for a cache; it moves every turn, so no template may see it
 # Who is talking, as real clients say it. It informs which slot to give up last, never what may be reused.
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
@@ -261,8 +260,6 @@ def _as_text(part: Any, marker: str, pictures: list[Json]) -> Any:
         return {**breakpoint_in(part), "type": "text", "text": marker}
     if kind not in ("text", "input_text", "refusal"):
         raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
-    if isinstance(part, dict) and CACHE_MARK in part:
-        return {key: value for key, value in part.items() if key != CACHE_MARK}
     return part
 
 
