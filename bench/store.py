@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.measure import hundred_megabytes, median_s, much_kv, table
 from bench.peer import Peer, PeerOptions, llama_server
+from bench.quiet import undisturbed
 from bench.server import Server, ask, everwarm, post
 from everwarm.config import GREEDY, default_threads
 from everwarm.engine.engine import Engine
@@ -167,18 +168,20 @@ def _slot_files(where: Path, peer: Peer, tokens: list[int]) -> tuple[str, str, s
     """Both servers restore the slot file they saved and are asked the very same prompt again."""
     theirs_server = Server("llama-server", peer._host)
     flags = ("-np", "1", "-c", "24576", "--disk-cache", "0", "--slot-save-path", str(where / "slots"))
-    ours, theirs = [], []
+
+    def again_s(server: Server) -> float:
+        post(server, "/slots/0?action=erase", {})
+        began = time.perf_counter()
+        post(server, "/slots/0?action=restore", {"filename": f"{server.name}.bin"})
+        ask(server, tokens, 1)
+        return time.perf_counter() - began
+
     with everwarm(str(hundred_megabytes()), *flags) as ours_server:
         for server in (ours_server, theirs_server):
             ask(server, tokens, 1)
             post(server, "/slots/0?action=save", {"filename": f"{server.name}.bin"})
-        for _ in range(N_SWITCHES):
-            for times, server in ((ours, ours_server), (theirs, theirs_server)):
-                post(server, "/slots/0?action=erase", {})
-                began = time.perf_counter()
-                post(server, "/slots/0?action=restore", {"filename": f"{server.name}.bin"})
-                ask(server, tokens, 1)
-                times.append(time.perf_counter() - began)
+        ours = undisturbed(N_SWITCHES, lambda: again_s(ours_server))
+        theirs = undisturbed(N_SWITCHES, lambda: again_s(theirs_server))
     return ("slot restore, then the same prompt", *_ratio(statistics.median(ours), statistics.median(theirs)))
 
 
