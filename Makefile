@@ -40,7 +40,7 @@ test: $(STAMP) ## the whole suite, under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 agents: ## real agents from npm into build/agents, for the tests that run them
-	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33
+	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33 @openai/codex@0.166.0
 
 campaign: $(STAMP) ## the long forms of the random tests
 	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200

@@ -305,8 +305,7 @@ def test_after_a_kill_the_next_turn_reads_only_what_is_new_and_other_keys_see_no
 
 
 def _recorded(turn: int) -> dict[str, Any]:
-    """What Codex sent, as its first and its fourth request, with neutral words in the place of its own, and fewer of them.
-    What the model had said and called in between is made up, in the shapes in which Codex sent it back."""
+    """What Codex sent, with neutral words in the place of its own, and fewer of them."""
     recording = json.loads((RECORDED / "codex.json").read_text())
     body: dict[str, Any] = recording["requests"][turn - 1]["body"]
     return body
