@@ -28,6 +28,7 @@ Message = Mapping[str, Any]
 _MAX_REMEMBERED = 4096
 _PROBE = "a8f3c1"
 _N_RENDERED = 8
+_N_MARK, _N_TAIL = 8, 48  # characters by which the end of a message is found in a text, and known again
 _NEXT_TURN = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
 
 
@@ -41,11 +42,22 @@ class Rendered:
     stable: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where a message ends in some rendering, and what stands before that: it may end elsewhere in another one."""
+
+    at: int
+    tail: str
+
+    def is_in(self, text: str) -> bool:
+        return self.at > 0 and text.startswith(self.tail, self.at - len(self.tail))
+
+
 class ChatTemplate:
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
         self.source = source
         self._globals = {"bos_token": bos, "eos_token": eos}
-        self._ends: OrderedDict[str, int] = OrderedDict()
+        self._ends: OrderedDict[str, list[_End]] = OrderedDict()
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -134,30 +146,41 @@ class ChatTemplate:
     ) -> tuple[int, ...]:
         """Where messages end, found by rendering the conversation up to them. Only new ones near the end are rendered:
         the others are remembered, or were never seen and are not worth reading the whole history again and again."""
-        ends = set()
+        ends: set[int] = set()
         key = json.dumps([tools, kwargs], sort_keys=True, default=str)
         for i, message in enumerate(messages):
             key = f"{hash((key, json.dumps(message, sort_keys=True, default=str))):x}"
-            end = self._ends.get(key)
-            if end is None and (i == 0 or i >= len(messages) - _N_RENDERED):
-                end = self._remember(key, self._end_of(messages[: i + 1], tools, kwargs))
-            if end is not None and 0 < end <= len(text):
-                ends.add(end)
+            known = self._ends.get(key, [])
+            is_near = i == 0 or i >= len(messages) - _N_RENDERED
+            while is_near and len(known) < 2 and not any(end.is_in(text) for end in known):
+                known = self._remember(key, [*known, self._end_of(messages[: i + 1], known, tools, kwargs)])
+            ends.update(end.at for end in known if end.is_in(text))
         return tuple(sorted(ends))
 
     def _end_of(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
-    ) -> int:
+        self,
+        messages: Sequence[Message],
+        known: Sequence[_End],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> _End:
+        """Where the last message ends when it is the last one; where that is known, when a question follows: many
+        templates show thinking only until then."""
+        following = [{"role": "user", "content": _PROBE}] if known else []
         try:
-            return len(self.render(messages, tools=tools, add_generation_prompt=False, **kwargs))
+            text = self.render([*messages, *following], tools=tools, add_generation_prompt=False, **kwargs)
         except BadRequest:  # some templates want a user message, or strict alternation
-            return 0
+            return _End(0, "")
+        mark = known[0].tail[-_N_MARK:] if known else ""
+        before, found, _ = text.rpartition(_PROBE)[0].rpartition(mark) if mark else ("", "", "")
+        at = len(before + found) if known else len(text)
+        return _End(at, text[max(0, at - _N_TAIL) : at])
 
-    def _remember(self, key: str, end: int) -> int:
-        self._ends[key] = end
+    def _remember(self, key: str, ends: list[_End]) -> list[_End]:
+        self._ends[key] = ends
         while len(self._ends) > _MAX_REMEMBERED:
             self._ends.popitem(last=False)
-        return end
+        return ends
 
     def _shared_with_next_turn(
         self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: dict[str, Any]
