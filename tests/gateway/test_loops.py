@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from gateway.loops import Anthropic, Chat, Ollama, Previous, Responses, Said, Talk, talking
 from gateway.server import GUARD, Server, metric, serving
+from gateway.shown import Shown
 
 CITIES = (
     "Rome Oslo Paris Berlin Madrid Vienna Lisbon Athens Dublin Warsaw Prague London Cairo Tokyo Lima Bern Kyoto Delhi"
@@ -33,19 +33,8 @@ class Reader:
     """The server, and every prompt that it has ever been shown."""
 
     server: Server
-    prompts: dict[int, Any] = field(default_factory=dict, repr=False)  # by token, what follows it
+    shown: Shown = field(default_factory=Shown)
     _counts: list[int] = field(default_factory=lambda: [0, 0])
-
-    def n_known(self, prompt: Sequence[int]) -> int:
-        at, n = self.prompts, 0
-        while n < len(prompt) and prompt[n] in at:
-            at, n = at[prompt[n]], n + 1
-        return n
-
-    def add(self, prompt: Sequence[int]) -> None:
-        at = self.prompts
-        for token in prompt:
-            at = at.setdefault(token, {})
 
     def counted(self) -> tuple[int, int]:
         """Prompt tokens that were read since the last time, and those of them that were known."""
@@ -81,10 +70,10 @@ class Loop:
         n_read, n_again = self._reader.counted()
         assert said.n_prompt == len(prompt)
         assert said.n_cached is None or said.n_prompt - said.n_cached == n_read
-        n_new = len(prompt) - self._reader.n_known(prompt)
+        n_new = len(prompt) - self._reader.shown.n_known(prompt)
         assert n_read <= n_new + GUARD
         assert n_again >= n_read - n_new, "the server must not know less than what it was shown"
-        self._reader.add(prompt)
+        self._reader.shown.add(prompt)
         self.turns.append(Turn(said, n_read, n_new, n_again))
         return said
 
