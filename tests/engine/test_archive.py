@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 from engine.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text
+from everwarm.engine import archive as archive_module
+from everwarm.engine import core as core_module
+from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
 from everwarm.state.tree import START
@@ -253,3 +257,28 @@ def test_random_conversations_with_restarts_are_found_as_far_as_they_were_kept(t
             put_away(core)
             kept.append(prompt[:stable])
             assert core.archive.disk.counts.n_damaged == 0
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_turn_that_ends_before_the_disk_has_opened_is_written_all_the_same(tmp_path, monkeypatch, opens):
+    """The digest of a large model takes its time; whoever stops right after the first answer loses nothing."""
+    may_open, real = threading.Event(), Archive._open
+    monkeypatch.setattr(archive_module, "OPEN_S", 0.01)
+    monkeypatch.setattr(core_module, "OPEN_WAIT_S", 5.0 if opens else 0.01)
+
+    def late(self: Archive, fingerprint: str) -> None:
+        may_open.wait(20)
+        real(self, fingerprint)
+
+    monkeypatch.setattr(Archive, "_open", late)
+    store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
+    with open_core(store=store) as core:
+        run(core, HISTORY, stable=STABLE)
+        while core.tidy():
+            pass
+        assert core.nap_s, "it waits for the disk, and looks again"
+        if opens:
+            threading.Timer(0.2, may_open.set).start()
+        core.put_away() if opens else core.ram.flush()
+        may_open.set()
+    assert bool(files(tmp_path, "state")) is opens

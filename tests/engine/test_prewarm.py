@@ -8,6 +8,7 @@ from engine.drive import EVERY_KIND, HYBRIDS, check, drain, open_core, run, subm
 from everwarm.engine import slotio
 from everwarm.engine.core import Core
 from everwarm.engine.request import Ask
+from everwarm.engine.settings import StoreSettings
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import GUARD, CutKind, Entry, victims
 
@@ -160,3 +161,28 @@ def test_erasing_a_slot_forgets_what_was_read_ahead_as_well():
         kinds = [node.checkpoint.kind for node in core.tree.nodes() if node.checkpoint]
         assert CutKind.PREWARM not in kinds
         assert run(core, NEXT).n_cached == 0
+
+
+def test_stopping_while_it_reads_loses_nothing(tmp_path):
+    """A conversation whose slot is being read ahead is as durable as any other."""
+    store = StoreSettings(str(tmp_path), restore_policy="always")
+    with open_core(store=store, prefill_beside_decode=16) as core:
+        talk(core)
+        offer(core)
+        begin(core)
+        core.step()
+        assert any(slot.request for slot in core.slots)
+        core.put_away()
+    with open_core(store=store) as core:
+        assert run(core, NEXT).n_cached >= len(HISTORY)
+
+
+def test_stopping_while_a_prompt_is_read_keeps_what_was_read(tmp_path):
+    store = StoreSettings(str(tmp_path), restore_policy="always")
+    with open_core(store=store, n_batch=64, n_ubatch=64) as core:
+        submit(core, HISTORY)
+        for _ in range(3):
+            core.step()
+        core.put_away()
+    with open_core(store=store) as core:
+        assert run(core, HISTORY).n_cached >= 128

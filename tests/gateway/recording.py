@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.server import PATIENCE_S, Reply, Server
 
+N_LONG = 300  # characters
 HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host", "accept-encoding")
 
 
@@ -121,6 +122,18 @@ def _is_kept(key: str, item: Any) -> bool:
 
 def _of_length(n: int) -> str:
     return _NEUTRAL[n - 1] if n <= len(_NEUTRAL) else (_NEUTRAL[-1] * n)[:n]
+
+
+def shortened(value: Any) -> Any:
+    """The same structure with long texts cut off."""
+    match value:
+        case str():
+            return value[:N_LONG]
+        case list():
+            return [shortened(item) for item in value]
+        case dict():
+            return {key: shortened(item) for key, item in value.items()}
+    return value
 
 
 def shape(value: Any) -> Any:

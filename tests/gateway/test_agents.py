@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from everwarm.gateway.chat import ChatTemplate
-from gateway.server import GUARD, Server, serving
+from gateway.server import Server, serving
 
 NO_THINKING = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
 WEATHER = {
@@ -84,39 +84,6 @@ def test_a_tool_is_called_whole_and_streamed_alike(client):
     assert parts["calls"][0]["arguments"] == call.function.arguments
     plain = ask(client, messages, tools=[WEATHER], tool_choice="none", **NO_THINKING).choices[0]
     assert plain.message.tool_calls is None and "get_weather" in plain.message.content
-
-
-def tokens_of(server: Server, messages: list[Any]) -> list[int]:
-    kwargs = NO_THINKING["extra_body"]["chat_template_kwargs"]
-    text = server.rendered(messages, tools=[WEATHER], chat_template_kwargs=kwargs)
-    return [int(token) for token in server.ask("/tokenize", {"content": text})["tokens"]]
-
-
-def n_common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def test_a_loop_of_tools_reads_only_what_is_new(server, client):
-    """The template drops the thinking of earlier turns, so what is new is what was never rendered so before."""
-    messages: list[Any] = [{"role": "system", "content": "You are a helpful assistant."}]
-    seen: list[list[int]] = [[]]
-    for city, weather in (("Rome", "sunny"), ("Oslo", "rain"), ("Paris", "fog"), ("Berlin", "snow")):
-        messages.append(user(f"What is the weather in {city}?"))
-        for turn in range(2):
-            prompt = tokens_of(server, messages)
-            n_new = len(prompt) - max(n_common(prompt, old) for old in seen)
-            answer = ask(client, messages, tools=[WEATHER], **NO_THINKING)
-            usage, message = answer.usage, answer.choices[0].message
-            assert usage.prompt_tokens == len(prompt)
-            assert len(prompt) - usage.prompt_tokens_details.cached_tokens <= n_new + GUARD or len(seen) == 1
-            seen.append(prompt)
-            messages.append(message.model_dump(exclude_none=True))
-            if turn == 0:
-                (call,) = message.tool_calls
-                assert json.loads(call.function.arguments)["city"] == city
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": weather})
-            else:
-                assert weather in message.content
 
 
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"

@@ -144,6 +144,28 @@ def test_boundaries_are_the_ends_of_messages(embedded):
     assert rendered.text[rendered.boundaries[-1] :] == "<|im_start|>assistant\n<think>\n"
 
 
+@pytest.mark.parametrize("has_answered_before", [False, True])
+def test_boundaries_are_the_ends_of_messages_whose_thinking_is_dropped(embedded_model, has_answered_before):
+    """In a loop of tools the thinking is shown; a question later it is not, and everything has moved."""
+    template = ChatTemplate(embedded_model.chat_template, eos="<|im_end|>")
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    loop = [
+        HELLO,
+        {"role": "assistant", "content": "", "reasoning_content": "Long thoughts. " * 9, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        {**HI, "reasoning_content": "More of them. " * 9},
+    ]
+    if has_answered_before:
+        kept = template.conversation(loop[:3], tools=[TOOL])
+        assert "Long thoughts" in kept.text and len(kept.boundaries) == 4
+    rendered = template.conversation([*loop, BYE], tools=[TOOL])
+    parts = [rendered.text[a:b] for a, b in zip((0, *rendered.boundaries), rendered.boundaries, strict=False)]
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    assert "Long thoughts" not in rendered.text
+    assert [part.removeprefix("<|im_start|>").split("\n")[0] for part in parts] == roles
+    assert all(part.endswith("<|im_end|>\n") and part.count("<|im_end|>") == 1 for part in parts)
+
+
 def test_the_stable_point_is_before_what_the_next_turn_drops(embedded):
     rendered = embedded.conversation([SYSTEM, HELLO])
     assert rendered.stable is not None

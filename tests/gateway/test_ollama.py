@@ -16,7 +16,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.body import ChatBody, CompletionBody, read
 from everwarm.gateway.ollama_body import OllamaChat, OllamaGenerate, Said, messages_of
 from everwarm.gateway.ollama_models import capabilities, size_text
-from gateway.server import GUARD, Server, metric, serving, serving_models, until
+from gateway.server import Server, serving, serving_models, until
 from gateway.test_fuzz import FUZZ, TEXT, Json, bodies
 from gateway.test_seeing import url
 from models import EMBEDDED, tiny_vision
@@ -24,8 +24,6 @@ from models import EMBEDDED, tiny_vision
 NAME = "everwarm-tiny"
 GREEDY = {"temperature": 0, "num_predict": 200}
 SUM = [{"role": "user", "content": "What is 7 + 8?"}]
-CITIES = ("Rome", "Oslo", "Paris", "Berlin", "Madrid", "Vienna", "Lisbon", "Athens", "Dublin", "Warsaw")
-WEATHERS = ("sunny", "rain", "fog", "snow")
 WEATHER = {
     "type": "function",
     "function": {
@@ -127,62 +125,6 @@ def test_generate_writes_with_the_template_and_without(server, client):
 
 
 # tools
-
-
-def as_openai(message: dict[str, Any]) -> dict[str, Any]:
-    said = {**message, "reasoning_content": message.get("thinking")}
-    return {key: value for key, value in said.items() if value is not None and key not in ("thinking", "tool_name")}
-
-
-def n_common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def n_read(server: Server) -> float:
-    return metric(server.get("/metrics").data.decode(), "llamacpp:prompt_tokens_total")
-
-
-class Loop:
-    """A conversation of tools; every turn checks that it reads only what was never rendered before."""
-
-    def __init__(self, server: Server, client: ollama.Client, **how: Any) -> None:
-        self._server, self._client, self._how = server, client, how
-        self._seen: list[list[int]] = []
-        self.messages: list[dict[str, Any]] = []
-        self.regrets: list[float] = []
-
-    def turn(self, **message: Any) -> ollama.Message:
-        self.messages.append(message)
-        prompt, before = self._tokens(), n_read(self._server)
-        reply = chat(self._client, self.messages, tools=[WEATHER], **self._how)
-        assert reply.prompt_eval_count == len(prompt)
-        n_new = len(prompt) - max((n_common(prompt, old) for old in self._seen), default=0)
-        self.regrets.append(n_read(self._server) - before - n_new)
-        self._seen.append(prompt)
-        self.messages.append(reply.message.model_dump(exclude_none=True))
-        return reply.message
-
-    def _tokens(self) -> list[int]:
-        kwargs = {"enable_thinking": self._how["think"]}
-        shown = [as_openai(message) for message in self.messages]
-        text = self._server.rendered(shown, tools=[WEATHER], chat_template_kwargs=kwargs)
-        return [int(token) for token in self._server.ask("/tokenize", {"content": text})["tokens"]]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("think", [False, True])
-def test_a_loop_of_tools_reads_only_what_is_new(server, client, think, stream):
-    loop = Loop(server, client, think=think, stream=stream)
-    first = 4 * think + 2 * stream  # nobody has had this conversation before
-    for i, city in enumerate(CITIES[first:] + CITIES[:first]):
-        said = loop.turn(role="user", content=f"What is the weather in {city}?")
-        (call,) = said.tool_calls
-        assert call.function.name == "get_weather" and call.function.arguments == {"city": city}
-        weather = WEATHERS[i % len(WEATHERS)]
-        answer = loop.turn(role="tool", tool_name="get_weather", content=weather)
-        assert weather in f"{answer.thinking} {answer.content}" and not answer.tool_calls
-        assert bool(said.thinking) == bool(answer.thinking) == think
-    assert len(loop.regrets) == 20 and max(loop.regrets) <= GUARD
 
 
 def test_calls_and_results_find_each_other_without_ids():

@@ -1,10 +1,8 @@
 """The official OpenAI client against a real server: the everyday calls, and what is read of their prompts."""
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -135,78 +133,6 @@ def test_every_turn_of_a_conversation_reads_only_what_is_new(client, server):
         before = min(before, answer.usage.prompt_tokens)
         messages = [*messages, assistant(text_of(answer)), user(question)]
     assert "48213" in text_of(chat(client, messages))
-
-
-def test_a_conversation_with_thinking_reads_only_what_is_new(client):
-    """The template drops the thinking of earlier turns, so the reply's own state is of no use."""
-    messages = fresh()
-    first = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=200)
-    reply = text_of(first).rpartition("</think>")[2].strip()
-    following = [*messages, assistant(reply), user("What is 3 + 4?")]
-    second = client.chat.completions.create(model=MODEL, messages=following, temperature=0, max_tokens=200)
-    n_new = second.usage.prompt_tokens - first.usage.prompt_tokens
-    assert n_processed(second) <= n_new + GUARD
-
-
-def test_an_identical_retry_reads_next_to_nothing_and_says_the_same(client):
-    messages = [*fresh(), assistant("Okay."), user("Who are you?")]
-    first, again, third = (chat(client, messages) for _ in range(3))
-    assert n_cached(first) < 40 and n_processed(first) > 100
-    assert n_processed(again) <= GUARD and n_processed(third) <= GUARD
-    assert text_of(again) == text_of(first) == text_of(third)
-
-
-def test_regenerating_the_last_answer_reads_next_to_nothing(client):
-    messages = fresh()
-    reply = text_of(chat(client, messages))
-    longer = [*messages, assistant(reply), user("Hello!")]
-    chat(client, longer)
-    again = chat(client, messages, temperature=0.9, seed=7)
-    assert n_processed(again) <= GUARD
-
-
-def test_an_edited_question_reads_only_from_the_edit_on(client):
-    messages = fresh()
-    second = [*messages, assistant(text_of(chat(client, messages))), user("What is 3 + 4?")]
-    before = chat(client, second)
-    edited = [*second[:-1], user("What is the capital of France?")]
-    answer = chat(client, edited)
-    n_edit = answer.usage.prompt_tokens - before.usage.prompt_tokens + 40
-    assert n_processed(answer) <= n_edit + GUARD
-    assert n_cached(answer) > 100
-
-
-def test_six_conversations_on_two_slots_read_only_what_is_new(client):
-    talks = [fresh() for _ in range(6)]
-    before = [0] * 6
-    for turn in range(3):
-        for i, messages in enumerate(talks):
-            answer = chat(client, messages, max_tokens=8)
-            if turn:
-                assert n_processed(answer) <= answer.usage.prompt_tokens - before[i] + GUARD
-            before[i] = answer.usage.prompt_tokens
-            messages += [assistant(text_of(answer)), user(f"And what is {i} + {turn}?")]
-
-
-def test_a_system_prompt_that_eight_need_at_once_is_read_once(client, server):
-    system = {"role": "system", "content": words(500, next(_seeds))}
-    questions = [[system, user(f"What is {i} + {i}? Answer number {i}.")] for i in range(8)]
-    n_system = server.n_tokens(server.rendered([system], add_generation_prompt=False))
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda messages: chat(client, messages, max_tokens=4), questions))
-    own = sum(answer.usage.prompt_tokens - n_system for answer in answers)
-    assert n_system > 600
-    assert sum(map(n_processed, answers)) <= n_system + own + 8 * GUARD
-
-
-def test_a_prompt_whose_reading_was_cancelled_is_read_on_from_there(client, server):
-    messages = [user(words(1100, next(_seeds)))]
-    with contextlib.suppress(openai.APITimeoutError):
-        chat(client.with_options(timeout=0.35), messages)
-    until(server.is_idle, "the slot is free")
-    again = chat(client, messages)
-    assert again.usage.prompt_tokens > 2000
-    assert n_cached(again) > 0
 
 
 # options

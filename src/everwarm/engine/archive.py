@@ -80,6 +80,14 @@ class Archive:
         self._thread.start()
         self._opened.wait(OPEN_S)
 
+    @property
+    def is_opening(self) -> bool:
+        """Not known yet what is on disk, perhaps because a large model's digest takes its time."""
+        return not self._opened.is_set()
+
+    def wait_open(self, seconds: float) -> None:
+        self._opened.wait(seconds)
+
     def stats(self) -> dict[str, float]:
         disk = self.disk
         if disk is None:
@@ -91,7 +99,9 @@ class Archive:
     # keeping
 
     def tidy(self, slots: Sequence[Slot]) -> bool:
-        """One piece of idle work: offer a finished turn to the disk. False: there is none."""
+        """One piece of idle work: offer a finished turn to the disk. False: there is none, or not yet."""
+        if self.is_opening:
+            return False
         for slot in slots:
             if slot.is_idle and slot.is_tidy and not slot.is_archived:
                 slot.is_archived = True

@@ -44,6 +44,8 @@ from everwarm.state.tree import Match, Tree
 
 log = logging.getLogger("everwarm.engine")
 
+OPEN_WAIT_S = 20.0  # for the disk tier to open, before stopping
+NAP_S = 0.25  # between looks at whether it has opened
 DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: somebody may want to cancel
 _SPEED_MEMORY = 0.8
 
@@ -78,8 +80,13 @@ class Core:
                 part.close()
 
     def put_away(self) -> None:
-        """Before stopping: everything worth keeping is durable when this returns."""
+        """Before stopping: everything worth keeping is durable when this returns, also of what still runs."""
         self.prewarm.waiting.clear()
+        if self.archive is not None:
+            self.archive.wait_open(OPEN_WAIT_S)
+        for slot in self.slots:
+            if slot.request is not None:
+                self.finish(slot, slot.request, Finish.CANCELLED, [])
         while self.tidy():
             pass
         self.ram.flush()
@@ -131,6 +138,11 @@ class Core:
         """One piece of idle work. False: there is none."""
         done = self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
         return done or self.prewarm.begin(self)
+
+    @property
+    def nap_s(self) -> float | None:
+        """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""
+        return NAP_S if self.archive is not None and self.archive.is_opening else None
 
     # the step
 

@@ -59,7 +59,10 @@ class Loop:
         """Run what is in the inbox; wait there only when there is nothing else to do."""
         idle = not self.core.has_work and not self.core.tidy()
         while idle or not self._inbox.empty():
-            job = self._inbox.get()
+            try:
+                job = self._inbox.get(timeout=self.core.nap_s)
+            except queue.Empty:
+                return True
             if job is None:
                 return False
             job(self.core)
