@@ -40,13 +40,19 @@ def _is(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text() == text
 
 
+def complaints() -> list[str]:
+    stale = [f"docs/{name} is out of date: run python docs/generate.py" for name in outdated()]
+    return stale + [
+        f"docs/generating/words.py speaks of {name}, which is not there" for name in api.words_for_nothing()
+    ]
+
+
 def main(arguments: list[str]) -> int:
-    names = outdated()
     if "--check" in arguments:
-        for name in names:
-            print(f"docs/{name} is out of date: run python docs/generate.py", file=sys.stderr)
-        return 1 if names else 0
-    for name in names:
+        found = complaints()
+        print("\n".join(found), end="\n" if found else "", file=sys.stderr)
+        return 1 if found else 0
+    for name in outdated():
         path = HERE / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(WRITERS[name]())

@@ -34,6 +34,6 @@ def draw() -> str:
     picture.arrow((400, 165), (500, 165), dashed=True)
     picture.text(450, 156, "wakes", anchor="middle")
     picture.arrow((315, 210), (315, 240), both=True)
-    picture.arrow((400, 260), (500, 260), both=True)
-    picture.text(450, 251, "engine", anchor="middle")
+    picture.text(323, 230, "owns, lends")
+    picture.arrow((710, 80), (735, 80), (735, 260), (710, 260), both=True)
     return picture.svg()

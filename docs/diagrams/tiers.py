@@ -5,7 +5,7 @@ from __future__ import annotations
 from diagrams.svg import Picture
 
 _TIERS = (
-    ("device", "parked in a spare:", "another name for the same cells", "until the spare is needed", "warm"),
+    ("device", "parked in a spare:", "a second name, no copy", "until the spare is needed", "warm"),
     ("RAM", "a copy in the memory file", "of the gateway (--cache-ram)", "outlives engine and swap", "cool"),
     ("disk", "a file per state and segment", "(--state-dir, --disk-cache)", "outlives everything", "grey"),
 )
@@ -29,5 +29,5 @@ def draw() -> str:
         "Coming back, cheapest first: stay → in place → unparked → shared → from RAM → from disk → read again",
         anchor="middle",
     )
-    picture.text(380, 187, "Every way gives the same bits, or the next one is tried.", anchor="middle")
+    picture.text(380, 187, "What cannot be verified is not used: the next way is tried.", anchor="middle")
     return picture.svg()

@@ -20,7 +20,7 @@ def draw() -> str:
             ("answer", 560, 700, COOL),
         ],
     )
-    picture.text(20, 125, "second prompt: the template has dropped the thinking", bold=True)
+    picture.text(20, 125, "second prompt, without the thinking", bold=True)
     _row(
         picture,
         155,
@@ -34,7 +34,7 @@ def draw() -> str:
     picture.dot(380, 60)
     picture.dot(380, 155)
     picture.line((380, 66), (380, 149), width=1.2)
-    picture.text(392, 96, "stable point: a checkpoint is there")
+    picture.text(392, 92, "stable point: a checkpoint is there")
     picture.text(20, 205, "Blue is reused, orange is read. Idle pre-warm reads the answer before it is asked for.")
     return picture.svg()
 

@@ -135,3 +135,13 @@ def _field(field: msgspec.structs.FieldInfo, of: str = "") -> list[str]:
     must = " **must be given**" if field.required else ""
     meaning = FIELDS.get(f"{of}.{field.name}") or FIELDS.get(field.name, "")
     return [code(field.encode_name) + must, type_text(field.type), meaning]
+
+
+def words_for_nothing() -> list[str]:
+    """Sentences about routes and fields that are not there any more."""
+    found = wires()
+    routes = {f"{wire.method} {wire.path}" for wire in found}
+    kinds = {kind for wire in found for kind in wire.bodies}
+    fields = {name for kind in kinds for name in kind.__struct_fields__}
+    fields |= {f"{kind.__name__}.{name}" for kind in kinds for name in kind.__struct_fields__}
+    return sorted((ROUTES.keys() - routes) | (FIELDS.keys() - fields))

@@ -1,4 +1,4 @@
-"""What the code does not say about routes and fields, in one sentence each. A test looks for names that are gone."""
+"""What the code does not say about routes and fields, in one sentence each. ``generate.py --check`` names those that are gone."""
 
 from __future__ import annotations
 
