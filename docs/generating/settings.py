@@ -93,7 +93,7 @@ def comments_of(kind: type) -> dict[str, str]:
 
 
 def _type(field: dataclasses.Field[Any]) -> str:
-    return code(str(field.type))
+    return " or ".join(map(code, str(field.type).split(" | ")))
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
