@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from diagrams.svg import COOL, WARM, Picture
 
-_X = {"system": 40, "user": 170, "assistant": 300, "user2": 430, "assistant2": 560, "end": 690}
-
 
 def draw() -> str:
     picture = Picture(760, 270, "A conversation as a tree: segments of KV between checkpoints, and two branches")

@@ -12,7 +12,6 @@ from cyclopts import App
 from docstring_parser import parse
 
 from everwarm.cli import app
-from everwarm.cli_serve import ServeOptions
 from generating.markdown import code, prose, table, written_by
 
 # What the machine decides; another reader would have another value.
@@ -69,7 +68,7 @@ def _default(name: str, argument: Any) -> str:
     value = argument.field_info.default
     if name in MADE_HERE:
         return MADE_HERE[name]
-    if argument.field_info.required if hasattr(argument.field_info, "required") else value is inspect.Parameter.empty:
+    if argument.field_info.required:
         return "must be given"
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -83,10 +82,6 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def serve_flags() -> list[Flag]:
     return list(flags(app["serve"]))
-
-
-def environment_name(flag: str) -> str:
-    return "EVERWARM_SERVE_" + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def serve_page() -> str:
@@ -152,9 +147,3 @@ def _commands(parent: App, path: tuple[str, ...]) -> Iterator[tuple[str, App]]:
         if not name.startswith("-"):
             yield " ".join((*path, name)), parent[name]
             yield from _commands(parent[name], (*path, name))
-
-
-def options_without_flag() -> set[str]:
-    """Fields of the options that no flag sets; there should be none."""
-    known = {name.removeprefix("--").replace("-", "_") for flag in serve_flags() for name in flag.names}
-    return {field.name for field in dataclasses.fields(ServeOptions)} - known

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec import inspect as mi
 
 _WORDS: dict[type, str] = {
@@ -63,7 +62,3 @@ def _number(value: float | None) -> str:
         if whole in (1 << power, (1 << power) - 1):
             return f"2^{power}" + ("" if whole == 1 << power else "−1")
     return f"{whole:,}" if whole == value and abs(whole) < 10**10 else f"{value:g}"
-
-
-def struct_fields(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
-    return list(msgspec.structs.fields(kind))
