@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 LIBLLAMA_WHEEL := $(shell sed -n 's/^WHEEL = "\(.*\)"/\1/p' src/everwarm/llama/abi.py)
 LIBLLAMA_ARCHIVE := build/libllama-src/$(subst ==,-,$(LIBLLAMA_WHEEL)).tar.gz
@@ -10,7 +11,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test agents templates campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test docs agents templates campaign bench demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -36,18 +37,28 @@ lock: ## renew requirements.lock from pyproject.toml
 	rm -rf $(VENV)-lock
 
 fmt: $(STAMP) ## format the code
-	$(BIN)/ruff check --fix src tests bench
-	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix src tests bench docs
+	$(BIN)/ruff format src tests bench docs
 
 check: $(STAMP) ## what a reviewer should not have to say: style, types, structure
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs
+	$(BIN)/ruff format --check src tests bench docs
 	$(BIN)/mypy
+	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/structure
 
 test: $(STAMP) ## the whole suite, under ten minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+docs: $(DOCS_STAMP) ## the documentation as a site in build/site; what can be written from the code is written anew
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "build/site is ready; to look at it: $(BIN)/python -m http.server --directory build/site"
+
+$(DOCS_STAMP): requirements.docs.lock $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.docs.lock
+	@touch $@
 
 agents: ## real agents from npm into build/agents, for the tests that run them
 	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33 @openai/codex@0.166.0

@@ -1,0 +1,1 @@
+"""The pictures of the documentation, drawn from a few lines of text each."""

@@ -1,0 +1,68 @@
+"""What /metrics says, asked of the handler itself with a stand-in for the engine that knows every count."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from everwarm.gateway import metrics as counted
+from everwarm.gateway.metrics import Metrics
+from everwarm.gateway.status import Status
+from generating.markdown import code, table, written_by
+
+_HELP = re.compile(r"^# HELP (\S+) (.*)\n# TYPE \S+ (\S+)$", re.MULTILINE)
+
+
+def families() -> list[tuple[str, str, str]]:
+    """Name as queries spell it, type, help."""
+    return [(name, kind, said) for name, said, kind in _HELP.findall(_text()) if not name.endswith("_created")]
+
+
+def _text() -> str:
+    numbers: dict[str, Any] = dict.fromkeys(counted._ENGINE, 1)
+    numbers |= {key: 1 for _, _, parts in counted._LABELLED.values() for key in parts.values()} | {"n_fed": 1}
+
+    async def ask(_question: object) -> dict[str, Any]:
+        return numbers
+
+    supervisor = SimpleNamespace(is_ready=True, is_running=True, n_restarts=0, load=None, ask=ask)
+    standing = SimpleNamespace(supervisor=supervisor)
+    pool = SimpleNamespace(standings=list, catalog=SimpleNamespace(find=lambda _: standing), find=lambda _: standing)
+    service = SimpleNamespace(pool=pool, metrics=Metrics())
+    request = SimpleNamespace(query_params={})
+    answer = asyncio.run(Status(service).metrics(request))  # type: ignore[arg-type]
+    return bytes(answer.body).decode()
+
+
+def _labels() -> dict[str, str]:
+    """By which label each is told apart."""
+    found = dict(re.findall(r'^(\w+(?::\w+)?)\{(\w+)="', _text(), re.MULTILINE))
+    return found | {
+        "everwarm_prompt_tokens_read_total": "reason",
+        "everwarm_requests_total": "finish",
+        "everwarm_noise_lines_removed_total": "rule",
+        "everwarm_evictions_total": "cause",
+        "everwarm_restore_seconds": "tier",
+    }
+
+
+def page() -> str:
+    labels = _labels()
+    rows = [[code(name), kind, code(labels.get(name, "")), said] for name, kind, said in families()]
+    ours, theirs = ([row for row in rows if row[0].startswith("`llamacpp") is is_theirs] for is_theirs in (False, True))
+    head = ["name", "type", "by", "meaning"]
+    return "\n".join(
+        [
+            written_by("src/everwarm/gateway/metrics.py and status.py"),
+            "# Metrics\n",
+            "`GET /metrics` in Prometheus's text format. With several models `?model=NAME` adds the numbers of one engine. A dashboard and "
+            "alerts that use these names are in `deploy/`; [operating](../operating.md#metrics-and-alerts) says what to look at.\n",
+            "`everwarm_prompt_tokens_read_total` is told apart by the [reasons](reasons.md).\n",
+            "## Everwarm's own\n",
+            table(head, ours),
+            "## As llama-server names them\n",
+            table(head, theirs),
+        ]
+    )
