@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.pinning import why_not
 from everwarm.engine.ram import Ram
 from everwarm.engine.restore import Restorer
 from everwarm.engine.scheduler import Budget
@@ -22,10 +24,14 @@ from everwarm.engine.slots import Slot
 from everwarm.engine.text import words_of
 from everwarm.llama.context import Context
 from everwarm.llama.media import MediaModel
+from everwarm.llama.memory import host_free_bytes, is_on_gpu
 from everwarm.llama.model import Model, Progress
+from everwarm.llama.pinned import loaded_runtime
 from everwarm.state.arena import Arena, memory_file
 from everwarm.state.tree import Tree
 from everwarm.types import SeqId
+
+log = logging.getLogger("everwarm.ram")
 
 
 def assemble(path: Path, settings: EngineSettings, progress: Progress | None = None, memory: int | None = None) -> Core:
@@ -41,6 +47,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         undo.pop_all()  # all is well: the core closes them
     tree = Tree()
     ram = Ram(arena, tree, model.memory_kind)
+    _pin(ram, model, settings)
     context.place = ram.place
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
@@ -73,3 +80,13 @@ def _open_arena(model: Model, settings: EngineSettings, sizes: Sizes, memory: in
         return Arena(fd, settings.fingerprint(model.identity), settings.ram_bytes, sizes.ram_bytes)
     finally:
         os.close(fd)  # the mapping holds on to it
+
+
+def _pin(ram: Ram, model: Model, settings: EngineSettings) -> None:
+    """Only memory that a GPU copies from gains by it; elsewhere there is nothing to say about it either."""
+    on_gpu, free = is_on_gpu(model), host_free_bytes() + ram.arena.n_used  # what is found in it needs no more memory
+    reason = why_not(settings.pin_ram, is_on_gpu=on_gpu, n_bytes=ram.arena.budget_bytes, free_bytes=free)
+    if reason is None:
+        ram.pin(loaded_runtime)
+    elif on_gpu or settings.pin_ram == "on":
+        log.info("RAM is not pinned: %s", reason)

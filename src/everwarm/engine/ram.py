@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from everwarm.engine.pinning import pin
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
+from everwarm.llama.pinned import Pinned, Runtime
 from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.arena import Arena, Found
 from everwarm.state.history import Chunks
@@ -94,6 +96,7 @@ class Ram:
         self._notes: queue.SimpleQueue[Note | Callable[[], object] | None] = queue.SimpleQueue()
         self.n_adopted = 0
         self.n_unsound = 0
+        self._pinned: Pinned | None = None
         self._thread = threading.Thread(target=self._run, name="everwarm-ram", daemon=True)
         self._thread.start()
 
@@ -106,8 +109,17 @@ class Ram:
             "ram_arena_bytes": arena.n_used,
             "ram_n_outside": arena.n_outside,
             "ram_n_waiting": self._notes.qsize(),
+            "ram_pinned_bytes": 0 if self._pinned is None else self._pinned.size_bytes,
         }
         return {**sizes, "ram_n_adopted": self.n_adopted, "ram_n_unsound": self.n_unsound}
+
+    def pin(self, find_runtime: Callable[[], Runtime | None]) -> None:
+        """Have the memory pinned on this tier's thread; until that is done copies take longer."""
+
+        def job() -> None:
+            self._pinned = pin(self.arena, find_runtime())
+
+        self._notes.put(job)
 
     # keeping
 
@@ -199,6 +211,9 @@ class Ram:
     def close(self) -> None:
         self._notes.put(None)
         self._thread.join()
+        if self._pinned is not None:
+            self._pinned.close()
+            self.arena.release()
         self.arena.close()
 
     def _run(self) -> None:

@@ -13,6 +13,7 @@ MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
 
 
 RestorePolicy = Literal["auto", "always"]
+PinRam = Literal["auto", "on", "off"]
 
 
 def state_fingerprint(model: str, options: ContextOptions) -> str:
@@ -53,6 +54,7 @@ class EngineSettings:
     checkpoints: CheckpointParams = field(default_factory=CheckpointParams)
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
     ram_bytes: int | None = None  # copies of checkpoints and segments
+    pin_ram: PinRam = "auto"  # with a model on a GPU: have the RAM tier's memory copied at the speed of the bus
     namespace_share: float = 1.0  # the most of RAM and disk that what one API key and salt keeps may take
     mmproj: str | None = None  # the projector file that lets the model see pictures
     store: StoreSettings | None = None  # None: nothing is written to disk
