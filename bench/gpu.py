@@ -84,16 +84,20 @@ def identical(book: Book, server: Server, repeats: int) -> None:
         time.sleep(0.3)
 
 
-def next_turn(book: Book, server: Server, repeats: int) -> None:
+def next_turn(book: Book, server: Server, repeats: int, n_new: int = N_NEW) -> None:
     history = tokens_of(100)
     _, reply = timed(server, history, N_REPLY)
     history += reply
     for i in range(repeats):
         time.sleep(PAUSE_S / 2)
-        history += tokens_of(200 + i, N_NEW)
+        history += tokens_of(200 + i, n_new)
         row, reply = timed(server, history, N_REPLY)
-        book.add(f"next turn, {N_NEW} new tokens", server.name, row)
+        book.add(f"next turn, {n_new} new tokens", server.name, row)
         history += reply
+
+
+def short_turn(book: Book, server: Server, repeats: int) -> None:
+    next_turn(book, server, repeats, n_new=3)
 
 
 def edited(book: Book, server: Server, repeats: int) -> None:
@@ -190,7 +194,8 @@ def side_by_side(run: Run) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(run.theirs()), stack.enter_context(run.ours())]
         plan: Sequence[tuple[Callable[[Book, Server, int], None], int]] = (
-            (cold, 3), (identical, 7), (next_turn, 7), (edited, 3), (decode, 4), (switch, 4), (slot_files, 3),
+            (cold, 3), (identical, 7), (next_turn, 7),
+            (short_turn, 5), (edited, 3), (decode, 4), (switch, 4), (slot_files, 3),
             (parallel, 3),
         )  # fmt: skip
         for scenario, repeats in plan:

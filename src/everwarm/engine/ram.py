@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from everwarm.engine.pinning import pin
+from everwarm.engine.pinning import Pinning
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
-from everwarm.llama.pinned import Pinned, Runtime
 from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.arena import Arena, Found
 from everwarm.state.history import Chunks
@@ -88,7 +87,7 @@ _decoder = msgspec.msgpack.Decoder(About)
 
 
 class Ram:
-    def __init__(self, arena: Arena, tree: Tree, kind: MemoryKind) -> None:
+    def __init__(self, arena: Arena, tree: Tree, kind: MemoryKind, pinning: Pinning | None = None) -> None:
         tree.watcher = self
         self.arena = arena
         self._tree = tree
@@ -96,7 +95,7 @@ class Ram:
         self._notes: queue.SimpleQueue[Note | Callable[[], object] | None] = queue.SimpleQueue()
         self.n_adopted = 0
         self.n_unsound = 0
-        self._pinned: Pinned | None = None
+        self._pinning = pinning
         self._thread = threading.Thread(target=self._run, name="everwarm-ram", daemon=True)
         self._thread.start()
 
@@ -109,17 +108,9 @@ class Ram:
             "ram_arena_bytes": arena.n_used,
             "ram_n_outside": arena.n_outside,
             "ram_n_waiting": self._notes.qsize(),
-            "ram_pinned_bytes": 0 if self._pinned is None else self._pinned.size_bytes,
+            "ram_pinned_bytes": 0 if self._pinning is None else self._pinning.n_bytes,
         }
         return {**sizes, "ram_n_adopted": self.n_adopted, "ram_n_unsound": self.n_unsound}
-
-    def pin(self, find_runtime: Callable[[], Runtime | None]) -> None:
-        """Have the memory pinned on this tier's thread; until that is done copies take longer."""
-
-        def job() -> None:
-            self._pinned = pin(self.arena, find_runtime())
-
-        self._notes.put(job)
 
     # keeping
 
@@ -211,9 +202,8 @@ class Ram:
     def close(self) -> None:
         self._notes.put(None)
         self._thread.join()
-        if self._pinned is not None:
-            self._pinned.close()
-            self.arena.release()
+        if self._pinning is not None:
+            self._pinning.close()
         self.arena.close()
 
     def _run(self) -> None:
@@ -237,6 +227,8 @@ class Ram:
         rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
         about = About(note.namespace, *span, *rest, media=note.path.rows(note.n_start, note.n_items))
         self.arena.keep(blob, _encoder.encode(about))
+        if self._pinning is not None:
+            self._pinning.start_if_worth_it()
 
     def _look_at(self, blobs: list[weakref.ref[Blob]]) -> None:
         for ref in blobs:

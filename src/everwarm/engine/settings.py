@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
 from everwarm.state.params import CheckpointParams
@@ -66,6 +66,7 @@ class EngineSettings:
         most = MAX_SEQUENCES - self.n_slots
         require(self.n_spares is None or 0 <= self.n_spares <= most, f"n_spares is {self.n_spares}; give 0 to {most}")
         require(self.ram_bytes is None or self.ram_bytes >= 0, f"ram_bytes is {self.ram_bytes}; give 0 or more")
+        require(self.pin_ram in get_args(PinRam), f"pin_ram is {self.pin_ram!r}; give auto, on or off")
         share = self.namespace_share
         require(0.0 < share <= 1.0, f"namespace_share is {share}; give more than 0 and at most 1")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")

@@ -20,7 +20,7 @@ from everwarm.types import Blob
 _PORTABLE = 1  # for every device, not only the current one
 _RUNTIME = re.compile(r"/\S*/libcudart[^/\s]*\.so[.\d]*$")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap does not name
-_PIECE = 256 << 20  # so much is asked of the system at once
+_PIECE = 64 << 20  # so much is asked of the system at once
 
 
 class NotPinned(Exception):
@@ -63,14 +63,14 @@ def runtime_of(cdll: Any) -> Runtime:
 class Pinned:
     """Registered memory, until ``close``."""
 
-    def __init__(self, runtime: Runtime, memory: Blob) -> None:
-        """Commits all of it, and takes a while: about a second for each few gigabytes. Raises ``NotPinned``."""
+    def __init__(self, runtime: Runtime, memory: Blob, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Commits all of it, which takes up to half a second for each gigabyte. Raises ``NotPinned``."""
         assert memory.ctypes.data % mmap.PAGESIZE == 0, "pinned memory begins with a page"
         self._runtime = runtime
         self._memory: Blob | None = memory
         self.size_bytes = memory.nbytes
         began = time.monotonic()
-        _commit(memory)  # before: the runtime lets nobody else at the device while it registers
+        _commit(memory, is_stopped)  # before: the runtime lets nobody else at the device while it registers
         self.committed_s = time.monotonic() - began
         code = int(runtime.register(memory.ctypes.data, memory.nbytes, _PORTABLE))
         self.registered_s = time.monotonic() - began - self.committed_s
@@ -84,11 +84,13 @@ class Pinned:
             self._runtime.last_error()
 
 
-def _commit(memory: Blob) -> None:
+def _commit(memory: Blob, is_stopped: Callable[[], bool]) -> None:
     """Have the system find pages for all of it now. A system that does not know how finds them when they are registered."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes, madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
     for at in range(0, memory.nbytes, _PIECE):
+        if is_stopped():
+            raise NotPinned("it is not needed any more")
         size = min(_PIECE, memory.nbytes - at)
         if madvise(memory.ctypes.data + at, size, _POPULATE_WRITE):
             return

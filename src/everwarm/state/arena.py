@@ -23,7 +23,7 @@ import struct
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import blake3
@@ -97,7 +97,7 @@ class Arena:
         self._n_warm = 0  # free but touched: the system still holds memory for it
         self.n_outside = 0  # arrays that found no room
         self._is_held = False  # pages before the fence stay where they are
-        name = blake3.blake3(owner.encode()).digest()
+        name = _name_of(owner)
         before = self._read_super(fd, name)
         is_new = before is None or budget_bytes not in (None, before[1])
         if before is not None and not is_new:
@@ -116,6 +116,12 @@ class Arena:
         self._empty_rows = collections.deque(row for row in range(N_ROWS) if row not in taken)
         self._lay_out_free(size)
         _SUPER.pack_into(self._map, 0, MAGIC, VERSION, size, self.budget_bytes, name)
+
+    @classmethod
+    def is_left(cls, fd: int, owner: str, budget_bytes: int | None) -> bool:
+        """Whether an earlier process of the same owner and budget left something in this file."""
+        before = cls._read_super(fd, _name_of(owner))
+        return before is not None and budget_bytes in (None, before[1])
 
     @staticmethod
     def _read_super(fd: int, name: bytes) -> tuple[int, int] | None:
@@ -187,6 +193,12 @@ class Arena:
         """What an earlier process kept, once. Whatever of it is not taken up is forgotten."""
         while self._found:
             yield self._found.pop()
+
+    def look_at_found(self, is_stopped: Callable[[], bool]) -> None:
+        """Have everything that was found, and was not taken up yet, looked at before anybody needs it."""
+        for found in list(self._found):
+            if not is_stopped():
+                self.is_sound(found.blob)
 
     def is_sound(self, blob: Blob) -> bool:
         """Whether the bytes are what they were when they were kept. Takes time once for each object found."""
@@ -320,6 +332,10 @@ class Arena:
                 assert start == at, f"{at} to {start} belongs to nobody or to two"
                 at += room
             assert self.n_used == sum(room for _, room in spans)
+
+
+def _name_of(owner: str) -> bytes:
+    return bytes(blake3.blake3(owner.encode()).digest())
 
 
 def _claim(taken: list[tuple[int, int]], extents: list[tuple[int, int]]) -> bool:
