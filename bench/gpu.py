@@ -131,7 +131,7 @@ def slot_files(book: Book, server: Server, repeats: int) -> None:
     history = tokens_of(100)
     for i in range(repeats):
         timed(server, history, 1, id_slot=0)
-        name = f"{server.name.replace('-', '')}{i}.bin"
+        name = "".join(filter(str.isalnum, server.name)) + f"{i}.bin"
         saved = _slot(server, "save", name)
         _slot(server, "erase", name)
         restored = _slot(server, "restore", name)

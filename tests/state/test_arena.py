@@ -295,3 +295,18 @@ def test_what_is_found_can_be_looked_at_before_it_is_taken_up(memory):
     assert sorted(doubt is None for doubt in doubts) == [False, True, True], "the damaged one is still in doubt"
     assert sum(again.is_sound(found.blob) for found in again.found()) == 2
     again.close()
+
+
+def test_what_passes_through_is_lent_of_the_held_part_or_not_of_the_arena_at_all(memory):
+    arena = opened(memory, budget=4 * MIB)
+    assert arena._extent(arena.lend(1000)) is None, "nothing is held"
+    arena.hold()
+    inside = arena.lend(3 * MIB)
+    extent = arena._extent(inside)
+    assert extent is not None and extent.at + extent.room <= arena._fence
+    assert arena._extent(arena.lend(3 * MIB)) is None, "there is no room for another before the fence"
+    assert arena._extent(arena.place(3 * MIB)) is not None, "though there is beyond it"
+    del inside, extent
+    gc.collect()
+    assert arena._extent(arena.lend(3 * MIB)) is not None
+    arena.check()

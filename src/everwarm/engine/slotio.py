@@ -74,7 +74,8 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
             point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
-    return Saved(slot.items.first(slot.n_fed), core.context.capture_sequence(slot.seq), tuple(points))
+    state = core.context.capture_sequence(slot.seq, core.ram.arena.lend)
+    return Saved(slot.items.first(slot.n_fed), state, tuple(points))
 
 
 def _bring_back(core: Core, slot: Slot) -> None:
@@ -117,7 +118,7 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
 
 def read(path: Path, fingerprint: str, max_tokens: int, arena: Arena | None = None) -> tuple[Saved, int]:
     """The conversation in a slot file, with its checkpoints if the companion is there and belongs to it; and its bytes."""
-    main = read_main_file(path, max_tokens, heap if arena is None else arena.place)
+    main = read_main_file(path, max_tokens, heap if arena is None else arena.lend)
     companion = read_companion(path, fingerprint, arena)
     prompt = prompt_of(main, companion)
     if companion is None or not companion.belongs_to(main):

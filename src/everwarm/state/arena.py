@@ -145,6 +145,14 @@ class Arena:
             return heap(n_bytes)
         return self._hand_out(at, n_bytes)
 
+    def lend(self, n_bytes: int) -> Blob:
+        """An array for something that only passes through: of the part that is held if there is room, else of the process's
+        own memory, which the system finds sooner than the file's."""
+        with self._lock:
+            self._reap()
+            at = self._take(n_bytes, self._fence) if self._is_held else None
+        return heap(n_bytes) if at is None else self._hand_out(at, n_bytes)
+
     def _hand_out(self, at: int, n_bytes: int) -> Blob:
         blob = np.frombuffer(self._map, np.uint8, n_bytes, at)
         extent = Extent(at, _room(n_bytes), weakref.ref(blob, lambda _: self._let_go(at)))
@@ -282,10 +290,12 @@ class Arena:
 
     # room
 
-    def _take(self, n_bytes: int) -> int | None:
+    def _take(self, n_bytes: int, stop: int | None = None) -> int | None:
         """First fit: what lies low was used before, and the system has memory there already."""
         room = _room(n_bytes)
         for i, (at, size) in enumerate(self._free):
+            if stop is not None and at >= stop:
+                return None
             if size >= room:
                 self._free[i : i + 1] = [(at + room, size - room)] if size > room else []
                 self.n_used += room
