@@ -47,6 +47,9 @@ class Book:
         self.samples.setdefault(scenario, {}).setdefault(server, []).append(row)
         shown = ", ".join(f"{key} {value:.1f}" for key, value in row.items())
         print(f"{time.strftime('%X')} {scenario} · {server}: {shown}", flush=True)
+        self.write()
+
+    def write(self) -> None:
         self.path.write_text(json.dumps({"about": self.about, "samples": self.samples}, indent=1) + "\n")
 
 
@@ -274,6 +277,7 @@ def main() -> None:
             began = time.monotonic()
             _try(lambda name=name: PHASES[name](Run(options.model, options.llama_server, Path(folder), book)))  # type: ignore[misc]
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    book.write()
     table = markdown(book)
     (options.out / "gpu.md").write_text(table)
     print(table)

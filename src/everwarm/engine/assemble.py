@@ -35,6 +35,8 @@ from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.ram")
 
+LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
+
 
 def assemble(path: Path, settings: EngineSettings, progress: Progress | None = None, memory: int | None = None) -> Core:
     """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start."""
@@ -116,15 +118,16 @@ def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
 
 def _open_memory(model: Model, settings: EngineSettings, sizes: Sizes, fd: int) -> Memory:
     arena = Arena(fd, settings.fingerprint(model.identity), settings.ram_bytes, sizes.ram_bytes)
-    return Memory(model.identity, arena, _pinning(arena, settings, on_gpu=is_on_gpu(model)))
+    is_large = sizes.shape.context_bytes(settings.n_ctx, 1) >= LARGE_BYTES
+    return Memory(model.identity, arena, _pinning(arena, settings, on_gpu=is_on_gpu(model), at_once=is_large))
 
 
-def _pinning(arena: Arena, settings: EngineSettings, *, on_gpu: bool) -> Pinning | None:
+def _pinning(arena: Arena, settings: EngineSettings, *, on_gpu: bool, at_once: bool = False) -> Pinning | None:
     """Only memory that a GPU copies from gains by it; elsewhere there is nothing to say about it either."""
     free = host_free_bytes() + arena.n_used  # what is found in it needs no more memory
     reason = why_not(settings.pin_ram, is_on_gpu=on_gpu, n_bytes=arena.budget_bytes, free_bytes=free)
     if reason is None:
-        return Pinning(arena, loaded_runtime, at_once=settings.pin_ram == "on")
+        return Pinning(arena, loaded_runtime, at_once=at_once or settings.pin_ram == "on")
     if on_gpu or settings.pin_ram == "on":
         log.info("RAM is not pinned: %s", reason)
     return None
