@@ -8,6 +8,8 @@ build=${BUILD:-build/bench-gpu/libllama}
 out=${OUT:-build/bench-gpu}
 model=${MODEL_DIR:-/dev/shm}/qwen35-27b-shape.gguf
 python=${PYTHON:-python3}
+PYTHONPATH=$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH
 
 if ! test -x "$build/bin/llama-server"; then
   cmake -S "$source" -B "$build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON \
