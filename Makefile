@@ -11,7 +11,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test docs agents templates campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test docs agents templates campaign bench bench-gpu demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -98,6 +98,10 @@ libllama-cuda: $(LIBLLAMA_ARCHIVE) ## build the matching libllama and libmtmd fo
 $(LIBLLAMA_ARCHIVE):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(@D) $(LIBLLAMA_WHEEL)
+
+bench-gpu: $(LIBLLAMA_ARCHIVE) ## measure a 27B-shaped model on this machine's GPU, beside llama-server (see docs/benchmarks/gpu.md)
+	tar -xzf $< -C $(<D) --strip-components 1
+	bench/gpu.sh $(<D)/thirdparty/llama.cpp
 
 clean: ## remove what make made
 	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ from everwarm.config import (
     parse_scaled,
     require,
 )
-from everwarm.engine.settings import EngineSettings, RestorePolicy, StoreSettings
+from everwarm.engine.settings import EngineSettings, PinRam, RestorePolicy, StoreSettings
 from everwarm.gateway.notation import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.catalog import Catalog
@@ -100,6 +100,9 @@ class ServeOptions:
         str | None,
         Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of what is free"),
     ] = None
+    pin_ram: Annotated[
+        PinRam, Parameter(group=_MEMORY, help="copy that RAM to and from a GPU faster; auto: if half of it is free")
+    ] = "auto"
     state_dir: Annotated[
         str, Parameter(group=_MEMORY, help="where conversations are kept across restarts, one folder per model")
     ] = dataclasses.field(default_factory=lambda: str(cache_directory() / "states"))
@@ -172,6 +175,7 @@ class ServeOptions:
             namespace_share=self.namespace_share,
             n_spares=self.spares,
             ram_bytes=None if self.cache_ram is None else parse_bytes(self.cache_ram),
+            pin_ram=self.pin_ram,
         )
 
     def _store(self) -> StoreSettings | None:

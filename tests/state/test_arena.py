@@ -234,3 +234,79 @@ def test_a_killed_process_leaves_whole_objects_and_all_that_it_held():
             assert data == seeded.integers(0, 256, n, np.uint8).tobytes()
         assert {int(about) for about in found} >= set(said[-19:]), "something it held is lost"
         os.close(fd)
+
+
+def test_no_array_lies_across_the_fence_and_what_is_held_keeps_its_pages(memory):
+    """The first part may be copied from by physical address: its pages stay, those beyond go back."""
+    arena = opened(memory, budget=4 * MIB)
+    fence = arena._fence
+    blobs = [arena.place(MIB + 4096) for _ in range(7)]
+    starts = [blob.ctypes.data - arena._base for blob in blobs]
+    assert any(at < fence for at in starts) and any(at >= fence for at in starts)
+    assert not any(at < fence < at + blob.nbytes for at, blob in zip(starts, blobs, strict=True))
+    for blob in blobs:
+        blob[:] = 1
+    assert arena.hold().nbytes == fence
+    taken = os.fstat(memory).st_blocks
+    inside, beyond = blobs[0], blobs[-1]
+    del blobs, blob
+    del beyond
+    gc.collect()
+    arena.check()
+    assert os.fstat(memory).st_blocks < taken, "beyond the fence pages went back"
+    n_now = os.fstat(memory).st_blocks
+    del inside
+    gc.collect()
+    arena.check()
+    assert os.fstat(memory).st_blocks == n_now, "before it they stayed"
+    arena.release()
+    assert os.fstat(memory).st_blocks < n_now, "until they were released"
+    arena.check()
+
+
+def test_spans_are_not_joined_across_the_fence(memory):
+    arena = opened(memory, budget=4 * MIB)
+    rng = random.Random(3)
+    held: list[np.ndarray] = []
+    for _ in range(300):
+        if held and rng.random() < 0.5:
+            held.pop(rng.randrange(len(held)))
+        else:
+            held.append(arena.place(rng.randrange(1, MIB)))
+        arena.check()
+    held.clear()
+    gc.collect()
+    arena.check()
+    assert len(arena._free) == 2, "all of it is free again, in two parts"
+
+
+def test_what_is_found_can_be_looked_at_before_it_is_taken_up(memory):
+    arena = opened(memory)
+    blobs = [filled(arena, seed) for seed in range(3)]
+    assert all(arena.keep(blob, b"about") for blob in blobs)
+    offset = blobs[0].ctypes.data - arena._base
+    arena.close()
+    os.pwrite(memory, b"\xff\x00\xff", offset)
+    assert Arena.is_left(memory, "me", 4 * MIB) and Arena.is_left(memory, "me", None)
+    assert not Arena.is_left(memory, "you", None) and not Arena.is_left(memory, "me", 5 * MIB)
+    again = opened(memory)
+    again.look_at_found(lambda: False)
+    doubts = [again._extent(found.blob).doubt for found in again._found]  # type: ignore[union-attr]
+    assert sorted(doubt is None for doubt in doubts) == [False, True, True], "the damaged one is still in doubt"
+    assert sum(again.is_sound(found.blob) for found in again.found()) == 2
+    again.close()
+
+
+def test_what_passes_through_is_lent_of_the_held_part_or_not_of_the_arena_at_all(memory):
+    arena = opened(memory, budget=4 * MIB)
+    assert arena._extent(arena.lend(1000)) is None, "nothing is held"
+    arena.hold()
+    inside = arena.lend(3 * MIB)
+    extent = arena._extent(inside)
+    assert extent is not None and extent.at + extent.room <= arena._fence
+    assert arena._extent(arena.lend(3 * MIB)) is None, "there is no room for another before the fence"
+    assert arena._extent(arena.place(3 * MIB)) is not None, "though there is beyond it"
+    del inside, extent
+    gc.collect()
+    assert arena._extent(arena.lend(3 * MIB)) is not None
+    arena.check()

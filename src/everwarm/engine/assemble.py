@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.pinning import Pinning, why_not
 from everwarm.engine.ram import Ram
 from everwarm.engine.restore import Restorer
 from everwarm.engine.scheduler import Budget
@@ -21,26 +24,43 @@ from everwarm.engine.sizes import Sizes, decide_sizes
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import words_of
 from everwarm.llama.context import Context
+from everwarm.llama.lib import lib
 from everwarm.llama.media import MediaModel
-from everwarm.llama.model import Model, Progress
+from everwarm.llama.memory import gpu_free_bytes, host_free_bytes, is_on_gpu
+from everwarm.llama.model import Model, Progress, identity_of
+from everwarm.llama.pinned import loaded_runtime
 from everwarm.state.arena import Arena, memory_file
 from everwarm.state.tree import Tree
 from everwarm.types import SeqId
+
+log = logging.getLogger("everwarm.ram")
+
+LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
 
 
 def assemble(path: Path, settings: EngineSettings, progress: Progress | None = None, memory: int | None = None) -> Core:
     """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start."""
     with contextlib.ExitStack() as undo:
+        fd = memory_file() if memory is None else memory
+        undo.callback(os.close, fd)
+        left = _open_left(path, settings, fd)
+        if left is not None:
+            undo.callback(left.close)
         model = undo.enter_context(Model(path, settings.model, progress))
         gallery = None if settings.mmproj is None else _open_gallery(Path(settings.mmproj), model, settings)
         if gallery is not None:
             undo.callback(gallery.close)
         sizes = decide_sizes(model, settings)
-        arena = _open_arena(model, settings, sizes, memory)
+        if left is not None and left.identity != model.identity:
+            left.close()  # the file was replaced meanwhile
+            left = None
+        left = left or _open_memory(model, settings, sizes, fd)
         context = Context(model, settings.context(sizes.n_spares))
         undo.pop_all()  # all is well: the core closes them
+        os.close(fd)  # the mapping holds on to it
+    arena = left.arena
     tree = Tree()
-    ram = Ram(arena, tree, model.memory_kind)
+    ram = Ram(arena, tree, model.memory_kind, left.pinning)
     context.place = ram.place
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
@@ -67,9 +87,47 @@ def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> Gallery
     return Gallery(MediaModel(path, model, n_threads=settings.n_threads, use_gpu=on_gpu))
 
 
-def _open_arena(model: Model, settings: EngineSettings, sizes: Sizes, memory: int | None) -> Arena:
-    fd = memory_file() if memory is None else memory
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The RAM tier's memory, opened for a model of this identity."""
+
+    identity: str
+    arena: Arena
+    pinning: Pinning | None
+
+    def close(self) -> None:
+        if self.pinning is not None:
+            self.pinning.close()
+        self.arena.close()
+
+
+def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
+    """What an earlier engine left is pinned and looked at while the model loads. None: nothing was left, or whether it will
+    be needed on a GPU shows only later."""
+    layers = settings.model.n_gpu_layers
     try:
-        return Arena(fd, settings.fingerprint(model.identity), settings.ram_bytes, sizes.ram_bytes)
-    finally:
-        os.close(fd)  # the mapping holds on to it
+        identity = identity_of(path, settings.model)
+    except OSError:
+        return None  # opening the model will say it
+    owner = settings.fingerprint(identity)
+    if layers >= 0 or not Arena.is_left(fd, owner, settings.ram_bytes) or gpu_free_bytes(lib()) == 0:
+        return None
+    arena = Arena(fd, owner, settings.ram_bytes, 0)
+    return Memory(identity, arena, _pinning(arena, settings, on_gpu=True))
+
+
+def _open_memory(model: Model, settings: EngineSettings, sizes: Sizes, fd: int) -> Memory:
+    arena = Arena(fd, settings.fingerprint(model.identity), settings.ram_bytes, sizes.ram_bytes)
+    is_large = sizes.shape.context_bytes(settings.n_ctx, 1) >= LARGE_BYTES
+    return Memory(model.identity, arena, _pinning(arena, settings, on_gpu=is_on_gpu(model), at_once=is_large))
+
+
+def _pinning(arena: Arena, settings: EngineSettings, *, on_gpu: bool, at_once: bool = False) -> Pinning | None:
+    """Only memory that a GPU copies from gains by it; elsewhere there is nothing to say about it either."""
+    free = host_free_bytes() + arena.n_used  # what is found in it needs no more memory
+    reason = why_not(settings.pin_ram, is_on_gpu=on_gpu, n_bytes=arena.budget_bytes, free_bytes=free)
+    if reason is None:
+        return Pinning(arena, loaded_runtime, at_once=at_once or settings.pin_ram == "on")
+    if on_gpu or settings.pin_ram == "on":
+        log.info("RAM is not pinned: %s", reason)
+    return None

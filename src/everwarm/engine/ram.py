@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from everwarm.engine.pinning import Pinning
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
@@ -86,7 +87,7 @@ _decoder = msgspec.msgpack.Decoder(About)
 
 
 class Ram:
-    def __init__(self, arena: Arena, tree: Tree, kind: MemoryKind) -> None:
+    def __init__(self, arena: Arena, tree: Tree, kind: MemoryKind, pinning: Pinning | None = None) -> None:
         tree.watcher = self
         self.arena = arena
         self._tree = tree
@@ -94,6 +95,7 @@ class Ram:
         self._notes: queue.SimpleQueue[Note | Callable[[], object] | None] = queue.SimpleQueue()
         self.n_adopted = 0
         self.n_unsound = 0
+        self._pinning = pinning
         self._thread = threading.Thread(target=self._run, name="everwarm-ram", daemon=True)
         self._thread.start()
 
@@ -106,6 +108,7 @@ class Ram:
             "ram_arena_bytes": arena.n_used,
             "ram_n_outside": arena.n_outside,
             "ram_n_waiting": self._notes.qsize(),
+            "ram_pinned_bytes": 0 if self._pinning is None else self._pinning.n_bytes,
         }
         return {**sizes, "ram_n_adopted": self.n_adopted, "ram_n_unsound": self.n_unsound}
 
@@ -199,6 +202,8 @@ class Ram:
     def close(self) -> None:
         self._notes.put(None)
         self._thread.join()
+        if self._pinning is not None:
+            self._pinning.close()
         self.arena.close()
 
     def _run(self) -> None:
@@ -222,6 +227,8 @@ class Ram:
         rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
         about = About(note.namespace, *span, *rest, media=note.path.rows(note.n_start, note.n_items))
         self.arena.keep(blob, _encoder.encode(about))
+        if self._pinning is not None:
+            self._pinning.start_if_worth_it()
 
     def _look_at(self, blobs: list[weakref.ref[Blob]]) -> None:
         for ref in blobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
 from everwarm.state.params import CheckpointParams
@@ -13,6 +13,7 @@ MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
 
 
 RestorePolicy = Literal["auto", "always"]
+PinRam = Literal["auto", "on", "off"]
 
 
 def state_fingerprint(model: str, options: ContextOptions) -> str:
@@ -53,6 +54,7 @@ class EngineSettings:
     checkpoints: CheckpointParams = field(default_factory=CheckpointParams)
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
     ram_bytes: int | None = None  # copies of checkpoints and segments
+    pin_ram: PinRam = "auto"  # with a model on a GPU: have the RAM tier's memory copied at the speed of the bus
     namespace_share: float = 1.0  # the most of RAM and disk that what one API key and salt keeps may take
     mmproj: str | None = None  # the projector file that lets the model see pictures
     store: StoreSettings | None = None  # None: nothing is written to disk
@@ -64,6 +66,7 @@ class EngineSettings:
         most = MAX_SEQUENCES - self.n_slots
         require(self.n_spares is None or 0 <= self.n_spares <= most, f"n_spares is {self.n_spares}; give 0 to {most}")
         require(self.ram_bytes is None or self.ram_bytes >= 0, f"ram_bytes is {self.ram_bytes}; give 0 or more")
+        require(self.pin_ram in get_args(PinRam), f"pin_ram is {self.pin_ram!r}; give auto, on or off")
         share = self.namespace_share
         require(0.0 < share <= 1.0, f"namespace_share is {share}; give more than 0 and at most 1")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")

@@ -117,7 +117,7 @@ class SlotFiles:
         path, fingerprint = Path(message.path), self._fingerprint()
         reading = self._aside.submit(slotio.read_companion, path, fingerprint, self._core.ram.arena)
         try:
-            main = slotio.read_main_file(path, self._core.context.n_ctx)
+            main = slotio.read_main_file(path, self._core.context.n_ctx, self._core.ram.arena.lend)
             prompt = slotio.prompt_of(main, reading.result() if main.has_pictures else None)
         except (Damaged, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error

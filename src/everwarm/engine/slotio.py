@@ -27,7 +27,7 @@ from everwarm.state.object import Damaged, Header, Point, Reader, encode
 from everwarm.state.policy import CutKind
 from everwarm.state.slotfile import COMPANION, encode_main, main_digest, open_plain, read_main
 from everwarm.state.tree import Checkpoint
-from everwarm.types import Blob, heap
+from everwarm.types import Blob, Place, heap
 
 
 class SavedPoint(NamedTuple):
@@ -74,7 +74,8 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
             point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
-    return Saved(slot.items.first(slot.n_fed), core.context.capture_sequence(slot.seq), tuple(points))
+    state = core.context.capture_sequence(slot.seq, core.ram.arena.lend)
+    return Saved(slot.items.first(slot.n_fed), state, tuple(points))
 
 
 def _bring_back(core: Core, slot: Slot) -> None:
@@ -117,7 +118,7 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
 
 def read(path: Path, fingerprint: str, max_tokens: int, arena: Arena | None = None) -> tuple[Saved, int]:
     """The conversation in a slot file, with its checkpoints if the companion is there and belongs to it; and its bytes."""
-    main = read_main_file(path, max_tokens)
+    main = read_main_file(path, max_tokens, heap if arena is None else arena.lend)
     companion = read_companion(path, fingerprint, arena)
     prompt = prompt_of(main, companion)
     if companion is None or not companion.belongs_to(main):
@@ -147,8 +148,8 @@ class Companion(NamedTuple):
         return np.array_equal(self.prompt.cells, main.cells) and self.main == main_digest(main.cells, main.state)
 
 
-def read_main_file(path: Path, max_tokens: int) -> Main:
-    cells, state = read_main(path, max_tokens, HEADER_BYTES)
+def read_main_file(path: Path, max_tokens: int, place: Place) -> Main:
+    cells, state = read_main(path, max_tokens, HEADER_BYTES, place)
     return Main(cells, state, path.stat().st_size)
 
 

@@ -199,9 +199,9 @@ class Context(Sequences):
 
     # whole sequences
 
-    def capture_sequence(self, seq: SeqId) -> Blob:
+    def capture_sequence(self, seq: SeqId, place: Place = heap) -> Blob:
         """KV and state of a whole sequence, as libllama writes them into a file."""
-        return self._read(seq, abi.STATE_FULL)[HEADER_BYTES:]
+        return self._read(seq, abi.STATE_FULL, place)[HEADER_BYTES:]
 
     def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark) -> int:
         """Put a whole sequence in place of an empty one; returns its bytes. On ``StateRejected`` it is still empty."""

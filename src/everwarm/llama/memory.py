@@ -18,6 +18,7 @@ from everwarm.errors import ContextTooBig
 from everwarm.llama import abi
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
+from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
 
@@ -66,14 +67,14 @@ def require_fit(model: Model, options: ContextOptions) -> None:
 
 def free_bytes(model: Model) -> int:
     """What a context of this model can have: the GPUs' memory if the whole model is there, else the host's as well."""
-    on_gpu = _gpu_free_bytes(model) if model.options.n_gpu_layers else 0
+    on_gpu = gpu_free_bytes(model.lib) if model.options.n_gpu_layers else 0
     return on_gpu if is_on_gpu(model) else host_free_bytes() + on_gpu
 
 
 def is_on_gpu(model: Model) -> bool:
     """Whether all of the model is on GPUs, and its contexts with it."""
     layers = model.options.n_gpu_layers
-    return (layers < 0 or layers > model.n_layers) and _gpu_free_bytes(model) > 0
+    return (layers < 0 or layers > model.n_layers) and gpu_free_bytes(model.lib) > 0
 
 
 def host_free_bytes() -> int:
@@ -97,8 +98,8 @@ def _cgroup_available() -> int | None:
         return None
 
 
-def _gpu_free_bytes(model: Model) -> int:
-    lib, total_free = model.lib, 0
+def gpu_free_bytes(lib: Lib) -> int:
+    total_free = 0
     for i in range(int(lib.ggml_backend_dev_count())):
         device = lib.ggml_backend_dev_get(i)
         if int(lib.ggml_backend_dev_type(device)) == _DEVICE_GPU:

@@ -133,7 +133,7 @@ class Model(Closing):
     def _identity(self) -> str:
         """The same for a process that opens the same files, without reading them."""
         try:
-            return _over_files(self.path, self.options, file_identity)
+            return identity_of(self.path, self.options)
         except OSError as error:
             raise ModelFileError(f"a file of {self.path.name} cannot be read: {error.strerror or error}") from None
 
@@ -150,6 +150,11 @@ class Model(Closing):
         if self.ptr:
             self.lib.model_free(self.ptr)
             self.ptr = None
+
+
+def identity_of(path: Path, options: ModelOptions) -> str:
+    """What the identity of a model opened so would be, without opening it."""
+    return _over_files(path, options, file_identity)
 
 
 def fingerprint_of(path: Path, options: ModelOptions) -> str:

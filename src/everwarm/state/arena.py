@@ -6,6 +6,9 @@ Extents are handed out as arrays: a state is captured into one and restored out 
 nobody holds any more is free again, by itself. A kept object has a row with the digests of its bytes and of what is said
 about it; the row is valid from its last word on, so a process that is killed leaves whole objects or none. Whoever maps the
 file next scans the rows, checks every number, and believes bytes only when their digest is right. Knows no tree.
+
+The first part, as large as the budget, may be held in place for a device that copies by physical address. No extent lies
+across its end (the fence): such a copy is from inside or from outside.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import struct
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import blake3
@@ -93,7 +96,8 @@ class Arena:
         self.n_used = 0
         self._n_warm = 0  # free but touched: the system still holds memory for it
         self.n_outside = 0  # arrays that found no room
-        name = blake3.blake3(owner.encode()).digest()
+        self._is_held = False  # pages before the fence stay where they are
+        name = _name_of(owner)
         before = self._read_super(fd, name)
         is_new = before is None or budget_bytes not in (None, before[1])
         if before is not None and not is_new:
@@ -103,6 +107,7 @@ class Arena:
             size = _paged(_FIRST + 2 * self.budget_bytes + SLACK)
             os.ftruncate(fd, 0)  # whatever was there is gone
             os.ftruncate(fd, size)
+        self._fence = min(_paged(_FIRST + self.budget_bytes), size)
         self._map = mmap.mmap(fd, size)
         self._base = np.frombuffer(self._map, np.uint8).ctypes.data
         self._rows = np.frombuffer(self._map, _ROW, N_ROWS, PAGE)
@@ -111,6 +116,12 @@ class Arena:
         self._empty_rows = collections.deque(row for row in range(N_ROWS) if row not in taken)
         self._lay_out_free(size)
         _SUPER.pack_into(self._map, 0, MAGIC, VERSION, size, self.budget_bytes, name)
+
+    @classmethod
+    def is_left(cls, fd: int, owner: str, budget_bytes: int | None) -> bool:
+        """Whether an earlier process of the same owner and budget left something in this file."""
+        before = cls._read_super(fd, _name_of(owner))
+        return before is not None and budget_bytes in (None, before[1])
 
     @staticmethod
     def _read_super(fd: int, name: bytes) -> tuple[int, int] | None:
@@ -133,6 +144,14 @@ class Arena:
             self.n_outside += 1
             return heap(n_bytes)
         return self._hand_out(at, n_bytes)
+
+    def lend(self, n_bytes: int) -> Blob:
+        """An array for something that only passes through: of the part that is held if there is room, else of the process's
+        own memory, which the system finds sooner than the file's."""
+        with self._lock:
+            self._reap()
+            at = self._take(n_bytes, self._fence) if self._is_held else None
+        return heap(n_bytes) if at is None else self._hand_out(at, n_bytes)
 
     def _hand_out(self, at: int, n_bytes: int) -> Blob:
         blob = np.frombuffer(self._map, np.uint8, n_bytes, at)
@@ -183,6 +202,12 @@ class Arena:
         while self._found:
             yield self._found.pop()
 
+    def look_at_found(self, is_stopped: Callable[[], bool]) -> None:
+        """Have everything that was found, and was not taken up yet, looked at before anybody needs it."""
+        for found in list(self._found):
+            if not is_stopped():
+                self.is_sound(found.blob)
+
     def is_sound(self, blob: Blob) -> bool:
         """Whether the bytes are what they were when they were kept. Takes time once for each object found."""
         extent = self._extent(blob)
@@ -222,6 +247,8 @@ class Arena:
         sane = int(kept["state"]) == _KEPT and n_bytes > 0 and 0 < n_about <= MAX_ABOUT
         if not sane or any(start < _FIRST or start % ALIGN or start + room > size for start, room in extents):
             return None
+        if any(start < self._fence < start + room for start, room in extents):
+            return None
         about = bytes(self._map[about_at : about_at + n_about])
         if blake3.blake3(about).digest() != kept["about_digest"].tobytes() or not _claim(taken, extents):
             return None
@@ -233,25 +260,42 @@ class Arena:
     def _lay_out_free(self, size: int) -> None:
         spans = [span for e in self._alive.values() for span in ((e.at, e.room), e.about) if span is not None]
         at = _FIRST
-        for start, room in sorted(spans):
+        for start, room in sorted([*spans, (self._fence, 0), (size - size % ALIGN, 0)]):
             if start > at:
                 self._free.append((at, start - at))
-            at = start + room
+            at = max(at, start + room)
             self.n_used += room
-        if size - size % ALIGN > at:
-            self._free.append((at, size - size % ALIGN - at))
 
     def close(self) -> None:
         """Let go of the memory as soon as nobody holds an array of it. What is kept stays in the file."""
         self._found.clear()
         self._alive.clear()
 
+    # holding
+
+    def hold(self) -> Blob:
+        """The part before the fence. Its pages stay where they are until ``release``: to give one back would leave the
+        device with the old one."""
+        with self._lock:
+            self._is_held = True
+        return np.frombuffer(self._map, np.uint8, self._fence)
+
+    def release(self) -> None:
+        """Nobody holds the pages any more; those in which nothing lies go back to the system."""
+        with self._lock:
+            self._is_held = False
+            for at, room in self._free:
+                self._return_pages(at, room)
+            self._n_warm = 0
+
     # room
 
-    def _take(self, n_bytes: int) -> int | None:
+    def _take(self, n_bytes: int, stop: int | None = None) -> int | None:
         """First fit: what lies low was used before, and the system has memory there already."""
         room = _room(n_bytes)
         for i, (at, size) in enumerate(self._free):
+            if stop is not None and at >= stop:
+                return None
             if size >= room:
                 self._free[i : i + 1] = [(at + room, size - room)] if size > room else []
                 self.n_used += room
@@ -268,14 +312,15 @@ class Arena:
 
     def _give_back(self, at: int, room: int) -> None:
         self.n_used -= room
-        if self.n_used + self._n_warm + room > self.budget_bytes:
+        is_over = self.n_used + self._n_warm + room > self.budget_bytes
+        if at >= self._fence if self._is_held else is_over:
             self._return_pages(at, room)
         else:
             self._n_warm += room
         i = bisect.bisect(self._free, (at, 0))
-        if i < len(self._free) and at + room == self._free[i][0]:
+        if i < len(self._free) and at + room == self._free[i][0] != self._fence:
             room += self._free.pop(i)[1]
-        if i and sum(self._free[i - 1]) == at:
+        if i and sum(self._free[i - 1]) == at != self._fence:
             before = self._free.pop(i := i - 1)
             at, room = before[0], before[1] + room
         self._free.insert(i, (at, room))
@@ -293,9 +338,14 @@ class Arena:
             spans = [span for e in self._alive.values() for span in ((e.at, e.room), e.about) if span is not None]
             at = _FIRST
             for start, room in sorted(spans + self._free):
+                assert not start < self._fence < start + room, f"{start} to {start + room} lies across the fence"
                 assert start == at, f"{at} to {start} belongs to nobody or to two"
                 at += room
             assert self.n_used == sum(room for _, room in spans)
+
+
+def _name_of(owner: str) -> bytes:
+    return bytes(blake3.blake3(owner.encode()).digest())
 
 
 def _claim(taken: list[tuple[int, int]], extents: list[tuple[int, int]]) -> bool:

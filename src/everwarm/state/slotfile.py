@@ -23,7 +23,7 @@ from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
 from everwarm.state.files import Files
 from everwarm.state.object import Damaged, fill
-from everwarm.types import Blob
+from everwarm.types import Blob, Place, heap
 
 MAGIC, VERSION = 0x67677371, 4
 COMPANION = ".checkpoints"
@@ -52,9 +52,9 @@ def main_digest(tokens: Codes, state: Blob) -> str:
     return str(hasher.update(state.data).hexdigest())
 
 
-def read_main(path: Path, max_tokens: int, n_before: int = 0) -> tuple[Codes, Blob]:
+def read_main(path: Path, max_tokens: int, n_before: int = 0, place: Place = heap) -> tuple[Codes, Blob]:
     """Tokens and state of a sequence file, its sizes checked before anything is allocated; ``Damaged`` otherwise. Room for
-    ``n_before`` bytes is left before the state."""
+    ``n_before`` bytes is left before the state; ``place`` gives the memory for it."""
     fd = open_plain(path)
     try:
         size = os.fstat(fd).st_size
@@ -68,7 +68,7 @@ def read_main(path: Path, max_tokens: int, n_before: int = 0) -> tuple[Codes, Bl
         if end > size or n > 2 * max_tokens + 1024:
             raise Damaged(f"it says that it has {n} tokens")
         packed = np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4")
-        state = np.empty(n_before + size - end, np.uint8)[n_before:]
+        state = place(n_before + size - end)[n_before:]
         fill(fd, state.data, end)
     finally:
         os.close(fd)

@@ -16,7 +16,7 @@ from everwarm.demo.tiny.spec import DType, TinySpec
 from everwarm.demo.tiny.vocab import CHAT_TEMPLATE, END_OF_TEXT, IM_END, vocabulary
 from everwarm.demo.tiny.weights import draw, is_quantised, size_bytes
 
-_ALIGNMENT = 32
+ALIGNMENT = 32
 _FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "q8_0": LlamaFileType.MOSTLY_Q8_0}
 
 
@@ -30,7 +30,7 @@ def write_tiny(path: Path, spec: TinySpec, progress: Progress | None = None) -> 
     """
     plan = plan_tiny(spec)
     with whole_or_nothing(path) as unfinished:
-        _write_header(unfinished, plan, spec)
+        write_header(unfinished, plan, spec)
         append_tensors(unfinished, plan.tensors, spec.dtype, spec.seed, progress)
         return unfinished.stat().st_size
 
@@ -46,7 +46,7 @@ def whole_or_nothing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _write_header(path: Path, plan: Plan, spec: TinySpec) -> None:
+def write_header(path: Path, plan: Plan, spec: TinySpec) -> None:
     with closing(GGUFWriter(path, plan.arch)) as writer:
         writer.add_name(f"everwarm-tiny-{plan.arch}")
         writer.add_file_type(_FILE_TYPES[spec.dtype])
@@ -96,10 +96,10 @@ def append_tensors(
     n_total, n_done = sum(size_bytes(tensor, dtype) for tensor in tensors), 0
     with path.open("ab") as file:
         for tensor in tensors:
-            file.write(bytes(-file.tell() % _ALIGNMENT))
+            file.write(bytes(-file.tell() % ALIGNMENT))
             for chunk in draw(tensor, dtype, seed):
                 file.write(chunk.data)
                 n_done += chunk.nbytes
                 if progress is not None:
                     progress(n_done, n_total)
-        file.write(bytes(-file.tell() % _ALIGNMENT))
+        file.write(bytes(-file.tell() % ALIGNMENT))

@@ -1,0 +1,306 @@
+"""A 27B-shaped model on a GPU, over HTTP, beside llama-server of the same build. ``bench/gpu.sh`` builds both and runs it.
+
+Wanted: an identical prompt or the next turn in 25 ms of prompt time, a conversation back from RAM in 100 ms, and at least
+0.98× llama-server's speed of reading and writing. Both servers have the model loaded and take turns; each number is the
+server's own account of the prompt (``prompt_ms``) and what the client sees until the first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.gpu_peer import about_machine, llama_server
+from bench.measure import EMBEDDED
+from bench.server import Server, ask, everwarm, post
+
+N_LONG = 26_549
+N_NEW, N_REPLY = 60, 16
+N_CTX, N_SLOTS = 65_536, 8
+PAUSE_S = 1.5  # a person reads; idle work is done
+CACHE_GIB = 24
+
+Row = dict[str, float]
+
+
+@dataclass
+class Book:
+    """Every sample of every scenario and server. Written after each: a run that breaks off leaves what it has."""
+
+    path: Path
+    samples: dict[str, dict[str, list[Row]]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, scenario: str, server: str, row: Row) -> None:
+        self.samples.setdefault(scenario, {}).setdefault(server, []).append(row)
+        shown = ", ".join(f"{key} {value:.1f}" for key, value in row.items())
+        print(f"{time.strftime('%X')} {scenario} · {server}: {shown}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.path.write_text(json.dumps({"about": self.about, "samples": self.samples}, indent=1) + "\n")
+
+
+def tokens_of(seed: int, n: int = N_LONG) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(12, 250, n).tolist()
+    return found
+
+
+def timed(server: Server, tokens: list[int], n_predict: int, **more: Any) -> tuple[Row, list[int]]:
+    reply = ask(server, tokens, n_predict, **more)
+    t = reply.timings
+    row = {"first_ms": 1e3 * reply.first_s, "total_ms": 1e3 * reply.total_s, "prompt_ms": float(t["prompt_ms"])}
+    row |= {"read": float(t["prompt_n"]), "cached": float(t.get("cache_n", 0))}
+    if n_predict > 1:
+        row["ms_per_token"] = float(t["predicted_ms"]) / float(t["predicted_n"])
+    if "restore_ms" in t:
+        row["restore_ms"] = float(t["restore_ms"])
+    return row, reply.tokens
+
+
+# scenarios: each on one server, rows into the book
+
+
+def cold(book: Book, server: Server, repeats: int) -> None:
+    for i in range(repeats):
+        row, _ = timed(server, tokens_of(100 + i), 1)
+        book.add("cold prefill", server.name, row)
+        time.sleep(PAUSE_S)
+
+
+def identical(book: Book, server: Server, repeats: int) -> None:
+    for _ in range(repeats):
+        row, _ = timed(server, tokens_of(100), 1)
+        book.add("identical prompt", server.name, row)
+        time.sleep(0.3)
+
+
+def next_turn(book: Book, server: Server, repeats: int, n_new: int = N_NEW) -> None:
+    history = tokens_of(100)
+    _, reply = timed(server, history, N_REPLY)
+    history += reply
+    for i in range(repeats):
+        time.sleep(PAUSE_S / 2)
+        history += tokens_of(200 + i, n_new)
+        row, reply = timed(server, history, N_REPLY)
+        book.add(f"next turn, {n_new} new tokens", server.name, row)
+        history += reply
+
+
+def short_turn(book: Book, server: Server, repeats: int) -> None:
+    next_turn(book, server, repeats, n_new=3)
+
+
+def edited(book: Book, server: Server, repeats: int) -> None:
+    for i in range(repeats):
+        history = tokens_of(101)
+        history[N_LONG // 2 + 10 * i] += 1
+        row, _ = timed(server, history, 1)
+        book.add("edited in the middle", server.name, row)
+        time.sleep(PAUSE_S)
+
+
+def switch(book: Book, server: Server, repeats: int, title: str = "switch of two conversations") -> None:
+    """Two long conversations in turn, each with a few tokens more every time."""
+    talks = [tokens_of(100), tokens_of(102)]
+    for i, history in enumerate(talks):
+        _, reply = timed(server, history, N_REPLY)
+        talks[i] = history + reply
+        time.sleep(PAUSE_S)
+    for turn in range(repeats):
+        for i in (0, 1):
+            talks[i] = talks[i] + tokens_of(300 + 2 * turn + i, N_NEW)
+            row, reply = timed(server, talks[i], N_REPLY)
+            talks[i] = talks[i] + reply
+            if turn:  # the first one warms up
+                book.add(title, server.name, row)
+            time.sleep(PAUSE_S)
+
+
+def slot_files(book: Book, server: Server, repeats: int) -> None:
+    """Saved, erased, restored, and asked again."""
+    history = tokens_of(100)
+    for i in range(repeats):
+        timed(server, history, 1, id_slot=0)
+        name = "".join(filter(str.isalnum, server.name)) + f"{i}.bin"
+        saved = _slot(server, "save", name)
+        _slot(server, "erase", name)
+        restored = _slot(server, "restore", name)
+        row, _ = timed(server, history, 1, id_slot=0)
+        book.add("slot file", server.name, {"save_ms": saved, "restore_file_ms": restored, **row})
+
+
+def _slot(server: Server, action: str, name: str) -> float:
+    began = time.perf_counter()
+    post(server, f"/slots/0?action={action}", {"filename": name})
+    return 1e3 * (time.perf_counter() - began)
+
+
+def decode(book: Book, server: Server, repeats: int) -> None:
+    for i in range(repeats):
+        row, _ = timed(server, tokens_of(400 + i, 64), 192)
+        book.add("decode at 64 tokens", server.name, row)
+    for _ in range(repeats):
+        row, _ = timed(server, tokens_of(100), 192)
+        book.add(f"decode at {N_LONG} tokens", server.name, row)
+
+
+def parallel(book: Book, server: Server, repeats: int) -> None:
+    for i in range(repeats):
+        prompts = [tokens_of(500 + 10 * i + k, 2000) for k in range(N_SLOTS)]
+        began = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(N_SLOTS) as pool:
+            rows = [row for row, _ in pool.map(lambda tokens: timed(server, tokens, 128), prompts)]
+        total = time.perf_counter() - began
+        slowest = max(row["first_ms"] for row in rows)
+        speed = {"tokens_per_s": N_SLOTS * 128 / total, "last_first_ms": slowest, "total_ms": 1e3 * total}
+        book.add("8 sessions at once, 2,000 + 128 tokens each", server.name, speed)
+        time.sleep(PAUSE_S)
+
+
+# phases: which servers are up
+
+
+@dataclass(frozen=True)
+class Run:
+    model: Path
+    llama_server: Path
+    folder: Path
+    book: Book
+
+    def ours(self, *more: str, slots: int = N_SLOTS) -> Any:
+        flags = ("--cache-ram", f"{CACHE_GIB}GiB", "--disk-cache", "0", "--slot-save-path", str(self.folder), *more)
+        return everwarm(str(self.model), *_shape(slots), *flags, log="INFO")
+
+    def theirs(self, slots: int = N_SLOTS) -> Any:
+        flags = ("--cache-ram", str(CACHE_GIB << 10), "--kv-unified", "--slot-save-path", str(self.folder))
+        return llama_server(self.llama_server, self.model, *_shape(slots), *flags)
+
+
+def _shape(slots: int) -> tuple[str, ...]:
+    return ("-c", str(N_CTX), "-np", str(slots), "-fa", "on", "-b", "2048", "-ub", "512", "-ctk", "f16", "-ctv", "f16")
+
+
+def side_by_side(run: Run) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(run.theirs()), stack.enter_context(run.ours())]
+        plan: Sequence[tuple[Callable[[Book, Server, int], None], int]] = (
+            (cold, 3), (identical, 7), (next_turn, 7),
+            (short_turn, 5), (edited, 3), (decode, 4), (switch, 4), (slot_files, 3),
+            (parallel, 3),
+        )  # fmt: skip
+        for scenario, repeats in plan:
+            for server in servers:
+                _try(lambda s=server, f=scenario, n=repeats: f(run.book, s, n))  # type: ignore[misc]
+        _note_log(run, "everwarm log", servers[1])
+
+
+def one_slot(run: Run) -> None:
+    """Both must bring the other conversation back from RAM."""
+    with ExitStack() as stack:
+        for server in (stack.enter_context(run.theirs(1)), stack.enter_context(run.ours(slots=1))):
+            _try(lambda s=server: switch(run.book, s, 5, "switch with one slot"))  # type: ignore[misc]
+
+
+def unpinned(run: Run) -> None:
+    with run.ours("--pin-ram", "off") as server:
+        unpinned_server = Server("Everwarm, not pinned", server.host, server.pid, server.said)
+        _try(lambda: switch(run.book, unpinned_server, 4))
+        _try(lambda: slot_files(run.book, unpinned_server, 2))
+
+
+def swapped(run: Run) -> None:
+    """Another model takes the GPU, and the first comes back: its conversation is still in RAM."""
+    models = run.folder / "models"
+    models.mkdir()
+    (models / "main.gguf").symlink_to(run.model)
+    (models / "other.gguf").symlink_to(EMBEDDED)
+    flags = ("--cache-ram", "8GiB", "--disk-cache", "0", *_shape(2))
+    with everwarm("--models", str(models), *flags, log="INFO") as server:
+        history = tokens_of(100)
+        for i in range(4):
+            history += tokens_of(600 + i, N_NEW)
+            row, reply = timed(server, history, N_REPLY, model="main")
+            history += reply
+            if i:
+                run.book.add("model swapped out and back", server.name, row)
+            time.sleep(PAUSE_S)
+            timed(server, tokens_of(1, 64), 1, model="other")
+        _note_log(run, "swap log", server)
+
+
+def _note_log(run: Run, title: str, server: Server) -> None:
+    words = ("pinned", "loaded", "sleep", "put away", "WARN", "ERROR", "Trace")
+    run.book.about[title] = [line.strip() for line in server.said if any(word in line for word in words)][:40]
+
+
+def _try(action: Callable[[], None]) -> None:
+    """One scenario that fails must not cost the others' numbers; it is named in the output and missing in the table."""
+    try:
+        action()
+    except Exception:  # noqa: BLE001 - shown
+        traceback.print_exc()
+
+
+PHASES: dict[str, Callable[[Run], None]] = {
+    "side-by-side": side_by_side,
+    "one-slot": one_slot,
+    "unpinned": unpinned,
+    "swapped": swapped,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--llama-server", type=Path, required=True, help="its program, of the same build")
+    parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"))
+    parser.add_argument("phases", nargs="*", default=list(PHASES), help=f"any of: {', '.join(PHASES)}")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    book = Book(options.out / "gpu.json")
+    book.about = about_machine(options.model)
+    with tempfile.TemporaryDirectory(prefix="everwarm-gpu-", dir=options.model.parent) as folder:
+        for name in options.phases:
+            began = time.monotonic()
+            _try(lambda name=name: PHASES[name](Run(options.model, options.llama_server, Path(folder), book)))  # type: ignore[misc]
+            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    book.write()
+    table = markdown(book)
+    (options.out / "gpu.md").write_text(table)
+    print(table)
+
+
+SHOWN = ("prompt_ms", "restore_ms", "first_ms", "read", "ms_per_token", "save_ms", "restore_file_ms", "tokens_per_s")
+
+
+def markdown(book: Book) -> str:
+    lines = ["| scenario | server | n | " + " | ".join(SHOWN) + " |", "|---|---|---|" + "---|" * len(SHOWN)]
+    for scenario, servers in book.samples.items():
+        for server, rows in servers.items():
+            cells = [_cell([row[key] for row in rows if key in row]) for key in SHOWN]
+            lines.append(f"| {scenario} | {server} | {len(rows)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(values: Sequence[float]) -> str:
+    """The median, and from the least to the most."""
+    if not values:
+        return ""
+    return f"{statistics.median(values):.1f} ({min(values):.1f}…{max(values):.1f})"
+
+
+if __name__ == "__main__":
+    main()
