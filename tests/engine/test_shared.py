@@ -12,9 +12,16 @@ from engine.drive import EVERY_KIND, GUARD, check, open_core, run, text
 from engine.test_archive import HISTORY, NEW, STABLE, fingerprint_of_slot
 from everwarm.engine.core import Core
 from everwarm.engine.settings import RemoteSettings, StoreSettings
+from everwarm.state import remote as remote_module
 
 NEXT = [*HISTORY[:STABLE], *NEW]
 _fresh = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """A busy machine is no dead store."""
+    monkeypatch.setattr(remote_module, "ANSWER_S", 10.0)
 
 
 @pytest.fixture

@@ -88,7 +88,9 @@ class Bucket:
         with _translated():
             try:
                 async with asyncio.timeout(wait_s):
-                    await obstore.put_async(self._store, self._prefix + path, iter(pieces), mode=mode, use_multipart=False)
+                    await obstore.put_async(
+                        self._store, self._prefix + path, iter(pieces), mode=mode, use_multipart=False
+                    )
             except AlreadyExistsError:
                 return False
         return True
