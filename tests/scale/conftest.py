@@ -1,0 +1,24 @@
+"""One S3 server for all tests here, and the key that their fleet shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scale.seaweed import S3, environment, seaweed
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as store, environment(store.environment):
+        yield store
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_bytes(bytes(range(32)))
+    path.chmod(0o600)
+    return path
