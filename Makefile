@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SCALE := $(VENV)/.installed-scale
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test agents campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale agents campaign bench demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -41,12 +42,19 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/python -m pytest tests/structure
 
 test: $(STAMP) ## the whole suite, under ten minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/scale
+
+test-scale: $(SCALE) ## several servers and a real object store
+	$(BIN)/python -m pytest tests/scale
+
+$(SCALE): requirements.scale.lock $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.scale.lock
+	@touch $@
 
 agents: ## real agents from npm into build/agents, for the tests that run them
 	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33
 
-campaign: $(STAMP) ## the long forms of the random tests
+campaign: $(SCALE) ## the long forms of the random tests
 	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200
 
 bench: $(STAMP) ## measure, beside llama-server

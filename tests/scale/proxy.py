@@ -1,4 +1,4 @@
-"""A loopback proxy in front of a store that does wrong what it is told to: late, cut off, refused, half, twice, out of date."""
+"""A loopback proxy in front of a store, which does wrong what it is told to: late, cut off, half, twice, out of date."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import boto3
 import pytest
 
 from gateway.server import Server, children, is_alive, metric, serving, until, words
-from scale.proxy import FAULTS, Proxy, proxied
+from scale.proxy import FAULTS, proxied
 from scale.seaweed import BUCKET, S3
 
 GUARD = 16
@@ -28,7 +28,8 @@ def sharing(key: Path, prefix: str, *flags: str, endpoint: str | None = None) ->
     """A server with nothing of its own on disk."""
     more = () if endpoint is None else ("--remote-endpoint", endpoint)
     shared = ("--remote", f"s3://{BUCKET}/{prefix}", "--remote-key", str(key), "--restore-policy", "always")
-    with serving(*shared, *more, *flags) as server:
+    patient = () if "--remote-wait" in flags else ("--remote-wait", "10")
+    with serving(*shared, *more, *patient, *flags) as server:
         yield server
 
 
@@ -77,8 +78,14 @@ def next_turn(answer: Any) -> list[dict[str, str]]:
     return [*FIRST, {"role": "assistant", "content": said(answer)}, {"role": "user", "content": words(30, 5)}]
 
 
-def n_prompt(answer: Any) -> int:
-    return int(answer["usage"]["prompt_tokens"])
+def n_common(server: Server, *conversations: list[dict[str, str]]) -> int:
+    """Tokens that both prompts begin with."""
+    texts = [server.rendered(messages) for messages in conversations]
+    a, b = (
+        server.ask("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+        for text in texts
+    )
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def test_another_server_goes_on_where_a_killed_one_was(s3: S3, key: Path, prefix: str):
@@ -88,16 +95,14 @@ def test_another_server_goes_on_where_a_killed_one_was(s3: S3, key: Path, prefix
         kill_all(server)
     with sharing(key, prefix) as server:
         second = chat(server, next_turn(first))
-        assert measure(server, "hits_total") == 1 and measure(server, "failures_total") == 0
+        assert measure(server, "hits_total") == 1
         again = chat(server, FIRST)
     with serving() as server:
         cold = chat(server, next_turn(first))
         assert n_cached(cold) == 0 and said(chat(server, FIRST)) == said(again) == said(first)
-        n_shared = int(chat(server, FIRST, 1)["usage"]["prompt_tokens"])
+        n_shared = n_common(server, FIRST, next_turn(first))
     assert said(second) == said(cold)
-    n_known = n_shared - GUARD  # the generation prompt at its end may be another's
-    assert n_cached(second) >= n_known - GUARD, "it read again what the killed one had read"
-    assert n_prompt(second) > n_prompt(first)
+    assert n_shared - n_cached(second) <= GUARD < n_shared, "it read again what the killed one had read"
 
 
 def test_a_completion_goes_on_from_another_servers_reply(s3: S3, key: Path, prefix: str):
@@ -220,7 +225,7 @@ def test_the_service_goes_on_while_the_store_fails(s3: S3, key: Path, prefix: st
     with proxied(s3.endpoint, seed=3) as proxy:
         for share in (0.0, 0.3, 1.0):
             proxy.faults, proxy.share = FAULTS, share
-            with sharing(key, prefix, endpoint=proxy.endpoint) as server:
+            with sharing(key, prefix, "--remote-wait", "0.25", endpoint=proxy.endpoint) as server:
                 assert [said(chat(server, messages)) for messages in asked] == expected
         assert proxy.met.total() > 8
 
@@ -228,10 +233,10 @@ def test_the_service_goes_on_while_the_store_fails(s3: S3, key: Path, prefix: st
 def test_a_dead_store_is_asked_once(s3: S3, key: Path, prefix: str):
     with proxied(s3.endpoint) as proxy:
         proxy.is_silent = True
-        with sharing(key, prefix, "--grace", "1", endpoint=proxy.endpoint) as server:
+        with sharing(key, prefix, "--grace", "1", "--remote-wait", "0.25", endpoint=proxy.endpoint) as server:
             first = said(chat(server, FIRST))
             assert measure(server, "breaker_open") == 1
-            n_asked = _n_settled(proxy)
+            n_asked = proxy.n_requests
             for i in range(5):
                 chat(server, [SYSTEM, {"role": "user", "content": words(40, 50 + i)}])
             assert proxy.n_requests - n_asked <= 4, "each request asked the dead store again"
@@ -239,7 +244,3 @@ def test_a_dead_store_is_asked_once(s3: S3, key: Path, prefix: str):
             proxy.released.set()
             until(lambda: measure(server, "breaker_open") == 0, "somebody noticed that it answers again")
             assert said(chat(server, FIRST)) == first
-
-
-def _n_settled(proxy: Proxy) -> int:
-    return proxy.n_requests

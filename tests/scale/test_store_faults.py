@@ -35,14 +35,15 @@ def prompts() -> list[Prompt]:
 class Fleet:
     """Servers on one prefix that come and go; each sees the store through the proxy."""
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, proxy: Proxy, wait_s: float = 0.25) -> None:
         self._proxy = proxy
+        self.wait_s = wait_s
         self._url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
         self.n_refused = 0
         self.one = self._join()
 
     def _join(self) -> Remote:
-        remote = Remote(Bucket(self._url, self._proxy.endpoint), KEY, MODEL)
+        remote = Remote(Bucket(self._url, self._proxy.endpoint), KEY, MODEL, wait_s=self.wait_s)
         remote.breaker = Breaker(_open_s=0.02)
         return remote
 
@@ -84,7 +85,7 @@ def test_no_fault_gives_a_wrong_state(s3: S3, monkeypatch):
                 n_tried += 1
                 n_hits += fleet.check(prompt)
         proxy.faults = ()
-        monkeypatch.setattr(remote_module, "ANSWER_S", 10.0)
+        fleet.wait_s = 10.0
         fleet.renew()
         for prompt in known:
             fleet.one.offer(parcel(prompt=prompt))
@@ -98,10 +99,9 @@ def test_no_fault_gives_a_wrong_state(s3: S3, monkeypatch):
 
 def test_without_verifying_a_flipped_bit_would_be_loaded(s3: S3, monkeypatch):
     """The negative control of the test above."""
-    monkeypatch.setattr(remote_module, "ANSWER_S", 10.0)
     (prompt, *_) = prompts()
     with proxied(s3.endpoint) as proxy:
-        fleet = Fleet(proxy)
+        fleet = Fleet(proxy, wait_s=10.0)
         fleet.one.offer(parcel(prompt=prompt))
         assert fleet.one.flush(60)
         fleet.renew()
@@ -128,7 +128,6 @@ def test_moto_keeps_the_same_promises(monkeypatch):
     import boto3
     from moto.server import ThreadedMotoServer
 
-    monkeypatch.setattr(remote_module, "ANSWER_S", 10.0)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -140,7 +139,7 @@ def test_moto_keeps_the_same_promises(monkeypatch):
         client.close()
         for name, value in (("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "x"), ("AWS_REGION", "us-east-1")):
             monkeypatch.setenv(name, value)
-        ones = [Remote(Bucket("s3://moto/fleet", endpoint), KEY, MODEL) for _ in range(3)]
+        ones = [Remote(Bucket("s3://moto/fleet", endpoint), KEY, MODEL, wait_s=10.0) for _ in range(3)]
         mine = parcel(kv_bytes=20_000_000)
         assert find(ones[0]) is None and ones[0].counts.n_failures == 0
         assert ones[1].offer(mine) and ones[1].flush(60) and ones[1].offer(mine)
