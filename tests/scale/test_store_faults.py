@@ -7,6 +7,7 @@ import random
 import uuid
 
 import pytest
+from bench.seaweed import BUCKET, S3
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import remote as remote_module
@@ -16,7 +17,6 @@ from everwarm.state.object import Damaged
 from everwarm.state.remote import Remote
 from everwarm.state.seal import Seal
 from scale.proxy import FAULTS, Proxy, proxied
-from scale.seaweed import BUCKET, S3
 from state.test_remote import KEY, MODEL, N, fetch, find, parcel, stored
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
