@@ -146,7 +146,9 @@ def test_moto_keeps_the_same_promises(monkeypatch):
         post = find(ones[2])
         assert post is not None and post.n_items == N and fetch(ones[2], post) == stored(mine)
         assert ones[2].offer(mine) and ones[2].flush(60) and ones[2].counts.n_bytes_written < 10_000
-        for one in ones:
+        nowhere = Remote(Bucket("s3://no-such-bucket/fleet", endpoint), KEY, MODEL, wait_s=10.0)
+        assert nowhere.offer(mine) and nowhere.flush(60) and nowhere.counts.n_given_up == nowhere.counts.n_failures == 1
+        for one in (*ones, nowhere):
             one.close()
     finally:
         server.stop()

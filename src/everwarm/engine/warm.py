@@ -11,8 +11,8 @@ DIGITS = 16  # of a lineage's name
 
 
 def warm_keys(core: Core, most: int = MOST) -> list[str]:
-    """The beginnings of the lineages' names (see ``lineage.keys``) where a checkpoint is on the device or in RAM, or where KV
-    ends for models without; the last used first. On the loop's thread. Empty until the fingerprint is known."""
+    """The beginnings of the names of lineages (see ``lineage.keys``) where a checkpoint is on the device or in RAM, or
+    where KV ends for models without; the last used first. On the loop's thread. Empty until the fingerprint is known."""
     fingerprint = "" if core.archive is None else core.archive.fingerprint
     if not fingerprint:
         return []
