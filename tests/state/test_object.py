@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from everwarm.state import object as object_module
 from everwarm.state.object import (
     ALIGN,
     END,
@@ -27,6 +28,7 @@ from everwarm.state.object import (
     Damaged,
     Header,
     Reader,
+    fill,
     name_of,
 )
 from everwarm.types import Blob
@@ -443,3 +445,16 @@ def test_the_same_content_has_the_same_name_and_different_lineages_different_one
     assert kv(1).name == kv(1).name
     things = [kv(1), kv(2), kv(1, at=10), state(1), state(1, 20), state(2)]
     assert len({thing.name for thing in things}) == len(things)
+
+
+def test_what_is_large_is_read_by_several_and_is_the_same(tmp_path, monkeypatch):
+    data = np.random.default_rng(0).integers(0, 256, 100_003, np.uint8)
+    path = tmp_path / "large"
+    path.write_bytes(b"before" + data.tobytes())
+    monkeypatch.setattr(object_module, "SHARE", 10_000)
+    got = np.zeros(len(data), np.uint8)
+    with path.open("rb") as file:
+        fill(file.fileno(), got.data, 6)
+        assert np.array_equal(got, data)
+        with pytest.raises(Damaged):
+            fill(file.fileno(), got.data, 7)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import blake3
@@ -28,6 +29,9 @@ ALIGN = 4096
 MAX_HEADER = 1 << 20
 MAX_SECTIONS = 1024
 SUFFIX = ".ew"
+
+SHARE = 64 << 20  # bytes that are worth a thread
+MAX_READERS = 4
 
 _PREFIX = struct.Struct("<8sHHI")
 _FOOTER = struct.Struct("<32s8s")
@@ -242,7 +246,17 @@ class Reader:
 
 
 def fill(fd: int, view: memoryview, offset: int) -> None:
-    """Read until the view is full."""
+    """Read until the view is full; what is large by several threads, for one cannot copy as fast as memory takes it."""
+    if len(view) < 2 * SHARE:
+        return _fill(fd, view, offset)
+    share = max(SHARE, -(-len(view) // MAX_READERS))
+    with ThreadPoolExecutor(MAX_READERS, "everwarm-read") as readers:
+        starts = range(0, len(view), share)
+        for done in [readers.submit(_fill, fd, view[at : at + share], offset + at) for at in starts]:
+            done.result()
+
+
+def _fill(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         try:
