@@ -1,11 +1,11 @@
-# The one door. Every target does its own set-up in .venv; nothing else on the machine is touched.
+# The one door. Every target does its own set-up in .venv; nothing else on the machine is touched, but that `browser` asks apt for Chromium.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test agents campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test browser agents campaign bench demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -40,8 +40,14 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/structure
 
-test: $(STAMP) ## the whole suite, under ten minutes on two cores
+test: $(STAMP) browser ## the whole suite, under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+browser: ## Chromium for the tests of the page, from apt where that is allowed; without it they are skipped
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 && exit 0; \
+	fi; echo "Chromium is not here and could not be installed: the tests of the page will be skipped" >&2
 
 agents: ## real agents from npm into build/agents, for the tests that run them
 	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33

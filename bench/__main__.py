@@ -11,7 +11,7 @@ import time
 from everwarm import __version__
 from everwarm.llama import abi
 
-NAMES = ("loop", "throughput", "residency", "restore", "match", "look", "store", "swap", "pictures", "http")
+NAMES = ("loop", "throughput", "residency", "restore", "match", "look", "store", "swap", "pictures", "http", "page")
 
 
 def main() -> None:

@@ -12,12 +12,13 @@ export function drawBars(canvas, rows) {
   const { context, width, height } = fitted(canvas);
   const c = colours();
   context.clearRect(0, 0, width, height);
-  const n_shown = Math.max(12, Math.floor((width - LEFT) / 11));
-  const shown = rows.slice(-n_shown);
+  const n_most = Math.max(12, Math.floor((width - LEFT) / 8));
+  const shown = rows.slice(-n_most);
+  const n_shown = Math.max(24, shown.length);
   const most = Math.max(1, ...shown.map((row) => row.n_cached + row.n_read));
   const y = scale(context, width, height, most, short);
   const step = (width - LEFT - 4) / n_shown;
-  const thick = Math.max(2, Math.min(14, step - 3));
+  const thick = Math.max(2, Math.min(16, step - 3));
   shown.forEach((row, nth) => {
     const x = width - (shown.length - nth) * step + (step - thick) / 2;
     const [base, middle, top] = [y(0), y(row.n_cached), y(row.n_cached + row.n_read)];

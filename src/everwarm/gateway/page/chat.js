@@ -20,6 +20,7 @@ export class Chat {
     this.talk = this.talks[0] ?? newTalk();
     this.setup = loadSetup();
     this.model = null;
+    this.extra = {}; // more fields of requests, for whoever opens the console
     this.writing = null; // {stop, message}
     this._frame = 0;
     this.list = h("ul", { class: "talk-list" });
@@ -94,7 +95,7 @@ export class Chat {
       model: this.model ?? undefined, messages: toSend(talk, to.id, this.setup.system), stream: true,
       stream_options: { include_usage: true }, return_progress: true, prompt_cache_key: `page-${talk.id}`,
       temperature: this.setup.temperature, max_tokens: this.setup.max_tokens,
-      prompt_cache_diagnostics: this.setup.words || undefined,
+      prompt_cache_diagnostics: this.setup.words || undefined, ...this.extra,
     };
   }
 

@@ -73,6 +73,7 @@ export class Feed extends EventTarget {
 
   _hear(event, data) {
     if (event === "hello" || event === "stats") this.overview = data;
+    if (event === "tree" && this.overview) this.overview.version = data.version;
     if (event === "engine" && this.overview) Object.assign(this.overview.engine, data);
     if (event === "request") this._keep(data);
     this._tell(event === "hello" ? "stats" : event, data);

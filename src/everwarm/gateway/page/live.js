@@ -25,13 +25,13 @@ export class Live {
 
   _build(root) {
     const { tiles } = this;
-    const keys = [h("span", { class: "chip was" }, "reused"), " ", h("span", { class: "chip now" }, "read anew")];
-    const percentiles = [h("span", { class: "chip was" }, "p50"), " ", h("span", { class: "chip now" }, "p95")];
+    const keys = [h("span", { class: "chip was" }, "reused"), h("span", { class: "chip now" }, "read anew")];
+    const percentiles = [h("span", { class: "chip was" }, "p50"), h("span", { class: "chip now" }, "p95")];
     root.append(h("div", { class: "page-inner" },
       h("div", { class: "tiles" }, Object.values(tiles).map((each) => each.element)),
       h("div", { class: "pair" },
-        h("div", { class: "card" }, h("h3", {}, "Prompt tokens by request", h("span", {}, keys)), this.bars),
-        h("div", { class: "card" }, h("h3", {}, "Time to first token, recent", h("span", {}, percentiles)), this.lines)),
+        h("div", { class: "card" }, h("h3", {}, "Prompt tokens by request", h("span", { class: "chips" }, keys)), this.bars),
+        h("div", { class: "card" }, h("h3", {}, "Time to first token, recent", h("span", { class: "chips" }, percentiles)), this.lines)),
       h("div", { class: "pair" },
         h("div", { class: "card" }, h("h3", {}, "Tiers"), this.tiers),
         h("div", { class: "card" }, h("h3", {}, "Slots and queue"), this.slots)),
@@ -73,7 +73,7 @@ export class Live {
     tiles.reused.set(short(tokens.reused), `tokens reused · ${short(tokens.read)} read`);
     tiles.saved.set(duration(1000 * overview.seconds_saved), "of reading saved");
     tiles.first.set(firsts.length ? duration(percentile(firsts, 0.5)) : "–", firsts.length ? `to first token · p95 ${duration(percentile(firsts, 0.95))}` : "to first token");
-    tiles.engine.set(STATES[engine.state] ?? engine.state, `${count(overview.requests.total)} requests · ${count(engine.restarts)} restarts`);
+    tiles.engine.set(STATES[engine.state] ?? engine.state, `${count(overview.requests.total)} requests · restarted ${count(engine.restarts)}×`);
     this.tiers.replaceChildren(...tierMeters(tiers, engine));
     this.slots.replaceChildren(...slotPicture(engine));
   }
@@ -109,5 +109,5 @@ function slotPicture(engine) {
   const n_slots = Math.min(64, engine.n_slots ?? 0);
   const slots = Array.from({ length: n_slots }, (_, nth) => h("i", { class: nth < engine.n_running ? "busy" : null }));
   const words = `${count(engine.n_running ?? 0)} of ${count(n_slots)} slots busy · ${count(engine.n_queued ?? 0)} waiting`;
-  return [h("div", { class: "slots", role: "img", "aria-label": words }, slots), h("p", { class: "muted" }, words)];
+  return [h("div", { class: "slots", role: "img", "aria-label": words }, slots), h("p", { class: "muted small" }, words)];
 }

@@ -53,6 +53,7 @@ function setBeside(isBeside) {
 // which model
 
 let asked = ""; // whether this model sees was asked; it is not asked of one that sleeps, which would wake it
+let sees = false;
 
 async function modelChanged() {
   const model = models.current();
@@ -67,8 +68,6 @@ async function modelChanged() {
   sees = props?.modalities?.vision === true;
   chat.setModel(models.chosen, sees);
 }
-
-let sees = false;
 
 function showEngine() {
   const engine = feed.isOpen ? feed.overview?.engine : null;

@@ -44,7 +44,7 @@ export class Tree {
 
   _listen() {
     const { canvas, feed } = this;
-    canvas.addEventListener("pointermove", (event) => this._move(event));
+    canvas.addEventListener("pointermove", (event) => this.move(event));
     canvas.addEventListener("pointerleave", () => this._hoverOn(null));
     canvas.addEventListener("pointerdown", (event) => this._down(event));
     canvas.addEventListener("pointerup", (event) => this._up(event));
@@ -73,8 +73,11 @@ export class Tree {
     else this.data.stop();
   }
 
+  /** Nothing is asked of a model that does not run. */
   _refresh() {
-    if (this.isShown && !document.hidden) this.data.refresh();
+    if (!this.isShown || document.hidden || !this.feed.overview) return;
+    if (this.feed.overview.version === null) this._changed(layout([]), null);
+    else this.data.refresh();
   }
 
   _refreshFirst() {
@@ -88,7 +91,9 @@ export class Tree {
     const n = picture.places.size;
     this.counted.textContent = n ? `${count(n)} nodes · ${count(picture.rows.length)} ends · ${count(picture.n_tokens)} tokens deep` : "";
     this.empty.hidden = !error && n > 0;
-    this.empty.replaceChildren(h("p", {}, error ? trouble(error) : "Nothing is kept yet. Say something in the chat."));
+    const isAsleep = this.feed.overview?.version === null;
+    const nothing = isAsleep ? "The model is not loaded. What it keeps can be seen when it is." : "Nothing is kept yet. Say something in the chat.";
+    this.empty.replaceChildren(h("p", {}, error ? trouble(error) : nothing));
     this._fitOnce();
     this._showCard();
     this.redraw(true);
@@ -108,14 +113,14 @@ export class Tree {
 
   drawNow(now = performance.now()) {
     this._frame = 0;
-    const running = this._running();
+    const running = this.running();
     const selected = this.picture.places.get(this.selected) ?? null;
     this.drawing.draw(this.picture, { hover: this.hover, selected, running }, CALM.matches ? 0 : now);
     if (running.length && this.isShown && !document.hidden && !CALM.matches) setTimeout(() => this.redraw(false), FRAME_MS);
   }
 
   /** Where requests are: the node from the tree, the token from the request's own news; moved there smoothly. */
-  _running() {
+  running() {
     const found = [];
     for (const place of this.picture.places.size > 0 ? this._runningPlaces() : []) {
       const { request, at } = place.node.running;
@@ -125,7 +130,7 @@ export class Tree {
       const before = this._at.get(request) ?? at;
       const shown = CALM.matches ? target : before + (target - before) * 0.25;
       this._at.set(request, shown);
-      found.push({ place, at: Math.max(shown, place.node.start) });
+      found.push({ place, x: this.picture.axis.at(Math.max(shown, place.node.start)) });
     }
     if (!found.length) this._at.clear();
     return found;
@@ -171,7 +176,7 @@ export class Tree {
     this._moved = 0;
   }
 
-  _move(event) {
+  move(event) {
     const finger = this._fingers.get(event.pointerId);
     if (!finger) return this._hoverOn(this.at(event.offsetX, event.offsetY), event.offsetX, event.offsetY);
     const before = this._spread();
@@ -196,11 +201,11 @@ export class Tree {
   at(px, py) {
     const { camera } = this.drawing;
     const reach = Math.max(0, Math.ceil(6 / camera.row) - 1);
-    const [row, token] = [camera.rowAt(py), camera.token(px)];
+    const [row, x] = [camera.rowAt(py), camera.x_at(px)];
     for (let off = 0; off <= reach; off += 1) {
       for (const each of off ? [row - off, row + off] : [row]) {
-        const place = nearest(this.picture.rows, each, token - 7 / camera.scale);
-        if (place && px >= camera.px(place.node.start) - 8 && px <= camera.px(place.node.end) + 9) return place;
+        const place = nearest(this.picture.rows, each, x - 7 / camera.scale);
+        if (place && px >= camera.px(place.from) - 8 && px <= camera.px(place.to) + 9) return place;
       }
     }
     return null;
@@ -234,8 +239,8 @@ export class Tree {
     const { rows, places } = this.picture;
     const here = places.get(this.selected) ?? rows[0]?.[0];
     if (!here) return;
-    const above = () => nearest(rows, here.row - 1, here.node.end);
-    const below = () => nearest(rows, here.row + 1, here.node.end);
+    const above = () => nearest(rows, here.row - 1, here.to);
+    const below = () => nearest(rows, here.row + 1, here.to);
     const to = { ArrowLeft: () => here.parent, ArrowRight: () => here.children[0], ArrowUp: above, ArrowDown: below }[key]();
     this.select(to ?? here);
   }

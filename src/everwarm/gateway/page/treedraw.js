@@ -5,28 +5,30 @@ import { lineage, tierOf } from "./layout.js";
 
 const LEFT = 26;
 const TOP = 34;
+const RULER = 24;
+const CONTROL = /<\|?\/?[a-z_]{1,24}\|?>/gi; // what templates put around messages
 const ROOMY = 26; // pixels of a row from which on words are shown
 
 export class Camera {
   constructor() {
-    this.x = 0; // token at the left edge
+    this.x = 0; // place of the axis at the left edge
     this.y = 0; // row at the upper edge
-    this.scale = 1; // pixels per token
+    this.scale = 1; // pixels per unit of the axis
     this.row = 34; // pixels per row
     this.isMoved = false; // by a person: then it is left alone
   }
 
   fit(picture, width, height) {
     const room = Math.max(60, width - LEFT - 60);
-    this.scale = room / picture.n_tokens;
-    this.row = Math.min(46, Math.max(1.2, (height - TOP - 50) / Math.max(1, picture.rows.length)));
+    this.scale = room / picture.axis.length;
+    this.row = Math.min(58, Math.max(1.2, (height - TOP - 50) / Math.max(1, picture.rows.length)));
     this.x = 0;
     this.y = 0;
   }
 
-  px(token) { return LEFT + (token - this.x) * this.scale; }
+  px(x) { return LEFT + (x - this.x) * this.scale; }
   py(row) { return TOP + (row - this.y + 0.5) * this.row; }
-  token(px) { return (px - LEFT) / this.scale + this.x; }
+  x_at(px) { return (px - LEFT) / this.scale + this.x; }
   rowAt(py) { return Math.floor((py - TOP) / this.row + this.y); }
 
   pan(dx, dy) {
@@ -36,10 +38,10 @@ export class Camera {
   }
 
   zoom(factor, px, py) {
-    const [token, row] = [this.token(px), (py - TOP) / this.row + this.y];
+    const [x, row] = [this.x_at(px), (py - TOP) / this.row + this.y];
     this.scale = Math.min(200, Math.max(1e-5, this.scale * factor));
     this.row = Math.min(80, Math.max(0.4, this.row * factor ** 0.7));
-    this.x = token - (px - LEFT) / this.scale;
+    this.x = x - (px - LEFT) / this.scale;
     this.y = row - (py - TOP) / this.row;
     this.isMoved = true;
   }
@@ -53,7 +55,7 @@ export class TreeDrawing {
     this.isStale = true;
   }
 
-  /** Everything; `marks`: hover, selected (places), running ({place, at}). */
+  /** Everything; `marks`: hover, selected (places), running ({place, x}). */
   draw(picture, marks, now_ms) {
     const { context, width, height } = fitted(this.canvas);
     if (!width || !height) return;
@@ -72,43 +74,51 @@ export class TreeDrawing {
     this.still.height = this.canvas.height;
     const context = this.still.getContext("2d");
     context.setTransform(this.canvas.width / width, 0, 0, this.canvas.height / height, 0, 0);
-    this._ruler(context, width, height);
+    const named = picture.rows.length ? ticks(picture.axis, this.camera, width) : [];
+    this._grid(context, picture.axis, named, height);
     const seen = this._visible(picture, width, height);
     this._connectors(context, seen);
     this._segments(context, seen);
     this._checkpoints(context, seen);
     if (this.camera.row >= ROOMY) this._words(context, seen, width);
+    this._ruler(context, picture.axis, named, width);
   }
 
   _visible(picture, width, height) {
     const { camera } = this;
     const [top, bottom] = [Math.max(0, camera.rowAt(0) - 1), Math.min(picture.rows.length - 1, camera.rowAt(height) + 1)];
-    const [left, right] = [camera.token(0), camera.token(width)];
+    const [left, right] = [camera.x_at(0), camera.x_at(width)];
     const seen = [];
     for (let row = top; row <= bottom; row += 1) {
       for (const place of picture.rows[row]) {
-        if (place.node.start > right) break;
-        if (place.node.end >= left) seen.push(place);
+        if (place.from > right) break;
+        if (place.to >= left) seen.push(place);
       }
     }
     return seen;
   }
 
-  _ruler(context, width, height) {
-    const { camera } = this;
+  _grid(context, axis, named, height) {
+    context.strokeStyle = colours().line;
+    context.lineWidth = 1;
+    context.globalAlpha = 0.6;
+    for (const token of named) {
+      const x = Math.round(this.camera.px(axis.at(token))) + 0.5;
+      line(context, x, RULER, x, height);
+    }
+    context.globalAlpha = 1;
+  }
+
+  _ruler(context, axis, named, width) {
     const c = colours();
-    const step = niceStep(90 / camera.scale);
+    context.fillStyle = c.raised;
+    context.fillRect(0, 0, width, RULER);
+    context.fillStyle = c.muted;
     context.font = `11px ${font()}`;
     context.textBaseline = "middle";
     context.textAlign = "center";
-    for (let token = Math.max(0, Math.floor(camera.x / step) * step); camera.px(token) < width; token += step) {
-      const x = Math.round(camera.px(token)) + 0.5;
-      if (x < LEFT - 2) continue;
-      context.strokeStyle = c.line;
-      context.globalAlpha = 0.6;
-      line(context, x, 24, x, height);
-      context.globalAlpha = 1;
-      context.fillStyle = c.muted;
+    for (const token of named) {
+      const x = this.camera.px(axis.at(token));
       context.fillText(token === 0 ? "0 tokens" : token.toLocaleString("en"), token === 0 ? x + 16 : x, 13);
     }
   }
@@ -116,12 +126,13 @@ export class TreeDrawing {
   _connectors(context, seen) {
     const { camera } = this;
     const bend = Math.min(14, camera.row * 0.8);
-    context.strokeStyle = colours().line;
-    context.lineWidth = camera.row > 8 ? 1.6 : 0.8;
+    context.strokeStyle = colours().muted;
+    context.globalAlpha = 0.4;
+    context.lineWidth = camera.row > 8 ? 1.5 : 0.8;
     context.beginPath();
-    for (const { node, parent, row } of seen) {
+    for (const { from, parent, row } of seen) {
       if (!parent || parent.row === row) continue;
-      const [x, above, below] = [camera.px(node.start), camera.py(parent.row), camera.py(row)];
+      const [x, above, below] = [camera.px(from), camera.py(parent.row), camera.py(row)];
       context.moveTo(x, above);
       if (camera.row > 8) {
         context.lineTo(x, below - bend);
@@ -129,6 +140,7 @@ export class TreeDrawing {
       } else context.lineTo(x, below);
     }
     context.stroke();
+    context.globalAlpha = 1;
   }
 
   _segments(context, seen) {
@@ -143,12 +155,12 @@ export class TreeDrawing {
       context.globalAlpha = tier === "none" ? 1 : 0.55;
       context.lineWidth = thick;
       context.beginPath();
-      for (const { node, parent, row } of seen) {
+      for (const { node, parent, row, from, to } of seen) {
         if ((tierOf(node.kv.tiers) ?? "none") !== tier || node.end === node.start) continue;
         const y = camera.py(row);
-        const from = camera.px(node.start) + (parent && parent.row !== row ? bend : 0);
-        context.moveTo(from, y);
-        context.lineTo(Math.max(from + 0.5, camera.px(node.end)), y);
+        const x = camera.px(from) + (parent && parent.row !== row ? bend : 0);
+        context.moveTo(x, y);
+        context.lineTo(Math.max(x + 0.5, camera.px(to)), y);
       }
       context.stroke();
     }
@@ -163,9 +175,9 @@ export class TreeDrawing {
     for (const [tier, colour] of Object.entries(byTier)) {
       context.fillStyle = colour;
       context.beginPath();
-      for (const { node, row } of seen) {
+      for (const { node, row, to } of seen) {
         if (!node.checkpoint || tierOf(node.checkpoint.tiers) !== tier) continue;
-        const [x, y] = [camera.px(node.end), camera.py(row)];
+        const [x, y] = [camera.px(to), camera.py(row)];
         if (size < 2.5) context.rect(x - size, y - size, 2 * size, 2 * size);
         else { context.moveTo(x + size, y); context.arc(x, y, size, 0, 2 * Math.PI); }
       }
@@ -178,9 +190,9 @@ export class TreeDrawing {
     context.strokeStyle = c.ink;
     context.lineWidth = 1.4;
     context.beginPath();
-    for (const { node, row } of seen) {
+    for (const { node, row, to } of seen) {
       if (!node.pinned || node.end === 0) continue;
-      const [x, y] = [this.camera.px(node.end), this.camera.py(row)];
+      const [x, y] = [this.camera.px(to), this.camera.py(row)];
       context.moveTo(x + size + 3, y);
       context.arc(x, y, size + 3, 0, 2 * Math.PI);
     }
@@ -193,12 +205,11 @@ export class TreeDrawing {
     context.fillStyle = colours().muted;
     context.textAlign = "left";
     context.textBaseline = "alphabetic";
-    for (const { node, parent, row } of seen) {
-      if (!node.words) continue;
-      const inset = parent && parent.row !== row ? 16 : 7;
-      const from = Math.max(4, camera.px(node.start) + inset);
-      const room = Math.min(width, camera.px(node.end)) - from - 6;
-      if (room > 34) context.fillText(shortened(context, node.words, room), from, camera.py(row) - 7);
+    for (const { node, parent, row, from, to } of seen) {
+      const words = (node.words ?? "").replace(CONTROL, " ").trim();
+      const x = Math.max(4, camera.px(from) + (parent && parent.row !== row ? 16 : 7));
+      const room = Math.min(width, camera.px(to)) - x - 6;
+      if (words && room > 34) context.fillText(shortened(context, words, room), x, camera.py(row) - 7);
     }
   }
 
@@ -209,26 +220,26 @@ export class TreeDrawing {
     context.beginPath();
     for (const at of lineage(place)) {
       const y = camera.py(at.row);
-      context.moveTo(camera.px(at.node.end), y);
-      context.lineTo(camera.px(at.node.start), y);
-      if (at.parent && at.parent.row !== at.row) context.lineTo(camera.px(at.node.start), camera.py(at.parent.row));
+      context.moveTo(camera.px(at.to), y);
+      context.lineTo(camera.px(at.from), y);
+      if (at.parent && at.parent.row !== at.row) context.lineTo(camera.px(at.from), camera.py(at.parent.row));
     }
     context.stroke();
-    ring(context, camera.px(place.node.end), camera.py(place.row), 8, colour, 1.6);
+    ring(context, camera.px(place.to), camera.py(place.row), 8, colour, 1.6);
   }
 
   _selected(context, place) {
     this._path(context, place, colours().ink, 2);
   }
 
-  _running(context, { place, at }, now_ms) {
+  _running(context, { place, x: along }, now_ms) {
     const { camera } = this;
     const c = colours();
-    const [x, y] = [camera.px(at), camera.py(place.row)];
+    const [x, y] = [camera.px(along), camera.py(place.row)];
     this._path(context, place, c.ember, 2.4);
     context.setLineDash([4, 4]);
     context.strokeStyle = c.ember;
-    line(context, camera.px(place.node.end), y, x, y);
+    line(context, camera.px(place.to), y, x, y);
     context.setLineDash([]);
     const beat = 0.5 + 0.5 * Math.sin(now_ms / 260);
     context.globalAlpha = 0.14 + 0.1 * beat;
@@ -261,6 +272,21 @@ function ring(context, x, y, r, colour, thick) {
   context.beginPath();
   context.arc(x, y, r, 0, 2 * Math.PI);
   context.stroke();
+}
+
+/** Tokens to name at the top: round ones, as many as have room. */
+function ticks(axis, camera, width) {
+  const named = [];
+  let [last, x] = [-Infinity, Math.max(0, camera.x)];
+  for (let nth = 0; nth < 64 && camera.px(x) < width; nth += 1, x += 92 / camera.scale) {
+    const step = niceStep(Math.max(1, axis.token(x + 80 / camera.scale) - axis.token(x)) / 2);
+    const token = Math.ceil(axis.token(x) / step) * step;
+    const px = camera.px(axis.at(token));
+    if (px - last < 62) continue;
+    named.push(token);
+    last = px;
+  }
+  return named;
 }
 
 export function niceStep(least) {
