@@ -1,8 +1,8 @@
 """What looking at the page costs a reply that is being written. Wanted: at most 1 %.
 
-Cases take turns: nobody looks; somebody reads the stream of events, as the page does; a real headless Chromium shows the live
-view or the tree. Chromium also draws: where cores are few it takes them from the engine, and where others are at work tokens/s
-say little. So the CPU time of the server alone (gateway and engine) is shown beside them.
+Cases take turns: nobody looks; somebody reads the stream of events, as the page does; a real headless Chromium shows the
+live view or the tree. Chromium also draws: where cores are few it takes them from the engine, and where others are at work
+tokens/s say little. So the CPU time of the server alone (gateway and engine) is shown beside them.
 """
 
 from __future__ import annotations

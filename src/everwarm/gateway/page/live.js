@@ -5,6 +5,7 @@ import { h } from "./dom.js";
 import { Requests } from "./requests.js";
 import { bytes, count, duration, short } from "./words.js";
 
+const DRAW_MS = 250; // between two pictures
 const STATES = { starting: "starting", ready: "ready", restarting: "starting again", unhealthy: "down", stopped: "asleep" };
 
 export class Live {
@@ -44,7 +45,7 @@ export class Live {
   }
 
   redraw() {
-    if (!this._frame && this.isShown) this._frame = setTimeout(() => { this._frame = 0; this._draw(); }, 120);
+    if (!this._frame && this.isShown) this._frame = setTimeout(() => { this._frame = 0; this._draw(); }, DRAW_MS);
   }
 
   _draw() {

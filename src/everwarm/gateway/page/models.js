@@ -19,7 +19,7 @@ export class Models extends EventTarget {
     root.append(h("div", { class: "page-inner" }, h("h2", {}, "Models"), this.wrong, this.list));
     this.select.addEventListener("change", () => this.choose(this.select.value));
     feed.addEventListener("model", () => this.refresh());
-    feed.addEventListener("engine", () => this.refresh());
+    feed.addEventListener("engine", ({ detail }) => { if (detail.state !== this._state) this.refresh(); this._state = detail.state; });
   }
 
   show(isShown) {
