@@ -24,7 +24,7 @@ import numpy as np
 from bench.measure import EMBEDDED, table
 from bench.server import Server, ask, everwarm
 
-N_REPLY, ROUNDS = 1000, 9
+N_REPLY, ROUNDS = 2000, 5
 
 Looking = Callable[[Server], AbstractContextManager[None]]
 

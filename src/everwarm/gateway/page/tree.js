@@ -294,9 +294,9 @@ function summary(node) {
 }
 
 function facts(node) {
-  const { checkpoint } = node;
-  const listed = [["length", `${count(node.end - node.start)} tokens`], ["KV", `${bytes(node.kv.bytes)} · ${node.kv.tiers.join(", ") || "none"}`]];
-  if (checkpoint) listed.push(["checkpoint", `${checkpoint.kind} · ${checkpoint.tiers.join(", ")}`], ["state", bytes(checkpoint.bytes)], ["used", `${count(node.hits)} times`]);
-  if (node.last_use !== null) listed.push(["last", ago(node.last_use)]);
-  return [...listed, ["branches", count(node.n_children)], ["namespace", node.namespace]];
+  const { checkpoint, kv } = node;
+  const listed = [["length", `${count(node.end - node.start)} tokens`], ["KV", `${bytes(kv.bytes)} · ${kv.tiers.join(", ") || "nowhere"}`]];
+  if (checkpoint) listed.push([`${checkpoint.kind} state`, `${bytes(checkpoint.bytes)} · ${checkpoint.tiers.join(", ")}`]);
+  if (node.last_use !== null) listed.push(["came back to", `${count(node.hits)} times · used ${ago(node.last_use)}`]);
+  return node.parent === null ? [["namespace", node.namespace], ["branches", count(node.n_children)]] : listed;
 }

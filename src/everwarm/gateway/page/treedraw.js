@@ -125,7 +125,7 @@ export class TreeDrawing {
 
   _connectors(context, seen) {
     const { camera } = this;
-    const bend = Math.min(14, camera.row * 0.8);
+    const bend = this._bend();
     context.strokeStyle = colours().muted;
     context.globalAlpha = 0.4;
     context.lineWidth = camera.row > 8 ? 1.5 : 0.8;
@@ -134,10 +134,8 @@ export class TreeDrawing {
       if (!parent || parent.row === row) continue;
       const [x, above, below] = [camera.px(from), camera.py(parent.row), camera.py(row)];
       context.moveTo(x, above);
-      if (camera.row > 8) {
-        context.lineTo(x, below - bend);
-        context.quadraticCurveTo(x, below, x + bend, below);
-      } else context.lineTo(x, below);
+      context.lineTo(x, below - bend);
+      context.quadraticCurveTo(x, below, x + bend, below);
     }
     context.stroke();
     context.globalAlpha = 1;
@@ -148,7 +146,7 @@ export class TreeDrawing {
     const c = colours();
     const byTier = { device: c.ember, ram: c.amber, disk: c.cool, none: c.line };
     const thick = Math.max(0.8, Math.min(4, camera.row * 0.28));
-    const bend = camera.row > 8 ? Math.min(14, camera.row * 0.8) : 0;
+    const bend = this._bend();
     context.lineCap = "butt";
     for (const [tier, colour] of Object.entries(byTier)) {
       context.strokeStyle = colour;
@@ -171,7 +169,7 @@ export class TreeDrawing {
     const { camera } = this;
     const c = colours();
     const byTier = { device: c.ember, ram: c.amber, disk: c.cool };
-    const size = Math.max(0.9, Math.min(5.5, camera.row * 0.24));
+    const size = this._size();
     for (const [tier, colour] of Object.entries(byTier)) {
       context.fillStyle = colour;
       context.beginPath();
@@ -213,19 +211,34 @@ export class TreeDrawing {
     }
   }
 
+  /** A node's lineage, bent as its lines are, with its checkpoints on top. */
   _path(context, place, colour, thick) {
     const { camera } = this;
+    const bend = this._bend();
+    const all = lineage(place);
     context.strokeStyle = colour;
     context.lineWidth = thick;
     context.beginPath();
-    for (const at of lineage(place)) {
-      const y = camera.py(at.row);
-      context.moveTo(camera.px(at.to), y);
-      context.lineTo(camera.px(at.from), y);
-      if (at.parent && at.parent.row !== at.row) context.lineTo(camera.px(at.from), camera.py(at.parent.row));
+    for (const { parent, row, from, to } of all) {
+      const y = camera.py(row);
+      const isBranch = parent !== null && parent.row !== row;
+      context.moveTo(camera.px(to), y);
+      context.lineTo(camera.px(from) + (isBranch ? bend : 0), y);
+      if (!isBranch) continue;
+      context.quadraticCurveTo(camera.px(from), y, camera.px(from), y - bend);
+      context.lineTo(camera.px(from), camera.py(parent.row));
     }
     context.stroke();
-    ring(context, camera.px(place.to), camera.py(place.row), 8, colour, 1.6);
+    this._checkpoints(context, all);
+    ring(context, camera.px(place.to), camera.py(place.row), this._size() + 3.5, colour, 1.8);
+  }
+
+  _bend() {
+    return this.camera.row > 8 ? Math.min(14, this.camera.row * 0.8) : 0;
+  }
+
+  _size() {
+    return Math.max(0.9, Math.min(5.5, this.camera.row * 0.24));
   }
 
   _selected(context, place) {
