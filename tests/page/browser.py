@@ -91,9 +91,9 @@ class Tab:
 
 @contextlib.contextmanager
 def opened(
-    browser: Any, url: str, *, refusals: bool = False, path: str = "/", setup: str = "", **options: Any
+    browser: Any, url: str, *, refusals: tuple[int, ...] = (), path: str = "/", setup: str = "", **options: Any
 ) -> Iterator[Tab]:
-    """The page in a fresh profile. Nothing may go wrong; with ``refusals`` the browser may tell of answers like 401."""
+    """The page in a fresh profile. Nothing may go wrong but answers with these statuses; 0 is a server that is gone."""
     options = {"viewport": {"width": 1360, "height": 860}, "reduced_motion": "reduce"} | options
     context = browser.new_context(**options)
     context.set_default_timeout(20_000)
@@ -108,7 +108,12 @@ def opened(
         page.wait_for_function("() => window.everwarm")
         yield tab
         assert tab.violations() == [] and tab.foreign() == []
-        wrong = [each for each in tab.said if not (refusals and each.startswith("Failed to load resource"))]
-        assert wrong == []
+        expected = tuple(f"Failed to load resource: {_refusal(status)}" for status in refusals)
+        wrong = [each for each in tab.said if not (expected and each.startswith(expected))]
+        assert not wrong, wrong
     finally:
         context.close()
+
+
+def _refusal(status: int) -> str:
+    return f"the server responded with a status of {status}" if status else "net::ERR_"

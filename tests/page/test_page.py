@@ -432,7 +432,10 @@ def test_models_are_swapped_and_failures_are_told(browser, tmp_path):
     (tmp_path / "two.gguf").symlink_to(tiny_model("mamba2"))
     evil = "<img src=x onerror=boom()>"
     (tmp_path / f"{evil}.gguf").write_bytes(b"GGUF but not really")
-    with serving_models(tmp_path) as server, opened(browser, server.url, setup=setup(""), path="/#models") as tab:
+    with (
+        serving_models(tmp_path) as server,
+        opened(browser, server.url, setup=setup(""), path="/#models", refusals=(503,)) as tab,  # just being stopped
+    ):
         page = tab.page
         page.wait_for_selector(".model")
 
@@ -462,7 +465,7 @@ def test_models_are_swapped_and_failures_are_told(browser, tmp_path):
 
 
 def test_a_server_that_is_gone_is_told_and_found_again(browser, server):
-    with opened(browser, server.url, setup=setup(), refusals=True) as tab:
+    with opened(browser, server.url, setup=setup(), refusals=(0,)) as tab:
         tab.page.wait_for_function("() => everwarm.feed.isOpen")
         tab.page.context.set_offline(True)
         tab.send("What is the capital of France?")
@@ -491,7 +494,7 @@ def test_an_engine_that_is_started_again_is_told(tab, server):
 def test_a_locked_server_asks_for_the_key_and_keeps_it_in_the_tab(browser):
     with (
         serving("--api-key", KEY, "--max-requests", "1", n_ctx=512) as server,
-        opened(browser, server.url, setup=setup(""), refusals=True) as tab,
+        opened(browser, server.url, setup=setup(""), refusals=(400, 401, 429)) as tab,
     ):
         page = tab.page
         page.wait_for_selector("#key-dialog[open]")

@@ -37,7 +37,7 @@ export class Models extends EventTarget {
 
   _took(models) {
     this.all = models;
-    if (!models.some((each) => each.id === this.chosen)) this.chosen = (models.find((each) => each.status.value === "loaded") ?? models[0])?.id ?? null;
+    if (!models.some((each) => each.id === this.chosen)) this.chosen = usual(models)?.id ?? null;
     this._show();
     this.dispatchEvent(new Event("change"));
     const isMoving = models.some((each) => each.status.value === "loading" || each.n_waiting);
@@ -93,6 +93,11 @@ export class Models extends EventTarget {
     }
     this.refresh();
   }
+}
+
+/** The one to begin with: loaded, or at least not broken. */
+function usual(models) {
+  return models.find((each) => each.status.value === "loaded") ?? models.find((each) => !each.status.failed) ?? models[0];
 }
 
 function about(model) {
