@@ -1,4 +1,4 @@
-# The one door. Every target does its own set-up in .venv; nothing else on the machine is touched.
+# The one door. Every target does its own set-up in .venv; nothing else on the machine is touched, but that `browser` asks apt for Chromium.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test test-scale docs agents templates campaign bench bench-gpu demo libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-gpu demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -48,7 +48,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/structure
 
-test: $(STAMP) ## the whole suite, under ten minutes on two cores
+test: $(STAMP) browser ## the whole suite, under ten minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/scale
 
@@ -67,6 +67,12 @@ docs: $(DOCS_STAMP) ## the documentation as a site in build/site; what can be wr
 $(DOCS_STAMP): requirements.docs.lock $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.docs.lock
 	@touch $@
+
+browser: ## Chromium for the tests of the page, from apt where that is allowed; without it they are skipped
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 && exit 0; \
+	fi; echo "Chromium is not here and could not be installed: the tests of the page will be skipped" >&2
 
 agents: ## real agents from npm into build/agents, for the tests that run them
 	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33 @openai/codex@0.166.0

@@ -24,6 +24,7 @@ NAMES = (
     "templates",
     "forms",
     "http",
+    "page",
 )
 EXTRA = ("remote",)  # needs more than the others: only when named
 

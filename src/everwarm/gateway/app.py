@@ -16,6 +16,7 @@ from everwarm.errors import EverwarmError, Forbidden
 from everwarm.gateway.anthropic import anthropic_routes
 from everwarm.gateway.cache import Cache, cache_routes
 from everwarm.gateway.guard import Guard, error_response
+from everwarm.gateway.home import page_routes
 from everwarm.gateway.kept_responses import KeptResponses
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.llamaserver import llama_routes
@@ -48,6 +49,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     cache = Cache(service)
     responses = Responses(service, KeptResponses(settings.state_dir))
     routes = [
+        *page_routes(),
         *status_routes(service),
         *openai_routes(service),
         *responses.routes(),

@@ -22,6 +22,7 @@ from everwarm.gateway.settings import ServerSettings
 log = logging.getLogger("everwarm.gateway")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/v1/health", "/"})
+PAGE = "/page/"  # files without data
 OLLAMA = "/api/"
 ANTHROPIC = "/v1/messages"
 
@@ -80,7 +81,7 @@ class Guard:
 
     def _check_key(self, path: str, headers: dict[bytes, str]) -> None:
         key = self._settings.api_key
-        if key is None or path in OPEN_PATHS:
+        if key is None or path in OPEN_PATHS or path.startswith(PAGE):
             return
         given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
         if not any(hmac.compare_digest(each.encode("latin-1"), key.encode()) for each in given):

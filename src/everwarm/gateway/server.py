@@ -120,7 +120,7 @@ def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) 
     for note in (*pool.catalog.notes, *(f"{b.id} cannot be served: {b.reason}" for b in pool.catalog.broken)):
         console.print(f"  {note}", style="yellow", markup=False, highlight=False)
     access = "API key required" if settings.api_key else "open to this machine only"
-    console.print(f"  {url}/v1 · {access}", highlight=False)
+    console.print(f"  {url} · page at /, API at /v1 · {access}", highlight=False)
     return 0
 
 

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm import __version__
 from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped
 from everwarm.gateway.metrics import CONTENT_TYPE
@@ -22,7 +21,6 @@ from everwarm.router.supervisor import State, Supervisor
 def status_routes(service: Service) -> list[Route]:
     status = Status(service)
     return [
-        Route("/", status.home, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),
         Route("/v1/health", status.health, methods=["GET"]),
         Route("/ready", status.ready, methods=["GET"]),
@@ -33,9 +31,6 @@ def status_routes(service: Service) -> list[Route]:
 class Status:
     def __init__(self, service: Service) -> None:
         self._service = service
-
-    async def home(self, _request: Request) -> Response:
-        return json_response({"name": "everwarm", "version": __version__, "docs": "/v1/models, /v1/chat/completions"})
 
     async def health(self, _request: Request) -> Response:
         """The gateway is alive; whether the engine is, ``/ready`` says."""

@@ -1,0 +1,206 @@
+// The chat view: conversations, messages with branches, the composer. What a reply costs is part of it.
+
+import { button, find, h, say } from "./dom.js";
+import { Composer } from "./composer.js";
+import { loadSetup, loadTalks, storeSetup, storeTalks } from "./keep.js";
+import { messageElement, refresh } from "./message.js";
+import { reply } from "./reply.js";
+import { ROOT, add, choose, lastOf, newTalk, path, titleOf, toSend } from "./talk.js";
+import { setupPanel } from "./setup.js";
+
+const TRIES = [
+  "Remember this: the code of the blue door is 4417.",
+  "What is the capital of France?",
+  "Tell me a short story about a lamp.",
+];
+
+export class Chat {
+  constructor(root) {
+    this.talks = loadTalks();
+    this.talk = this.talks[0] ?? newTalk();
+    this.setup = loadSetup();
+    this.model = null;
+    this.extra = {}; // more fields of requests, for whoever opens the console
+    this.writing = null; // {stop, message}
+    this._frame = 0;
+    this.list = h("ul", { class: "talk-list" });
+    this.inner = h("div", { class: "inner" });
+    this.messages = h("div", { class: "messages", role: "log", "aria-label": "Messages", "aria-live": "off", tabindex: "0" }, this.inner);
+    this.composer = new Composer({ send: (text, pictures) => this.send(text, pictures), stop: () => this.stop() });
+    this.panel = setupPanel(this.setup, () => storeSetup(this.setup));
+    root.append(
+      h("aside", { class: "talks", "aria-label": "Conversations" },
+        button("+ New", { class: "new", title: "New conversation (n)", id: "new-talk" }, () => this.fresh()), this.list,
+        h("p", { class: "note" }, "Kept in this browser only.")),
+      h("div", { class: "room" }, this.panel, this.messages, this.composer.element));
+    this.show();
+  }
+
+  // conversations
+
+  fresh() {
+    if (this.writing) this.stop();
+    this.open(newTalk());
+    this.composer.focus();
+  }
+
+  open(talk) {
+    if (this.writing) this.stop();
+    this.talk = talk;
+    this.show();
+  }
+
+  forget(talk) {
+    this.talks = this.talks.filter((each) => each !== talk);
+    storeTalks(this.talks);
+    if (talk === this.talk) this.open(this.talks[0] ?? newTalk());
+    else this.showList();
+  }
+
+  save() {
+    if (!this.talks.includes(this.talk)) this.talks.unshift(this.talk);
+    storeTalks(this.talks);
+  }
+
+  // saying and hearing
+
+  send(text, pictures = []) {
+    if (this.writing || (!text.trim() && !pictures.length)) return false;
+    const parent = lastOf(this.talk)?.id ?? ROOT;
+    const isFirst = !Object.keys(this.talk.messages).length;
+    const message = add(this.talk, parent, { role: "user", content: text, pictures: pictures.length ? pictures : undefined });
+    if (isFirst) this.talk.title = titleOf(text);
+    this.answer(message);
+    return true;
+  }
+
+  async answer(to) {
+    const { talk } = this;
+    const message = add(talk, to.id, { role: "assistant", model: this.model ?? undefined });
+    const stop = new AbortController();
+    this.writing = { stop, message };
+    this.save();
+    this.show();
+    this.composer.isWriting = true;
+    await reply(this.body(talk, to), message, stop.signal, () => this.changed(message));
+    if (this.writing?.message === message) this.writing = null;
+    this.composer.isWriting = this.writing !== null;
+    storeTalks(this.talks);
+    this.show();
+    if (!message.error && message.timings) say(`Reply: ${message.content.slice(0, 300)}`);
+  }
+
+  body(talk, to) {
+    return {
+      model: this.model ?? undefined, messages: toSend(talk, to.id, this.setup.system), stream: true,
+      stream_options: { include_usage: true }, return_progress: true, prompt_cache_key: `page-${talk.id}`,
+      temperature: this.setup.temperature, max_tokens: this.setup.max_tokens,
+      prompt_cache_diagnostics: this.setup.words || undefined, ...this.extra,
+    };
+  }
+
+  stop() {
+    this.writing?.stop.abort();
+  }
+
+  // what can be done with a message
+
+  edit(message) {
+    const area = h("textarea", { "aria-label": "Edit the message", value: message.content });
+    const element = this.elementOf(message);
+    const done = () => {
+      const said = { role: message.role, content: area.value, pictures: message.pictures, model: message.model };
+      const made = add(this.talk, message.parent, said);
+      if (message.role === "user") this.answer(made);
+      else { this.save(); this.show(); }
+    };
+    const words = message.role === "user" ? "Send" : "Keep as a branch";
+    element.querySelector(".body").replaceChildren(h("div", { class: "edit" }, area,
+      h("div", { class: "row-end" }, button("Cancel", {}, () => this.show()), button(words, { class: "primary" }, done))));
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); this.show(); }
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) done();
+    });
+    area.focus();
+  }
+
+  regenerate(message = lastOf(this.talk)) {
+    if (this.writing || message?.role !== "assistant") return;
+    this.answer(this.talk.messages[message.parent]);
+  }
+
+  branch(message) {
+    this.talk.cut = message.id;
+    this.show();
+    this.composer.focus();
+  }
+
+  choose(message) {
+    choose(this.talk, message);
+    this.save();
+    this.show();
+  }
+
+  // showing
+
+  elementOf(message) {
+    return this.inner.querySelector(`[data-id="${CSS.escape(message.id)}"]`);
+  }
+
+  changed(message) {
+    if (this._frame) return;
+    const wait_ms = Math.min(400, message.content.length / 50); // long replies are shown anew less often
+    this._frame = setTimeout(() => requestAnimationFrame(() => {
+      this._frame = 0;
+      const element = this.elementOf(message);
+      if (!element) return;
+      const isAtEnd = this.isAtEnd();
+      refresh(element, message);
+      if (isAtEnd) this.toEnd();
+    }), wait_ms);
+  }
+
+  isAtEnd() {
+    return this.messages.scrollHeight - this.messages.scrollTop - this.messages.clientHeight < 90;
+  }
+
+  toEnd() {
+    this.messages.scrollTo({ top: this.messages.scrollHeight, behavior: "instant" });
+  }
+
+  show() {
+    this.showList();
+    const shown = path(this.talk);
+    const elements = shown.map((message) => messageElement(this.talk, message, this, this.writing !== null));
+    if (shown.at(-1)?.error) elements.push(h("div", { class: "row-end" }, button("Try again", {}, () => this.regenerate())));
+    if (this.talk.cut) elements.push(this.branchNote());
+    this.inner.replaceChildren(...(elements.length ? elements : [this.empty()]));
+    this.toEnd();
+  }
+
+  branchNote() {
+    const back = () => { this.talk.cut = null; this.show(); };
+    return h("div", { class: "wait-branch" }, "What you write next branches off here.", button("Never mind", { class: "plain" }, back));
+  }
+
+  empty() {
+    const tries = TRIES.map((text) => button(text, {}, () => this.send(text)));
+    return h("div", { class: "empty" }, h("h1", {}, "Read once, warm ever after"),
+      h("p", {}, "Say something, then edit it, branch off, ask again. The bar under each reply shows what was reused and what had to be read."),
+      h("div", { class: "tries" }, tries));
+  }
+
+  showList() {
+    const known = this.talks.includes(this.talk) ? this.talks : [this.talk, ...this.talks];
+    this.list.replaceChildren(...known.map((talk) => h("li", { class: talk === this.talk ? "open" : null },
+      button(talk.title, { class: "title", "aria-current": talk === this.talk ? "true" : null }, () => this.open(talk)),
+      button("×", { class: "plain gone", "aria-label": `Forget ${talk.title}` }, () => this.forget(talk)))));
+  }
+
+  setModel(model, sees) {
+    this.model = model;
+    this.composer.sees = sees;
+  }
+}
+
+export const chatView = () => new Chat(find("view-chat"));

@@ -1,0 +1,90 @@
+// The stream of what happens. Open only while a view that shows it is open and the tab can be seen.
+
+import { ask, events, link, pause } from "./api.js";
+
+export class Feed extends EventTarget {
+  constructor() {
+    super();
+    this.model = null;
+    this.isWanted = false;
+    this.overview = null;
+    this.requests = new Map(); // by id, in order of their beginning
+    this._stop = null;
+    this._wait = 500;
+    document.addEventListener("visibilitychange", () => this._settle());
+    link.addEventListener("found", () => { this._wait = 500; this._settle(); });
+  }
+
+  want(isWanted) {
+    this.isWanted = isWanted;
+    this._settle();
+  }
+
+  choose(model) {
+    if (this.model === model) return;
+    this.model = model;
+    this.overview = null;
+    this._close();
+    this._settle();
+  }
+
+  get isOpen() {
+    return this._stop !== null;
+  }
+
+  _settle() {
+    const isDue = this.isWanted && !document.hidden && this.model !== null;
+    if (isDue && this._stop === null) this._run();
+    if (!isDue) this._close();
+  }
+
+  _close() {
+    this._stop?.abort();
+    this._stop = null;
+  }
+
+  async _run() {
+    const stop = (this._stop = new AbortController());
+    try {
+      await this._listRequests(stop.signal);
+      const answer = await ask(`/cache/events?model=${encodeURIComponent(this.model)}`, { signal: stop.signal });
+      for await (const { event, data } of events(answer)) {
+        this._wait = 500;
+        if (event) this._hear(event, data);
+      }
+    } catch (error) {
+      if (error.name === "AbortError" || error.status === 401) return this._ended(stop);
+    }
+    await pause(this._wait);
+    this._wait = Math.min(8000, this._wait * 2);
+    this._ended(stop);
+    this._settle();
+  }
+
+  _ended(stop) {
+    if (this._stop === stop) this._stop = null;
+  }
+
+  async _listRequests(signal) {
+    const { requests } = await (await ask("/cache/requests?limit=200", { signal })).json();
+    this.requests = new Map(requests.reverse().map((row) => [row.id, row]));
+    this._tell("requests", null);
+  }
+
+  _hear(event, data) {
+    if (event === "hello" || event === "stats") this.overview = data;
+    if (event === "tree" && this.overview) this.overview.version = data.version;
+    if (event === "engine" && this.overview) Object.assign(this.overview.engine, data);
+    if (event === "request") this._keep(data);
+    this._tell(event === "hello" ? "stats" : event, data);
+  }
+
+  _keep(row) {
+    this.requests.set(row.id, row);
+    if (this.requests.size > 512) this.requests.delete(this.requests.keys().next().value);
+  }
+
+  _tell(name, detail) {
+    this.dispatchEvent(new CustomEvent(name, { detail }));
+  }
+}

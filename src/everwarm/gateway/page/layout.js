@@ -1,0 +1,86 @@
+// Where the nodes of the prefix tree are: x along the tokens, y in rows. Pure, one pass: parents come before children.
+//
+// Tokens are not spaced evenly: a stretch in which nothing begins or ends gets the root of its length, or a long system prompt would
+// press everything that happens after it into a corner.
+
+/**
+ * The first child goes on in its parent's row, every other one begins a new row below.
+ * Nodes whose parent is not there (a page was lost) are left out.
+ */
+export function layout(nodes) {
+  const places = new Map();
+  const rows = [];
+  let most = 1;
+  for (const node of nodes) {
+    const parent = node.parent === null ? null : places.get(node.parent);
+    if (parent === undefined) continue;
+    const isFirst = parent !== null && parent.children.length === 0;
+    const row = isFirst ? parent.row : rows.length;
+    if (row === rows.length) rows.push([]);
+    const place = { node, parent, row, nth: rows[row].length, children: [] };
+    parent?.children.push(place);
+    rows[row].push(place);
+    places.set(node.id, place);
+    if (node.end > most) most = node.end;
+  }
+  const axis = new Axis(nodes.map((node) => node.end));
+  for (const place of places.values()) [place.from, place.to] = [axis.at(place.node.start), axis.at(place.node.end)];
+  return { places, rows, n_tokens: most, axis };
+}
+
+/** From tokens to places along x, and back. Straight between two stops. */
+export class Axis {
+  constructor(ends) {
+    this.stops = [...new Set([0, ...ends])].sort((a, b) => a - b);
+    this.places = [0];
+    for (let nth = 1; nth < this.stops.length; nth += 1) this.places.push(this.places[nth - 1] + Math.sqrt(this.stops[nth] - this.stops[nth - 1]));
+    this.length = Math.max(1, this.places.at(-1));
+  }
+
+  at(token) {
+    const beyond = token - this.stops.at(-1); // a reply that is being written
+    return beyond > 0 ? this.places.at(-1) + Math.sqrt(beyond) : between(this.stops, this.places, token);
+  }
+
+  token(place) {
+    const beyond = place - this.places.at(-1);
+    return beyond > 0 ? this.stops.at(-1) + beyond ** 2 : between(this.places, this.stops, place);
+  }
+}
+
+function between(from, to, value) {
+  const nth = Math.min(from.length - 1, first(from.length, (each) => from[each] >= value));
+  if (nth === 0) return to[0];
+  return to[nth - 1] + ((to[nth] - to[nth - 1]) * (value - from[nth - 1])) / (from[nth] - from[nth - 1]);
+}
+
+/** The first of `n` numbers for which something holds, from which on it always does. */
+function first(n, holds) {
+  let low = 0;
+  let high = n;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/** The node of a row that covers a place along x, or the nearest to it. */
+export function nearest(rows, row, x) {
+  const all = rows[row];
+  if (!all?.length) return null;
+  return all[Math.min(all.length - 1, first(all.length, (nth) => all[nth].to >= x))];
+}
+
+/** A node and all it stands on. */
+export function lineage(place) {
+  const found = [];
+  for (let at = place; at; at = at.parent) found.push(at);
+  return found;
+}
+
+/** The hottest tier that something is in. */
+export function tierOf(tiers) {
+  return ["device", "ram", "disk"].find((tier) => tiers.includes(tier)) ?? null;
+}

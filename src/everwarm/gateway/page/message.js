@@ -1,0 +1,77 @@
+// One message as elements: what was said, thought and called, its branches, what can be done with it, and what it cost.
+
+import { button, h } from "./dom.js";
+import { markdown } from "./markdown.js";
+import { phasesOf, reuseBar, whyCard } from "./parts.js";
+import { siblings } from "./talk.js";
+import { count, duration, trouble } from "./words.js";
+
+/** `acts`: choose, edit, regenerate, branch, retry. */
+export function messageElement(talk, message, acts, isBusy) {
+  const element = h("article", { class: `message ${message.role}`, "data-id": message.id, "aria-label": who(message) });
+  element.append(head(talk, message, acts, isBusy), body(message));
+  return element;
+}
+
+/** Only what changes while a reply is written. */
+export function refresh(element, message) {
+  const isOpen = element.querySelector(".thinking")?.open;
+  const fresh = body(message);
+  if (isOpen !== undefined && fresh.querySelector(".thinking")) fresh.querySelector(".thinking").open = isOpen;
+  element.querySelector(".body").replaceWith(fresh);
+}
+
+const who = (message) => (message.role === "user" ? "You" : message.model ?? "Model");
+
+function head(talk, message, acts, isBusy) {
+  const act = (words, title, listener) => button(words, { class: "plain", title, disabled: isBusy }, listener);
+  const actions = [act("Edit", "Edit; the old one stays as a branch", () => acts.edit(message))];
+  if (message.role === "assistant") actions.push(act("Regenerate", "Another reply to the same message (r)", () => acts.regenerate(message)));
+  actions.push(act("Branch", "Say something else after this", () => acts.branch(message)));
+  return h("div", { class: "who" }, h("span", {}, who(message)), branches(talk, message, acts, isBusy), h("span", { class: "actions" }, actions));
+}
+
+function branches(talk, message, acts, isBusy) {
+  const { all, nth } = siblings(talk, message);
+  if (all.length < 2) return null;
+  const go = (words, label, to) => button(words, { class: "plain", "aria-label": label, disabled: isBusy || !all[to] }, () => acts.choose(all[to]));
+  return h("span", { class: "branches", role: "group", "aria-label": "Branches" },
+    go("‹", "Previous branch", nth - 1), h("span", { class: "number" }, `${nth + 1}/${all.length}`), go("›", "Next branch", nth + 1));
+}
+
+function body(message) {
+  const made = h("div", { class: "body" });
+  if (message.pictures?.length) made.append(h("div", { class: "pictures" }, message.pictures.map((url) => picture(url))));
+  if (message.thinking) made.append(thinking(message));
+  if (message.content || message.isWriting || message.role === "user") {
+    made.append(h("div", { class: `said${message.isWriting ? " caret" : ""}` }, markdown(message.content)));
+  }
+  for (const call of message.calls ?? []) made.append(h("div", { class: "call", "aria-label": "Tool call" }, h("b", {}, call.function.name), `(${call.function.arguments})`));
+  if (message.error) made.append(h("div", { class: "failed", role: "alert" }, h("p", {}, trouble(message.error))));
+  if (message.role === "assistant") made.append(cost(message));
+  return made;
+}
+
+function picture(url) {
+  return /^data:image\/(png|jpeg|webp|gif);base64,/.test(url) ? h("img", { src: url, alt: "attached picture" }) : h("span", {}, "(picture)");
+}
+
+function thinking(message) {
+  const words = message.isWriting && !message.content ? "Thinking…" : "Thought";
+  return h("details", { class: "thinking", open: message.isWriting && !message.content }, h("summary", {}, words), h("div", { class: "thought" }, message.thinking));
+}
+
+/** The bar of a turn: reused, read anew, time to first token; open it for the reason. */
+function cost(message) {
+  const { timings, progress } = message;
+  if (!timings && !progress) return h("div", { class: "turn" }, message.note ? h("span", { class: "chip bare" }, message.note) : null);
+  const [n_cached, n_read] = timings ? [timings.cache_n, timings.prompt_n] : [progress.cached, progress.read];
+  const figures = [h("span", { class: "chip was" }, `${count(n_cached)} reused`), h("span", { class: "chip now" }, `${count(n_read)} read anew`)];
+  if (message.isStopped) figures.push(h("span", { class: "chip bare" }, "stopped"));
+  if (message.first_ms !== undefined) figures.push(h("span", { class: "chip bare first" }, `first token ${duration(message.first_ms)}`));
+  if (timings?.predicted_n > 1) figures.push(h("span", { class: "chip bare" }, `${count(timings.predicted_per_second)} tokens/s`));
+  const bar = reuseBar(n_cached, n_read);
+  if (!timings) return h("div", { class: "turn" }, bar, h("div", { class: "figures" }, figures));
+  return h("details", { class: "turn" }, h("summary", { title: "Why?" }, bar, h("div", { class: "figures" }, figures)),
+    whyCard(timings.cache, n_cached, n_read, phasesOf(timings)));
+}
