@@ -74,6 +74,10 @@ class ServeOptions:
     thinking_tags: Annotated[
         ThinkingTags, Parameter(group=_NETWORK, help="how it marks its thinking; none: all of a reply is text")
     ] = "auto"
+    otel_endpoint: Annotated[
+        str | None,
+        Parameter(group=_NETWORK, help="OpenTelemetry collector (OTLP over HTTP) that gets a trace per request"),
+    ] = None
     prewarm: Annotated[
         bool,
         Parameter(
@@ -233,6 +237,7 @@ class ServeOptions:
             slot_save_path=self.slot_save_path,
             tool_format=self.tool_format,
             thinking_tags=self.thinking_tags,
+            otel_endpoint=self.otel_endpoint,
             prewarm=self.prewarm,
             canonicalise=self.canonicalise,
             state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,

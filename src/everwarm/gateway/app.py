@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from everwarm.gateway.responses import Responses
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.gateway.status import status_routes
+from everwarm.gateway.traces import traces_to
 from everwarm.router.pool import Pool
 
 PICTURES = PictureLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
@@ -47,6 +49,8 @@ class Gateway:
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     service = Service(pool, settings, Limits(settings), Metrics(), pictures=Pictures(PICTURES, _remote(settings)))
     cache = Cache(service)
+    traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
+    service.recent.ended = None if traces is None else traces.ended
     responses = Responses(service, KeptResponses(settings.state_dir))
     routes = [
         *page_routes(),
@@ -66,6 +70,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         await pool.stop(settings.grace_s)
         await service.pictures.close()
         responses.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

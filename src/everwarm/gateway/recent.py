@@ -30,6 +30,7 @@ class Caller:
     model: str
     path: str
     stream: bool
+    traceparent: str | None = None  # W3C's name for the span it belongs to
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +121,7 @@ class Recent:
         self._rows: deque[Row] = deque(maxlen=MOST_KEPT)
         self._totals: dict[str, Totals] = {}
         self.tell: Callable[[Row], None] | None = None  # whoever watches; None: nobody does
+        self.ended: Callable[[Row], None] | None = None  # whoever traces
 
     def rows(self, limit: int) -> Iterator[Row]:
         """The newest first."""
@@ -148,6 +150,8 @@ class Recent:
             row.status = "cancelled"
         if row.done is not None:
             self.totals(row.caller.model).add(row.done)
+        if self.ended is not None:
+            self.ended(row)
 
 
 @dataclass(frozen=True, slots=True)

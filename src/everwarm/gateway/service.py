@@ -162,7 +162,8 @@ class Service:
 
     def follow(self, request: Request, body: Body, served: Served) -> Follow:
         """What becomes of the request is written down under the id that the answer bears."""
-        return self.recent.follow(Caller(request.state.request_id, served.id, request.url.path, bool(body.stream)))
+        about = (request.state.request_id, served.id, request.url.path, bool(body.stream))
+        return self.recent.follow(Caller(*about, request.headers.get("traceparent")))
 
     def _common(self, request: Request, body: Body, info: ModelInfo) -> dict[str, Any]:
         slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None

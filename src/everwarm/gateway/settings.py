@@ -27,6 +27,7 @@ class ServerSettings:
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
     tool_format: ToolFormat = "auto"  # how models write calls; auto: as their templates say
     thinking_tags: ThinkingTags = "auto"
+    otel_endpoint: str | None = None  # where traces go; None: there are none
     prewarm: bool = True  # spend idle time on what the next turn will begin with
     canonicalise: bool = True  # leave out known noise at the head of system text
     cache_text: bool = False  # whether the cache API shows words of what is kept
