@@ -10,7 +10,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test agents templates campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test agents templates campaign bench bench-suite demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,9 @@ campaign: $(STAMP) ## the long forms of the random tests
 
 bench: $(STAMP) ## measure, beside llama-server
 	$(BIN)/python -m bench
+
+bench-suite: $(STAMP) ## the same conversations on Everwarm and llama-server; writes docs/benchmarks/suite.md
+	$(BIN)/python -m bench suite
 
 demo: $(STAMP) ## the main job on the embedded model, in under a minute
 	$(BIN)/everwarm demo
