@@ -1,8 +1,9 @@
 """What an infinite cache would have known of each request, and what a server read again. Pure.
 
 *Known*: the longest beginning of a prompt that this very server has read before. *Avoidable*: the known tokens it came to.
-*Regret*: those of them it read again. A prompt that parts from what is known in the midst of a message, at a place where
-none parted before, is told apart: no server can have a state right there, only one before it.
+*Regret*: those of them it read again. *Ahead*: tokens it need not read although no request had shown them before. A prompt
+that parts from what is known in the midst of a message, at a place where none parted before, is told apart: no server can
+have a state right there, only one before it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class Reading:
     def n_regret(self) -> int:
         return max(0, self.n_avoidable - self.n_cached)
 
+    @property
+    def n_ahead(self) -> int:
+        """What it knew although no request had shown it: read on idle, or before a client was heard to hang up."""
+        return max(0, min(self.n_cached, self.n_reached) - self.n_known)
+
 
 class Account:
     """What one server has read. ``message_start``: the token every message begins with."""
@@ -48,7 +54,7 @@ class Account:
     def add(self, tokens: Sequence[int], n_cached: int, n_reached: int | None = None) -> Reading:
         prompt = Prompt.of_tokens(np.array(tokens, np.int64))
         reached = len(tokens) if n_reached is None else n_reached
-        n_known = max(self._known.n_shared(prompt), n_cached)  # what a server goes on from it has read
+        n_known = self._known.n_shared(prompt)
         first = self._parts_inside(tokens, n_known) and self._is_new_place(tokens, n_known)
         self._known.add(prompt.first(reached))
         return Reading(len(tokens), n_known, reached, n_cached, first)

@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,6 +57,7 @@ def _variants() -> list[str]:
 
 
 def _run(given: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers must go, too
     data = given.out / "data" / f"{given.name}.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     about = _about(given)

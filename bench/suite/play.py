@@ -68,6 +68,7 @@ def _row(step: Step, tokens: list[int], answer: Answer, account: Account, name: 
     row = asdict(reading) | {
         "avoidable": reading.n_avoidable,
         "regret": reading.n_regret,
+        "ahead": reading.n_ahead,
         "ms": round(1e3 * answer.seconds, 2),
         "restore_ms": None if answer.restore_ms is None else round(answer.restore_ms, 3),
         "cancelled": step.stops_at is not None,

@@ -32,7 +32,7 @@ def totals_table(lines: Sequence[Line], servers: Sequence[str]) -> str:
     """Over everything: the figures that are claimed, and their spread over seeds."""
     rows = [(server, *_totals(lines, server)) for server in servers]
     head = ("server", "avoidable", "regret", "%", "of it first partings inside a message", "% without these")
-    head += ("first token p50 ms", "p95 ms", "restore p50 ms", "prompt tokens/s")
+    head += ("read ahead", "first token p50 ms", "p95 ms", "restore p50 ms", "prompt tokens/s")
     return _table(head, rows)
 
 
@@ -46,6 +46,7 @@ def _totals(lines: Sequence[Line], server: str) -> tuple[str, ...]:
         spread([f.regret_percent for f in each], "{:.2f}"),
         f"{whole.n_regret_inside:,}",
         spread([f.else_percent for f in each], "{:.2f}"),
+        f"{whole.n_ahead:,}",
         spread([f.ms_p50 for f in each]),
         spread([f.ms_p95 for f in each]),
         _or_dash([f.restore_ms_p50 for f in each if f.restore_ms_p50 is not None]),

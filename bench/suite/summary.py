@@ -20,6 +20,7 @@ class Figures:
     n_avoidable: int
     n_regret: int
     n_regret_inside: int  # where a prompt parted in the midst of a message for the first time
+    n_ahead: int
     ms_p50: float
     ms_p95: float
     restore_ms_p50: float | None
@@ -47,6 +48,7 @@ def figures(rows: Sequence[Row]) -> Figures:
         sum(row["avoidable"] for row in rows),
         sum(row["regret"] for row in rows),
         sum(row["regret"] for row in rows if row["is_first_inside"]),
+        sum(row["ahead"] for row in rows),
         statistics.median(times),
         quantile(times, 0.95),
         statistics.median(restores) if restores else None,
