@@ -50,7 +50,8 @@ def files(about: str, found: Mapping[str, Sequence[Curve]]) -> dict[str, str]:
         "# How it grows",
         "Written by `python -m bench scaling`; do not edit. What it means and how it is made: [README](README.md).",
         f"{about}. Raw data: [data/scaling.json](data/scaling.json).",
-        "Times are the quickest of several (of a step: the quickest tenth), so that other people's work shows least. "
+        "Times are the least of several, of the thread's own time, so that other people's work shows little. Saving "
+        "is a median by the clock, for most of it is waiting for the disk; a step is the quickest tenth by the clock. "
         "The exponent is *k* of *t = c · nᵏ*, by least squares on logarithms: over all sizes, and over the upper half of "
         f"them. It is as it should be up to {TOLERANCE:g} more than 0 (constant) or 1 (linear).",
         _table(found),

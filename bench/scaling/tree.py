@@ -6,15 +6,15 @@ import time
 
 import numpy as np
 
-from bench.measure import least_s
+from bench.measure import least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.state.weigh import Scales, weigh
 
-SIZES = (10, 100, 1_000, 10_000, 100_000)
 N_CUTS, N_ITEMS, STATE_BYTES = 32, 2048, 64
+SIZES = tuple(N_CUTS * n for n in (1, 4, 32, 320, 3200))  # whole conversations, so that all are equally deep
 SWEEP = 0.03  # what one sweep gives up, so that not every checkpoint has to sweep
 
 WANTED: dict[str, tuple[Growth, str]] = {
@@ -22,7 +22,7 @@ WANTED: dict[str, tuple[Growth, str]] = {
     "keep one more": ("constant", "one way down"),
     "give one up": ("constant", "one node"),
     "sweep: choose what to evict": ("linear", "everything is weighed"),
-    "sweep, per entry given up": ("constant", "a sweep gives up 3 %"),
+    "sweep, per checkpoint there is": ("constant", "each is weighed once"),
 }
 
 
@@ -45,16 +45,16 @@ def _measure(n: int) -> dict[str, float]:
     def give_up() -> None:
         tree.drop_checkpoint(grown.pop())
 
-    keep_s = least_s(keep, 25, lambda: [give_up() for _ in grown[:]])
-    drop_s = least_s(give_up, 25, lambda: None if grown else keep())
-    sweep_s, n_given_up = _sweep(tree, n)
+    keep_s = least_cpu_s(keep, 25, lambda: [give_up() for _ in grown[:]])
+    drop_s = least_cpu_s(give_up, 25, lambda: None if grown else keep())
+    sweep_s = _sweep_s(tree, n)
     names = iter(WANTED)
-    match_s = least_s(lambda: tree.match("", again, 0), 25)
-    found = (match_s, keep_s, drop_s, sweep_s, sweep_s / max(1, n_given_up))
+    match_s = least_cpu_s(lambda: tree.match("", again, 0), 25)
+    found = (match_s, keep_s, drop_s, sweep_s, sweep_s / n)
     return dict(zip(names, found, strict=True))
 
 
-def _sweep(tree: Tree, n: int) -> tuple[float, int]:
+def _sweep_s(tree: Tree, n: int) -> float:
     nodes = list(tree.nodes())
     scales = Scales(time.monotonic(), 1e-3, needs_checkpoints=True, needs_kv=True, resident=frozenset())
     to_free = max(1, int(SWEEP * tree.ram_bytes))
@@ -62,7 +62,7 @@ def _sweep(tree: Tree, n: int) -> tuple[float, int]:
     def choose() -> list[int]:
         return victims(weigh(nodes, scales), to_free)
 
-    return least_s(choose, 3 if n > 10_000 else 9), len(choose())
+    return least_cpu_s(choose, 3 if n > 10_000 else 9)
 
 
 def _tree(n: int) -> tuple[Tree, Prompt]:

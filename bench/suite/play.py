@@ -12,7 +12,7 @@ from bench.suite.servers import Answer, Runner
 from bench.suite.sessions import request
 from bench.workload.chat import Step
 
-PAUSE_S = 0.1  # somebody reads; what a server does on idle is done, unless the machine is busy
+PAUSE_S = 0.03  # and the time that the other servers take: what a server does on idle is mostly done by then
 N_EXPLAINED = 16  # regret beyond this is written down with the server's own reason
 
 Row = dict[str, Any]

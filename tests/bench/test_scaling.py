@@ -31,7 +31,7 @@ def test_growth_that_a_large_beginning_hides_is_found_in_the_upper_half():
 def test_every_curve_can_be_measured_and_reported():
     found = {
         "context": context.curves((1024, 2048)),
-        "tree": tree.curves((10, 40)),
+        "tree": tree.curves((32, 64)),
         "slots": slots.curves((1, 2)),
     }
     assert [len(curves) for curves in found.values()] == [7, 5, 2]
