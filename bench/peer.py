@@ -28,6 +28,7 @@ class PeerOptions:
     checkpoint_min_step: int = 8192
     slot_prompt_similarity: float = 0.1
     n_cache_reuse: int = 0
+    cache_idle_slots: bool = True
 
 
 class Peer:
@@ -81,6 +82,7 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     params.checkpoint_min_step = options.checkpoint_min_step
     params.slot_prompt_similarity = options.slot_prompt_similarity
     params.n_cache_reuse = options.n_cache_reuse
+    params.cache_idle_slots = options.cache_idle_slots
     params.kv_unified = True
     params.port = 0
     params.verbosity = -1

@@ -201,6 +201,9 @@ TRIED: Mapping[str, Mapping[str, Any]] = {
     "tuned, ubatch 2048": {**TUNED, "n_ubatch": 2048},
     "tuned, reuse 64": {**TUNED, "n_cache_reuse": 64},
     "tuned, one slot": {**TUNED, "n_parallel": 1},
+    "tuned, similarity 0": {**TUNED, "slot_prompt_similarity": 0.0},
+    "tuned, idle slots stay": {**TUNED, "cache_idle_slots": False},
+    "tuned, idle slots stay, similarity 0.5": {**TUNED, "cache_idle_slots": False, "slot_prompt_similarity": 0.5},
 }
 
 
