@@ -12,7 +12,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-gpu demo libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-suite bench-gpu demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,9 @@ campaign: $(SCALE) ## the long forms of the random tests
 
 bench: $(STAMP) ## measure, beside llama-server
 	$(BIN)/python -m bench
+
+bench-suite: $(STAMP) ## the same conversations on Everwarm and llama-server; writes docs/benchmarks/suite.md
+	$(BIN)/python -m bench suite
 
 demo: $(STAMP) ## the main job on the embedded model, in under a minute
 	$(BIN)/everwarm demo

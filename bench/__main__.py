@@ -26,16 +26,16 @@ NAMES = (
     "http",
     "page",
 )
-EXTRA = ("remote",)  # needs more than the others: only when named
+ALONE = ("suite", "scaling", "remote")  # these write reports or need more, and run only where they are named
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Everwarm, beside llama-server.")
-    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"any of: {', '.join(NAMES + EXTRA)}")
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"any of: {', '.join(NAMES + ALONE)}")
     names = parser.parse_args().names
-    unknown = [name for name in names if name not in NAMES + EXTRA]
+    unknown = [name for name in names if name not in NAMES + ALONE]
     if unknown:
-        parser.error(f"unknown benchmark {unknown[0]!r}; give any of: {', '.join(NAMES + EXTRA)}")
+        parser.error(f"unknown benchmark {unknown[0]!r}; give any of: {', '.join(NAMES + ALONE)}")
     print(f"Everwarm {__version__}, libllama {abi.BUILD}, {os.cpu_count()} cores, {platform.machine()}, ", end="")
     print(f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}: `python -m bench {' '.join(names)}`\n")
     for name in names:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,21 @@ class PeerOptions:
     cache_ram_mib: int = 8192
     slot_save_path: str = ""
     mmproj: Path | None = None
+    n_ctx_checkpoints: int = 32
+    checkpoint_min_step: int = 8192
+    slot_prompt_similarity: float = 0.1
+    n_cache_reuse: int = 0
+    cache_idle_slots: bool = True
 
 
 class Peer:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, pid: int | None = None) -> None:
         self._host = address.split("//")[-1].rstrip("/")
+        self.pid = pid
+
+    @property
+    def host(self) -> str:
+        return self._host
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return post(Server("llama-server", self._host), path, body)
@@ -38,7 +48,7 @@ class Peer:
         return self.post("/completion", {"prompt": tokens, "n_predict": n_predict, "temperature": 0, **more})
 
 
-@contextmanager
+@contextlib.contextmanager
 def llama_server(options: PeerOptions) -> Iterator[Peer]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -47,9 +57,10 @@ def llama_server(options: PeerOptions) -> Iterator[Peer]:
     try:
         if not ours.poll(120):
             raise RuntimeError("llama-server did not start within 120 s")
-        yield Peer(ours.recv())
+        yield Peer(ours.recv(), process.pid)
     finally:
-        ours.send("stop")
+        with contextlib.suppress(OSError):  # it may have been killed
+            ours.send("stop")
         process.join(10)
         if process.is_alive():
             process.kill()
@@ -67,6 +78,11 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     params.cpuparams.n_threads = options.n_threads
     params.cpuparams_batch.n_threads = options.n_threads
     params.cache_ram_mib = options.cache_ram_mib
+    params.n_ctx_checkpoints = options.n_ctx_checkpoints
+    params.checkpoint_min_step = options.checkpoint_min_step
+    params.slot_prompt_similarity = options.slot_prompt_similarity
+    params.n_cache_reuse = options.n_cache_reuse
+    params.cache_idle_slots = options.cache_idle_slots
     params.kv_unified = True
     params.port = 0
     params.verbosity = -1

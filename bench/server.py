@@ -44,6 +44,7 @@ def everwarm(*arguments: str, log: str = "WARNING") -> Iterator[Server]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     said: list[str] = []
+    listener = threading.Thread(target=lambda stream=process.stderr: said.extend(stream), daemon=True)
     try:
         for line in process.stderr:
             said.append(line)
@@ -52,11 +53,14 @@ def everwarm(*arguments: str, log: str = "WARNING") -> Iterator[Server]:
                 break
         else:
             raise RuntimeError(f"everwarm did not start: {''.join(said)}")
-        threading.Thread(target=lambda stream=process.stderr: said.extend(stream), daemon=True).start()
+        listener.start()
         yield Server("Everwarm", found[1], process.pid, said)
     finally:
         process.terminate()
         process.wait(60)
+        if listener.is_alive():
+            listener.join(60)
+        process.stderr.close()
 
 
 def ask(server: Server, tokens: list[int], n_predict: int, **more: Any) -> Reply:

@@ -35,9 +35,10 @@ def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     to_y = _scale(
         [p[1] for p in points] if y.is_log else [0.0, *(p[1] for p in points)], y.is_log, HEIGHT - BOTTOM, TOP
     )
+    width = max([WIDTH, *(WIDTH - RIGHT + 45 + 7 * len(each.name) for each in series)])  # room for the longest name
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
         _text(WIDTH / 2, TOP / 2, title, 'text-anchor="middle" font-size="15"'),
         *_x_axis(x, sorted({p[0] for p in points}), to_x),
         *_y_axis(y, [p[1] for p in points], to_y),

@@ -1,0 +1,13 @@
+"""How what Everwarm does grows: with the context, with the number of checkpoints, with the number of slots.
+
+    context   what is done to one long conversation, from 1k to 256k tokens, on libllama itself
+    tree      what is done to the tree of prefixes, from 10 to 100k checkpoints; blobs weigh nothing
+    slots     the engine's own part of a step, from 1 to 32 slots
+    fit       exponents, and what they ought to be (pure)
+
+``python -m bench scaling`` writes docs/benchmarks/scaling.md with its plots and data.
+"""
+
+from bench.scaling.report import run
+
+__all__ = ["run"]

@@ -1,0 +1,5 @@
+"""``python -m bench.scaling``."""
+
+from bench.scaling.report import run
+
+run()

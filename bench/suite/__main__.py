@@ -1,0 +1,5 @@
+"""``python -m bench.suite --help``."""
+
+from bench.suite.command import main
+
+main()
