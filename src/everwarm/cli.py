@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
@@ -20,15 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everwarm import __version__
-from everwarm.cli_cache import cache
-from everwarm.cli_explain import explain
 from everwarm.cli_serve import DEFAULTS, ServeOptions
-from everwarm.cli_simulate import simulate
 from everwarm.config import (
     require,
 )
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.demo.tiny import ARCHITECTURES, TinySpec, projector_path, write_tiny, write_tiny_vision
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.router import hub
@@ -56,9 +52,10 @@ app.config = [
     ),
 ]
 
-app.command(cache)
-app.command(explain)
-app.command(simulate)
+# loaded when they are called: a server starts without them
+_LATER = ("cache", "explain", "simulate", "tiny")
+for _name in _LATER:
+    app.command(f"everwarm.cli_{_name}:{_name}", name=_name)
 
 DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
@@ -233,48 +230,10 @@ def demo(*, model: Path | None = None) -> None:
     run_tour(Console(), model)
 
 
-@app.command
-def tiny(
-    *,
-    arch: Annotated[str, Parameter(help=f"one of {', '.join(ARCHITECTURES)}")] = "qwen35",
-    out: Path,
-    layers: int = 8,
-    width: int = 256,
-    vocab: int | None = None,
-    seed: int = 0,
-    dtype: Literal["f32", "q8_0"] = "f32",
-    vision: Annotated[bool, Parameter(negative=())] = False,
-) -> None:
-    """Write a small random model with a real architecture: for tests and benchmarks. Same flags, same bytes.
-
-    Parameters
-    ----------
-    out
-        Where to write it, for example m.gguf.
-    layers
-        Number of layers; 8 or more, so that hybrid models have attention in the middle.
-    width
-        Embedding width, a multiple of 64.
-    vocab
-        Total vocabulary size; more than the base set only adds unused tokens.
-    seed
-        Another seed, other weights.
-    dtype
-        f32, or q8_0 for large files.
-    vision
-        Also write a projector for images beside it, for example mmproj-m.gguf (qwen35 and gemma3).
-    """
-    spec = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype, vision=vision)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"writing {out.name}", total=None)
-        size = write_tiny(out, spec, lambda done, total: progress.update(task, completed=done, total=total))
-    Console().print(f"{out}: {arch}, {layers} layers, width {width}, {dtype}, {size / 1e6:.1f} MB")
-    if vision:
-        beside = projector_path(out)
-        Console().print(f"{beside}: its projector for images, {write_tiny_vision(beside, spec) / 1e6:.1f} MB")
-
-
 def main() -> None:
+    if set(sys.argv[1:]) <= {"--help", "-h"}:
+        for name in _LATER:
+            app[name]  # its own words are in the list of commands
     try:
         sys.exit(app())
     except BrokenPipeError:  # somebody piped us into head

@@ -1,0 +1,52 @@
+"""``everwarm tiny``: a small random model with a real architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import Progress
+
+from everwarm.demo.tiny import ARCHITECTURES, TinySpec, projector_path, write_tiny, write_tiny_vision
+
+
+def tiny(
+    *,
+    arch: Annotated[str, Parameter(help=f"one of {', '.join(ARCHITECTURES)}")] = "qwen35",
+    out: Path,
+    layers: int = 8,
+    width: int = 256,
+    vocab: int | None = None,
+    seed: int = 0,
+    dtype: Literal["f32", "q8_0"] = "f32",
+    vision: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Write a small random model with a real architecture: for tests and benchmarks. Same flags, same bytes.
+
+    Parameters
+    ----------
+    out
+        Where to write it, for example m.gguf.
+    layers
+        Number of layers; 8 or more, so that hybrid models have attention in the middle.
+    width
+        Embedding width, a multiple of 64.
+    vocab
+        Total vocabulary size; more than the base set only adds unused tokens.
+    seed
+        Another seed, other weights.
+    dtype
+        f32, or q8_0 for large files.
+    vision
+        Also write a projector for images beside it, for example mmproj-m.gguf (qwen35 and gemma3).
+    """
+    spec = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype, vision=vision)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"writing {out.name}", total=None)
+        size = write_tiny(out, spec, lambda done, total: progress.update(task, completed=done, total=total))
+    Console().print(f"{out}: {arch}, {layers} layers, width {width}, {dtype}, {size / 1e6:.1f} MB")
+    if vision:
+        beside = projector_path(out)
+        Console().print(f"{beside}: its projector for images, {write_tiny_vision(beside, spec) / 1e6:.1f} MB")
