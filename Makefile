@@ -12,7 +12,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-suite bench-gpu demo libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-parts bench-gpu demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -88,11 +88,11 @@ build/templates/.fetched: | $(LIBLLAMA_ARCHIVE)
 campaign: $(SCALE) ## the long forms of the random tests
 	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200
 
-bench: $(STAMP) ## measure, beside llama-server
-	$(BIN)/python -m bench
+bench: $(STAMP) ## the same conversations on Everwarm and llama-server, and how costs grow; writes docs/benchmarks
+	$(BIN)/python -m bench suite scaling
 
-bench-suite: $(STAMP) ## the same conversations on Everwarm and llama-server; writes docs/benchmarks/suite.md
-	$(BIN)/python -m bench suite
+bench-parts: $(STAMP) ## every single measurement, beside llama-server
+	$(BIN)/python -m bench
 
 demo: $(STAMP) ## the main job on the embedded model, in under a minute
 	$(BIN)/everwarm demo
