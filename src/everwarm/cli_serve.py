@@ -15,9 +15,10 @@ from everwarm.config import (
     default_threads,
     parse_bytes,
     parse_scaled,
+    read_key,
     require,
 )
-from everwarm.engine.settings import EngineSettings, RestorePolicy, StoreSettings
+from everwarm.engine.settings import EngineSettings, RemoteSettings, RestorePolicy, StoreSettings
 from everwarm.gateway.notation import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.catalog import Catalog
@@ -116,6 +117,20 @@ class ServeOptions:
     restore_policy: Annotated[
         RestorePolicy, Parameter(group=_MEMORY, help="auto: read again where that is faster than loading from disk")
     ] = "auto"
+    remote: Annotated[
+        str | None,
+        Parameter(group=_MEMORY, help="a store that other servers share, like s3://bucket/prefix; default: none"),
+    ] = None
+    remote_key: Annotated[
+        str | None,
+        Parameter(
+            group=_MEMORY, help="file of at least 32 random bytes: states of servers with another key are not used"
+        ),
+    ] = None
+    remote_endpoint: Annotated[
+        str | None,
+        Parameter(group=_MEMORY, help="URL of an S3-compatible server; default: AWS_ENDPOINT_URL, or AWS's own"),
+    ] = None
     spares: Annotated[
         int | None, Parameter(group=_MEMORY, help="checkpoints on the device; default: from the free memory, up to 16")
     ] = None
@@ -169,6 +184,7 @@ class ServeOptions:
             ),
             mmproj=self.mmproj,
             store=self._store(),
+            remote=self._remote(),
             namespace_share=self.namespace_share,
             n_spares=self.spares,
             ram_bytes=None if self.cache_ram is None else parse_bytes(self.cache_ram),
@@ -177,6 +193,15 @@ class ServeOptions:
     def _store(self) -> StoreSettings | None:
         disk_bytes, write_bytes = parse_bytes(self.disk_cache), parse_bytes(self.disk_write_budget)
         return StoreSettings(self.state_dir, disk_bytes, write_bytes, self.restore_policy) if disk_bytes else None
+
+    def _remote(self) -> RemoteSettings | None:
+        if self.remote is None:
+            require(self.remote_key is None and self.remote_endpoint is None, "remote-key and -endpoint need --remote")
+            return None
+        settings = RemoteSettings(self.remote, self.remote_key, self.remote_endpoint, self.restore_policy)
+        if self.remote_key is not None:
+            read_key(self.remote_key)  # refused here, not by an engine later
+        return settings
 
     def limits(self, catalog: Catalog) -> Limits:
         """What was not said here may be said beside the models."""

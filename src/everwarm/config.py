@@ -20,9 +20,12 @@ from everwarm.errors import BadRequest
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
 FlashAttention = Literal["auto", "on", "off"]
 
+log = logging.getLogger("everwarm.config")
+
 MAX_CTX = 1 << 26
 MAX_FORM_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
+MIN_KEY_BYTES, MAX_KEY_BYTES = 32, 1 << 16
 
 
 def log_to_stderr() -> None:
@@ -80,6 +83,24 @@ def parse_scaled(text: str) -> tuple[str, float]:
 def cache_directory() -> Path:
     """Where this user's programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "everwarm"
+
+
+def read_key(path: str) -> bytes:
+    """A secret from a file, every byte of it as it is."""
+    place = Path(path).expanduser()
+    try:
+        with place.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            key = file.read(MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise BadRequest(f"the key file {path} cannot be read: {error.strerror}") from None
+    require(
+        MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES,
+        f"the key file {path} has {len(key)} bytes; give {MIN_KEY_BYTES} random ones, like `head -c 32 /dev/urandom`",
+    )
+    if mode & 0o077:
+        log.warning("others can read the key file %s; `chmod 600` it", path)
+    return key
 
 
 def default_threads() -> int:

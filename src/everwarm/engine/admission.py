@@ -65,7 +65,8 @@ class Admission:
                 return True  # what is read ahead lies in RAM
             prompt, namespace = request.items(request.n_items), request.ask.namespace
             match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
-            self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match)
+            ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
+            self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match, ends)
         fetch = self._fetches[request.id]
         return isinstance(fetch, Fetch) and not fetch.is_done
 
@@ -74,8 +75,7 @@ class Admission:
         fetch = self._fetches.pop(request.id, Brought())
         if isinstance(fetch, Brought) or self._fetcher is None:
             return Brought() if isinstance(fetch, Fetch) else fetch
-        n_items = self._fetcher.lay(fetch)
-        return Brought(n_items, n_spoilt=0 if n_items else fetch.kept.n_items)
+        return self._fetcher.lay(fetch)
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)

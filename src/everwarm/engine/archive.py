@@ -1,4 +1,4 @@
-"""From the tree to the disk: what of a finished turn is written; ``fetch`` is the way back.
+"""From the tree to the disk and the remote store: what of a finished turn is written; ``fetch`` is the way back.
 
 A turn writes the KV that is new and one state. Everything here may fail without harm: then a prompt is read again. The
 loop's thread decides and reads; one thread of its own hashes, writes and syncs.
@@ -12,14 +12,13 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from everwarm.engine.jobs import Job, Packing
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
-from everwarm.engine.settings import StoreSettings
+from everwarm.engine.settings import RemoteSettings, StoreSettings
+from everwarm.engine.share import Sharer
 from everwarm.engine.signature import Signature
 from everwarm.engine.slots import Slot
 from everwarm.errors import EverwarmError
@@ -28,10 +27,10 @@ from everwarm.state.about import folder_name
 from everwarm.state.disk import Disk
 from everwarm.state.elsewhere import NOWHERE, look_elsewhere
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Header, name_of
+from everwarm.state.object import name_of
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Node, Segment
-from everwarm.types import Blob
+from everwarm.state.remote import Remote
+from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.archive")
 
@@ -43,50 +42,46 @@ _MIB = 1 << 20
 Done = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One object to write, with its parts as they are in RAM: nobody changes them."""
-
-    header: Header
-    parts: dict[str, Blob]
-
-    @property
-    def size(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
-
-
 class Archive:
     def __init__(
         self,
-        settings: StoreSettings,
+        settings: StoreSettings | None,
         fingerprint: Callable[[], str],
         keeper: Keeper,
         ram: Ram,
         words: Callable[[Prompt], str] = lambda _: "",
+        remote: RemoteSettings | None = None,
     ) -> None:
         self._settings = settings
+        self._remote_settings = remote
         self._keeper = keeper
         self._ram = ram
-        self._words = words
+        self._packing = Packing(keeper, words)
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._opened = threading.Event()
         self.disk: Disk | None = None
+        self.sharer: Sharer | None = None
         self.elsewhere = NOWHERE
         self._signature: Signature | None = None
         self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
         self._thread.start()
         self._opened.wait(OPEN_S)
 
+    @property
+    def remote(self) -> Remote | None:
+        return None if self.sharer is None else self.sharer.remote
+
     def stats(self) -> dict[str, float]:
         disk = self.disk
+        shared = {} if self.remote is None else self.remote.stats()
         if disk is None:
-            return {}
+            return shared
         shown: dict[str, float] = {f"disk_{name}": value for name, value in dataclasses.asdict(disk.counts).items()}
         sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes}
-        return {**shown, **sizes, "disk_is_degraded": disk.degraded is not None}
+        return {**shared, **shown, **sizes, "disk_is_degraded": disk.degraded is not None}
 
     # keeping
 
@@ -101,23 +96,26 @@ class Archive:
 
     def offer(self, slot: Slot) -> None:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
-        node = None if self.disk is None else self._worth_writing(slot)
-        if self.disk is None or node is None:
+        disk, sharer = self.disk, self.sharer
+        node = None if disk is None and sharer is None else self._worth_writing(slot)
+        if node is not None and disk is not None:
+            self._keep(disk, node)
+        if node is not None and sharer is not None:
+            sharer.offer(node, is_hinted=slot.stable is not None)
+
+    def _keep(self, disk: Disk, node: Node) -> None:
+        segments = self._packing.segments(node)
+        if segments is None:
             return None
-        lineage = node.lineage() if self._keeper.context.kind.has_attention else []
-        segments = {id(n.segment): (n.segment, n) for n in lineage if n.segment is not None}  # with its last user
-        if any(n.segment is None for n in lineage):
-            return None
-        root = root_key(self.fingerprint, self._keeper.tree.namespace(node))
-        known = self.disk.whole_names() | self._on_the_way
-        jobs = [self._kv_job(root, seg, last.path) for seg, last in segments.values() if seg.name not in known]
+        root = self._packing.root(node)
+        known = disk.whole_names() | self._on_the_way
+        jobs = [self._packing.kv_job(root, seg, last.path) for seg, last in segments if seg.name not in known]
         if None in jobs:
             return None
-        needs = {segment.name or "": last.n_items for segment, last in segments.values()}
         n_waiting = self._n_sent - self._n_done
         if n_waiting > MAX_QUEUED:
             return log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting / _MIB)
-        for job in (*jobs, self._state_job(root, node, needs)):
+        for job in (*jobs, self._packing.state_job(root, node, segments)):
             if job is not None and name_of(job.header) not in known:
                 self._on_the_way.add(name_of(job.header))
                 self._n_sent += job.size
@@ -125,6 +123,8 @@ class Archive:
 
     def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
         """Take off the disk what lies on the way of a prompt after ``beyond`` items, and KV that nobody needs then."""
+        if self.remote is not None:
+            self.remote.forget(root_key(self.fingerprint, namespace), prompt, beyond)
         if self.disk is None:
             return
         self.flush()  # what is still on its way would come back
@@ -153,51 +153,6 @@ class Archive:
         best = stable or kept
         return best[-1] if best else None
 
-    def _kv_job(self, root: str, segment: Segment, path: Prompt) -> Job | None:
-        """None: the way to the segment's end is not known any more."""
-        n_start, n_stop = segment.n_start, segment.n_stop
-        if n_stop > len(path):
-            return None
-        named = keys(root, path, (n_start, n_stop))
-        header = Header(
-            kind="kv",
-            fingerprint=self.fingerprint,
-            start=named[n_start],
-            key=named[n_stop],
-            n_start=n_start,
-            n_items=n_stop,
-            clean=segment.clean,
-            chunks=segment.chunks,
-            media=path.rows(n_start, n_stop),
-            space=root[:16],
-        )
-        segment.name = name_of(header)
-        return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": segment.blob})
-
-    def _state_job(self, root: str, node: Node, needs: dict[str, int]) -> Job:
-        n, checkpoint = node.n_items, node.checkpoint
-        key = keys(root, node.path, (n,))[n]
-        header = Header(
-            kind="state",
-            fingerprint=self.fingerprint,
-            start=key,
-            key=key,
-            n_start=n,
-            n_items=n,
-            cut="" if checkpoint is None else checkpoint.kind.value,
-            clean=checkpoint is not None and checkpoint.clean,
-            chunks=None if checkpoint is None else checkpoint.chunks,
-            needs=tuple(needs),
-            reaches=tuple(needs.values()),
-            media=node.path.rows(0, n),
-            words=self._words(node.path.first(n)),
-            space=root[:16],
-        )
-        parts = {"items": _bytes(node.path, 0, n)}
-        if checkpoint is not None and checkpoint.state is not None:
-            parts["state"] = checkpoint.state
-        return Job(header, parts)
-
     # the thread
 
     def flush(self) -> None:
@@ -206,19 +161,29 @@ class Archive:
         self._jobs.put(done.set)
         done.wait()
 
+    def flush_all(self) -> None:
+        """The same, and what was offered to the remote store is there, too, if that answers in time."""
+        self.flush()
+        if self.remote is not None and not self.remote.flush():
+            log.warning("not everything was written to the remote store in time")
+
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
+        if self.remote is not None:
+            self.remote.close()
         if self.disk is not None:
             self.disk.close()
 
     def _run(self, fingerprint: Callable[[], str]) -> None:
-        try:
-            self._open(fingerprint())
-        except (OSError, EverwarmError) as error:
-            log.warning("nothing is kept on disk: %s", error)
-        except Exception:
-            log.exception("nothing is kept on disk")
+        for what, opens in (("on disk", self._open), ("in the remote store", self._open_remote)):
+            try:
+                self.fingerprint = self.fingerprint or fingerprint()
+                opens(self.fingerprint)
+            except (OSError, EverwarmError) as error:
+                log.warning("nothing is kept %s: %s", what, error)
+            except Exception:
+                log.exception("nothing is kept %s", what)
         self._opened.set()
         while (job := self._jobs.get()) is not None:
             if self._signature is not None:
@@ -237,10 +202,17 @@ class Archive:
         self._n_done += job.size
         self._on_the_way.discard(name_of(job.header))
 
+    def _open_remote(self, fingerprint: str) -> None:
+        if self._remote_settings is not None:
+            self._packing.fingerprint = fingerprint
+            self.sharer = Sharer(self._remote_settings, self._packing, self._keeper, self._ram.arena.is_sound)
+
     def _open(self, fingerprint: str) -> None:
+        if self._settings is None:
+            return
         directory = Path(self._settings.directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.fingerprint = fingerprint
+        self._packing.fingerprint = fingerprint
         place = directory / folder_name(fingerprint)
         share, write_bytes = self._keeper.namespace_share, self._settings.write_bytes_per_day
         disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share)
@@ -251,7 +223,3 @@ class Archive:
         self.elsewhere = look_elsewhere(directory, fingerprint)
         self.disk = disk
         self._signature = Signature(place, fingerprint, self._keeper)
-
-
-def _bytes(path: Prompt, start: int, stop: int) -> Blob:
-    return np.ascontiguousarray(path.codes[start:stop], "<i4").view(np.uint8)

@@ -50,11 +50,12 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     ram.adopt()
     keeper.enforce_budget()
     archive = fetcher = None
-    if settings.store is not None:
-        words = partial(words_of, model.vocab)
-        archive = Archive(settings.store, lambda: settings.fingerprint(model.fingerprint), keeper, ram, words)
+    kept = settings.store or settings.remote
+    if kept is not None:
+        words, print_of = partial(words_of, model.vocab), lambda: settings.fingerprint(model.fingerprint)
+        archive = Archive(settings.store, print_of, keeper, ram, words, settings.remote)
         keeper.leaving = archive.offer
-        fetcher = Fetcher(archive, keeper, ram, settings.store.restore_policy)
+        fetcher = Fetcher(archive, keeper, ram, kept.restore_policy)
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, fetcher)
     budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)

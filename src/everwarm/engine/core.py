@@ -84,7 +84,7 @@ class Core:
             pass
         self.ram.flush()
         if self.archive is not None:
-            self.archive.flush()
+            self.archive.flush_all()
 
     # asking
 
@@ -310,7 +310,7 @@ class Core:
             self.move_everybody_out()
         prompt = request.items(request.n_items)
         brought = self.admission.lay_fetched(request)
-        goal = Goal(prompt, request.ask.namespace, request.ask.deterministic, brought.n_items)
+        goal = Goal(prompt, request.ask.namespace, request.ask.deterministic, brought.n_items, brought.tier)
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
         slot = self.admission.seat(request, sources)
         match = self.restorer.match(prompt, goal.namespace, sources)

@@ -88,13 +88,16 @@ def _save_above(core: Core, seq: SeqId, node: Node) -> None:
 
 
 def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
-    disk = archive.disk
+    disk, remote, root = archive.disk, archive.remote, root_key(archive.fingerprint, doomed.namespace)
+    if remote is not None:
+        for prompt in doomed.prompts:
+            remote.forget(root, prompt, doomed.beyond)
     if disk is None:
         return Dropped()
     named: set[str] = set()
     for prompt in doomed.prompts:
         lengths = {kept.n_items for kept in disk.objects() if doomed.beyond < kept.n_items <= len(prompt)}
-        named |= set(keys(root_key(archive.fingerprint, doomed.namespace), prompt, lengths).values())
+        named |= set(keys(root, prompt, lengths).values())
     states = [kept for kept in disk.objects() if kept.kind == "state" and kept.key in named]
     _remove(archive, states)
     kept_still = disk.objects()
@@ -104,6 +107,8 @@ def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
 
 
 def drop_all_on_disk(archive: Archive) -> Dropped:
+    if archive.remote is not None:
+        archive.remote.forget("", None, 0)
     return Dropped() if archive.disk is None else _remove(archive, archive.disk.objects())
 
 

@@ -1,4 +1,5 @@
-"""From the disk back into the tree: what a prompt needs is read and verified on other threads, then laid where it belongs.
+"""From the disk or the remote store back into the tree: what a prompt needs is read and verified on other threads, then
+laid where it belongs.
 
 The loop's thread decides and lays; it never waits for a file while there is anything else to do. Everything here may fail
 without harm: then a prompt is read again.
@@ -9,9 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
+from everwarm.engine.afar import Afar
 from everwarm.engine.archive import Archive
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
@@ -21,11 +25,14 @@ from everwarm.state.index import Kept
 from everwarm.state.lineage import root_key
 from everwarm.state.object import Damaged, Header, Reader
 from everwarm.state.policy import GUARD, CutKind
+from everwarm.state.remote import Remote
 from everwarm.state.tree import Checkpoint, Match, Segment
 
 log = logging.getLogger("everwarm.archive")
 
 FIRST_READ_RATE = 500e6  # bytes per second, until measured
+FIRST_REMOTE_RATE = 100e6
+PATIENCE_S = 60.0  # for an answer of the remote store that is wanted whatever it takes
 N_READERS = 4
 N_FETCHERS = 2  # prompts at once that are brought back; each keeps the readers busy
 _RATE_MEMORY = 0.7
@@ -34,11 +41,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A point as it was on disk, with the KV that was missing and how far each part of that is used."""
+    """A point as it was kept, with the KV that was missing and how far each part of that is used."""
 
+    n_items: int
+    names: tuple[str, ...]
     checkpoint: Checkpoint | None
     segments: list[tuple[Segment, int]]
     seconds: float
+    tier: str = "disk"
 
     @property
     def n_bytes(self) -> int:
@@ -47,13 +57,24 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
-    """A point that is being read for a prompt."""
+class Brought:
+    """What other tiers did for a prompt, in items of it."""
 
-    kept: Kept
+    n_items: int = 0  # brought into the tree
+    n_passed: int = 0  # there, but reading them again is faster
+    n_spoilt: int = 0  # there, but they could not be used
+    n_elsewhere: int = 0  # there, for another fingerprint
+    tier: str = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A point that is being looked for or read for a prompt."""
+
+    n_items: int  # as far as is known yet
     prompt: Prompt
     namespace: str
-    future: Future[Loaded]
+    future: Future[Loaded | Brought]
 
     @property
     def is_done(self) -> bool:
@@ -65,13 +86,21 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What the disk did for a prompt, in items of it."""
+class Wish:
+    """What a prompt could use, and what is here already."""
 
-    n_items: int = 0  # brought into the tree
-    n_passed: int = 0  # there, but reading them again is faster
-    n_spoilt: int = 0  # there, but they could not be used
-    n_elsewhere: int = 0  # there, for another fingerprint
+    prompt: Prompt
+    namespace: str
+    ends: tuple[int, ...]
+    n_have: int  # items that can be gone on from
+    n_kv: int
+    n_shared: int
+
+
+class Store(Protocol):
+    """Where objects are read from."""
+
+    def reading(self, name: str) -> AbstractContextManager[Reader]: ...
 
 
 class Fetcher:
@@ -81,6 +110,7 @@ class Fetcher:
         self._ram = ram
         self._policy = policy
         self._read_rate = FIRST_READ_RATE
+        self._remote_rate = FIRST_REMOTE_RATE
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
         self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.n_brought = 0
@@ -90,83 +120,138 @@ class Fetcher:
         self._readers.shutdown()
 
     def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
-        """Lay into the tree the deepest point on disk that is worth it. Returns where it is; 0: there was none."""
+        """Lay into the tree the deepest point that is kept and worth it. Returns where it is; 0: there was none."""
         fetch = self.seek(prompt, namespace, match)
-        return self.lay(fetch) if isinstance(fetch, Fetch) else 0
+        return self.lay(fetch).n_items if isinstance(fetch, Fetch) else 0
 
-    def seek(self, prompt: Prompt, namespace: str, match: Match) -> Fetch | Brought:
-        """Begin to read the deepest point on disk that is worth it, on other threads; or say what there is instead."""
+    def seek(self, prompt: Prompt, namespace: str, match: Match, ends: tuple[int, ...] = ()) -> Fetch | Brought:
+        """Begin to read the deepest kept point that is worth it, on other threads; or say what there is instead."""
+        needs_checkpoints = self._keeper.context.kind.needs_checkpoints
+        n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
+        wish = Wish(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
+        found = self._on_disk(wish)
+        n_here = found.n_items if isinstance(found, Kept) else n_have
+        remote = self._archive.remote
+        if remote is not None and self._may_help(remote, len(prompt) - 1 - n_here):
+            return Fetch(0, prompt, namespace, self._fetchers.submit(self._from_afar, remote, wish, found, n_here))
+        if isinstance(found, Brought):
+            return found
+        return Fetch(found.n_items, prompt, namespace, self._fetchers.submit(self._from_disk, found, wish))
+
+    def _on_disk(self, wish: Wish) -> Kept | Brought:
+        """The deepest point on disk that is worth it, or what there is instead."""
         disk = self._archive.disk
         if disk is None:
             return Brought()
-        needs_checkpoints = self._keeper.context.kind.needs_checkpoints
-        n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
-        kept = disk.find(root_key(self._archive.fingerprint, namespace), prompt, len(prompt) - 1)
-        if kept is None or kept.n_items <= n_have + GUARD:
-            is_more_new = len(prompt) - max(n_have, match.n_shared) > GUARD
-            return Brought(n_elsewhere=self._archive.elsewhere.n_known(namespace, prompt) if is_more_new else 0)
-        if not self._is_worth_it(kept, kept.n_items - n_have):
+        root = root_key(self._archive.fingerprint, wish.namespace)
+        kept = disk.find(root, wish.prompt, len(wish.prompt) - 1)
+        if kept is None or kept.n_items <= wish.n_have + GUARD:
+            is_more_new = len(wish.prompt) - max(wish.n_have, wish.n_shared) > GUARD
+            elsewhere = self._archive.elsewhere
+            return Brought(n_elsewhere=elsewhere.n_known(wish.namespace, wish.prompt) if is_more_new else 0)
+        sizes = {other.name: other.size for other in disk.objects()}
+        n_bytes = kept.size + sum(sizes.get(name, 0) for name in kept.needs)
+        if not self._is_worth_it(n_bytes, kept.n_items - wish.n_have, self._read_rate):
             return Brought(n_passed=kept.n_items)
-        return Fetch(kept, prompt, namespace, self._fetchers.submit(self._load, kept, prompt, match.n_kv))
+        return kept
 
-    def lay(self, fetch: Fetch) -> int:
-        """What was read, into the tree. Returns where it is; 0: it could not be used."""
-        assert self._archive.disk is not None
-        kept = fetch.kept
+    def lay(self, fetch: Fetch) -> Brought:
+        """What was read, into the tree."""
         try:
             loaded = fetch.future.result()
         except Damaged as error:
-            log.warning("%d tokens on disk could not be used: %s", kept.n_items, error)
-            return 0
+            log.warning("%d tokens on disk could not be used: %s", fetch.n_items, error)
+            return Brought(n_spoilt=fetch.n_items)
+        if isinstance(loaded, Brought):
+            return loaded
         tree, root = self._keeper.tree, self._keeper.tree.root(fetch.namespace)
         for segment, reach in loaded.segments:
             tree.lay_segment(root, fetch.prompt, segment, segment.n_start, reach)
-        node = tree.grow(root, fetch.prompt, kept.n_items)
+        node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
-        self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * loaded.n_bytes / loaded.seconds
-        self._archive.disk.touch((kept.name, *kept.needs))
-        self.n_brought += 1
-        log.info("brought %d tokens from disk: %.1f MiB in %.3f s", kept.n_items, loaded.n_bytes / _MIB, loaded.seconds)
-        return kept.n_items
+        self._note(loaded)
+        shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
+        log.info("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
+        return Brought(loaded.n_items, tier=loaded.tier)
 
-    def _is_worth_it(self, kept: Kept, n_saved: int) -> bool:
-        assert self._archive.disk is not None
-        sizes = {other.name: other.size for other in self._archive.disk.objects()}
-        load_s = (kept.size + sum(sizes.get(name, 0) for name in kept.needs)) / self._read_rate
-        read_s = n_saved * self._keeper.seconds_per_token
+    def _note(self, loaded: Loaded) -> None:
+        rate = loaded.n_bytes / loaded.seconds
+        if loaded.tier == "remote":
+            self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
+            return
+        self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
+        if self._archive.disk is not None:
+            self._archive.disk.touch(loaded.names)
+        self.n_brought += 1
+
+    def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
+        load_s, read_s = n_bytes / rate, n_saved * self._keeper.seconds_per_token
         if self._policy == "auto" and load_s > read_s:
             log.info("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
             return False
         return True
 
-    def _load(self, kept: Kept, prompt: Prompt, n_kv: int) -> Loaded:
-        """Everything is read before anything is changed: a damaged object changes nothing."""
+    # the remote store
+
+    def _may_help(self, remote: Remote, n_new: int) -> bool:
+        """Whether asking can pay: two round trips against reading what is new."""
+        pays = self._policy == "always" or n_new * self._keeper.seconds_per_token > 2 * remote.answer_s
+        return n_new > GUARD and pays and not remote.breaker.is_open
+
+    def _from_afar(self, remote: Remote, wish: Wish, found: Kept | Brought, n_here: int) -> Loaded | Brought:
+        """From the remote store if that has more than there is here; else what is here."""
+        root = root_key(self._archive.fingerprint, wish.namespace)
+        post = remote.find(root, wish.prompt, wish.ends, least=n_here + GUARD)
+        if post is None:
+            return self._from_disk(found, wish) if isinstance(found, Kept) else found
+        n_saved = post.n_items - wish.n_have
+        if not self._is_worth_it(post.n_bytes(wish.n_kv), n_saved, self._remote_rate):
+            remote.counts.n_misses += 1
+            return self._from_disk(found, wish) if isinstance(found, Kept) else Brought(n_passed=post.n_items)
+        patience_s = PATIENCE_S if self._policy == "always" else 0.25 + n_saved * self._keeper.seconds_per_token / 2
+        try:
+            with Afar(remote, post, wish.n_kv, patience_s, self._archive.disk) as afar:
+                loaded = self._load(afar, post.name, post.n_items, wish)
+        except Damaged as error:
+            log.warning("%d tokens in the remote store could not be used: %s", post.n_items, error)
+            remote.counts.n_misses += 1
+            return self._from_disk(found, wish) if isinstance(found, Kept) else Brought(n_spoilt=post.n_items)
+        remote.counts.n_hits += 1
+        return replace(loaded, tier="remote")
+
+    # reading
+
+    def _from_disk(self, kept: Kept, wish: Wish) -> Loaded | Brought:
         assert self._archive.disk is not None
+        return self._load(self._archive.disk, kept.name, kept.n_items, wish)
+
+    def _load(self, store: Store, name: str, n_items: int, wish: Wish) -> Loaded:
+        """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._keeper.context.kind
-        with self._archive.disk.reading(kept.name) as reader:
-            head = self._checked(reader, prompt, kept.n_items)
+        with store.reading(name) as reader:
+            head = self._checked(reader, wish.prompt, n_items)
             state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")
-        load = partial(self._load_segment, prompt, n_kv)
+        load = partial(self._load_segment, store, wish)
         segments = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
         checkpoint = None
         if state is not None:
             cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
-        return Loaded(checkpoint, segments, max(1e-6, time.monotonic() - began))
+        took_s = max(1e-6, time.monotonic() - began)
+        return Loaded(n_items, (name, *head.needs), checkpoint, segments, took_s)
 
-    def _load_segment(self, prompt: Prompt, n_kv: int, name: str, reach: int) -> tuple[Segment, int] | None:
+    def _load_segment(self, store: Store, wish: Wish, name: str, reach: int) -> tuple[Segment, int] | None:
         """None: its KV is here already."""
-        assert self._archive.disk is not None
-        with self._archive.disk.reading(name) as reader:
-            head = self._checked(reader, prompt, reach)
-            if reach <= n_kv:
-                return None
-            start, own = prompt.mark(head.n_start), self._own_items(reader)
-            stop = prompt.followed_by(head.n_start, own).end
+        if reach <= wish.n_kv:
+            return None
+        with store.reading(name) as reader:
+            head = self._checked(reader, wish.prompt, reach)
+            start, own = wish.prompt.mark(head.n_start), self._own_items(reader)
+            stop = wish.prompt.followed_by(head.n_start, own).end
             span = (head.n_start, head.n_items)
             blob = reader.read("kv", self._ram.place)
             return Segment(blob, start, stop, head.clean, head.chunks, name=name, items=span), reach

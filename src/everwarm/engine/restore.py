@@ -44,7 +44,8 @@ class Goal:
     prompt: Prompt
     namespace: str
     clean_only: bool = False
-    n_from_disk: int = 0  # what was brought from there for it
+    n_brought: int = 0  # what was brought from another tier for it
+    tier: str = "disk"  # which
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class Restorer:
                 if not isinstance(error, ContextFull | KvMissing):
                     self._keeper.quarantine(node, error)
                 return None
-            how = "from disk" if node.n_items == goal.n_from_disk else how
+            how = f"from {goal.tier}" if node.n_items == goal.n_brought else how
             self._stand(slot, goal, match.path, node.n_items)
             slot.chunks = list(checkpoint.chunks)
             self._keeper.note_restored(node, how)
@@ -171,7 +172,7 @@ class Restorer:
         history = history_over(slot.chunks, n)
         slot.chunks = list(history) if history and n_items_of(history) == n else []  # cut inside a chunk: not known
         self._stand(slot, goal, match.path, n)
-        how = "from disk" if n and n == goal.n_from_disk else how
+        how = f"from {goal.tier}" if n and n == goal.n_brought else how
         return Restored(n, CheckpointUse(n, None, how) if n else None)
 
     @staticmethod

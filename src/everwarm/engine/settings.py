@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
+from everwarm.state.bucket import require_bucket
 from everwarm.state.params import CheckpointParams
 
 MAX_SLOTS = 64
@@ -38,6 +39,23 @@ class StoreSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """The remote tier: a store that many servers share, and the key that says which objects are theirs."""
+
+    url: str
+    key_file: str | None = None
+    endpoint: str | None = None  # of an S3-compatible store; None: as AWS's environment variables say
+    restore_policy: RestorePolicy = "auto"
+
+    def __post_init__(self) -> None:
+        require_bucket(self.url)
+        require(
+            self.key_file is not None or self.url.startswith("memory:"),
+            f"the remote store {self.url} needs a key file: others could lay wrong states there; give remote-key",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """``n_ctx`` cells are shared by all slots. ``None`` means: sized from this machine's free memory."""
 
@@ -56,6 +74,7 @@ class EngineSettings:
     namespace_share: float = 1.0  # the most of RAM and disk that what one API key and salt keeps may take
     mmproj: str | None = None  # the projector file that lets the model see pictures
     store: StoreSettings | None = None  # None: nothing is written to disk
+    remote: RemoteSettings | None = None  # None: nothing is shared with other servers
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 

@@ -45,6 +45,15 @@ _ENGINE: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
     "disk_n_brought": (CounterMetricFamily, "everwarm_disk_restores", "Prompts that were continued from disk"),
     "disk_n_damaged": (CounterMetricFamily, "everwarm_disk_damaged", "Objects that did not verify and were dropped"),
     "disk_n_failures": (CounterMetricFamily, "everwarm_disk_failures", "Refusals of the file system"),
+    "remote_n_hits": (CounterMetricFamily, "everwarm_remote_hits", "Prompts that were continued from the remote store"),
+    "remote_n_misses": (CounterMetricFamily, "everwarm_remote_misses", "Prompts it was asked for in vain"),
+    "remote_n_bytes_read": (CounterMetricFamily, "everwarm_remote_bytes_read", "Bytes read from it"),
+    "remote_n_bytes_written": (CounterMetricFamily, "everwarm_remote_bytes_written", "Bytes written to it"),
+    "remote_n_failures": (CounterMetricFamily, "everwarm_remote_failures", "Requests to it that failed"),
+    "remote_n_refused": (CounterMetricFamily, "everwarm_remote_refused", "Objects in it that did not verify"),
+    "remote_n_given_up": (CounterMetricFamily, "everwarm_remote_writes_given_up", "Turns that were not written to it"),
+    "remote_bytes_waiting": (GaugeMetricFamily, "everwarm_remote_bytes_waiting", "Bytes that wait to be written to it"),
+    "remote_breaker_is_open": (GaugeMetricFamily, "everwarm_remote_breaker_open", "1 while it is left alone"),
     "n_cells_used": (GaugeMetricFamily, "everwarm_kv_cells_used", "KV cells in use"),
     "n_cells": (GaugeMetricFamily, "everwarm_kv_cells", "KV cells there are"),
     "n_decodes": (CounterMetricFamily, "llamacpp:n_decode", "Calls of llama_decode"),
@@ -60,7 +69,14 @@ _LABELLED: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "everwarm_tier_states": ("Checkpoints", "tier", {"device": "n_parked", "ram": "ram_n_states"}),
 }
 # how a request came to where it went on, and where most of that was
-_TIERS = {"in place": "device", "unparked": "device", "shared": "device", "from ram": "ram", "from disk": "disk"}
+_TIERS = {
+    "in place": "device",
+    "unparked": "device",
+    "shared": "device",
+    "from ram": "ram",
+    "from disk": "disk",
+    "from remote": "remote",
+}
 
 
 class Metrics:
@@ -87,7 +103,7 @@ class Metrics:
             buckets=_RESTORE_SECONDS,
             registry=self.registry,
         )
-        for tier in ("device", "ram", "disk"):
+        for tier in ("device", "ram", "disk", "remote"):
             self._restore.labels(tier)  # shown from the start
         self._queries = self._counter("everwarm_prefix_cache_queries", "Prompt tokens looked up in the cache")
         self._hits = self._counter("everwarm_prefix_cache_hits", "Prompt tokens found there")

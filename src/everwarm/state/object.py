@@ -154,16 +154,8 @@ class Reader:
         self.header = self._read_header()
 
     def _read_header(self) -> Header:
-        prefix = self._bytes(0, _PREFIX.size)
-        magic, major, _minor, length = _PREFIX.unpack(prefix)
-        if magic != MAGIC or major != MAJOR:
-            raise Damaged("not an object of this format")
-        if length > MAX_HEADER:
-            raise Damaged(f"its header of {length} bytes is over the limit")
-        head_size = _aligned(_PREFIX.size + length)
-        if head_size + _FOOTER.size > self._size:
-            raise Damaged("it ends inside its header")
-        head = self._bytes(0, head_size)
+        length, head = self._raw_head()
+        head_size = len(head)
         digest, end = _FOOTER.unpack(self._bytes(self._size - _FOOTER.size, _FOOTER.size))
         if end != END or blake3.blake3(head).digest() != digest:
             raise Damaged("its header is not what it was")
@@ -176,6 +168,18 @@ class Reader:
         self._check(header, head_size)
         self._head = head
         return header
+
+    def _raw_head(self) -> tuple[int, bytes]:
+        """The header's length, and all before the first section: nothing of it is believed yet."""
+        magic, major, _minor, length = _PREFIX.unpack(self._bytes(0, _PREFIX.size))
+        if magic != MAGIC or major != MAJOR:
+            raise Damaged("not an object of this format")
+        if length > MAX_HEADER:
+            raise Damaged(f"its header of {length} bytes is over the limit")
+        head_size = _aligned(_PREFIX.size + length)
+        if head_size + _FOOTER.size > self._size:
+            raise Damaged("it ends inside its header")
+        return length, self._bytes(0, head_size)
 
     def _check(self, header: Header, at: int) -> None:
         """Sections lie one after the other, and the footer right behind the last."""
@@ -195,7 +199,7 @@ class Reader:
         if section is None:
             raise Damaged(f"it has no section {name!r}")
         blob = place(_aligned(section.length))
-        fill(self._fd, blob.data, self._at + section.offset)
+        self._fill(blob.data, section.offset)
         data = blob[: section.length]
         if blob[section.length :].any():
             raise Damaged(f"there is something behind its section {name!r}")
@@ -230,8 +234,11 @@ class Reader:
         if offset + size > self._size:
             raise Damaged("it is too short")
         buffer = bytearray(size)
-        fill(self._fd, memoryview(buffer), self._at + offset)
+        self._fill(memoryview(buffer), offset)
         return bytes(buffer)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        fill(self._fd, view, self._at + offset)
 
 
 def fill(fd: int, view: memoryview, offset: int) -> None:

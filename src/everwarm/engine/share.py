@@ -1,0 +1,89 @@
+"""From the tree to the remote store: what is worth its bytes to other servers.
+
+Where the next turn of a conversation goes on, where conversations part, and the end of the first message (usually the
+system prompt). Everything else others can read again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everwarm.config import read_key
+from everwarm.engine.jobs import Job, Packing
+from everwarm.engine.keeper import Keeper
+from everwarm.engine.settings import RemoteSettings
+from everwarm.state.bucket import Bucket
+from everwarm.state.lineage import keys
+from everwarm.state.object import Header, file_size, name_of
+from everwarm.state.policy import GUARD, CutKind
+from everwarm.state.remote import Parcel, Remote
+from everwarm.state.seal import SEAL_BYTES
+from everwarm.state.signpost import Need, Signpost, grid_points, names_at
+from everwarm.state.tree import Node
+from everwarm.types import Blob
+
+WORTH_S = 0.05  # of reading: what is read sooner is not shared
+
+
+class Sharer:
+    def __init__(
+        self, settings: RemoteSettings, packing: Packing, keeper: Keeper, is_sound: Callable[[Blob], bool]
+    ) -> None:
+        self._packing = packing
+        self._keeper = keeper
+        self._is_always = settings.restore_policy == "always"
+        key = b"" if settings.key_file is None else read_key(settings.key_file)
+        self.remote = Remote(Bucket(settings.url, settings.endpoint), key, packing.fingerprint, is_sound)
+
+    def offer(self, node: Node, *, is_hinted: bool) -> None:
+        """A turn has ended, and the next one will go on from this point. ``is_hinted``: at one of its own boundaries."""
+        for point in self._points(node):
+            parcel = self._parcel(point, is_hinted=is_hinted or point is not node)
+            if parcel is not None:
+                self.remote.offer(parcel)
+
+    def _points(self, node: Node) -> list[Node]:
+        above = [n for n in node.lineage()[:-1] if self._can_be_kept(n)]
+        first = next((n for n in above if n.checkpoint is not None and n.checkpoint.kind is CutKind.BOUNDARY), None)
+        found = [n for n in above if len(n.children) > 1 or n is first]
+        return [n for n in (*found, node) if self._is_worth_it(n)]
+
+    def _can_be_kept(self, node: Node) -> bool:
+        has_state = node.checkpoint is not None and node.checkpoint.state is not None
+        return has_state or not self._keeper.context.kind.needs_checkpoints
+
+    def _is_worth_it(self, node: Node) -> bool:
+        return node.n_items > GUARD and (self._is_always or node.n_items * self._keeper.seconds_per_token >= WORTH_S)
+
+    def _parcel(self, node: Node, *, is_hinted: bool) -> Parcel | None:
+        """None: it is there already, or not all of it is here."""
+        root, n = self._packing.root(node), node.n_items
+        cells = {} if is_hinted else grid_points(n)
+        named = keys(root, node.path, {n, *cells.values()})
+        if self.remote.is_known(Signpost(named[n], n, 1).name):
+            return None
+        segments = self._packing.segments(node)
+        if segments is None:
+            return None
+        jobs = [self._packing.kv_job(root, segment, last.path) for segment, last in segments]
+        kv = [job for job in jobs if job is not None]
+        if len(kv) < len(jobs):
+            return None
+        state = self._packing.state_job(root, node, segments)
+        needs = [_need(job, last.n_items) for job, (_, last) in zip(kv, segments, strict=True)]
+        signpost = Signpost(named[n], n, _size(state), tuple(needs))
+        names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
+        fresh = [job for job in kv if not self.remote.is_known(name_of(job.header))]
+        return Parcel(tuple(_object(job) for job in (*fresh, state)), signpost, tuple(names))
+
+
+def _size(job: Job) -> int:
+    return file_size(job.header, job.parts) + SEAL_BYTES
+
+
+def _need(job: Job, reach: int) -> Need:
+    return Need(name_of(job.header), _size(job), reach)
+
+
+def _object(job: Job) -> tuple[Header, dict[str, Blob]]:
+    return job.header, job.parts

@@ -1,0 +1,368 @@
+"""The remote tier: objects shared by many servers through a store that nobody has to trust.
+
+    <key's id>/<model's folder>/kv-….ew · state-….ew       an object, and its seal behind it
+    <key's id>/<model's folder>/at-… · near-…              signposts (see ``signpost``), each with its seal
+
+A hit takes two round trips (signposts; everything they name at once), a miss one, and what was just missed none. Every
+failure is a miss. One thread of its own talks to the store, another hashes what is written; whoever asks waits at most
+``ANSWER_S`` for a store that does not answer, once: then it is left alone until a trial in the background succeeds.
+Knows no tree and no libllama.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.about import folder_name
+from everwarm.state.breaker import Breaker
+from everwarm.state.bucket import Bucket, StoreFault
+from everwarm.state.download import Download
+from everwarm.state.lineage import keys
+from everwarm.state.object import Damaged, Header, Reader, encode, name_of
+from everwarm.state.seal import Seal
+from everwarm.state.signpost import MAX_OBJECT, MAX_SIGNPOST, Signpost, probes, sealed, unsealed
+from everwarm.types import Blob
+
+log = logging.getLogger("everwarm.remote")
+
+ANSWER_S = 0.25  # how long anybody waits for the first word
+LATER_ANSWER_S = 1.0  # the same, of a store that has just answered and has many requests at once now
+N_PIECES = 16  # at once
+N_WRITERS = 2
+MAX_QUEUED = 256 << 20  # bytes that wait to be written stay in RAM, beyond its budget
+WRITE_S = 30.0  # for one request, and more for many bytes
+SLOWEST_WRITE = 1e6  # bytes per second
+KEEP_TRYING_S = 30.0  # a parcel waits so long for a store that does not answer
+FLUSH_S = 20.0
+MISS_S = 5.0  # what was not there is not asked for again
+KNOWN_S = 86_400.0  # what was there is taken to be there
+STALE_S = 3 * 86_400.0  # what is older is written again, so that no lifecycle rule takes it while it is used
+MAX_REMEMBERED = 1 << 16
+SMALL = 64 << 10  # written without asking first
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RemoteCounts:
+    n_hits: int = 0
+    n_misses: int = 0
+    n_bytes_read: int = 0
+    n_bytes_written: int = 0
+    n_failures: int = 0
+    n_refused: int = 0  # objects whose seal or bytes were not right
+    n_given_up: int = 0  # parcels that were not written
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """KV first, then the state that needs it, and where that is announced once everything is there."""
+
+    objects: tuple[tuple[Header, Mapping[str, Blob]], ...]
+    signpost: Signpost
+    names: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.nbytes for _, parts in self.objects for part in parts.values())
+
+
+class Remote:
+    def __init__(
+        self, bucket: Bucket, key: bytes, fingerprint: str, is_sound: Callable[[Blob], bool] = lambda _: True
+    ) -> None:
+        self._bucket = bucket
+        self._seal = Seal(key, fingerprint)
+        self._folder = f"{self._seal.key_id}/{folder_name(fingerprint)}"
+        self._is_sound = is_sound
+        self.counts = RemoteCounts()
+        self.breaker = Breaker()
+        self.answer_s = 0.02  # how long a round trip takes, until measured
+        self._known: dict[str, float] = {}  # names, and until when they are taken to be there
+        self._missed: dict[str, float] = {}
+        self._announced: dict[str, tuple[int, tuple[str, ...]]] = {}  # lineage → its items, where this process said so
+        self._lock = threading.RLock()
+        self._n_waiting = 0
+        self._writing: set[Future[None]] = set()
+        self._packer = ThreadPoolExecutor(1, "everwarm-remote-pack")
+        self._loop = asyncio.new_event_loop()
+        self._pieces, self._writers = asyncio.Semaphore(N_PIECES), asyncio.Semaphore(N_WRITERS)
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="everwarm-remote", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end what still runs is cancelled
+            runner.run(self._closed.wait())
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+        self._packer.shutdown(cancel_futures=True)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # it is closed
+            work.close()
+            raise StoreFault("the store is closed") from None
+
+    def stats(self) -> dict[str, float]:
+        shown: dict[str, float] = {f"remote_{name}": value for name, value in dataclasses.asdict(self.counts).items()}
+        return {**shown, "remote_breaker_is_open": self.breaker.is_open, "remote_bytes_waiting": self._n_waiting}
+
+    # questions
+
+    def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int) -> Signpost | None:
+        """The deepest state that is announced for these items, of more than ``least`` and less than all of them."""
+        exact, cells = probes(ends, least, len(prompt) - 1)
+        named = keys(root, prompt, {*exact, *(at for _, at in cells)})
+        names = [f"at-{named[at][:32]}" for at in exact]
+        names += [f"near-{grid}-{named[at][:32]}" for grid, at in cells]
+        wanted = [name for name in names if not self._is_missed(name)]
+        if not wanted or self.breaker.is_open:
+            return None
+        found = [post for post in self._ask(wanted) if least < post.n_items < len(prompt)]
+        named = keys(root, prompt, {post.n_items for post in found})
+        right = [post for post in found if named[post.n_items] == post.key]
+        if not right:
+            self.counts.n_misses += 1
+        return max(right, key=lambda post: post.n_items, default=None)
+
+    def _ask(self, names: Sequence[str]) -> list[Signpost]:
+        began = time.monotonic()
+        asked = {self._begin(self._signpost(name)): name for name in names}
+        done, late = wait(asked, ANSWER_S)
+        for future in late:
+            future.cancel()
+        if late:
+            self._fail(TimeoutError(f"no answer within {ANSWER_S * 1000:.0f} ms"))
+        else:
+            self.answer_s = 0.7 * self.answer_s + 0.3 * (time.monotonic() - began)
+        return [post for future in done if not future.cancelled() and (post := future.result()) is not None]
+
+    async def _signpost(self, name: str) -> Signpost | None:
+        try:
+            piece = await self._get(name, 0, MAX_SIGNPOST)
+            if piece is None:
+                self._remember(self._missed, name, MISS_S)
+                return None
+            return unsealed(bytes(piece[0]), name, self._seal)
+        except Damaged as error:
+            self._refuse(name, error)
+        except (StoreFault, TimeoutError) as error:
+            self._fail(error)
+        return None
+
+    async def _get(self, name: str, start: int, stop: int, more_s: float = 0.0) -> tuple[memoryview, int] | None:
+        """Bytes and the size of the whole; None: it is not there."""
+        wait_s = min(LATER_ANSWER_S, more_s) if more_s else ANSWER_S
+        try:
+            piece = await self._bucket.get(f"{self._folder}/{name}", start, stop, wait_s, more_s)
+        except FileNotFoundError:
+            self.breaker.succeeded()
+            return None
+        self.breaker.succeeded()
+        view = memoryview(piece.data)
+        self.counts.n_bytes_read += len(view)
+        return view, piece.size
+
+    # reading
+
+    def download(self, name: str, size: int, patience_s: float) -> Download:
+        """Begin to fetch an object, all of its pieces at once; the size is only a guess."""
+
+        async def piece(start: int, stop: int) -> tuple[memoryview, int] | None:
+            async with self._pieces:
+                return await self._get(name, start, stop, patience_s)
+
+        return Download(lambda start, stop: self._begin(piece(start, stop)), min(size, MAX_OBJECT), patience_s)
+
+    @contextlib.contextmanager
+    def reading(self, name: str, download: Download) -> Iterator[Reader]:
+        """An object whose seal is right; its sections are verified as they are read."""
+        try:
+            reader = download.reader(name, self._seal)
+            if name_of(reader.header) != name:
+                raise Damaged("it is another object than its name says")
+            yield reader
+        except (StoreFault, TimeoutError) as error:
+            self._fail(error)
+            raise Damaged(f"the store did not give it: {error}") from None
+        except FileNotFoundError:
+            with self._lock:
+                self._known.pop(name, None)
+            raise Damaged("it is gone") from None
+        except Damaged as error:
+            if not error.name:
+                error.name = name
+                self._refuse(name, error)
+            raise
+        self._remember(self._known, name, KNOWN_S)
+
+    def _refuse(self, name: str, error: Damaged) -> None:
+        self.counts.n_refused += 1
+        log.warning("%s in the remote store is not used: %s", name, error)
+
+    # writing
+
+    def is_known(self, name: str) -> bool:
+        """Whether it is there, as far as anybody knows."""
+        return self._known.get(name, 0.0) > time.monotonic()
+
+    def offer(self, parcel: Parcel) -> bool:
+        """Have it written by and by. False: too much waits already."""
+        with self._lock:
+            if self._n_waiting + parcel.size > MAX_QUEUED:
+                self.counts.n_given_up += 1
+                return False
+            self._n_waiting += parcel.size
+            self._later(self._write(parcel), parcel.size)
+        return True
+
+    def _later(self, work: Coroutine[Any, Any, None], size: int) -> None:
+        future = self._begin(work)
+        self._writing.add(future)
+        future.add_done_callback(lambda done: self._ended(done, size))
+
+    def _ended(self, future: Future[None], size: int) -> None:
+        with self._lock:
+            self._writing.discard(future)
+            self._n_waiting -= size
+
+    def flush(self, seconds: float = FLUSH_S) -> bool:
+        """Wait until everything offered is there or was given up, but not for ever."""
+        with self._lock:
+            left = set(self._writing)
+        return not wait(left, seconds).not_done
+
+    async def _write(self, parcel: Parcel) -> None:
+        *kv, state = parcel.objects
+        try:
+            async with self._writers:
+                await self._wait_for_the_store()
+                for header, parts in kv:
+                    await self._put(header, parts)
+                await self._put(*state)
+                for name in parcel.names:
+                    data = sealed(parcel.signpost, name, self._seal)
+                    await self._send(name, [data], over=True)
+                    self._missed.pop(name, None)
+        except (StoreFault, TimeoutError, ValueError) as error:
+            self.counts.n_given_up += 1
+            self._fail(error)
+            return
+        self._announced[parcel.signpost.key] = (parcel.signpost.n_items, parcel.names)
+        while len(self._announced) > MAX_REMEMBERED:
+            del self._announced[next(iter(self._announced))]
+
+    async def _wait_for_the_store(self) -> None:
+        until = time.monotonic() + KEEP_TRYING_S
+        while self.breaker.is_open:
+            if time.monotonic() > until:
+                raise StoreFault("the store did not come back in time")
+            await asyncio.sleep(0.1)
+
+    async def _put(self, header: Header, parts: Mapping[str, Blob]) -> None:
+        name = name_of(header)
+        if self.is_known(name):
+            return None
+        size = sum(part.nbytes for part in parts.values())
+        is_stale = False
+        if size > SMALL:
+            with contextlib.suppress(FileNotFoundError):
+                age_s = await self._bucket.age_s(f"{self._folder}/{name}", time.time(), WRITE_S)
+                if age_s < STALE_S:
+                    return self._remember(self._known, name, KNOWN_S)
+                is_stale = True
+        pieces = await self._loop.run_in_executor(self._packer, self._packed, name, header, parts)
+        await self._send(name, pieces, over=is_stale)
+        self._remember(self._known, name, KNOWN_S)
+
+    def _packed(self, name: str, header: Header, parts: Mapping[str, Blob]) -> list[bytes | memoryview]:
+        if not all(map(self._is_sound, parts.values())):
+            raise ValueError(f"{name} is not what it was")
+        pieces = [piece for piece in encode(header, parts) if len(piece)]
+        size = sum(map(len, pieces))
+        if size > MAX_OBJECT:
+            raise ValueError(f"{name} has {size} bytes: more than one request can write")
+        return [*pieces, self._seal.of(name, size, pieces[0])]
+
+    async def _send(self, name: str, pieces: Sequence[bytes | memoryview], *, over: bool) -> None:
+        size = sum(map(len, pieces))
+        is_new = await self._bucket.put(f"{self._folder}/{name}", pieces, WRITE_S + size / SLOWEST_WRITE, over=over)
+        self.breaker.succeeded()
+        if is_new:
+            self.counts.n_bytes_written += size
+
+    def forget(self, root: str, prompt: Prompt | None, beyond: int) -> None:
+        """Take away by and by the states on the way of a prompt (None: all) after ``beyond`` items, as far as this process
+        has announced them. KV may be somebody else's and stays."""
+        with self._lock, contextlib.suppress(StoreFault):
+            before = [asyncio.wrap_future(future, loop=self._loop) for future in self._writing]
+            self._later(self._forget(root, prompt, beyond, before), 0)
+
+    async def _forget(self, root: str, prompt: Prompt | None, beyond: int, first: list[asyncio.Future[None]]) -> None:
+        await asyncio.gather(*first, return_exceptions=True)  # what is still on its way would come back
+        gone = set(self._announced)
+        if prompt is not None:
+            lengths = {n_items for n_items, _ in self._announced.values() if beyond < n_items <= len(prompt)}
+            gone &= set(keys(root, prompt, lengths).values())
+        for key in gone:
+            n_items, names = self._announced.pop(key)
+            for name in (*names, Signpost(key, n_items, 1).name):
+                self._known.pop(name, None)
+                await self._drop(name)
+
+    async def _drop(self, name: str) -> None:
+        try:
+            await self._bucket.drop(f"{self._folder}/{name}", WRITE_S)
+        except FileNotFoundError:
+            pass
+        except (StoreFault, TimeoutError) as error:
+            self._fail(error)
+
+    # what went wrong, and what is remembered
+
+    def _fail(self, error: Exception) -> None:
+        self.counts.n_failures += 1
+        wait_s = self.breaker.failed(slowly=isinstance(error, TimeoutError), luck=random.random())
+        if wait_s is not None:
+            log.warning("the remote store is left alone for %.1f s: %s", wait_s, error or "no answer in time")
+            with contextlib.suppress(StoreFault):
+                self._begin(self._try_again(wait_s))
+
+    async def _try_again(self, wait_s: float) -> None:
+        while self.breaker.is_open:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._bucket.get(f"{self._folder}/trial", 0, 1, ANSWER_S)
+            except FileNotFoundError:
+                break
+            except (StoreFault, TimeoutError):
+                wait_s = self.breaker.failed_again(random.random())
+            else:
+                break
+        self.breaker.succeeded()
+        log.info("the remote store answers again")
+
+    def _is_missed(self, name: str) -> bool:
+        return self._missed.get(name, 0.0) > time.monotonic()
+
+    def _remember(self, what: dict[str, float], name: str, seconds: float) -> None:
+        with self._lock:
+            what.pop(name, None)
+            what[name] = time.monotonic() + seconds
+            while len(what) > MAX_REMEMBERED:
+                del what[next(iter(what))]

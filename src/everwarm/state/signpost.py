@@ -1,0 +1,101 @@
+"""How a replica finds what others have kept, without an index: small objects with names that any prompt leads to. Pure.
+
+    at-<lineage>           a state ends exactly here: asked for at a prompt's own boundaries
+    near-<grid>-<lineage>  the latest state in the cell of a grid that begins here: for prompts without boundaries
+
+A signpost says which state it is and which KV makes that whole, so that everything can be fetched at once. Names hold the
+fingerprint and the namespace (see ``lineage.root_key``): nobody meets another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from everwarm.state.inventory import OBJECT_NAME
+from everwarm.state.object import SUFFIX, Damaged
+from everwarm.state.seal import SEAL_BYTES, Seal
+
+GRIDS = (64, 512, 4096)
+N_PER_GRID = 3  # cells from a prompt's end back
+N_DEEPEST, N_FIRST = 12, 4  # boundaries: the ends of conversations, and of system prompts
+MAX_SIGNPOST = 1 << 20
+MAX_NEEDS = 8192
+MAX_OBJECT = 4 << 30  # what one request can write is little more
+
+
+class Need(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    size: int
+    reach: int  # up to which item it is used
+
+
+class Signpost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: str
+    n_items: int
+    size: int
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the state."""
+        return f"state-{self.key[:16]}-{self.key[:32]}{SUFFIX}"
+
+    @property
+    def makes_sense(self) -> bool:
+        sizes = [self.size, *(need.size for need in self.needs)]
+        named = all(OBJECT_NAME.fullmatch(need.name) for need in self.needs)
+        right = all(0 < size <= MAX_OBJECT for size in sizes) and len(self.needs) <= MAX_NEEDS
+        return right and named and len(self.key) == 64 and self.n_items > 0
+
+    def n_bytes(self, n_kv: int) -> int:
+        """To fetch, if the KV of so many items is here already."""
+        return self.size + sum(need.size for need in self.needs if need.reach > n_kv)
+
+
+_decoder = msgspec.json.Decoder(Signpost)
+
+
+def sealed(signpost: Signpost, name: str, seal: Seal) -> bytes:
+    body = msgspec.json.encode(signpost)
+    return body + seal.of(name, len(body), body)
+
+
+def unsealed(data: bytes, name: str, seal: Seal) -> Signpost:
+    """``Damaged``: nobody with the key wrote this under this name."""
+    body, own = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+    if not seal.is_right(own, name, len(body), body):
+        raise Damaged("its seal is not one of this key, name and model")
+    try:
+        signpost = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise Damaged(f"it cannot be read: {error}") from None
+    if not signpost.makes_sense:
+        raise Damaged("it makes no sense")
+    return signpost
+
+
+# names
+
+
+def grid_points(n_items: int) -> dict[int, int]:
+    """Grid → the cell's beginning, for a state that ends there."""
+    return {grid: n_items // grid * grid for grid in GRIDS}
+
+
+def names_at(key: str, cells: Mapping[int, str]) -> list[str]:
+    """All the names under which a state that ends at ``key`` is announced; ``cells``: grid → the cell's lineage."""
+    return [f"at-{key[:32]}", *(f"near-{grid}-{cell[:32]}" for grid, cell in cells.items())]
+
+
+def probes(ends: Iterable[int], least: int, most: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Where to look for a state of more than ``least`` and at most ``most`` items: exact points, or (grid, cell) pairs for
+    a prompt without boundaries. Bounded, however many there are."""
+    known = sorted(set(ends), reverse=True)
+    inside = [end for end in known if least < end <= most]
+    if known:
+        return list(dict.fromkeys((*inside[:N_DEEPEST], *inside[-N_FIRST:]))), []
+    tops = ((grid, most // grid * grid) for grid in GRIDS)
+    cells = ((grid, top - i * grid) for grid, top in tops for i in range(N_PER_GRID))
+    return [], [(grid, at) for grid, at in cells if at >= 0 and at + grid > least + 1]
