@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SCALE := $(VENV)/.installed-scale
 
 LIBLLAMA_WHEEL := $(shell sed -n 's/^WHEEL = "\(.*\)"/\1/p' src/everwarm/llama/abi.py)
 LIBLLAMA_ARCHIVE := build/libllama-src/$(subst ==,-,$(LIBLLAMA_WHEEL)).tar.gz
@@ -10,7 +11,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test agents templates campaign bench demo libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale agents templates campaign bench demo libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -47,7 +48,14 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 
 test: $(STAMP) ## the whole suite, under ten minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/scale
+
+test-scale: $(SCALE) ## several servers and a real object store
+	$(BIN)/python -m pytest tests/scale
+
+$(SCALE): requirements.scale.lock $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.scale.lock
+	@touch $@
 
 agents: ## real agents from npm into build/agents, for the tests that run them
 	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33
@@ -60,7 +68,7 @@ build/templates/.fetched: | $(LIBLLAMA_ARCHIVE)
 	tar -xzf $(LIBLLAMA_ARCHIVE) -C $(@D) --wildcards --strip-components 5 '*/models/templates/*.jinja'
 	@touch $@
 
-campaign: $(STAMP) ## the long forms of the random tests
+campaign: $(SCALE) ## the long forms of the random tests
 	EVERWARM_CAMPAIGN=1 $(BIN)/python -m pytest --timeout 7200
 
 bench: $(STAMP) ## measure, beside llama-server

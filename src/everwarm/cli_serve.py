@@ -131,6 +131,9 @@ class ServeOptions:
         str | None,
         Parameter(group=_MEMORY, help="URL of an S3-compatible server; default: AWS_ENDPOINT_URL, or AWS's own"),
     ] = None
+    remote_wait: Annotated[
+        float, Parameter(group=_MEMORY, help="seconds a request waits for it at most before it goes on without")
+    ] = 0.25
     spares: Annotated[
         int | None, Parameter(group=_MEMORY, help="checkpoints on the device; default: from the free memory, up to 16")
     ] = None
@@ -198,7 +201,9 @@ class ServeOptions:
         if self.remote is None:
             require(self.remote_key is None and self.remote_endpoint is None, "remote-key and -endpoint need --remote")
             return None
-        settings = RemoteSettings(self.remote, self.remote_key, self.remote_endpoint, self.restore_policy)
+        settings = RemoteSettings(
+            self.remote, self.remote_key, self.remote_endpoint, self.restore_policy, self.remote_wait
+        )
         if self.remote_key is not None:
             read_key(self.remote_key)  # refused here, not by an engine later
         return settings

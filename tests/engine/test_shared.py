@@ -12,16 +12,9 @@ from engine.drive import EVERY_KIND, GUARD, check, open_core, run, text
 from engine.test_archive import HISTORY, NEW, STABLE, fingerprint_of_slot
 from everwarm.engine.core import Core
 from everwarm.engine.settings import RemoteSettings, StoreSettings
-from everwarm.state import remote as remote_module
 
 NEXT = [*HISTORY[:STABLE], *NEW]
 _fresh = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch):
-    """A busy machine is no dead store."""
-    monkeypatch.setattr(remote_module, "ANSWER_S", 10.0)
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def url() -> str:
 
 @contextmanager
 def sharing(url: str, arch: str = "qwen35", *, store: Path | None = None, key: Path | None = None, **settings):
-    remote = RemoteSettings(url, None if key is None else str(key), restore_policy="always")
+    remote = RemoteSettings(url, None if key is None else str(key), restore_policy="always", wait_s=10.0)
     disk = None if store is None else StoreSettings(str(store), 1 << 30, restore_policy="always")
     with open_core(arch, store=disk, remote=remote, **settings) as core:
         assert core.archive is not None and core.archive.remote is not None

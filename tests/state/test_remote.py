@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everwarm.config import read_key
@@ -34,13 +34,8 @@ from everwarm.state.signpost import GRIDS, Need, Signpost, grid_points, names_at
 MODEL, KEY = "model|f16|f16|auto|unified", bytes(range(32))
 ITEMS = Prompt.of_tokens(range(100, 400))
 N = 200
+PATIENT_S = 10.0  # a busy machine is no dead store
 _fresh = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch):
-    """A busy machine is no dead store."""
-    monkeypatch.setattr(remote_module, "ANSWER_S", 10.0)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -58,7 +53,7 @@ def opened() -> Iterator:
     made: list[Remote] = []
 
     def make(url: str, key: bytes = KEY, model: str = MODEL, bucket: Bucket | None = None) -> Remote:
-        made.append(Remote(bucket or Bucket(url), key, model))
+        made.append(Remote(bucket or Bucket(url), key, model, wait_s=PATIENT_S))
         return made[-1]
 
     yield make
@@ -299,6 +294,7 @@ def test_two_keys_meet_nowhere(place, opened):
     assert find(other) is None and other.counts.n_refused == 0
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.binary(max_size=300), st.integers(0, 2))
 def test_any_bytes_at_all_are_refused(data, which):
     remote = Remote(Bucket(f"memory://noise-{next(_fresh)}"), KEY, MODEL)
@@ -342,10 +338,9 @@ class Faulty(Bucket):
 
 
 def test_a_silent_store_is_asked_once_and_then_left_alone_until_it_answers(opened, monkeypatch):
-    monkeypatch.setattr(remote_module, "ANSWER_S", 0.25)
     bucket = Faulty(url := f"memory://silent-{next(_fresh)}")
     writer, reader = opened(url), opened(url, bucket=bucket)
-    reader.breaker = Breaker(_open_s=0.05)
+    reader.breaker, reader.wait_s = Breaker(_open_s=0.05), 0.1
     assert writer.offer(parcel()) and writer.flush()
     bucket.fault = 1000.0
     assert find(reader) is None and reader.breaker.is_open

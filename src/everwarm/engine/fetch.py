@@ -209,7 +209,9 @@ class Fetcher:
         if not self._is_worth_it(post.n_bytes(wish.n_kv), n_saved, self._remote_rate):
             remote.counts.n_misses += 1
             return self._from_disk(found, wish) if isinstance(found, Kept) else Brought(n_passed=post.n_items)
-        patience_s = PATIENCE_S if self._policy == "always" else 0.25 + n_saved * self._keeper.seconds_per_token / 2
+        patience_s = (
+            PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._keeper.seconds_per_token / 2
+        )
         try:
             with Afar(remote, post, wish.n_kv, patience_s, self._archive.disk) as afar:
                 loaded = self._load(afar, post.name, post.n_items, wish)

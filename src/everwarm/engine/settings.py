@@ -46,9 +46,11 @@ class RemoteSettings:
     key_file: str | None = None
     endpoint: str | None = None  # of an S3-compatible store; None: as AWS's environment variables say
     restore_policy: RestorePolicy = "auto"
+    wait_s: float = 0.25  # for the first answer to a request, before it goes on without
 
     def __post_init__(self) -> None:
         require_bucket(self.url)
+        require(0.0 < self.wait_s <= 60.0, f"remote-wait is {self.wait_s}; give more than 0 and at most 60 seconds")
         require(
             self.key_file is not None or self.url.startswith("memory:"),
             f"the remote store {self.url} needs a key file: others could lay wrong states there; give remote-key",

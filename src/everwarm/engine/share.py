@@ -33,7 +33,8 @@ class Sharer:
         self._keeper = keeper
         self._is_always = settings.restore_policy == "always"
         key = b"" if settings.key_file is None else read_key(settings.key_file)
-        self.remote = Remote(Bucket(settings.url, settings.endpoint), key, packing.fingerprint, is_sound)
+        bucket = Bucket(settings.url, settings.endpoint)
+        self.remote = Remote(bucket, key, packing.fingerprint, is_sound, settings.wait_s)
 
     def offer(self, node: Node, *, is_hinted: bool) -> None:
         """A turn has ended, and the next one will go on from this point. ``is_hinted``: at one of its own boundaries."""

@@ -5,7 +5,7 @@
 
 A hit takes two round trips (signposts; everything they name at once), a miss one, and what was just missed none. Every
 failure is a miss. One thread of its own talks to the store, another hashes what is written; whoever asks waits at most
-``ANSWER_S`` for a store that does not answer, once: then it is left alone until a trial in the background succeeds.
+``wait_s`` for a store that does not answer, once: then it is left alone until a trial in the background succeeds.
 Knows no tree and no libllama.
 """
 
@@ -37,14 +37,14 @@ from everwarm.types import Blob
 log = logging.getLogger("everwarm.remote")
 
 ANSWER_S = 0.25  # how long anybody waits for the first word
-LATER_ANSWER_S = 1.0  # the same, of a store that has just answered and has many requests at once now
+LATER = 4  # times as long, for a store that has just answered and has many requests at once now
 N_PIECES = 16  # at once
 N_WRITERS = 2
 MAX_QUEUED = 256 << 20  # bytes that wait to be written stay in RAM, beyond its budget
 WRITE_S = 30.0  # for one request, and more for many bytes
 SLOWEST_WRITE = 1e6  # bytes per second
 KEEP_TRYING_S = 30.0  # a parcel waits so long for a store that does not answer
-FLUSH_S = 20.0
+FLUSH_S, DEAD_S = 20.0, 3.0
 MISS_S = 5.0  # what was not there is not asked for again
 KNOWN_S = 86_400.0  # what was there is taken to be there
 STALE_S = 3 * 86_400.0  # what is older is written again, so that no lifecycle rule takes it while it is used
@@ -80,12 +80,18 @@ class Parcel:
 
 class Remote:
     def __init__(
-        self, bucket: Bucket, key: bytes, fingerprint: str, is_sound: Callable[[Blob], bool] = lambda _: True
+        self,
+        bucket: Bucket,
+        key: bytes,
+        fingerprint: str,
+        is_sound: Callable[[Blob], bool] = lambda _: True,
+        wait_s: float = ANSWER_S,
     ) -> None:
         self._bucket = bucket
         self._seal = Seal(key, fingerprint)
         self._folder = f"{self._seal.key_id}/{folder_name(fingerprint)}"
         self._is_sound = is_sound
+        self.wait_s = wait_s
         self.counts = RemoteCounts()
         self.breaker = Breaker()
         self.answer_s = 0.02  # how long a round trip takes, until measured
@@ -143,11 +149,11 @@ class Remote:
     def _ask(self, names: Sequence[str]) -> list[Signpost]:
         began = time.monotonic()
         asked = {self._begin(self._signpost(name)): name for name in names}
-        done, late = wait(asked, ANSWER_S)
+        done, late = wait(asked, self.wait_s)
         for future in late:
             future.cancel()
         if late:
-            self._fail(TimeoutError(f"no answer within {ANSWER_S * 1000:.0f} ms"))
+            self._fail(TimeoutError(f"no answer within {self.wait_s * 1000:.0f} ms"))
         else:
             self.answer_s = 0.7 * self.answer_s + 0.3 * (time.monotonic() - began)
         return [post for future in done if not future.cancelled() and (post := future.result()) is not None]
@@ -167,7 +173,7 @@ class Remote:
 
     async def _get(self, name: str, start: int, stop: int, more_s: float = 0.0) -> tuple[memoryview, int] | None:
         """Bytes and the size of the whole; None: it is not there."""
-        wait_s = min(LATER_ANSWER_S, more_s) if more_s else ANSWER_S
+        wait_s = min(LATER * self.wait_s, more_s) if more_s else self.wait_s
         try:
             piece = await self._bucket.get(f"{self._folder}/{name}", start, stop, wait_s, more_s)
         except FileNotFoundError:
@@ -242,10 +248,16 @@ class Remote:
             self._n_waiting -= size
 
     def flush(self, seconds: float = FLUSH_S) -> bool:
-        """Wait until everything offered is there or was given up, but not for ever."""
+        """Wait until everything offered is there or was given up: not for ever, and not long for a store that is dead."""
         with self._lock:
             left = set(self._writing)
-        return not wait(left, seconds).not_done
+        now = alive = time.monotonic()
+        until = now + seconds
+        while left and now < until and now - alive < DEAD_S:
+            left = wait(left, min(0.1, until - now)).not_done
+            now = time.monotonic()
+            alive = alive if self.breaker.is_open else now
+        return not left
 
     async def _write(self, parcel: Parcel) -> None:
         *kv, state = parcel.objects
@@ -347,7 +359,7 @@ class Remote:
         while self.breaker.is_open:
             await asyncio.sleep(wait_s)
             try:
-                await self._bucket.get(f"{self._folder}/trial", 0, 1, ANSWER_S)
+                await self._bucket.get(f"{self._folder}/trial", 0, 1, self.wait_s)
             except FileNotFoundError:
                 break
             except (StoreFault, TimeoutError):

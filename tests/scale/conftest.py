@@ -1,0 +1,29 @@
+"""One S3 server for all tests here, and the key that their fleet shares."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scale.seaweed import S3, environment, seaweed
+
+
+if importlib.util.find_spec("moto") is None:
+    collect_ignore_glob = ["test_*.py"]  # `make test-scale` installs what they need
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as store, environment(store.environment):
+        yield store
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_bytes(bytes(range(32)))
+    path.chmod(0o600)
+    return path
