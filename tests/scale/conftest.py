@@ -10,7 +10,6 @@ import pytest
 
 from scale.seaweed import S3, environment, seaweed
 
-
 if importlib.util.find_spec("moto") is None:
     collect_ignore_glob = ["test_*.py"]  # `make test-scale` installs what they need
 

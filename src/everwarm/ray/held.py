@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Held:
@@ -24,6 +24,11 @@ class Held:
         while len(self._keys) > self._max:
             self._keys.popitem(last=False)
         self._packed = None
+
+    def n_new(self, keys: Sequence[int], ends: Sequence[int]) -> int:
+        """How many bytes of a request were not read here before."""
+        known = (end for key, end in zip(keys, ends, strict=True) if key in self._keys)
+        return (ends[-1] if ends else 0) - max(known, default=0)
 
     def packed(self) -> bytes:
         """Eight bytes per key, the least recently used first."""

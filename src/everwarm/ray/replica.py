@@ -21,6 +21,7 @@ from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.prefixes import response_key
+from everwarm.gateway.recent import MOST_KEPT
 from everwarm.gateway.settings import ServerSettings
 from everwarm.ray.boundary import serve
 from everwarm.ray.held import Held
@@ -49,7 +50,7 @@ class Replica:
         self._pool = Pool(lambda: catalog, Limits())
         self._gateway = build_gateway(self._pool, server)
         self._held = Held(max_keys)
-        self._unread: dict[str, int] = {}  # bytes of requests that have not begun to answer
+        self._unread: dict[str, int] = {}  # bytes that requests brought and nobody had read, by their id
         self._pool.start()
         self._supervisor = self._pool.find(model.id).supervisor
         if await self._supervisor.until(State.READY) is not State.READY:
@@ -57,8 +58,8 @@ class Replica:
 
     async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
         """The parts of an answer as they come. Whoever stops listening has hung up."""
+        self._unread[asked.request_id] = self._held.n_new(asked.prefixes.keys, asked.prefixes.ends)
         self._held.use(asked.prefixes.keys)
-        self._unread[asked.request_id] = asked.prefixes.n_bytes
         exchange = Exchange(asked)
         running = asyncio.create_task(self._run(exchange))
         try:
@@ -67,7 +68,6 @@ class Replica:
                     head = (*part.headers, (REPLICA_HEADER, self.name.encode()))
                     yield Head(part.status, head)
                 else:
-                    self._unread.pop(asked.request_id, None)
                     self._note_response(asked, part)
                     yield part
         finally:
@@ -91,8 +91,13 @@ class Replica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         info = self._supervisor.info
-        speeds = {} if info is None else {"n_slots": info.n_slots}
-        return {"keys": self._held.packed(), **speeds, **self._measured()}
+        sizes = {} if info is None else {"n_slots": info.n_slots}
+        return {"keys": self._held.packed(), "unread_bytes": self._n_unread_bytes(), **sizes, **self._measured()}
+
+    def _n_unread_bytes(self) -> int:
+        """What waits to be read: of whoever has no token yet."""
+        written = {row.caller.id for row in self._gateway.service.recent.rows(MOST_KEPT) if row.first_at is not None}
+        return sum(n for id, n in self._unread.items() if id not in written)
 
     def _measured(self) -> dict[str, float]:
         rows = [row.done for row in self._gateway.service.recent.rows(LOOKED_AT) if row.done is not None]
@@ -104,7 +109,7 @@ class Replica:
         return {"seconds_per_byte": _rounded(per_byte), "reply_s": _rounded(reply_s)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        return {METRIC: sum(self._unread.values()) / BYTES_PER_TOKEN}
+        return {METRIC: self._n_unread_bytes() / BYTES_PER_TOKEN}
 
     async def check_health(self) -> None:
         if not self._supervisor.is_running:

@@ -1,8 +1,8 @@
 """Ray Serve's door to ``router.score``: which replica a request goes to, by what replicas say they have read.
 
-Replicas publish their keys every second or so; what this router has sent since is known at once. Waiting is known from
-what was sent (reading that cannot be over) and from Serve's own count of running requests. Several ingresses each have a
-router; they learn of each other through what replicas publish.
+Replicas publish their keys every second or so, and what they have not read yet; what this router has sent since is known
+at once. Waiting is known from both (reading that cannot be over) and from Serve's own count of running requests. Several
+ingresses each have a router; they learn of each other through what replicas publish.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
             seen, stats = self._seen.setdefault(name, Seen()), replica.routing_stats or {}
             if stats != seen.stats:
                 seen.stats = stats
+                seen.busy_until = now + stats.get("unread_bytes", 0) * _seconds_per_byte(stats)
                 self._holdings.replace(name, {*unpacked(stats.get("keys", b"")), *seen.recent(now)})
         for name in self._seen.keys() - names:
             del self._seen[name]
