@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,15 +61,10 @@ class Fleet(Server):
         """The process that writes the replica's log."""
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                for fd in os.scandir(f"/proc/{pid}/fd"):
-                    if f"{replica}.log" in os.readlink(fd.path):
-                        return int(pid)
+                folder = f"/proc/{pid}/fd"
+                if any(f"{replica}.log" in os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)):
+                    return int(pid)
         raise AssertionError(f"no process has the log of {replica}")
-
-    def engine_of(self, replica: str) -> int:
-        parent = self.pid_of(replica)
-        children = subprocess.run(["pgrep", "-P", str(parent), "-f", "everwarm.engine.worker"], capture_output=True)
-        return int(children.stdout.split()[0])
 
     def of(self, replica: str, path: str) -> Any:
         return self.get(path, x_everwarm_replica=replica)
@@ -80,9 +76,12 @@ class Fleet(Server):
         return 0.0
 
     def is_put_away(self, replica: str) -> bool:
-        """Whether all that its conversations need is in the store."""
-        waiting = self.metric(replica, "everwarm_remote_bytes_waiting")
-        return waiting == 0 and self.metric(replica, "everwarm_remote_bytes_written_total") > 0
+        """Whether all that its conversations need is in the store: nothing waits, and nothing more comes."""
+        seen = []
+        for _ in range(2):
+            seen.append(self.metric(replica, "everwarm_remote_bytes_written_total"))
+            time.sleep(0.7)
+        return seen[0] == seen[1] > 0 and self.metric(replica, "everwarm_remote_bytes_waiting") == 0
 
     def is_idle_at(self, replica: str) -> bool:
         return not any(slot["is_processing"] for slot in self.of(replica, "/slots").json)

@@ -15,7 +15,7 @@ from scale.fleet import Fleet, fleet, model
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_CONVERSATIONS, N_TURNS = 12, 200 if CAMPAIGN else 60
-GREEDY = {"temperature": 0, "max_tokens": 12, "deterministic": True}
+GREEDY = {"temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +30,23 @@ class Talk:
     """One conversation, whoever answers it."""
 
     seed: int
+    deterministic: bool = False  # alone in its engine, and so bit for bit the same everywhere
     messages: list[dict[str, Any]] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     n_read: list[int] = field(default_factory=list)
     n_cached: list[int] = field(default_factory=list)
-    replies: list[str] = field(default_factory=list)
+    replies: list[list[tuple[str, float]]] = field(default_factory=list)
 
     def turn(self, server: Any) -> None:
         n = len(self.replies)
         said = words(60, 100 * self.seed) if n == 0 else words(10, 100 * self.seed + n)
         self.messages.append({"role": "user", "content": said})
-        reply = server.post("/v1/chat/completions", {"messages": self.messages, **GREEDY})
+        asked = {"messages": self.messages, "deterministic": self.deterministic, "logprobs": True, **GREEDY}
+        reply = server.post("/v1/chat/completions", asked)
         assert reply.status == 200, reply.data
-        message, usage = reply.json["choices"][0]["message"], reply.json["usage"]
-        self.messages.append(message)
-        self.replies.append((message.get("reasoning_content") or "") + (message["content"] or ""))
+        (choice,), usage = reply.json["choices"], reply.json["usage"]
+        self.messages.append(choice["message"])
+        self.replies.append([(token["token"], token["logprob"]) for token in choice["logprobs"]["content"]])
         self.n_cached.append(usage["prompt_tokens_details"]["cached_tokens"])
         self.n_read.append(usage["prompt_tokens"] - self.n_cached[-1])
         self.replicas.append(reply.headers.get("x-everwarm-replica", ""))
@@ -52,7 +54,7 @@ class Talk:
 
 def golden(seeds: list[int], n_turns: int) -> list[Talk]:
     """The same conversations on one server that is left alone."""
-    talks = [Talk(seed) for seed in seeds]
+    talks = [Talk(seed, deterministic=True) for seed in seeds]
     with serving("--cache-ram", "512MiB", n_ctx=8192) as server:
         for talk in talks:
             for _ in range(n_turns):
@@ -75,22 +77,29 @@ def test_turns_go_to_a_replica_that_is_warm(cluster: Fleet) -> None:
 def test_a_killed_replica_takes_no_conversation_with_it(cluster: Fleet) -> None:
     seeds = [20, 21, 22]
     wanted = golden(seeds, 6)
-    talks = [Talk(seed) for seed in seeds]
+    talks = [Talk(seed, deterministic=True) for seed in seeds]
     for talk in talks:
         for _ in range(3):
             talk.turn(cluster)
     victim = talks[0].replicas[-1]
     until(lambda: cluster.is_idle_at(victim) and cluster.is_put_away(victim), "its turns are in the store")
-    os.kill(cluster.pid_of(victim), signal.SIGKILL)
+    long = {"messages": [*talks[0].messages, {"role": "user", "content": "All of it."}], "max_tokens": 600}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        unfinished = pool.submit(cluster.post, "/v1/chat/completions", {**long, "ignore_eos": True})
+        until(lambda: not cluster.is_idle_at(victim), "its last turn is being written")
+        os.kill(cluster.pid_of(victim), signal.SIGKILL)
+        answer = unfinished.result()
+    assert answer.status == 200 and answer.headers["x-everwarm-replica"] != victim, answer.data
     for talk in talks:
         for _ in range(3):
             talk.turn(cluster)
     assert victim not in {name for talk in talks for name in talk.replicas[3:]}
     for talk, right in zip(talks, wanted, strict=True):
-        assert talk.replies == right.replies, talk.seed
+        assert talk.replies == right.replies, talk.seed  # tokens, and the bits of what they were picked from
         regret = [ours - best for ours, best in zip(talk.n_read, right.n_read, strict=True)]
         last_turn = talk.n_read[2] + GREEDY["max_tokens"]
         assert all(tokens <= last_turn for tokens in regret[3:]), (talk.seed, regret)
+    assert wanted[0].replies != wanted[1].replies, "a control: other words, other bits"
     until(lambda: len(cluster.replicas() - {victim}) == 3, "Ray has started another one", 120)
 
 
@@ -108,6 +117,21 @@ def test_streams_pass_through_to_a_real_client(cluster: Fleet) -> None:
     assert text == (getattr(said, "reasoning_content", None) or "") + (said.content or "") != ""
     assert len(deltas) > 5, "it came in pieces"
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    endless: dict[str, Any] = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}, "stream": True}
+    with client:
+        answer = client.chat.completions.with_raw_response.create(
+            model="tiny", messages=[{"role": "user", "content": "Once upon a time"}], **endless
+        )
+        stream = answer.parse()
+        next(stream)
+        os.kill(cluster.pid_of(answer.headers["x-everwarm-replica"]), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the replica died while it answered"):
+            list(stream)
+    until(lambda: len(cluster.replicas()) == 3, "Ray has started another one", 120)
 
 
 def test_hanging_up_frees_the_slot(cluster: Fleet) -> None:

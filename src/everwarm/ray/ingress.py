@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.config import log_to_stderr
 from everwarm.errors import EngineStopped, ModelNotFound
@@ -29,7 +30,8 @@ log = logging.getLogger("everwarm.ray")
 
 MODELS, RESPONSES = "/v1/models/", "/v1/responses/"
 PICK = b"x-everwarm-replica"  # in a request: which replica is meant
-_OURS = b"x-request-id"  # the guard here says it, too
+REQUEST_ID = b"x-request-id"
+_ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
 
 class Ingress:
@@ -40,7 +42,7 @@ class Ingress:
         self._everyone = Everyone(list(handles), self._answer)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Guard(self._app, self._settings.server)
+        return named_by_serve(Guard(self._app, self._settings.server))
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -84,7 +86,9 @@ class Ingress:
                 async for part in parts:
                     if isinstance(part, Head):
                         began, is_stream = True, _is_event_stream(part)
-                        await send({"type": "http.response.start", "status": part.status, "headers": _headers(part)})
+                        await send(
+                            {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
+                        )
                     else:
                         await send({"type": "http.response.body", "body": part, "more_body": True})
         except Died as error:
@@ -158,8 +162,22 @@ def _is_event_stream(head: Head) -> bool:
     )
 
 
-def _headers(head: Head) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in head.headers if name.lower() != _OURS]
+def named_by_serve(app: ASGIApp) -> ASGIApp:
+    """Serve has named the request already, and tells the client; so everybody else uses that name and is silent."""
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((v.decode("latin-1") for k, v in scope.get("headers", ()) if k == REQUEST_ID), "")
+        if _ID.fullmatch(given):
+            scope.setdefault("state", {})["request_id"] = given
+
+        async def silent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [(k, v) for k, v in message["headers"] if k.lower() != REQUEST_ID]
+            await send(message)
+
+        await app(scope, receive, silent)
+
+    return named
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
