@@ -24,16 +24,18 @@ NAMES = (
     "templates",
     "forms",
     "http",
+    "routing",
 )
+EXTRA = ("remote", "ray")  # needs more than the others: only when named
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Everwarm, beside llama-server.")
-    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"any of: {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"any of: {', '.join(NAMES + EXTRA)}")
     names = parser.parse_args().names
-    unknown = [name for name in names if name not in NAMES]
+    unknown = [name for name in names if name not in NAMES + EXTRA]
     if unknown:
-        parser.error(f"unknown benchmark {unknown[0]!r}; give any of: {', '.join(NAMES)}")
+        parser.error(f"unknown benchmark {unknown[0]!r}; give any of: {', '.join(NAMES + EXTRA)}")
     print(f"Everwarm {__version__}, libllama {abi.BUILD}, {os.cpu_count()} cores, {platform.machine()}, ", end="")
     print(f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}: `python -m bench {' '.join(names)}`\n")
     for name in names:

@@ -1,7 +1,7 @@
 """What Ray adds to a warm turn: the same conversation at one server and behind Ray's proxy, the ingress and a replica.
 
 Wanted: at most 20 ms. Where it goes is told by shorter ways: a question that the ingress answers itself, and one that a
-replica answers without its engine. Needs ``everwarm[ray]``; not part of ``python -m bench``, run ``python -m bench.ray``.
+replica answers without its engine. Needs ``everwarm[ray]``: ``python -m bench ray``.
 """
 
 from __future__ import annotations
@@ -134,7 +134,3 @@ def _median_get(server: Server, path: str) -> float:
 def _speed(server: Server) -> float:
     prompt = np.random.default_rng(1).integers(12, 2000, 64).tolist()
     return statistics.median(N_STREAM / ask(server, prompt, N_STREAM).stream_s for _ in range(5))
-
-
-if __name__ == "__main__":
-    run()

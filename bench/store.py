@@ -21,6 +21,7 @@ from bench.peer import Peer, PeerOptions, llama_server
 from bench.server import Server, ask, everwarm, post
 from everwarm.config import GREEDY, default_threads
 from everwarm.engine.engine import Engine
+from everwarm.engine.fetch import Wish
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
@@ -141,12 +142,12 @@ def _measure_reads(engine: Engine, prompt: Prompt) -> None:
     kept = archive.disk.find(root_key(archive.fingerprint, ""), prompt, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
     paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
-    size = sum(path.stat().st_size for path in paths)
+    size, wish = sum(path.stat().st_size for path in paths), Wish(prompt, "", (), 0, 0, 0)
     rows = []
     for title, before in (("cold", lambda: _forget(paths)), ("in the page cache", None)):
         ours, plain = [], []
         for _ in range(N_READS):
-            ours.append(median_s(lambda: fetcher._load(kept, prompt, 0), 1, before))
+            ours.append(median_s(lambda: fetcher._from_disk(kept, wish), 1, before))
             plain.append(median_s(lambda: [path.read_bytes() for path in paths], 1, before))
         a, b = statistics.median(ours), statistics.median(plain)
         speeds = (f"{size / seconds / 1e9:.2f} GB/s" for seconds in (a, b))

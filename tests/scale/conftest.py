@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from scale.seaweed import S3, environment, seaweed
+from bench.seaweed import S3, environment, seaweed
 
 if importlib.util.find_spec("moto") is None:
     collect_ignore_glob = ["test_*.py"]  # `make test-scale` installs what they need

@@ -13,10 +13,10 @@ from typing import Any
 
 import boto3
 import pytest
+from bench.seaweed import BUCKET, S3
 
 from gateway.server import Server, children, is_alive, metric, serving, until, words
 from scale.proxy import FAULTS, proxied
-from scale.seaweed import BUCKET, S3
 
 GUARD = 16
 SYSTEM = {"role": "system", "content": words(300, 3)}

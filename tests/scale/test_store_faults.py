@@ -7,6 +7,7 @@ import random
 import uuid
 
 import pytest
+from bench.seaweed import BUCKET, S3
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import remote as remote_module
@@ -16,7 +17,6 @@ from everwarm.state.object import Damaged
 from everwarm.state.remote import Remote
 from everwarm.state.seal import Seal
 from scale.proxy import FAULTS, Proxy, proxied
-from scale.seaweed import BUCKET, S3
 from state.test_remote import KEY, MODEL, N, fetch, find, parcel, stored
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -146,7 +146,9 @@ def test_moto_keeps_the_same_promises(monkeypatch):
         post = find(ones[2])
         assert post is not None and post.n_items == N and fetch(ones[2], post) == stored(mine)
         assert ones[2].offer(mine) and ones[2].flush(60) and ones[2].counts.n_bytes_written < 10_000
-        for one in ones:
+        nowhere = Remote(Bucket("s3://no-such-bucket/fleet", endpoint), KEY, MODEL, wait_s=10.0)
+        assert nowhere.offer(mine) and nowhere.flush(60) and nowhere.counts.n_given_up == nowhere.counts.n_failures == 1
+        for one in (*ones, nowhere):
             one.close()
     finally:
         server.stop()

@@ -93,6 +93,8 @@ class Bucket:
                     )
             except AlreadyExistsError:
                 return False
+            except FileNotFoundError as error:
+                raise OSError(f"there is no such bucket or folder: {error}") from None
         return True
 
     async def drop(self, path: str, wait_s: float) -> None:

@@ -246,6 +246,8 @@ class Remote:
         with self._lock:
             self._writing.discard(future)
             self._n_waiting -= size
+        if not future.cancelled() and (error := future.exception()) is not None:
+            log.error("a turn was not shared", exc_info=error)
 
     def flush(self, seconds: float = FLUSH_S) -> bool:
         """Wait until everything offered is there or was given up: not for ever, and not long for a store that is dead."""
@@ -271,9 +273,13 @@ class Remote:
                     data = sealed(parcel.signpost, name, self._seal)
                     await self._send(name, [data], over=True)
                     self._missed.pop(name, None)
-        except (StoreFault, TimeoutError, ValueError) as error:
+        except (StoreFault, TimeoutError) as error:
             self.counts.n_given_up += 1
             self._fail(error)
+            return
+        except ValueError as error:
+            self.counts.n_given_up += 1
+            log.warning("a turn is not shared: %s", error)
             return
         self._announced[parcel.signpost.key] = (parcel.signpost.n_items, parcel.names)
         while len(self._announced) > MAX_REMEMBERED:

@@ -1,4 +1,4 @@
-"""A real S3 server (SeaweedFS) for as long as a test needs one, with its files in a folder of the test's."""
+"""A real S3 server (SeaweedFS) for as long as somebody needs one, with its files in a folder of theirs."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def seaweed(folder: Path) -> Iterator[S3]:
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     command = [str(weed()), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-filer", "-s3"]
     command += [f"-s3.config={config}", "-volume.max=8", "-master.volumeSizeLimitMB=512", "-master.telemetry=false"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += [f"-{name}={port}" for name, port in ports.items()]
     with (folder / "weed.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
