@@ -29,6 +29,7 @@ from everwarm.ray.wire import Asked, Head
 log = logging.getLogger("everwarm.ray")
 
 MODELS, RESPONSES = "/v1/models/", "/v1/responses/"
+BY_VALUE = {"stream": True, "_by_reference": False}  # straight to the replica, not through Ray's object store
 PICK = b"x-everwarm-replica"  # in a request: which replica is meant
 REQUEST_ID = b"x-request-id"
 _ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
@@ -38,7 +39,7 @@ class Ingress:
     def __init__(self, settings: ClusterSettings, handles: dict[str, Any]) -> None:
         log_to_stderr()
         self._settings = settings
-        self._handles = {id: handle.options(stream=True, method_name="forward") for id, handle in handles.items()}
+        self._handles = {id: handle.options(**BY_VALUE, method_name="forward") for id, handle in handles.items()}
         self._everyone = Everyone(list(handles), self._answer)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -18,8 +18,9 @@ from starlette.types import Message
 
 from everwarm.config import log_to_stderr
 from everwarm.engine import messages as m
-from everwarm.errors import EngineStopped
+from everwarm.errors import EngineStopped, ReplicaNotFound
 from everwarm.gateway.app import build_gateway
+from everwarm.gateway.guard import error_response
 from everwarm.gateway.prefixes import response_key
 from everwarm.gateway.recent import MOST_KEPT
 from everwarm.gateway.settings import ServerSettings
@@ -58,6 +59,12 @@ class Replica:
 
     async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
         """The parts of an answer as they come. Whoever stops listening has hung up."""
+        if asked.replica not in ("", self.name):  # it was meant for one that is gone
+            gone = ReplicaNotFound(f"there is no replica {asked.replica[:100]!r} any more")
+            answer = error_response(gone, asked.request_id, asked.path)
+            yield Head(answer.status_code, tuple(answer.raw_headers))
+            yield bytes(answer.body)
+            return
         self._unread[asked.request_id] = self._held.n_new(asked.prefixes.keys, asked.prefixes.ends)
         self._held.use(asked.prefixes.keys)
         exchange = Exchange(asked)

@@ -68,8 +68,8 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         if not candidate_replicas or not isinstance(asked, Asked):
             return [candidate_replicas]
         names = [name_of(replica.replica_id) for replica in candidate_replicas]
-        if asked.replica:
-            return [[r for r, name in zip(candidate_replicas, names, strict=True) if name == asked.replica]]
+        if asked.replica in names:
+            return [[candidate_replicas[names.index(asked.replica)]]]
         prefixes = asked.prefixes
         if prefixes.bound is not None:
             holders = self._holdings.holders(prefixes.bound)
