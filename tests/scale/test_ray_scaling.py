@@ -29,6 +29,8 @@ def test_replicas_come_and_go(tmp_path: Path) -> None:
         assert set(served.values()) <= replicas_of(cluster, "grows")
         until(lambda: len(replicas_of(cluster, "grows")) == 1, "one replica has gone", 120)
         (left,) = replicas_of(cluster, "grows")
+        for gone in set(served.values()) - {left}:
+            until(lambda gone=gone: f"replica {gone} has put away" in cluster.log, "it put away before it went")
         moved = [seed for seed, name in served.items() if name != left]
         assert moved, "the one that went had conversations"
         for seed in moved:

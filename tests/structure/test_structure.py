@@ -63,6 +63,7 @@ PURE = (
     "simulate/optimum.py",
     "simulate/replay.py",
     "simulate/plot.py",
+    "simulate/fleet.py",
     "gateway/contents.py",
     "gateway/stable.py",
     "gateway/breakpoints.py",
