@@ -29,6 +29,7 @@ log = logging.getLogger("everwarm.ray")
 
 APP = "everwarm"
 INGRESS_CPUS = 0.1
+NO_ACCESS_LOG = {"enable_access_log": False}  # three lines per request, in three processes
 STOP_S = 10.0  # beyond the grace and the putting away
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -53,6 +54,7 @@ def build(settings: ClusterSettings) -> Any:
         num_replicas=settings.n_ingresses,
         max_ongoing_requests=settings.server.max_requests * len(models),
         ray_actor_options={"num_cpus": INGRESS_CPUS},
+        logging_config=NO_ACCESS_LOG,
     )
     return ingress.bind(settings, models)
 
@@ -67,6 +69,7 @@ def _deployment(model: ModelSettings, settings: ClusterSettings) -> Any:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=server.grace_s + table.put_away + STOP_S,
         health_check_period_s=5.0,
+        logging_config=NO_ACCESS_LOG,
         request_router_config=RequestRouterConfig(
             request_router_class="everwarm.ray.routing:WarmRouter",
             request_routing_stats_period_s=settings.stats_every_s,
@@ -121,7 +124,11 @@ def run(config: Path, address: str | None = None) -> int:
 def start(settings: ClusterSettings) -> None:
     """Serve on a cluster that this process has joined; returns when every replica is ready."""
     host, port = settings.server.host, settings.server.port
-    serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=host, port=port))
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(host=host, port=port),
+        logging_config=NO_ACCESS_LOG,
+    )
     serve.run(build(settings), name=APP, route_prefix="/")
 
 
