@@ -15,6 +15,7 @@ from scale.fleet import Fleet, fleet, model
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_CONVERSATIONS, N_TURNS = 12, 200 if CAMPAIGN else 60
+SAME = 1e-3  # of logarithms of probabilities
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
 
@@ -30,7 +31,6 @@ class Talk:
     """One conversation, whoever answers it."""
 
     seed: int
-    deterministic: bool = False  # alone in its engine, and so bit for bit the same everywhere
     messages: list[dict[str, Any]] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     n_read: list[int] = field(default_factory=list)
@@ -39,9 +39,9 @@ class Talk:
 
     def turn(self, server: Any) -> None:
         n = len(self.replies)
-        said = words(60, 100 * self.seed) if n == 0 else words(10, 100 * self.seed + n)
+        said = words(200, 100 * self.seed) if n == 0 else words(30, 100 * self.seed + n)
         self.messages.append({"role": "user", "content": said})
-        asked = {"messages": self.messages, "deterministic": self.deterministic, "logprobs": True, **GREEDY}
+        asked = {"messages": self.messages, "logprobs": True, **GREEDY}
         reply = server.post("/v1/chat/completions", asked)
         assert reply.status == 200, reply.data
         (choice,), usage = reply.json["choices"], reply.json["usage"]
@@ -52,9 +52,16 @@ class Talk:
         self.replicas.append(reply.headers.get("x-everwarm-replica", ""))
 
 
+def apart(one: Talk, other: Talk) -> float:
+    """How far what was written is from the same; another token is infinitely far. Bits depend on where reading stopped."""
+    turns = zip(one.replies, other.replies, strict=True)
+    pairs = [pair for ours, theirs in turns for pair in zip(ours, theirs, strict=True)]
+    return max(abs(p - q) if a == b else float("inf") for (a, p), (b, q) in pairs)
+
+
 def golden(seeds: list[int], n_turns: int) -> list[Talk]:
     """The same conversations on one server that is left alone."""
-    talks = [Talk(seed, deterministic=True) for seed in seeds]
+    talks = [Talk(seed) for seed in seeds]
     with serving("--cache-ram", "512MiB", n_ctx=8192) as server:
         for talk in talks:
             for _ in range(n_turns):
@@ -77,7 +84,7 @@ def test_turns_go_to_a_replica_that_is_warm(cluster: Fleet) -> None:
 def test_a_killed_replica_takes_no_conversation_with_it(cluster: Fleet) -> None:
     seeds = [20, 21, 22]
     wanted = golden(seeds, 6)
-    talks = [Talk(seed, deterministic=True) for seed in seeds]
+    talks = [Talk(seed) for seed in seeds]
     for talk in talks:
         for _ in range(3):
             talk.turn(cluster)
@@ -85,9 +92,7 @@ def test_a_killed_replica_takes_no_conversation_with_it(cluster: Fleet) -> None:
     until(lambda: cluster.is_idle_at(victim) and cluster.is_put_away(victim), "its turns are in the store")
     long = {"messages": [*talks[0].messages, {"role": "user", "content": "All of it."}], "max_tokens": 600}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        unfinished = pool.submit(
-            cluster.post, "/v1/chat/completions", {**long, "ignore_eos": True, "deterministic": True}
-        )
+        unfinished = pool.submit(cluster.post, "/v1/chat/completions", {**long, "ignore_eos": True})
         until(lambda: not cluster.is_idle_at(victim), "its last turn is being written")
         os.kill(cluster.pid_of(victim), signal.SIGKILL)
         answer = unfinished.result()
@@ -97,11 +102,11 @@ def test_a_killed_replica_takes_no_conversation_with_it(cluster: Fleet) -> None:
             talk.turn(cluster)
     assert victim not in {name for talk in talks for name in talk.replicas[3:]}
     for talk, right in zip(talks, wanted, strict=True):
-        assert talk.replies == right.replies, talk.seed  # tokens, and the bits of what they were picked from
+        assert apart(talk, right) < SAME, (talk.seed, apart(talk, right))
         regret = [ours - best for ours, best in zip(talk.n_read, right.n_read, strict=True)]
         last_turn = talk.n_read[2] + GREEDY["max_tokens"]
         assert all(tokens <= last_turn for tokens in regret[3:]), (talk.seed, talk.n_read, right.n_read)
-    assert wanted[0].replies != wanted[1].replies, "a control: other words, other bits"
+    assert apart(wanted[0], wanted[1]) > SAME, "a control: other words, other numbers"
     until(lambda: len(cluster.replicas() - {victim}) == 3, "Ray has started another one", 120)
 
 
@@ -175,7 +180,7 @@ def test_a_kept_response_goes_on_where_it_is_kept(cluster: Fleet) -> None:
         cluster.ask("/v1/responses", {"model": "tiny", "input": words(20, seed), "max_output_tokens": 4})["id"]
         for seed in range(6)
     ]
-    until(lambda: all(cluster.get(f"/v1/responses/{id}").status == 200 for id in first), "routers know whose they are")
+    assert [cluster.get(f"/v1/responses/{id}").status for id in first] == [200] * 6
     for id in first:
         again = cluster.ask(
             "/v1/responses", {"model": "tiny", "input": "And then?", "previous_response_id": id, "max_output_tokens": 4}

@@ -23,14 +23,14 @@ from everwarm.gateway.prefixes import NOTHING, Prefixes, prefixes_of, response_k
 from everwarm.gateway.replies import json_response
 from everwarm.ray.boundary import Died
 from everwarm.ray.everyone import Answer, Everyone
+from everwarm.ray.known import note
 from everwarm.ray.settings import ClusterSettings
-from everwarm.ray.wire import Asked, Head
+from everwarm.ray.wire import REPLICA_HEADER, Asked, Head, kept_response
 
 log = logging.getLogger("everwarm.ray")
 
 MODELS, RESPONSES = "/v1/models/", "/v1/responses/"
 BY_VALUE = {"stream": True, "_by_reference": False}  # straight to the replica, not through Ray's object store
-PICK = b"x-everwarm-replica"  # in a request: which replica is meant
 REQUEST_ID = b"x-request-id"
 _ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
@@ -66,7 +66,7 @@ class Ingress:
         if path.startswith(MODELS):
             named = unquote(path.removeprefix(MODELS))
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
-        picked = next((value.decode("latin-1") for name, value in headers if name == PICK), "")
+        picked = next((value.decode("latin-1") for name, value in headers if name == REPLICA_HEADER), "")
         asked = Asked(
             scope["state"]["request_id"], scope["method"], path, query, headers, raw, _prefixes(path, body), picked
         )
@@ -82,15 +82,18 @@ class Ingress:
 
     async def _relay(self, asked: Asked, model: str, scope: Scope, send: Send) -> None:
         is_stream = began = False
+        replica = ""
         try:
             async with contextlib.aclosing(self._parts(asked, model)) as parts:
                 async for part in parts:
                     if isinstance(part, Head):
-                        began, is_stream = True, _is_event_stream(part)
+                        began, is_stream, replica = True, _is_event_stream(part), _replica(part)
                         await send(
                             {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
                         )
                     else:
+                        if (key := kept_response(asked, part)) is not None:
+                            note(model, replica, key)
                         await send({"type": "http.response.body", "body": part, "more_body": True})
         except Died as error:
             log.warning("a replica of %s died while it answered %s: %s", model, asked.request_id, type(error).__name__)
@@ -161,6 +164,10 @@ def _is_event_stream(head: Head) -> bool:
     return any(
         name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers
     )
+
+
+def _replica(head: Head) -> str:
+    return next((value.decode() for name, value in head.headers if name == REPLICA_HEADER), "")
 
 
 def named_by_serve(app: ASGIApp) -> ASGIApp:

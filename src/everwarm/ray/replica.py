@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped, ReplicaNotFound
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.guard import error_response
-from everwarm.gateway.prefixes import response_key
 from everwarm.gateway.recent import MOST_KEPT
 from everwarm.gateway.settings import ServerSettings
 from everwarm.ray.boundary import serve
 from everwarm.ray.held import Held
 from everwarm.ray.scaling import METRIC
 from everwarm.ray.settings import ModelSettings
-from everwarm.ray.wire import BYTES_PER_TOKEN, REPLICA_HEADER, Asked, Head
+from everwarm.ray.wire import BYTES_PER_TOKEN, REPLICA_HEADER, Asked, Head, kept_response
 from everwarm.router.catalog import Catalog, ModelSpec
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool
@@ -38,7 +36,6 @@ log = logging.getLogger("everwarm.ray")
 
 HANGUP_S = 5.0  # for a request to notice that its client is gone
 LOOKED_AT = 64  # of the last requests, for what reading and replies take
-_RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_-]{1,128})"')
 
 
 class Replica:
@@ -75,7 +72,8 @@ class Replica:
                     head = (*part.headers, (REPLICA_HEADER, self.name.encode()))
                     yield Head(part.status, head)
                 else:
-                    self._note_response(asked, part)
+                    if (key := kept_response(asked, part)) is not None:
+                        self._held.use([key])
                     yield part
         finally:
             self._unread.pop(asked.request_id, None)
@@ -88,11 +86,6 @@ class Replica:
             await self._gateway.app(exchange.scope(), exchange.receive, exchange.send)
         finally:
             exchange.end()
-
-    def _note_response(self, asked: Asked, part: bytes) -> None:
-        """A response that is kept can be gone on from only here."""
-        if asked.path == "/v1/responses" and (found := _RESPONSE_ID.search(part, 0, 4096)):
-            self._held.use([response_key(found[1].decode())])
 
     # what Serve asks
 

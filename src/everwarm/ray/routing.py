@@ -92,8 +92,13 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         (n_reusable,) = self._holdings.reach(prefixes.keys, prefixes.ends, [name])
         read_s = (prefixes.n_bytes - n_reusable) * _seconds_per_byte(seen.stats)
         seen.busy_until = max(now, seen.busy_until) + read_s
-        seen.placed.append((now, prefixes.keys))
-        self._holdings.add(name, prefixes.keys)
+        self.note(name, prefixes.keys)
+
+    def note(self, name: str, keys: tuple[int, ...]) -> None:
+        seen = self._seen.get(name)
+        if seen is not None:
+            seen.placed.append((time.monotonic(), keys))
+            self._holdings.add(name, keys)
 
     def _load(self, replica: Any, name: str) -> Load:
         seen = self._seen.get(name) or Seen()

@@ -5,12 +5,15 @@ Plain values of Python's own types, because Ray carries them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from everwarm.gateway.prefixes import NOTHING, Prefixes
+from everwarm.gateway.prefixes import NOTHING, Prefixes, response_key
 
 Headers = list[tuple[bytes, bytes]]
 
+RESPONSES = "/v1/responses"
+_RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_-]{1,128})"')
 REPLICA_HEADER = b"x-everwarm-replica"
 BYTES_PER_TOKEN = 4  # of JSON text, roughly: only for guesses
 
@@ -35,3 +38,9 @@ class Head:
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
+
+
+def kept_response(asked: Asked, part: bytes) -> int | None:
+    """The key of a response that is kept, told from the first bytes of an answer: only who gave it can go on from it."""
+    found = _RESPONSE_ID.search(part, 0, 4096) if asked.path == RESPONSES else None
+    return None if found is None else response_key(found[1].decode())
