@@ -15,7 +15,7 @@ from scale.fleet import Fleet, fleet, model
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_CONVERSATIONS, N_TURNS = 12, 200 if CAMPAIGN else 60
-SAME = 1e-3  # of logarithms of probabilities
+SAME = 0.1  # of log probabilities; one server that reads a prompt cold differs from itself warm by 0.03
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
 
