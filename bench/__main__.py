@@ -25,8 +25,9 @@ NAMES = (
     "forms",
     "http",
     "page",
+    "routing",
 )
-ALONE = ("suite", "scaling", "remote")  # these write reports or need more, and run only where they are named
+ALONE = ("suite", "scaling", "remote", "ray")  # these write reports or need more, and run only where they are named
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ def serve(
     *,
     demo: bool = False,
     models: str | None = None,
+    ray: Path | None = None,
     options: ServeOptions = DEFAULTS,
 ) -> int:
     """Serve a model, or many, over HTTP, for clients of OpenAI's, Anthropic's and llama-server's APIs.
@@ -79,7 +80,11 @@ def serve(
     models
         Many models behind one address, loaded when they are asked for: a folder of GGUF files, a TOML file that lists
         them, or `hf:` for all that are in the Hugging Face cache. Each keeps its conversations while it is not loaded.
+    ray
+        Replicas on many machines: a TOML file that describes the cluster, with everything that is a flag here.
     """
+    if ray is not None:
+        return _serve_cluster(ray, is_alone=(model, demo, models, options) == (None, False, None, DEFAULTS))
     from everwarm.gateway.server import serve as run
 
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
@@ -96,6 +101,15 @@ def serve(
         return discover(source, engine, default=default, state_dir=state_dir)
 
     return run(read_again, options.limits(found), options.server(), console, autoload=options.models_autoload)
+
+
+def _serve_cluster(config: Path, *, is_alone: bool) -> int:
+    require(is_alone, "--ray takes everything from its file; give no model and no other flags")
+    try:
+        from everwarm.ray.deploy import run
+    except ModuleNotFoundError as error:
+        raise BadRequest(f"{error}; install everwarm[ray]") from None
+    return run(config)
 
 
 def _single(model: str | None, options: ServeOptions, engine: EngineSettings, console: Console) -> Catalog:

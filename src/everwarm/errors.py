@@ -15,6 +15,7 @@ EverwarmError
 │   ├── StateRejected               a state was not accepted; the sequence has none now
 │   └── DecodeFailed                the sequences of the batch are empty now
 ├── ModelNotFound              404  no model of that name
+├── ReplicaNotFound            404  of many machines, the one that was meant is gone
 ├── ResponseNotFound           404  not kept, or not any more
 │   └── PreviousNotFound       404  the same of one that is to be gone on from
 ├── NoRoom                     503  no memory for that model
@@ -104,6 +105,11 @@ class EngineStopped(EverwarmError):
 class ModelNotFound(EverwarmError):
     status = 404
     code = "model_not_found"
+
+
+class ReplicaNotFound(EverwarmError):
+    status = 404
+    code = "replica_not_found"
 
 
 class ResponseNotFound(EverwarmError):

@@ -21,12 +21,13 @@ MAY_IMPORT = {
     "config": {"errors", "types"},
     "prompt": BASE,
     "state": BASE | {"prompt"},
-    "simulate": BASE | {"prompt", "state"},
+    "simulate": BASE | {"prompt", "state", "router"},
     "llama": BASE | {"prompt"},
     "engine": BASE | {"prompt", "state", "llama"},
     "gateway": BASE | {"prompt", "state", "engine", "router"},
     "router": BASE | {"prompt", "state", "engine"},
     "demo": BASE | {"prompt", "state", "llama", "engine", "gateway", "router"},
+    "ray": BASE | {"prompt", "state", "engine", "gateway", "router", "demo"},
 }
 # No clock, disk, C, randomness or logging inside: these are tested by the thousand.
 PURE = (
@@ -44,6 +45,10 @@ PURE = (
     "router/plan.py",
     "router/names.py",
     "router/estimate.py",
+    "router/score.py",
+    "gateway/prefixes.py",
+    "ray/scaling.py",
+    "ray/held.py",
     "llama/cells.py",
     "prompt/prompt.py",
     "gateway/canonical.py",
@@ -58,6 +63,7 @@ PURE = (
     "simulate/optimum.py",
     "simulate/replay.py",
     "simulate/plot.py",
+    "simulate/fleet.py",
     "gateway/contents.py",
     "gateway/stable.py",
     "gateway/breakpoints.py",

@@ -44,6 +44,7 @@ class Gateway:
 
     app: ASGIApp
     drain: Callable[[], Awaitable[None]]
+    service: Service
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
@@ -86,7 +87,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Exception: _on_accident,
     }
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Gateway(Guard(app, settings), drain)
+    return Gateway(Guard(app, settings), drain, service)
 
 
 def _remote(settings: ServerSettings) -> RemotePolicy | None:

@@ -35,8 +35,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})  # a gateway before this one may have named the request already
+        request_id = state.setdefault("request_id", f"req_{secrets.token_hex(12)}")
         began = False
 
         async def tagged(message: Message) -> None:

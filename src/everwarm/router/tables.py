@@ -151,13 +151,13 @@ class ModelsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
 
 def read_models_file(path: Path) -> tuple[ModelsFile, dict[str, ModelTable]]:
     """The file and its tables. Whatever is wrong with them is a ``BadRequest``."""
-    whole = _convert(_parsed(path), ModelsFile, f"{path.name}:")
+    whole = convert(parsed(path), ModelsFile, f"{path.name}:")
     with speaking_of(f"{path.name}:"):
         _ = whole.memory_bytes
     tables = {}
     for name, fields in whole.models.items():
         where = place(path, name)
-        table = tables[name] = _convert(fields, ModelTable, where)
+        table = tables[name] = convert(fields, ModelTable, where)
         with speaking_of(where):
             _ = table.ttl_s
             for word in (name, *table.aliases):
@@ -202,7 +202,7 @@ def below(base: Path, name: str) -> Path:
     return base / Path(name).expanduser()
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def parsed(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -214,7 +214,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise BadRequest(f"{path} is not valid TOML: {error}") from None
 
 
-def _convert(fields: Mapping[str, Any], kind: type[S], where: str) -> S:
+def convert(fields: Mapping[str, Any], kind: type[S], where: str) -> S:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

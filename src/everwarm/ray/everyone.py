@@ -1,0 +1,89 @@
+"""Questions that no single replica can answer: which models there are, whether all are ready, everybody's numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from everwarm.gateway.metrics import CONTENT_TYPE
+from everwarm.gateway.replies import json_response
+from everwarm.ray.known import replicas_of
+from everwarm.ray.wire import Asked
+
+LISTS = {"/v1/models": "data", "/models": "data", "/api/tags": "models", "/api/ps": "models"}
+_SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+.*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+
+class Everyone:
+    def __init__(self, models: list[str], ask: Callable[[Asked, str], Awaitable[Answer]]) -> None:
+        self._models = models
+        self._ask = ask
+
+    async def answer(self, asked: Asked) -> Response | None:
+        """None: any replica of one model can say it."""
+        if asked.path == "/ready":
+            return await self._ready(asked)
+        if asked.path in LISTS:
+            return await self._listed(asked, LISTS[asked.path])
+        if asked.path == "/metrics" and not asked.replica:
+            return await self._metrics(asked)
+        return None
+
+    async def _ready(self, asked: Asked) -> Response:
+        """When every model has a replica that is."""
+        missing = [model for model in self._models if not replicas_of(model)]
+        for model in self._models:
+            if model not in missing and (await self._ask(asked, model)).status != 200:
+                missing.append(model)
+        about = {"status": "starting" if missing else "ready", "models": len(self._models), "missing": missing}
+        return json_response(about, 503 if missing else 200, {"retry-after": "1"} if missing else {})
+
+    async def _listed(self, asked: Asked, key: str) -> Response:
+        whole: dict[str, Any] = {}
+        for model in self._models:
+            answer = await self._ask(asked, model)
+            if answer.status != 200:
+                return Response(answer.body, answer.status, media_type="application/json")
+            part = msgspec.json.decode(answer.body)
+            whole = part if not whole else whole | {key: whole[key] + part[key]}
+        if "last_id" in whole:
+            whole["last_id"] = whole[key][-1]["id"]
+        return json_response(whole)
+
+    async def _metrics(self, asked: Asked) -> Response:
+        """Every replica's, told apart by labels."""
+        texts = {}
+        for model in self._models:
+            for name in replicas_of(model):
+                answer = await self._ask(dataclasses.replace(asked, replica=name), model)
+                texts[model, name] = answer.body.decode()
+        return Response(labelled(texts), media_type=CONTENT_TYPE)
+
+
+def labelled(texts: dict[tuple[str, str], str]) -> str:
+    """One text of metrics, by (model, replica): each family once, every sample with both labels."""
+    about: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for (model, replica), text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = line.split(" ")[2]
+                if line not in about.setdefault(family, []):
+                    about[family].append(line)
+            elif found := _SAMPLE.match(line):
+                labels = ",".join(filter(None, (f'model_id="{model}",replica="{replica}"', found[2])))
+                samples.setdefault(family, []).append(f"{found[1]}{{{labels}}} {found[3]}")
+    return "\n".join(line for name, head in about.items() for line in (*head, *samples.get(name, []))) + "\n"

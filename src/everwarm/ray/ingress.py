@@ -1,0 +1,196 @@
+"""Where clients come in: the guard, which model is meant, what the request begins with, and the way to a replica and back.
+
+Knows no template, no token and no engine. A replica that dies before it said anything is replaced once, by another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncGenerator
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from everwarm.config import log_to_stderr
+from everwarm.errors import EngineStopped, ModelNotFound
+from everwarm.gateway.guard import Guard, error_response
+from everwarm.gateway.prefixes import NOTHING, Prefixes, prefixes_of, response_key
+from everwarm.gateway.replies import json_response
+from everwarm.ray.boundary import Died
+from everwarm.ray.everyone import Answer, Everyone
+from everwarm.ray.known import note
+from everwarm.ray.settings import ClusterSettings
+from everwarm.ray.wire import REPLICA_HEADER, Asked, Head, kept_response
+
+log = logging.getLogger("everwarm.ray")
+
+MODELS, RESPONSES = "/v1/models/", "/v1/responses/"
+BY_VALUE = {"stream": True, "_by_reference": False}  # straight to the replica, not through Ray's object store
+REQUEST_ID = b"x-request-id"
+_ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
+
+
+class Ingress:
+    def __init__(self, settings: ClusterSettings, handles: dict[str, Any]) -> None:
+        log_to_stderr()
+        self._settings = settings
+        self._handles = {id: handle.options(**BY_VALUE, method_name="forward") for id, handle in handles.items()}
+        self._everyone = Everyone(list(handles), self._answer)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return named_by_serve(Guard(self._app, self._settings.server))
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await _lifespan(receive, send)
+        path, method = scope["path"], scope["method"]
+        if path in ("/health", "/v1/health"):
+            return await json_response({"status": "ok"})(scope, receive, send)
+        asked, model = await self._asked(scope, receive)
+        merged = await self._everyone.answer(asked) if method == "GET" and not model else None
+        if merged is not None:
+            return await merged(scope, receive, send)
+        await self._relay(asked, self._find(model), scope, send)
+
+    async def _asked(self, scope: Scope, receive: Receive) -> tuple[Asked, str | None]:
+        """The request as a value, and the model that it names anywhere."""
+        raw, path, query = await _whole(receive), scope["path"], scope["query_string"]
+        body = _decoded(raw)
+        named = body.get("model") if isinstance(body, dict) else None
+        named = named or next(iter(parse_qs(query.decode("latin-1")).get("model", [])), None)
+        if path.startswith(MODELS):
+            named = unquote(path.removeprefix(MODELS))
+        headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+        picked = next((value.decode("latin-1") for name, value in headers if name == REPLICA_HEADER), "")
+        asked = Asked(
+            scope["state"]["request_id"], scope["method"], path, query, headers, raw, _prefixes(path, body), picked
+        )
+        return asked, named if isinstance(named, str) else None
+
+    def _find(self, name: str | None) -> str:
+        found = self._settings.find(name)
+        if found is None:
+            known = ", ".join(sorted(self._handles))
+            told = "no model was named" if not name else f"there is no model {name[:100]!r}"
+            raise ModelNotFound(f"{told}; there are: {known}")
+        return found.id
+
+    async def _relay(self, asked: Asked, model: str, scope: Scope, send: Send) -> None:
+        is_stream = began = False
+        replica = ""
+        try:
+            async with contextlib.aclosing(self._parts(asked, model)) as parts:
+                async for part in parts:
+                    if isinstance(part, Head):
+                        began, is_stream, replica = True, _is_event_stream(part), _replica(part)
+                        await send(
+                            {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
+                        )
+                    else:
+                        if (key := kept_response(asked, part)) is not None:
+                            note(model, replica, key)
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Died as error:
+            log.warning("a replica of %s died while it answered %s: %s", model, asked.request_id, type(error).__name__)
+            died = EngineStopped("the replica died while it answered; try again, what was read before is kept")
+            if not began:
+                raise died from None
+            if is_stream:
+                told = bytes(error_response(died, asked.request_id, scope["path"]).body)
+                await send({"type": "http.response.body", "body": b"event: error\ndata: " + told + b"\n\n"})
+                return
+            raise
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _parts(self, asked: Asked, model: str) -> AsyncGenerator[Head | bytes, None]:
+        """From one replica, or, if that died before it said anything, from another."""
+        for is_last in (False, True):
+            began, answer = False, self._handles[model].remote(asked)
+            try:
+                async for part in answer:
+                    began = True
+                    yield part
+                return
+            except Died:
+                if began or is_last:
+                    raise
+                log.warning("a replica of %s is gone; %s goes to another one", model, asked.request_id)
+            finally:
+                answer.cancel()  # nothing happens if it is over
+
+    async def _answer(self, asked: Asked, model: str) -> Answer:
+        """A whole answer, for those who put several together."""
+        status, body = 500, b""
+        async with contextlib.aclosing(self._parts(asked, model)) as parts:
+            async for part in parts:
+                if isinstance(part, Head):
+                    status = part.status
+                else:
+                    body += part
+        return Answer(status, body)
+
+
+def _prefixes(path: str, body: Any) -> Prefixes:
+    if path.startswith(RESPONSES):
+        return Prefixes(bound=response_key(unquote(path.removeprefix(RESPONSES)).partition("/")[0]))
+    return NOTHING if body is None else prefixes_of(body)
+
+
+def _decoded(raw: bytes) -> Any:
+    """None for what is no JSON: the replica says what is wrong with it."""
+    try:
+        return msgspec.json.decode(raw) if raw else None
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+async def _whole(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise asyncio.CancelledError
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _is_event_stream(head: Head) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers
+    )
+
+
+def _replica(head: Head) -> str:
+    return next((value.decode() for name, value in head.headers if name == REPLICA_HEADER), "")
+
+
+def named_by_serve(app: ASGIApp) -> ASGIApp:
+    """Serve has named the request already, and tells the client; so everybody else uses that name and is silent."""
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((v.decode("latin-1") for k, v in scope.get("headers", ()) if k == REQUEST_ID), "")
+        if _ID.fullmatch(given):
+            scope.setdefault("state", {})["request_id"] = given
+
+        async def silent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [(k, v) for k, v in message["headers"] if k.lower() != REQUEST_ID]
+            await send(message)
+
+        await app(scope, receive, silent)
+
+    return named
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

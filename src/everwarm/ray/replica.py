@@ -1,0 +1,207 @@
+"""One replica: a whole gateway with its engine process, in an actor of Ray, without a port of its own.
+
+Requests come as values through Serve and pass the same application as anywhere else, so every dialect, stream and error
+is the same. Tells routers what it has read, and the autoscaler what waits. When it must go it puts away first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Message
+
+from everwarm.config import log_to_stderr
+from everwarm.engine import messages as m
+from everwarm.errors import EngineStopped, ReplicaNotFound
+from everwarm.gateway.app import build_gateway
+from everwarm.gateway.guard import error_response
+from everwarm.gateway.recent import MOST_KEPT
+from everwarm.gateway.settings import ServerSettings
+from everwarm.ray.boundary import serve
+from everwarm.ray.held import Held
+from everwarm.ray.scaling import METRIC
+from everwarm.ray.settings import ModelSettings
+from everwarm.ray.wire import BYTES_PER_TOKEN, REPLICA_HEADER, Asked, Head, kept_response
+from everwarm.router.catalog import Catalog, ModelSpec
+from everwarm.router.plan import Limits
+from everwarm.router.pool import Pool
+from everwarm.router.supervisor import State
+
+log = logging.getLogger("everwarm.ray")
+
+HANGUP_S = 5.0  # for a request to notice that its client is gone
+LOOKED_AT = 64  # of the last requests, for what reading and replies take
+
+
+class Replica:
+    async def __init__(  # type: ignore[misc]
+        self, model: ModelSettings, server: ServerSettings, max_keys: int
+    ) -> None:
+        log_to_stderr()
+        self.name = serve.get_replica_context().replica_id.unique_id
+        catalog = _catalog(model)
+        self._pool = Pool(lambda: catalog, Limits())
+        self._gateway = build_gateway(self._pool, server)
+        self._held = Held(max_keys)
+        self._unread: dict[str, int] = {}  # bytes that requests brought and nobody had read, by their id
+        self._pool.start()
+        self._supervisor = self._pool.find(model.id).supervisor
+        if await self._supervisor.until(State.READY) is not State.READY:
+            raise EngineStopped(f"{model.id} cannot be served: {self._supervisor.reason}")
+
+    async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
+        """The parts of an answer as they come. Whoever stops listening has hung up."""
+        if asked.replica not in ("", self.name):  # it was meant for one that is gone
+            gone = ReplicaNotFound(f"there is no replica {asked.replica[:100]!r} any more")
+            answer = error_response(gone, asked.request_id, asked.path)
+            yield Head(answer.status_code, tuple(answer.raw_headers))
+            yield bytes(answer.body)
+            return
+        self._unread[asked.request_id] = self._held.n_new(asked.prefixes.keys, asked.prefixes.ends)
+        self._held.use(asked.prefixes.keys)
+        exchange = Exchange(asked)
+        running = asyncio.create_task(self._run(exchange))
+        try:
+            async for part in exchange.parts():
+                if isinstance(part, Head):
+                    head = (*part.headers, (REPLICA_HEADER, self.name.encode()))
+                    yield Head(part.status, head)
+                else:
+                    if (key := kept_response(asked, part)) is not None:
+                        self._held.use([key])
+                    yield part
+        finally:
+            self._unread.pop(asked.request_id, None)
+            exchange.hang_up()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(running, HANGUP_S)
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            await self._gateway.app(exchange.scope(), exchange.receive, exchange.send)
+        finally:
+            exchange.end()
+
+    # what Serve asks
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        info = self._supervisor.info
+        sizes = {} if info is None else {"n_slots": info.n_slots}
+        return {"keys": self._held.packed(), "unread_bytes": self._n_unread_bytes(), **sizes, **self._measured()}
+
+    def _n_unread_bytes(self) -> int:
+        """What waits to be read: of whoever has no token yet."""
+        written = {row.caller.id for row in self._gateway.service.recent.rows(MOST_KEPT) if row.first_at is not None}
+        return sum(n for id, n in self._unread.items() if id not in written)
+
+    def _measured(self) -> dict[str, float]:
+        rows = [row.done for row in self._gateway.service.recent.rows(LOOKED_AT) if row.done is not None]
+        n_read = sum(done.n_prompt - done.n_cached for done in rows)
+        if not rows or n_read == 0:
+            return {}
+        per_byte = sum(done.prefill_s for done in rows) / n_read / BYTES_PER_TOKEN
+        reply_s = sum(done.prefill_s + done.decode_s for done in rows) / len(rows)
+        return {"seconds_per_byte": _rounded(per_byte), "reply_s": _rounded(reply_s)}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return {METRIC: self._n_unread_bytes() / BYTES_PER_TOKEN}
+
+    async def check_health(self) -> None:
+        if not self._supervisor.is_running:
+            raise EngineStopped(self._supervisor.reason or "the engine is down")
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's own numbers, for tests and benchmarks."""
+        return dict(await self._supervisor.ask(m.AskStats))
+
+    async def __del__(self) -> None:
+        """Serve calls it before the actor goes: what runs may finish, then everything worth keeping is put away."""
+        await self._gateway.drain()
+        log.info("replica %s has put away what it kept", self.name)
+
+
+class Exchange:
+    """One request through an ASGI application, as values."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._outbox: asyncio.Queue[Head | bytes | None] = asyncio.Queue()
+        self._gone = asyncio.Event()
+        self._has_body_gone = False
+
+    def scope(self) -> dict[str, Any]:
+        asked = self._asked
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": asked.method,
+            "path": asked.path,
+            "raw_path": asked.path.encode(),
+            "root_path": "",
+            "query_string": asked.query,
+            "headers": list(asked.headers),
+            "state": {"request_id": asked.request_id},
+        }
+
+    async def receive(self) -> Message:
+        if not self._has_body_gone:
+            self._has_body_gone = True
+            return {"type": "http.request", "body": self._asked.body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._outbox.put_nowait(Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message["headers"])))
+        elif message["type"] == "http.response.body" and message.get("body"):
+            self._outbox.put_nowait(bytes(message["body"]))
+
+    def end(self) -> None:
+        self._outbox.put_nowait(None)
+
+    def hang_up(self) -> None:
+        self._gone.set()
+
+    async def parts(self) -> AsyncIterator[Head | bytes]:
+        """What was sent, until the end; pieces of the body that lie ready go together."""
+        while (part := await self._outbox.get()) is not None:
+            if isinstance(part, Head):
+                yield part
+                continue
+            pieces, is_over = [part], False
+            while not self._outbox.empty() and not is_over:
+                piece = self._outbox.get_nowait()
+                if isinstance(piece, bytes):
+                    pieces.append(piece)
+                is_over = piece is None
+            yield b"".join(pieces)
+            if is_over:
+                return
+
+
+def _catalog(model: ModelSettings) -> Catalog:
+    path = Path(model.path)
+    spec = ModelSpec(
+        id=model.id,
+        path=path,
+        settings=model.engine,
+        n_bytes=0,
+        source="file",
+        aliases=model.aliases,
+        template=model.template,
+        pinned=True,
+        load_on_start=True,
+    )
+    return Catalog({model.id: spec}, default=model.id)
+
+
+def _rounded(value: float) -> float:
+    """So that routers are not told of every little change."""
+    return float(f"{value:.2g}")

@@ -1,0 +1,121 @@
+"""Ray Serve's door to ``router.score``: which replica a request goes to, by what replicas say they have read.
+
+Replicas publish their keys every second or so, and what they have not read yet; what this router has sent since is known
+at once. Waiting is known from both (reading that cannot be over) and from Serve's own count of running requests. Several
+ingresses each have a router; they learn of each other through what replicas publish.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from everwarm.ray import known
+from everwarm.ray.boundary import RequestRouter
+from everwarm.ray.held import unpacked
+from everwarm.ray.wire import Asked
+from everwarm.router.score import Holdings, Load, choose
+
+TRUSTED_S = 30.0  # what was sent somewhere counts as held there for so long, published or not
+MAX_PLACED = 4096
+UNMEASURED = {"seconds_per_byte": 1e-4, "reply_s": 1.0}  # until a replica has served somebody
+
+
+@dataclass(slots=True)
+class Seen:
+    """A replica, between two of its publications."""
+
+    stats: dict[str, Any] = field(default_factory=dict)
+    busy_until: float = 0.0
+    placed: deque[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: deque(maxlen=MAX_PLACED))
+
+    def recent(self, now: float) -> set[int]:
+        while self.placed and self.placed[0][0] < now - TRUSTED_S:
+            self.placed.popleft()
+        return {key for _, keys in self.placed for key in keys}
+
+
+class WarmRouter(RequestRouter):  # type: ignore[misc]
+    def initialize_state(self, **_kwargs: Any) -> None:
+        self._holdings = Holdings()
+        self._seen: dict[str, Seen] = {}
+        known.ROUTERS[self._deployment_id.name] = self
+
+    @property
+    def names(self) -> list[str]:
+        return [name_of(replica.replica_id) for replica in self.curr_replicas.values()]
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        super().update_replicas(replicas)
+        now, names = time.monotonic(), set()
+        for replica in replicas:
+            name = name_of(replica.replica_id)
+            names.add(name)
+            seen, stats = self._seen.setdefault(name, Seen()), replica.routing_stats or {}
+            if stats != seen.stats:
+                seen.stats = stats
+                seen.busy_until = now + stats.get("unread_bytes", 0) * _seconds_per_byte(stats)
+                self._holdings.replace(name, {*unpacked(stats.get("keys", b"")), *seen.recent(now)})
+        for name in self._seen.keys() - names:
+            del self._seen[name]
+            self._holdings.drop(name)
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        asked = None if pending_request is None or not pending_request.args else pending_request.args[0]
+        if not candidate_replicas or not isinstance(asked, Asked):
+            return [candidate_replicas]
+        names = [name_of(replica.replica_id) for replica in candidate_replicas]
+        if asked.replica in names:
+            return [[candidate_replicas[names.index(asked.replica)]]]
+        prefixes = asked.prefixes
+        if prefixes.bound is not None:
+            holders = self._holdings.holders(prefixes.bound)
+            bound = [r for r, name in zip(candidate_replicas, names, strict=True) if name in holders]
+            if bound:
+                return [bound]
+        reusable = self._holdings.reach(prefixes.keys, prefixes.ends, names)
+        loads = [self._load(replica, name) for replica, name in zip(candidate_replicas, names, strict=True)]
+        choice = choose(reusable, prefixes.n_bytes, loads, (random.random(), random.random()))
+        best = candidate_replicas[choice.index]
+        return [[best], [replica for replica in candidate_replicas if replica is not best]]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, _result: Any) -> None:
+        """What goes there is read there: the next turn, and whoever else begins like this, will find it."""
+        asked, name = pending_request.args[0] if pending_request.args else None, name_of(replica_id)
+        seen = self._seen.get(name)
+        if seen is None or not isinstance(asked, Asked) or not asked.prefixes.keys:
+            return
+        now, prefixes = time.monotonic(), asked.prefixes
+        (n_reusable,) = self._holdings.reach(prefixes.keys, prefixes.ends, [name])
+        read_s = (prefixes.n_bytes - n_reusable) * _seconds_per_byte(seen.stats)
+        seen.busy_until = max(now, seen.busy_until) + read_s
+        self.note(name, prefixes.keys)
+
+    def note(self, name: str, keys: tuple[int, ...]) -> None:
+        seen = self._seen.get(name)
+        if seen is not None:
+            seen.placed.append((time.monotonic(), keys))
+            self._holdings.add(name, keys)
+
+    def _load(self, replica: Any, name: str) -> Load:
+        seen = self._seen.get(name) or Seen()
+        stats = seen.stats
+        n_running = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return Load(
+            busy_s=max(0.0, seen.busy_until - time.monotonic()),
+            n_running=n_running,
+            n_slots=max(1, int(stats.get("n_slots", 1))),
+            seconds_per_byte=_seconds_per_byte(stats),
+            reply_s=float(stats.get("reply_s", UNMEASURED["reply_s"])),
+        )
+
+
+def name_of(replica_id: Any) -> str:
+    return str(replica_id.unique_id)
+
+
+def _seconds_per_byte(stats: dict[str, Any]) -> float:
+    return float(stats.get("seconds_per_byte", UNMEASURED["seconds_per_byte"]))

@@ -1,0 +1,176 @@
+"""The TOML file that describes a cluster: models with their replicas, engine flags, the remote store, and who may call.
+
+Everything is checked here, once, on the machine that deploys; replicas get frozen values. Paths of models and keys are as
+they are on the machines where replicas run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from everwarm.config import cache_directory, require
+from everwarm.demo import EMBEDDED_MODEL
+from everwarm.engine.settings import EngineSettings, RemoteSettings
+from everwarm.gateway.settings import ServerSettings
+from everwarm.router.names import LATEST
+from everwarm.router.tables import ModelTable, Text, below, convert, did_you_mean, parsed, place, speaking_of
+
+EMBEDDED = "demo:"  # instead of a path: the embedded model
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1 << 20)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+
+
+class RemoteTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """``[remote]``: the store that all replicas share. Without it a conversation dies with its replica."""
+
+    url: Text
+    key: Text | None = None
+    endpoint: Text | None = None
+
+
+class ServerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """``[server]``: where clients come in."""
+
+    host: Text = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 8000
+    api_key_file: Text | None = None
+    allowed_hosts: tuple[Text, ...] = ()
+    ingresses: Count = 1
+    grace: Seconds = 10.0
+    prewarm: bool = True
+    max_keys: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 4096
+    stats_every: Annotated[float, msgspec.Meta(ge=0.1, le=600)] = 1.0
+
+
+class ReplicasTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """``[models.NAME.replicas]``: how many, on what, and when there are more. ``count``, or ``least`` and ``most``."""
+
+    count: Count | None = None
+    least: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] | None = None
+    most: Count | None = None
+    cpus: Amount = 1.0
+    gpus: Amount = 0.0
+    resources: dict[str, Amount] = {}
+    waiting_tokens: Count = 16384
+    upscale_delay: Seconds = 10.0
+    downscale_delay: Seconds = 300.0
+    put_away: Seconds = 60.0
+
+
+class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    default: Text | None = None
+    server: ServerTable = ServerTable()
+    remote: RemoteTable | None = None
+    engine: dict[str, Any] = {}
+    models: dict[str, dict[str, Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model of the cluster, as every replica of it opens it."""
+
+    id: str
+    path: str
+    engine: EngineSettings
+    replicas: ReplicasTable
+    aliases: tuple[str, ...] = ()
+    template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    models: tuple[ModelSettings, ...]
+    server: ServerSettings
+    default: str | None = None
+    n_ingresses: int = 1
+    max_keys: int = 4096
+    stats_every_s: float = 1.0
+
+    def find(self, name: str | None) -> ModelSettings | None:
+        """By id or alias; the only model, and the default, answer to every name."""
+        wanted = () if name is None else (name, name.removesuffix(LATEST))
+        for model in self.models:
+            if {model.id, *model.aliases} & set(wanted):
+                return model
+        if len(self.models) == 1:
+            return self.models[0]
+        return next((model for model in self.models if model.id == self.default), None)
+
+
+DEMO: Mapping[str, dict[str, Any]] = {"everwarm-tiny": {"path": EMBEDDED}}
+
+
+def read_cluster(path: Path | None) -> ClusterSettings:
+    """Whatever is wrong with the file is a ``BadRequest`` that names the place. None: the embedded model, one replica."""
+    if path is None:
+        return _cluster(ClusterFile(models=dict(DEMO)), Path("demo"))
+    return _cluster(convert(parsed(path), ClusterFile, f"{path.name}:"), path)
+
+
+def _cluster(file: ClusterFile, path: Path) -> ClusterSettings:
+    require(bool(file.models), f"{path.name}: there are no models; give [models.NAME] with a path")
+    common = convert(file.engine, ModelTable, f"{path.name}: [engine]")
+    with speaking_of(f"{path.name}: [engine]"):
+        engine = replace(_settings(common, EngineSettings(), path), remote=_remote(file.remote, path))
+    models = tuple(_model(path, name, fields, engine) for name, fields in file.models.items())
+    named = [name for model in models for name in (model.id, *model.aliases)]
+    twice = next((name for name in named if named.count(name) > 1), None)
+    require(twice is None, f"{path.name}: {twice!r} is the name of two models")
+    if file.default is not None:
+        require(file.default in named, f"{path.name}: default is {file.default!r}; {did_you_mean(file.default, named)}")
+    server, default = file.server, next((m.id for m in models if file.default in (m.id, *m.aliases)), None)
+    with speaking_of(f"{path.name}: [server]"):
+        return ClusterSettings(
+            models, _server(server, path), default, server.ingresses, server.max_keys, server.stats_every
+        )
+
+
+def _model(path: Path, name: str, fields: dict[str, Any], defaults: EngineSettings) -> ModelSettings:
+    where = place(path, name)
+    said = convert(fields.get("replicas", {}), ReplicasTable, f"{where} replicas:")
+    table = convert({key: value for key, value in fields.items() if key != "replicas"}, ModelTable, where)
+    with speaking_of(where):
+        require(table.hf is None, "has hf; replicas open a path that every machine has")
+        require(table.path is not None, f"has no path; give the GGUF file, or {EMBEDDED!r} for the embedded model")
+        require(said.count is None or said.least is said.most is None, "replicas: give count, or least and most")
+        low, high = said.least or 1, said.most or said.least or 1
+        require(low <= high, f"replicas: least is {low} and most is {high}; give least up to most")
+        given = table.path or ""
+        file = EMBEDDED_MODEL if given == EMBEDDED else below(path.parent, given)
+        template = None if table.template is None else below(path.parent, table.template).read_text()
+        engine = _settings(table, defaults, path)
+        mmproj = table.mmproj and str(below(path.parent, table.mmproj))
+        return ModelSettings(
+            name, str(file), replace(engine, mmproj=mmproj or engine.mmproj), said, table.aliases, template
+        )
+
+
+def _settings(table: ModelTable, defaults: EngineSettings, path: Path) -> EngineSettings:
+    return table.settings(defaults, path.parent, str(cache_directory() / "states"))
+
+
+def _remote(table: RemoteTable | None, path: Path) -> RemoteSettings | None:
+    if table is None:
+        return None
+    with speaking_of(f"{path.name}: [remote]"):
+        key = None if table.key is None else str(below(path.parent, table.key))
+        return RemoteSettings(table.url, key, table.endpoint)
+
+
+def _server(table: ServerTable, path: Path) -> ServerSettings:
+    key = None if table.api_key_file is None else below(path.parent, table.api_key_file).read_text().strip()
+    return ServerSettings(
+        host=table.host,
+        port=table.port,
+        api_key=key,
+        allowed_hosts=table.allowed_hosts,
+        grace_s=table.grace,
+        prewarm=table.prewarm,
+    )

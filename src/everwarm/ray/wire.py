@@ -1,0 +1,46 @@
+"""What goes between the ingress and a replica: one HTTP request, and the parts of its answer.
+
+Plain values of Python's own types, because Ray carries them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from everwarm.gateway.prefixes import NOTHING, Prefixes, response_key
+
+Headers = list[tuple[bytes, bytes]]
+
+RESPONSES = "/v1/responses"
+_RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_-]{1,128})"')
+REPLICA_HEADER = b"x-everwarm-replica"
+BYTES_PER_TOKEN = 4  # of JSON text, roughly: only for guesses
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as a client sent it. ``replica``: only that one may answer; empty: whoever is best."""
+
+    request_id: str
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    prefixes: Prefixes = NOTHING
+    replica: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first part of an answer; bytes of its body follow."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+
+
+def kept_response(asked: Asked, part: bytes) -> int | None:
+    """The key of a response that is kept, told from the first bytes of an answer: only who gave it can go on from it."""
+    found = _RESPONSE_ID.search(part, 0, 4096) if asked.path == RESPONSES else None
+    return None if found is None else response_key(found[1].decode())

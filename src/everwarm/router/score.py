@@ -1,0 +1,134 @@
+"""Which of many replicas is asked: what each need not read again, in seconds, against how long one would wait there.
+
+A replica that has the beginning of a prompt saves reading it; one that is busy costs waiting. Both are seconds, so a
+popular beginning does not pile up on one replica: when its queue costs more than reading, another one reads it, and then
+two have it. Where nobody has anything, the emptier of two drawn ones is asked. Pure: whoever asks brings the dice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A replica as a router sees it. ``busy_s``: reading that was sent there and cannot be over yet."""
+
+    busy_s: float = 0.0
+    n_running: int = 0
+    n_slots: int = 1
+    seconds_per_byte: float = 1e-4
+    reply_s: float = 1.0
+
+    @property
+    def wait_s(self) -> float:
+        """Reading goes one after the other; beyond the slots somebody must finish first."""
+        n_ahead = max(0, self.n_running + 1 - self.n_slots)
+        return self.busy_s + n_ahead * self.reply_s / self.n_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``index`` of the replica, how many bytes it need not read, and the seconds until its first token."""
+
+    index: int
+    n_reusable: int
+    seconds: float
+    read_s: float
+
+
+def choose(reusable: Sequence[int], n_bytes: int, loads: Sequence[Load], dice: tuple[float, float]) -> Choice:
+    """``reusable[i]`` bytes of ``n_bytes`` were read by replica ``i`` before. ``dice``: two numbers in [0, 1)."""
+    assert loads and len(reusable) == len(loads)
+    n = len(loads)
+    first = int(dice[0] * n)
+    if not any(reusable):
+        second = (first + 1 + int(dice[1] * (n - 1))) % n
+        index = min((first, second), key=lambda i: loads[i].wait_s)
+    else:
+        index = min(((first + i) % n for i in range(n)), key=lambda i: _seconds(reusable[i], n_bytes, loads[i]))
+    read_s = (n_bytes - reusable[index]) * loads[index].seconds_per_byte
+    return Choice(index, reusable[index], loads[index].wait_s + read_s, read_s)
+
+
+def _seconds(n_reusable: int, n_bytes: int, load: Load) -> float:
+    return load.wait_s + (n_bytes - n_reusable) * load.seconds_per_byte
+
+
+class Holdings:
+    """Which replicas have read which prefixes. One mask of replicas per key, so that many replicas cost one look."""
+
+    def __init__(self) -> None:
+        self._bits: dict[str, int] = {}
+        self._held: dict[str, set[int]] = {}
+        self._masks: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._bits)
+
+    def add(self, name: str, keys: Iterable[int]) -> None:
+        bit, held = self._bit(name), self._held[name]
+        for key in keys:
+            if key not in held:
+                held.add(key)
+                self._masks[key] = self._masks.get(key, 0) | bit
+
+    def replace(self, name: str, keys: Iterable[int]) -> None:
+        """All that a replica has now; what it had before and is not among them is forgotten."""
+        self._bit(name)
+        now = set(keys)
+        self._take(name, self._held[name] - now)
+        self.add(name, now)
+
+    def drop(self, name: str) -> None:
+        """A replica that is gone."""
+        if name in self._bits:
+            self._take(name, set(self._held[name]))
+            del self._held[name], self._bits[name]
+
+    def holders(self, key: int) -> list[str]:
+        mask = self._masks.get(key, 0)
+        return [name for name, bit in self._bits.items() if mask & bit]
+
+    def reach(self, keys: Sequence[int], ends: Sequence[int], names: Sequence[str]) -> list[int]:
+        """How many bytes of a request each replica has read before: the end of the longest prefix it has."""
+        places = {self._bits[name]: i for i, name in enumerate(names) if name in self._bits}
+        left, found = sum(places), [0] * len(names)
+        for key, end in zip(reversed(keys), reversed(ends), strict=True):
+            hit = self._masks.get(key, 0) & left
+            left &= ~hit
+            while hit:
+                lowest = hit & -hit
+                found[places[lowest]] = end
+                hit ^= lowest
+            if not left:
+                break
+        return found
+
+    def check(self) -> None:
+        """Both views say the same."""
+        assert all(self._masks.values()) and len(set(self._bits.values())) == len(self._bits)
+        seen = {(name, key) for key in self._masks for name in self.holders(key)}
+        assert seen == {(name, key) for name, held in self._held.items() for key in held}
+
+    def _bit(self, name: str) -> int:
+        if name not in self._bits:
+            taken = sum(self._bits.values())
+            self._bits[name] = ~taken & (taken + 1)  # the lowest that nobody has
+            self._held[name] = set()
+        return self._bits[name]
+
+    def _take(self, name: str, keys: set[int]) -> None:
+        bit, held = self._bits[name], self._held[name]
+        for key in keys:
+            mask = self._masks[key] & ~bit
+            if mask:
+                self._masks[key] = mask
+            else:
+                del self._masks[key]
+        held -= keys

@@ -1,0 +1,116 @@
+"""What of a cluster needs no Ray: its file, what replicas publish, how many there should be, everybody's numbers in one."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from everwarm.demo import EMBEDDED_MODEL
+from everwarm.errors import BadRequest
+from everwarm.ray.everyone import labelled
+from everwarm.ray.held import Held, unpacked
+from everwarm.ray.scaling import METRIC, ByWaitingTokens, wanted
+from everwarm.ray.settings import read_cluster
+
+WHOLE = """
+default = "small"
+[server]
+port = 0
+ingresses = 2
+[remote]
+url = "memory:///"
+[engine]
+slots = 4
+disk-cache = 0
+[models.small]
+path = "demo:"
+alias = ["s"]
+[models.small.replicas]
+least = 1
+most = 8
+gpus = 0.5
+[models.large]
+path = "models/large.gguf"
+slots = 2
+[models.large.replicas]
+count = 3
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_says_everything(tmp_path: Path) -> None:
+    cluster = read_cluster(written(tmp_path, WHOLE))
+    small, large = cluster.models
+    assert (small.path, large.path) == (str(EMBEDDED_MODEL), str(tmp_path / "models/large.gguf"))
+    assert (small.engine.n_slots, large.engine.n_slots) == (4, 2)
+    assert small.engine.remote is not None and small.engine.store is None
+    assert (small.replicas.most, large.replicas.count, cluster.n_ingresses) == (8, 3, 2)
+    found = [cluster.find(name) for name in ("large", "s", "small:latest", None, "unheard-of")]
+    assert found == [large, small, small, small, small]
+
+
+def test_without_a_file_the_embedded_model_is_served() -> None:
+    (model,) = read_cluster(None).models
+    assert model.path == str(EMBEDDED_MODEL) and read_cluster(None).find("anything") == model
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "there are no models"),
+        ("[models.a]\n", "[models.a] has no path"),
+        ("[models.a]\npath = 'x'\nslotz = 3", "did you mean 'slots'"),
+        ("[models.a]\npath = 'x'\n[models.a.replicas]\ncount = 0", "count is 0; give a whole number of at least 1"),
+        ("[models.a]\npath = 'x'\n[models.a.replicas]\ncount = 1\nmost = 2", "give count, or least and most"),
+        ("[models.a]\npath = 'x'\n[models.a.replicas]\nleast = 3\nmost = 2", "least is 3 and most is 2"),
+        ("[models.a]\npath = 'x'\nalias = 'b'\n[models.b]\npath = 'x'", "'b' is the name of two models"),
+        ("default = 'c'\n[models.a]\npath = 'x'", "default is 'c'"),
+        ("[server]\nhost = '0.0.0.0'\n[models.a]\npath = 'x'", "can be reached from other machines"),
+        ("[remote]\nurl = 's3://b/p'\n[models.a]\npath = 'x'", "needs a key file"),
+        ("[models.a]\nhf = 'o/r'", "has hf"),
+        ("[[[", "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(BadRequest) as error:
+        read_cluster(written(tmp_path, text))
+    assert complaint in str(error.value)
+
+
+def test_held_keys_are_bounded_and_the_last_used_stay() -> None:
+    held = Held(4)
+    held.use([1, 2, 3])
+    held.use([1, 2, 4, 5])
+    assert unpacked(held.packed()) == (1, 2, 4, 5)
+    held.use([1])
+    held.use([1 << 63])
+    assert unpacked(held.packed()) == (4, 5, 1, 1 << 63) and len(held) == 4
+    assert unpacked(b"1234567") == ()
+
+
+def test_only_what_was_not_read_before_is_new() -> None:
+    held = Held(10)
+    held.use([1, 2])
+    assert held.n_new([1, 2, 3], [10, 20, 35]) == 15
+    assert held.n_new([7, 8], [10, 20]) == 20 and held.n_new([], []) == 0
+
+
+@pytest.mark.parametrize(("tokens", "requests", "n"), [(0, 0, 0), (1, 0, 1), (10_001, 3, 2), (0, 9, 3), (50_000, 9, 5)])
+def test_replicas_are_wanted_for_what_waits_and_for_slots(tokens: int, requests: int, n: int) -> None:
+    assert wanted(tokens, requests, 10_000, 4) == n
+    reported = {METRIC: {"a": tokens / 2, "b": tokens / 2}}
+    context = SimpleNamespace(aggregated_metrics=reported, total_num_requests=requests)
+    assert ByWaitingTokens(10_000, 4)(context) == (n, {})
+
+
+def test_everybodys_metrics_are_one_text() -> None:
+    text = '# HELP a_total Some\n# TYPE a_total counter\na_total 3.0\n# TYPE b gauge\nb{kind="x y"} 1.0\n'
+    joined = labelled({("m", "r1"): text, ("m", "r2"): text})
+    assert joined.count("# TYPE a_total counter") == 1
+    assert 'a_total{model_id="m",replica="r1"} 3.0\na_total{model_id="m",replica="r2"} 3.0\n' in joined
+    assert 'b{model_id="m",replica="r2",kind="x y"} 1.0' in joined

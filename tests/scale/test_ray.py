@@ -1,0 +1,189 @@
+"""Replicas on several nodes of Ray: turns go where they are warm, and a replica that dies takes no conversation with it."""
+
+import concurrent.futures
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.server import serving, until, words
+from scale.fleet import Fleet, fleet, model
+
+CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
+N_CONVERSATIONS, N_TURNS = 12, 200 if CAMPAIGN else 60
+SAME = 0.1  # of log probabilities; one server that reads a prompt cold differs from itself warm by 0.03
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet(tmp_path_factory.mktemp("fleet"), model()) as running:
+        until(lambda: len(running.replicas()) == 3, "three replicas are known", 60)
+        yield running
+
+
+@dataclass
+class Talk:
+    """One conversation, whoever answers it."""
+
+    seed: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+    n_read: list[int] = field(default_factory=list)
+    n_cached: list[int] = field(default_factory=list)
+    replies: list[list[tuple[str, float]]] = field(default_factory=list)
+
+    def turn(self, server: Any) -> None:
+        n = len(self.replies)
+        said = words(200, 100 * self.seed) if n == 0 else words(30, 100 * self.seed + n)
+        self.messages.append({"role": "user", "content": said})
+        asked = {"messages": self.messages, "logprobs": True, **GREEDY}
+        reply = server.post("/v1/chat/completions", asked)
+        assert reply.status == 200, reply.data
+        (choice,), usage = reply.json["choices"], reply.json["usage"]
+        self.messages.append(choice["message"])
+        self.replies.append([(token["token"], token["logprob"]) for token in choice["logprobs"]["content"]])
+        self.n_cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        self.n_read.append(usage["prompt_tokens"] - self.n_cached[-1])
+        self.replicas.append(reply.headers.get("x-everwarm-replica", ""))
+
+
+def apart(one: Talk, other: Talk) -> float:
+    """How far what was written is from the same; another token is infinitely far. Bits depend on where reading stopped."""
+    turns = zip(one.replies, other.replies, strict=True)
+    pairs = [pair for ours, theirs in turns for pair in zip(ours, theirs, strict=True)]
+    return max(abs(p - q) if a == b else float("inf") for (a, p), (b, q) in pairs)
+
+
+def golden(seeds: list[int], n_turns: int) -> list[Talk]:
+    """The same conversations on one server that is left alone."""
+    talks = [Talk(seed) for seed in seeds]
+    with serving("--cache-ram", "512MiB", n_ctx=8192) as server:
+        for talk in talks:
+            for _ in range(n_turns):
+                talk.turn(server)
+    return talks
+
+
+def test_turns_go_to_a_replica_that_is_warm(cluster: Fleet) -> None:
+    talks = [Talk(seed) for seed in range(N_CONVERSATIONS)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for _ in range(N_TURNS // N_CONVERSATIONS):
+            list(pool.map(lambda talk: talk.turn(cluster), talks))
+    later = [(talk, i) for talk in talks for i in range(1, len(talk.replies))]
+    warm = [talk.n_cached[i] >= sum(talk.n_read[:1]) - 16 for talk, i in later]
+    stayed = [talk.replicas[i] == talk.replicas[i - 1] for talk, i in later]
+    assert sum(warm) >= 0.95 * len(later) and sum(stayed) >= 0.95 * len(later), (sum(warm), sum(stayed), len(later))
+    assert len({talk.replicas[0] for talk in talks}) == 3, "no replica was left without work"
+
+
+def test_a_killed_replica_takes_no_conversation_with_it(cluster: Fleet) -> None:
+    seeds = [20, 21, 22]
+    wanted = golden(seeds, 6)
+    talks = [Talk(seed) for seed in seeds]
+    for talk in talks:
+        for _ in range(3):
+            talk.turn(cluster)
+    victim = talks[0].replicas[-1]
+    until(lambda: cluster.is_idle_at(victim) and cluster.is_put_away(victim), "its turns are in the store")
+    long = {"messages": [*talks[0].messages, {"role": "user", "content": "All of it."}], "max_tokens": 600}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        unfinished = pool.submit(cluster.post, "/v1/chat/completions", {**long, "ignore_eos": True})
+        until(lambda: not cluster.is_idle_at(victim), "its last turn is being written")
+        os.kill(cluster.pid_of(victim), signal.SIGKILL)
+        answer = unfinished.result()
+    assert answer.status == 200 and answer.headers["x-everwarm-replica"] != victim, answer.data
+    for talk in talks:
+        for _ in range(3):
+            talk.turn(cluster)
+    assert victim not in {name for talk in talks for name in talk.replicas[3:]}
+    for talk, right in zip(talks, wanted, strict=True):
+        assert apart(talk, right) < SAME, (talk.seed, apart(talk, right))
+        regret = [ours - best for ours, best in zip(talk.n_read, right.n_read, strict=True)]
+        last_turn = talk.n_read[2] + GREEDY["max_tokens"]
+        assert all(tokens <= last_turn for tokens in regret[3:]), (talk.seed, talk.n_read, right.n_read)
+    assert apart(wanted[0], wanted[1]) > SAME, "a control: other words, other numbers"
+    until(lambda: len(cluster.replicas() - {victim}) == 3, "Ray has started another one", 120)
+
+
+def test_streams_pass_through_to_a_real_client(cluster: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    asked: dict[str, Any] = {
+        "model": "tiny", "messages": [{"role": "user", "content": words(30, 77)}], "temperature": 0, "max_tokens": 24,
+    }  # fmt: skip
+    with client:
+        whole = client.chat.completions.create(**asked)
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    text = "".join((getattr(d, "reasoning_content", None) or "") + (d.content or "") for d in deltas)
+    said = whole.choices[0].message
+    assert text == (getattr(said, "reasoning_content", None) or "") + (said.content or "") != ""
+    assert len(deltas) > 5, "it came in pieces"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    endless: dict[str, Any] = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}, "stream": True}
+    with client:
+        answer = client.chat.completions.with_raw_response.create(
+            model="tiny", messages=[{"role": "user", "content": "Once upon a time"}], **endless
+        )
+        stream = answer.parse()
+        next(stream)
+        os.kill(cluster.pid_of(answer.headers["x-everwarm-replica"]), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the replica died while it answered"):
+            list(stream)
+    until(lambda: len(cluster.replicas()) == 3, "Ray has started another one", 120)
+
+
+def test_hanging_up_frees_the_slot(cluster: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    endless: dict[str, Any] = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}, "stream": True}
+    with client:
+        answer = client.chat.completions.with_raw_response.create(
+            model="tiny", messages=[{"role": "user", "content": "Tell me everything."}], **endless
+        )
+        replica = answer.headers["x-everwarm-replica"]
+        stream = answer.parse()
+        for _, _chunk in zip(range(5), stream, strict=False):
+            pass
+        assert not cluster.is_idle_at(replica), "it is still being written"
+        stream.close()
+    until(lambda: cluster.is_idle_at(replica), "the slot is free", 20)
+
+
+def test_every_dialect_and_every_error_arrives(cluster: Fleet) -> None:
+    question = [{"role": "user", "content": "Hello"}]
+    anthropic = cluster.ask("/v1/messages", {"model": "tiny", "messages": question, "max_tokens": 4})
+    assert anthropic["type"] == "message" and anthropic["usage"]["output_tokens"] == 4
+    ollama = cluster.ask(
+        "/api/chat", {"model": "tiny:latest", "messages": question, "options": {"num_predict": 4}, "stream": False}
+    )
+    assert ollama["done"] is True and ollama["eval_count"] == 4
+    assert cluster.ask("/completion", {"prompt": "one two", "n_predict": 3})["tokens_predicted"] == 3
+    bad = cluster.post("/v1/chat/completions", b"{not json")
+    assert bad.status == 400 and bad.json["error"]["request_id"] == bad.headers["x-request-id"]
+    assert cluster.get("/v1/models").json["data"][0]["id"] == "tiny"
+    assert cluster.get("/ready").status == 200
+    assert cluster.get("/nowhere").status == 404
+    gone = cluster.of("nobody", "/slots")
+    assert gone.status == 404 and gone.json["error"]["code"] == "replica_not_found"
+
+
+def test_a_kept_response_goes_on_where_it_is_kept(cluster: Fleet) -> None:
+    first = [
+        cluster.ask("/v1/responses", {"model": "tiny", "input": words(20, seed), "max_output_tokens": 4})["id"]
+        for seed in range(6)
+    ]
+    assert [cluster.get(f"/v1/responses/{id}").status for id in first] == [200] * 6
+    for id in first:
+        again = cluster.ask(
+            "/v1/responses", {"model": "tiny", "input": "And then?", "previous_response_id": id, "max_output_tokens": 4}
+        )
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] > 20
+    assert cluster.get("/v1/responses/resp_nobody").status == 404
