@@ -114,7 +114,7 @@ libllama-cuda: $(LIBLLAMA_ARCHIVE) ## build the matching libllama and libmtmd fo
 
 $(LIBLLAMA_ARCHIVE):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PYTHONPATH=tools/unbuilt $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
+	PYTHONPATH=$(CURDIR)/tools/unbuilt $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
 	  --no-build-isolation --dest $(@D) $(LIBLLAMA_WHEEL)
 
 bench-gpu: $(LIBLLAMA_ARCHIVE) ## measure a 27B-shaped model on this machine's GPU, beside llama-server (see docs/benchmarks/gpu.md)
