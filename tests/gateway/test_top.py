@@ -19,13 +19,14 @@ def directory(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(directory) -> Iterator[Server]:
     with serving("--disk-cache", "64MiB", "--state-dir", str(directory), "--api-key", "k", "--cache-text") as server:
-        for question in (21, 22):
+        for n_turns, question in enumerate((21, 22), 1):
             messages = [
                 {"role": "system", "content": words(40, 1)},
                 {"role": "user", "content": words(20, question)},
             ]
             body = {"messages": messages, "max_tokens": 4}
             assert server.post("/v1/chat/completions", body, authorization="Bearer k").status == 200
+            until(lambda n=n_turns: len(list(directory.rglob("state-*.ew"))) == n, "the turn is on disk")
         yield server
 
 
@@ -49,7 +50,6 @@ def test_a_server_that_does_not_answer_is_an_error_and_so_is_a_wrong_key(server)
 
 
 def test_the_tree_of_a_server_and_of_its_folder_branch_alike(server, directory):
-    until(lambda: len(list(directory.rglob("state-*.ew"))) == 2, "both turns are on disk")
     live = run_cli("cache", "tree", "--url", server.url, "--api-key", "k")
     assert live.returncode == 0, live.stderr
     assert "namespace" in live.stdout and "Note 1. stone" in live.stdout and "├──" in live.stdout
