@@ -9,6 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+SETTLE_S = 0.25  # what is measured has idle work of its own
 _LOOKS, _APART_S = 4, 0.002
 
 
@@ -21,7 +22,7 @@ def is_quiet() -> bool:
     return True
 
 
-def undisturbed(n: int, attempt: Callable[[], T], patience_s: float = 120.0) -> list[T]:
+def undisturbed(n: int, attempt: Callable[[], T], patience_s: float = 60.0) -> list[T]:
     """``n`` results of attempts before and after which the machine was quiet. When patience ends, whatever there is."""
     quiet: list[T] = []
     others: list[T] = []
@@ -29,6 +30,7 @@ def undisturbed(n: int, attempt: Callable[[], T], patience_s: float = 120.0) -> 
     while len(quiet) < n and (time.monotonic() < deadline or len(quiet) + len(others) < n):
         began_quiet = is_quiet()
         result = attempt()
+        time.sleep(SETTLE_S)
         (quiet if began_quiet and is_quiet() else others).append(result)
     if len(quiet) < n:
         print(f"(others used the machine: {len(quiet)} of {n} measurements were undisturbed)")
