@@ -72,7 +72,8 @@ class Keeper:
             checkpoint.logits = None if logits is None else logits.copy()
         self.tree.set_checkpoint(node, checkpoint)
         self.counts.n_created += 1
-        self._thin(node)
+        if kind is not CutKind.PREWARM:  # what nobody asked for costs nobody a checkpoint
+            self._thin(node)
         self._say("created", node, checkpoint)
         self.enforce_budget()
 
