@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from gateway.server import PATIENCE_S, Reply, Server
@@ -144,3 +146,15 @@ def shape(value: Any) -> Any:
         case dict():
             return {key: shape(item) for key, item in value.items()}
     return type(value).__name__
+
+
+def compare(client: str, exchanges: list[Exchange], renewed: Callable[[], dict[str, Any]]) -> None:
+    """What is replayed where there is no npm has the form of what was sent just now."""
+    path = Path(__file__).parent / "recorded" / f"{client}.json"
+    if os.environ.get("EVERWARM_RECORD"):
+        path.write_text(json.dumps(renewed(), indent=1, ensure_ascii=False) + "\n")
+    kept = json.loads(path.read_text())
+    assert [shape(request["body"]) for request in kept["requests"]] == [shape(e.body) for e in exchanges]
+    assert all(
+        set(request["headers"]) <= set(e.headers) for request, e in zip(kept["requests"], exchanges, strict=True)
+    )

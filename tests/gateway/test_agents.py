@@ -10,17 +10,10 @@ import openai
 import pytest
 
 from everwarm.gateway.chat import ChatTemplate
+from gateway.loops import FUNCTION as WEATHER
 from gateway.server import Server, serving
 
 NO_THINKING = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "the weather in a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 @pytest.fixture(scope="module")

@@ -24,14 +24,6 @@ from models import EMBEDDED, tiny_vision
 NAME = "everwarm-tiny"
 GREEDY = {"temperature": 0, "num_predict": 200}
 SUM = [{"role": "user", "content": "What is 7 + 8?"}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "the weather in a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 @pytest.fixture(scope="module")

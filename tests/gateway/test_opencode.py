@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gateway.recording import Exchange, neutral, recorded, shape
+from gateway.recording import Exchange, compare, neutral, recorded
 from gateway.server import GUARD, Server, metric, serving
 from gateway.test_recorded import HERE, n_new
 
@@ -101,19 +101,7 @@ def test_an_agent_reads_only_what_is_new(server, tmp_path, work):
     for before, turn in ((first, with_result), (with_result, second)):
         assert turn.timings["prompt_n"] <= n_new(server, before.body, turn.body) + GUARD < 1000
     assert metric(server.get("/metrics").data.decode(), "everwarm_full_rereads_total") == 0
-    _compare([title, *turns], work)
-
-
-def _compare(exchanges: list[Exchange], work: Path) -> None:
-    """What is replayed where there is no npm has the form of what was sent just now."""
-    path = HERE / "recorded" / "opencode.json"
-    if os.environ.get("EVERWARM_RECORD"):
-        path.write_text(json.dumps(_kept(exchanges, work), indent=1, ensure_ascii=False) + "\n")
-    kept = json.loads(path.read_text())
-    assert [shape(request["body"]) for request in kept["requests"]] == [shape(e.body) for e in exchanges]
-    assert all(
-        set(request["headers"]) <= set(e.headers) for request, e in zip(kept["requests"], exchanges, strict=True)
-    )
+    compare("opencode", [title, *turns], lambda: _kept([title, *turns], work))
 
 
 def _kept(exchanges: list[Exchange], work: Path) -> dict[str, Any]:
