@@ -47,6 +47,7 @@ class Loop:
                 events = self.core.step()
                 self._step_began = None
                 self._deliver(events)
+                self.core.tidy_overdue()
 
     def run_leftovers(self) -> None:
         """Jobs that came too late: they run so that nobody waits for an answer for ever."""
