@@ -130,6 +130,16 @@ def test_another_engine_goes_on_with_the_same_bits_and_back(arch: str, url: str)
     assert not same(other.rows, golden.rows), "a control: other words, other numbers"
 
 
+def test_conversations_that_begin_alike_move_one_after_the_other(url: str) -> None:
+    chats = [Chat(seed=seed) for seed in (1, 2, 3)]
+    for n in (3, 2):
+        with sharing(url, n_slots=2, n_spares=16, n_ctx=4096) as core:
+            for chat in chats:
+                turns(core, chat, n)
+            put_away(core)
+    assert max(chat.regret for chat in chats) <= 0, [chat.regrets for chat in chats]
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_kv_of_another_reading_is_fetched_again(url: str, exact: bool, monkeypatch) -> None:
     """The second engine has read the beginning in other pieces before the first one's turns come to it."""

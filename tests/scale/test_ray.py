@@ -105,11 +105,11 @@ def test_turns_go_where_they_are_warm_and_a_kill_costs_one_turn(cluster: Fleet) 
 
 
 def _require_warm(talks: list[Talk], victim: str) -> None:
-    """Turns stay where the one before was, unless nobody is there any more; and at most one turn's words are read twice."""
+    """Turns stay where the one before was, unless nobody is there any more, and go on from it."""
     later = [(talk, i) for talk in talks for i in range(1, len(talk.replies))]
     stayed = [talk.replicas[i] == talk.replicas[i - 1] for talk, i in later]
     fled = [talk.replicas[i - 1] == victim != talk.replicas[i] for talk, i in later]
-    warm = [talk.n_cached[i] >= talk.n_known[i] - talk.n_read[i - 1] - GUARD for talk, i in later]
+    warm = [talk.n_cached[i] >= talk.n_known[i] - GUARD for talk, i in later]
     shown = {"turns": len(later), "stayed": sum(stayed), "fled": sum(fled), "warm": sum(warm)}
     print(shown)
     assert sum(warm) >= 0.95 * len(later) and sum(stayed) + sum(fled) >= 0.95 * len(later), shown
@@ -172,12 +172,13 @@ def test_a_turn_that_dies_with_its_replica_is_read_elsewhere(cluster: Fleet) -> 
     talk.turn(cluster)
     talk.turn(cluster)
     victim = talk.replicas[-1]
+    pid = cluster.pid_of(victim)
     time.sleep(SHARED_S)
-    long = {"messages": [*talk.messages, {"role": "user", "content": "All of it."}], "max_tokens": 6000}
+    long = {"messages": [*talk.messages, {"role": "user", "content": "All of it."}], "max_tokens": 1000}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         unfinished = pool.submit(cluster.post, "/v1/chat/completions", {**long, "ignore_eos": True})
         until(lambda: not cluster.is_idle_at(victim), "its turn is being written")
-        os.kill(cluster.pid_of(victim), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         answer = unfinished.result()
     assert answer.status == 200 and answer.headers["x-everwarm-replica"] != victim, answer.data
     usage = answer.json["usage"]
