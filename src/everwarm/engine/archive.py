@@ -156,12 +156,14 @@ class Archive:
         end = slot.node
         lineage = end.lineage()
         if not self._keeper.context.kind.needs_checkpoints and lineage:
-            n_items = min(slot.stable or end.n_items, end.n_items)
-            return self._keeper.tree.grow(end.root(), end.path, n_items)  # any point will do without states
-        kept = [n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
-        stable = [n for n in kept if n.checkpoint is not None and n.checkpoint.kind is CutKind.STABLE]
-        best = stable or kept
-        return best[-1] if best else None
+            n_asked = int(slot.content.common_prefix(end.path))  # beyond it lies what was read ahead
+            n_items = min(slot.stable or end.n_items, end.n_items, n_asked)
+            return self._keeper.tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
+        kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
+        asked = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
+        stable = [(n, kind) for n, kind in asked if kind is CutKind.STABLE]
+        best = stable or asked
+        return best[-1][0] if best else None
 
     # the thread
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import blake3
 import numpy as np
 
+from everwarm.engine import discard
 from everwarm.engine.core import Core
 from everwarm.engine.restore import Goal
 from everwarm.engine.slots import Slot
@@ -260,7 +261,8 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     content = slot.content
     n = content.n_tokens(len(content))
     _bring_back(core, slot)
-    core.prewarm.forget(core, slot.node)
+    for branch in core.prewarm.forget(core, slot.node):
+        discard.drop(core, branch)
     node = slot.node
     core.context.drop(slot.seq)
     core.keeper.seat(slot, node.root())
