@@ -1,6 +1,6 @@
 """From the tree to the disk and the remote store: what of a finished turn is written; ``fetch`` is the way back.
 
-A turn writes the KV that is new and one state. Everything here may fail without harm: then a prompt is read again. The
+A turn writes the KV that is new and one state, and where others may branch off a state for that, once. Everything here may fail without harm: then a prompt is read again. The
 loop's thread decides and reads; one thread of its own hashes, writes and syncs.
 """
 
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from everwarm.engine.crossings import crossings, is_worth_it
 from everwarm.engine.jobs import Job, Packing
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
@@ -57,6 +58,7 @@ class Archive:
         self._keeper = keeper
         self._ram = ram
         self._packing = Packing(keeper, words)
+        self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
@@ -110,8 +112,15 @@ class Archive:
         node = None if disk is None and sharer is None else self._worth_writing(slot)
         if node is not None and disk is not None:
             self._keep(disk, node)
+            self._keep_crossings(disk, node)
         if node is not None and sharer is not None:
             sharer.offer(node, is_hinted=slot.stable is not None)
+
+    def _keep_crossings(self, disk: Disk, node: Node) -> None:
+        """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
+        for point in crossings(self._keeper, node):
+            if is_worth_it(self._keeper, point, is_always=self._is_always):
+                self._keep(disk, point)
 
     def _keep(self, disk: Disk, node: Node) -> None:
         segments = self._packing.segments(node)
