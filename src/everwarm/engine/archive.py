@@ -1,7 +1,7 @@
 """From the tree to the disk and the remote store: what of a finished turn is written; ``fetch`` is the way back.
 
-A turn writes the KV that is new and one state, and where others may branch off a state for that, once. Everything here may fail without harm: then a prompt is read again. The
-loop's thread decides and reads; one thread of its own hashes, writes and syncs.
+A turn writes the KV that is new and one state, and the states of crossings once. Everything here may fail without harm:
+then a prompt is read again. The loop's thread decides and reads; one thread of its own hashes, writes and syncs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Points of a lineage that more than its own next turn may go on from: worth keeping beyond the engine, too.
 
-Where conversations part, and the end of the first message, usually the system prompt: another conversation will begin with it.
+Where conversations part, and the end of the first message, usually the system prompt: others will begin with it.
 """
 
 from __future__ import annotations
