@@ -35,6 +35,7 @@ from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.archive")
 
+OVERDUE_S = 1.0  # after its end a turn is offered although others run
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
@@ -105,6 +106,25 @@ class Archive:
                 self.offer(slot)
                 return True
         return False
+
+    def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
+        """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
+        for slot in slots:
+            is_due = slot.is_idle and not slot.is_archived and now - slot.used_at > OVERDUE_S
+            if is_due and slot.n_fed and not self.is_opening:
+                slot.is_archived = True
+                self._copy_down(slot)
+                return self.offer(slot)
+
+    def _copy_down(self, slot: Slot) -> None:
+        """To RAM, as idle work would: the one state that the next turn needs, and the KV before it."""
+        kept = [(node, node.checkpoint.kind) for node in slot.node.lineage() if node.checkpoint is not None]
+        stable = [node for node, kind in kept if kind is CutKind.STABLE] or [node for node, _ in kept] or [slot.node]
+        node = stable[-1]
+        if node.checkpoint is not None and node.checkpoint.parked is not None:
+            self._keeper.copy_down(node)
+        if self._keeper.context.kind.has_attention:
+            self._keeper.save_lineage(slot.seq, node.lineage())
 
     def offer(self, slot: Slot) -> None:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""

@@ -147,6 +147,11 @@ class Core:
         done = self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
         return done or self.prewarm.begin(self)
 
+    def tidy_overdue(self) -> None:
+        """What cannot wait until nobody runs any more."""
+        if self.archive is not None:
+            self.archive.tidy_overdue(self.slots, time.monotonic())
+
     @property
     def nap_s(self) -> float | None:
         """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""

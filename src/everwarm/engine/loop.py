@@ -49,6 +49,7 @@ class Loop:
                 self._step_began = time.monotonic()
                 self._deliver(self.core.step())
                 self.core.keep_ends()
+                self.core.tidy_overdue()
                 self._step_began = None
                 self._rest()
 
