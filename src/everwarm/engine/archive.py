@@ -1,7 +1,7 @@
 """From the tree to the disk and the remote store: what of a finished turn is written; ``fetch`` is the way back.
 
-A turn writes the KV that is new and one state. Everything here may fail without harm: then a prompt is read again. The
-loop's thread decides and reads; one thread of its own hashes, writes and syncs.
+A turn writes the KV that is new and one state, and the states of crossings once. Everything here may fail without harm:
+then a prompt is read again. The loop's thread decides and reads; one thread of its own hashes, writes and syncs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from everwarm.engine.crossings import crossings, is_worth_it
 from everwarm.engine.jobs import Job, Packing
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
@@ -58,6 +59,7 @@ class Archive:
         self._keeper = keeper
         self._ram = ram
         self._packing = Packing(keeper, words)
+        self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
@@ -130,8 +132,15 @@ class Archive:
         node = None if disk is None and sharer is None else self._worth_writing(slot)
         if node is not None and disk is not None:
             self._keep(disk, node)
+            self._keep_crossings(disk, node)
         if node is not None and sharer is not None:
             sharer.offer(node, is_hinted=slot.stable is not None)
+
+    def _keep_crossings(self, disk: Disk, node: Node) -> None:
+        """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
+        for point in crossings(self._keeper, node):
+            if is_worth_it(self._keeper, point, is_always=self._is_always):
+                self._keep(disk, point)
 
     def _keep(self, disk: Disk, node: Node) -> None:
         segments = self._packing.segments(node)
@@ -176,12 +185,14 @@ class Archive:
         end = slot.node
         lineage = end.lineage()
         if not self._keeper.context.kind.needs_checkpoints and lineage:
-            n_items = min(slot.stable or end.n_items, end.n_items)
-            return self._keeper.tree.grow(end.root(), end.path, n_items)  # any point will do without states
-        kept = [n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
-        stable = [n for n in kept if n.checkpoint is not None and n.checkpoint.kind is CutKind.STABLE]
-        best = stable or kept
-        return best[-1] if best else None
+            n_asked = int(slot.content.common_prefix(end.path))  # beyond it lies what was read ahead
+            n_items = min(slot.stable or end.n_items, end.n_items, n_asked)
+            return self._keeper.tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
+        kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
+        asked = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
+        stable = [(n, kind) for n, kind in asked if kind is CutKind.STABLE]
+        best = stable or asked
+        return best[-1][0] if best else None
 
     # the thread
 

@@ -105,10 +105,13 @@ class Restorer:
     # ways to a point, cheapest first
 
     def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored | None:
-        """The slot ends inside the prompt and nothing deeper is known: just go on."""
+        """The slot ends inside the prompt and nothing deeper is known: just go on. Or it stands at the end of it, and what
+        comes next was kept."""
         own = _common(slot, sources)
-        if not 0 < own == slot.n_fed < len(goal.prompt) or (goal.clean_only and not self._context.is_clean(slot.seq)):
+        if not 0 < own == slot.n_fed or (goal.clean_only and not self._context.is_clean(slot.seq)):
             return None
+        if own == len(goal.prompt):
+            return self._stay_at_end(slot, goal)
         if self._context.kind.needs_checkpoints:
             deeper = any(node.n_items > own and _leaves_work(node, goal.prompt) for node in match.usable)
         else:
@@ -118,6 +121,17 @@ class Restorer:
         slot.items = goal.prompt.first(own)
         note_used(self._keeper, slot.node)
         return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
+
+    def _stay_at_end(self, slot: Slot, goal: Goal) -> Restored | None:
+        node, checkpoint = slot.node, slot.node.checkpoint
+        if node.n_items != slot.n_fed or checkpoint is None or checkpoint.logits is None:
+            return None
+        if checkpoint.chunks != tuple(slot.chunks):  # the same items, read another way
+            return None
+        slot.items = goal.prompt
+        self._keeper.note_restored(node, "in place")
+        note_used(self._keeper, node)
+        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, "in place"), checkpoint.logits)
 
     def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> Restored | None:
         checkpoint = node.checkpoint
