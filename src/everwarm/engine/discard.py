@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.disk import Disk
 from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.tree import Node
@@ -98,7 +99,21 @@ def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
     for prompt in doomed.prompts:
         lengths = {kept.n_items for kept in disk.objects() if doomed.beyond < kept.n_items <= len(prompt)}
         named |= set(keys(root, prompt, lengths).values())
-    states = [kept for kept in disk.objects() if kept.kind == "state" and kept.key in named]
+    return _remove_states(archive, disk, [k for k in disk.objects() if k.kind == "state" and k.key in named])
+
+
+def drop_states(archive: Archive, states: Sequence[Kept]) -> Dropped:
+    """Those of these that are still there, with the KV that nobody needs then."""
+    disk, remote = archive.disk, archive.remote
+    if remote is not None:
+        remote.forget_states(frozenset(kept.key for kept in states))
+    if disk is None:
+        return Dropped()
+    names = disk.names()
+    return _remove_states(archive, disk, [kept for kept in states if kept.name in names])
+
+
+def _remove_states(archive: Archive, disk: Disk, states: Sequence[Kept]) -> Dropped:
     _remove(archive, states)
     kept_still = disk.objects()
     needed = {name for kept in kept_still for name in kept.needs}
