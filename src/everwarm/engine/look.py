@@ -155,7 +155,7 @@ def view_of(core: Core, shown: dict[str, Node] | None = None) -> View:
     names = {root.id: name for name, root in roots.items()}
     seen = {name: root for name, root in roots.items() if root.children} if shown is None else shown
     nodes = list(core.tree.census.by_id.values())
-    return View(version_of(core), nodes, names, {name: root.id for name, root in seen.items()})
+    return View(nodes, names, {name: root.id for name, root in seen.items()})
 
 
 def tree_changed() -> Forbidden:

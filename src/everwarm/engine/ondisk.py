@@ -23,7 +23,7 @@ from everwarm.state.room import is_whole
 from everwarm.state.tree import Node
 
 SHORT_NAMESPACE = 12
-BREATH = 32
+BREATH = 128
 MOST_SPOTS = 1 << 16  # that are remembered, of nodes that are gone
 MOST_HEADERS = 1 << 14
 N_SPACE = 16
@@ -36,10 +36,14 @@ T = TypeVar("T")
 class View:
     """The tree as it was. Nodes may have changed since, but where they are has not."""
 
-    version: int
-    nodes: list[Node]
+    nodes: list[Node]  # the newest last
     names: dict[int, str]  # namespaces by the ids of their roots
     roots: dict[str, int]  # the ids of the roots that are shown, by namespace
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Others: other nodes. Whoever comes has a greater id than all before."""
+        return len(self.nodes), self.nodes[-1].id if self.nodes else 0, *self.roots.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,16 @@ class About:
 
     def n_tokens(self, n_items: int) -> int:
         return n_items + sum(n_more for index, n_more in self.media if index < n_items)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What is on disk."""
+
+    version: int
+    names: frozenset[str]
+    states: list[Kept]  # that are whole
+    kv_sizes: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +97,8 @@ class OnDisk:
     _spots: dict[int, tuple[Point, Spot]] = field(default_factory=dict)  # of nodes in RAM, by id
     _abouts: dict[str, About] = field(default_factory=dict)
     _spaces: dict[str, str] = field(default_factory=dict)
-    _last: tuple[tuple[int, int], Shelf] | None = None
+    _files: Files | None = None
+    _last: tuple[tuple[object, ...], Shelf] | None = None
 
     def look(self, view: View) -> Shelf | None:
         """None: there is no disk tier. The same as before while nothing has changed."""
@@ -91,10 +106,12 @@ class OnDisk:
         disk = None if archive is None else archive.disk
         if archive is None or disk is None:
             return None
-        version = view.version, disk.version
-        if self._last is None or self._last[0] != version:
+        if self._files is None or self._files.version != disk.version:
+            self._files = _files(disk)
+        seen = (self._files.version, *view.members)
+        if self._last is None or self._last[0] != seen:
             self._learn_spots(view, archive.fingerprint)
-            self._last = version, self._shelf(view, disk, archive.fingerprint)
+            self._last = seen, self._shelf(view, self._files, archive.fingerprint)
         return self._last[1]
 
     def _learn_spots(self, view: View, fingerprint: str) -> None:
@@ -112,18 +129,15 @@ class OnDisk:
                 spot = Spot(node.id, node.n_items, root[:N_SPACE])
                 self._spots[node.id] = point_of(named[node.n_items], node.n_items), spot
 
-    def _shelf(self, view: View, disk: Disk, fingerprint: str) -> Shelf:
-        kept = {each.name: each for each in disk.objects()}
+    def _shelf(self, view: View, files: Files, fingerprint: str) -> Shelf:
         for name in view.names.values():
             self._spaces[root_key(fingerprint, name)[:N_SPACE]] = name
         roots = {root_key(fingerprint, name)[:N_SPACE]: id for name, id in view.roots.items()}
         spots = dict(self._spots[node.id] for node in view.nodes if node.parent is not None)
-        states = [each for each in politely(kept.values()) if each.kind == "state" and is_whole(each, kept)]
-        sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
-        forest = plant(states, sizes, spots, roots, politely)
-        named = ((spots.get(point_of(each.key, each.n_items)), each) for each in states)
+        forest = plant(files.states, files.kv_sizes, spots, roots, politely)
+        named = ((spots.get(point_of(each.key, each.n_items)), each) for each in files.states)
         here = {spot.id: each for spot, each in named if spot is not None}
-        return Shelf(frozenset(kept), forest, here, dict(self._spaces))
+        return Shelf(files.names, forest, here, dict(self._spaces))
 
     def below(self, view: View, ids: Iterable[int]) -> list[Kept]:
         """The states that are only on disk, at or below these nodes."""
@@ -168,6 +182,13 @@ class OnDisk:
                 del self._abouts[next(iter(self._abouts))]
             self._abouts[name] = about
         return about
+
+
+def _files(disk: Disk) -> Files:
+    version, kept = disk.version, {each.name: each for each in disk.objects()}
+    states = [each for each in politely(kept.values()) if each.kind == "state" and is_whole(each, kept)]
+    sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
+    return Files(version, frozenset(kept), states, sizes)
 
 
 def _about(header: Header) -> About:

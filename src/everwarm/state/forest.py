@@ -163,8 +163,11 @@ def _weighed(twig: Twig, sizes: Mapping[str, int], counted: set[str]) -> Twig:
     """With the KV that nobody before it has counted, so that all of it adds up."""
     if twig.kept is None:
         return twig
-    pairs = zip(twig.kept.needs, twig.kept.reaches, strict=False)
-    new = {need for need, reach in pairs if reach > twig.n_above} - counted
-    counted |= new
-    n_bytes = sum(sizes.get(need, 0) for need in new)
+    n_bytes = 0
+    for need, reach, _, _ in passed(twig.kept):
+        if reach <= twig.n_above:
+            break
+        if need not in counted:
+            counted.add(need)
+            n_bytes += sizes.get(need, 0)
     return replace(twig, kv_bytes=n_bytes)
