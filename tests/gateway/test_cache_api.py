@@ -277,6 +277,48 @@ def test_after_a_restart_the_tree_shows_what_is_on_disk_and_what_is_loaded_is_sh
         assert chat(server, talk)["timings"]["cache_n"] == 0
 
 
+def test_pins_outlive_a_restart_of_the_server(tmp_path):
+    flags = ("--disk-cache", "64MiB", "--state-dir", str(tmp_path), "--restore-policy", "always")
+    talk = [said("system", words(40, 1)), said("user", words(60, 3))]
+    with serving(*flags) as server:
+        chat(server, talk)
+        until(lambda: any("disk" in tiers_of(node) for node in nodes_of(server)), "it is on disk")
+        kept = next(node for node in nodes_of(server) if "disk" in tiers_of(node))
+        assert server.post(f"/cache/nodes/{kept['id']}/pin", {}).json["pinned"] is True
+        server.process.kill()
+        server.process.wait()
+    for expected in (True, False):
+        with serving(*flags) as server:
+            until(lambda: len(nodes_of(server)) > 1, "the disk is open")
+            assert pinned_ends(server) == ({kept["end"]} if expected else set())
+            chat(server, talk)
+            assert (kept["end"] in pinned_ends(server)) is expected
+            end = next(node["id"] for node in nodes_of(server) if node["end"] == kept["end"])
+            server.post(f"/cache/nodes/{end}/unpin", {})
+            assert not pinned_ends(server)
+
+
+def test_pins_outlive_the_engine_without_a_disk():
+    with serving() as server:
+        complete(server, words(60, 1))
+        until(lambda: settled(server), "idle work is done")
+        leaf = nodes_of(server)[-1]
+        server.post(f"/cache/nodes/{leaf['id']}/pin", {})
+        before = pinned_ends(server)
+        assert leaf["end"] in before
+        until(lambda: metric(server.get("/metrics").data.decode(), "everwarm_ram_waiting") == 0, "it is written down")
+        server.kill_engine()
+        until(lambda: not server.is_ready(), "the death is noticed")
+        until(server.is_ready, "it is back")
+        assert leaf["end"] in pinned_ends(server)
+        end = next(node["id"] for node in nodes_of(server) if node["end"] == leaf["end"])
+        assert end != leaf["id"] and server.post(f"/cache/nodes/{end}/unpin", {}).json["pinned"] is False
+
+
+def pinned_ends(server: Server) -> set[int]:
+    return {node["end"] for node in nodes_of(server) if node["pinned"] and node["parent"] is not None}
+
+
 def tiers_of(node: Json) -> list[str]:
     return list(node["checkpoint"]["tiers"]) if node["checkpoint"] else []
 

@@ -19,9 +19,9 @@ from everwarm.engine.core import Core
 from everwarm.engine.discard import Dropped
 from everwarm.engine.look import MAX_PAGE, Lookup, Number, summary, turn_page, view_of
 from everwarm.engine.loop import Loop
-from everwarm.engine.ondisk import View
+from everwarm.engine.ondisk import View, pin_of
 from everwarm.errors import BadRequest, EverwarmError, Forbidden
-from everwarm.state.census import pin, unpin
+from everwarm.state.forest import point_of
 from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.engine")
@@ -71,18 +71,25 @@ class Curator:
             self._aside.submit(self._answer, question.id, lambda: self._lookup.finish(page, with_words=with_words))
 
     def _obey(self, core: Core, order: m.CacheOrder) -> None:
-        if order.action == "drop":
-            with self._telling(order.id):
-                return self._drop(core, order)
-        self._answer(order.id, lambda: self._pin(core, order))
+        with self._telling(order.id):
+            if order.action == "drop":
+                self._drop(core, order)
+            elif order.node is not None and order.node < 0 and core.archive is not None:
+                self._aside.submit(self._pin_on_disk, core.archive, order, view_of(core))
+            else:
+                self._pin(core, order)
 
-    def _pin(self, core: Core, order: m.CacheOrder) -> dict[str, Any]:
-        node = _find(core, order.node)
+    def _pin(self, core: Core, order: m.CacheOrder) -> None:
+        """The answer comes when it is written down."""
+        node, archive = _find(core, order.node), core.archive
         if node.parent is None:
-            raise BadRequest("a root keeps nothing itself; name a node below it")
-        (pin if order.action == "pin" else unpin)(node)
-        core.tree.census.changed()
-        return {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
+            raise _is_root()
+        (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
+        said = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
+        if archive is None:
+            return self._send(m.Answer(order.id, said))
+        archive.keep_pinned(node) if order.action == "pin" else archive.after_all(archive.pins.strike(node))
+        archive.after_all(lambda: self._send(m.Answer(order.id, said)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is gone from the disk as well."""
@@ -95,6 +102,26 @@ class Curator:
             self._answer(order.id, lambda: _said(order, doomed.dropped))
 
     # on another
+
+    def _pin_on_disk(self, archive: Archive, order: m.CacheOrder, view: View) -> None:
+        """What is only there; as above, the answer comes when it is written down."""
+
+        def change() -> dict[str, Any]:
+            disk = archive.disk
+            assert disk is not None and kept is not None
+            disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
+            sizes = {each.name: each.size for each in disk.objects()}
+            n_bytes = sum(sizes.get(name, 0) for name in (kept.name, *kept.needs))
+            is_pinned = point_of(kept.key, kept.n_items) in disk.pins.marked
+            return {"id": order.node, "pinned": is_pinned, "bytes": n_bytes}
+
+        with self._telling(order.id):
+            twig = self._lookup.disk.find(view, order.node or 0)
+            if twig is None:
+                raise _not_found(order.node)
+            if (kept := twig.kept) is None:
+                raise _is_root()
+            archive.after_all(lambda: self._answer(order.id, change))
 
     def _drop_on_disk(self, archive: Archive, order: m.CacheOrder, doomed: Doomed) -> None:
         """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
@@ -138,6 +165,10 @@ def _said(order: m.CacheOrder, dropped: Dropped) -> dict[str, Any]:
 
 def _not_found(id: int | None) -> Forbidden:
     return Forbidden(404, "node_not_found", f"there is no node {id}; GET /cache/tree lists those there are")
+
+
+def _is_root() -> BadRequest:
+    return BadRequest("a root keeps nothing itself; name a node below it")
 
 
 def _find(core: Core, id: int | None) -> Node:

@@ -264,7 +264,7 @@ class Lookup:
         elif kept is not None and (about := self.disk.about(kept.name)) is not None and about.cut:
             state = {"kind": about.cut, "state_tiers": ("disk",), "state_bytes": kept.size}
             changes |= {**state, "last_use": kept.used_at, "hits": kept.hits}
-        if row.segment_name in shelf.names:
+        if row.segment_name in shelf.files.names:
             changes["kv_tiers"] = (*seen.kv_tiers, "disk")
         return msgspec.structs.replace(row, seen=msgspec.structs.replace(seen, **changes))
 

@@ -10,23 +10,25 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
+from everwarm.engine.pins import N_SPACE
 from everwarm.state.disk import Disk
-from everwarm.state.forest import Forest, Point, Spot, Twig, plant, point_of
+from everwarm.state.forest import Forest, Point, Spot, Twig, passed, plant, point_of
 from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.object import Damaged, Header
+from everwarm.state.pins import Pin
 from everwarm.state.room import is_whole
 from everwarm.state.tree import Node
 
 SHORT_NAMESPACE = 12
-BREATH = 128
+BREATH, LONG_BREATH = 32, 128  # things between two pauses; of the simple ones
 MOST_SPOTS = 1 << 16  # that are remembered, of nodes that are gone
 MOST_HEADERS = 1 << 14
-N_SPACE = 16
 BETWEEN = " … "  # the beginning and the end of a text
 
 T = TypeVar("T")
@@ -66,19 +68,23 @@ class Files:
     names: frozenset[str]
     states: list[Kept]  # that are whole
     kv_sizes: dict[str, int]
+    marked: frozenset[Point]  # what is pinned
 
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
     """What is on disk, seen from a tree."""
 
-    names: frozenset[str]
+    files: Files
     forest: Forest
     here: dict[int, Kept]  # states on disk at nodes in RAM, by the nodes' ids
     spaces: dict[str, str]  # known namespaces, by the names that headers have for them
 
     def state_at(self, id: int) -> Kept | None:
         return self.here.get(id)
+
+    def is_pinned(self, kept: Kept) -> bool:
+        return point_of(kept.key, kept.n_items) in self.files.marked
 
     def namespace(self, space: str) -> str:
         """The beginning of a hash that nobody has used since the start stands for what it is the hash of."""
@@ -119,7 +125,7 @@ class OnDisk:
             alive = {node.id for node in view.nodes}
             self._spots = {id: spot for id, spot in self._spots.items() if id in alive}
         new: dict[tuple[int, str], list[Node]] = defaultdict(list)
-        for node in politely(view.nodes):
+        for node in politely(view.nodes, LONG_BREATH):
             if node.id not in self._spots and node.parent is not None:
                 new[id(node.path), view.names.get(node.root().id, "")].append(node)
         for (_, namespace), same in politely(new.items()):  # one pass over what they have in common
@@ -134,15 +140,20 @@ class OnDisk:
             self._spaces[root_key(fingerprint, name)[:N_SPACE]] = name
         roots = {root_key(fingerprint, name)[:N_SPACE]: id for name, id in view.roots.items()}
         spots = dict(self._spots[node.id] for node in view.nodes if node.parent is not None)
-        forest = plant(files.states, files.kv_sizes, spots, roots, politely)
+        forest = plant(files.states, files.kv_sizes, spots, roots, partial(politely, breath=LONG_BREATH))
         named = ((spots.get(point_of(each.key, each.n_items)), each) for each in files.states)
         here = {spot.id: each for spot, each in named if spot is not None}
-        return Shelf(files.names, forest, here, dict(self._spaces))
+        return Shelf(files, forest, here, dict(self._spaces))
 
     def below(self, view: View, ids: Iterable[int]) -> list[Kept]:
         """The states that are only on disk, at or below these nodes."""
         shelf = self.look(view)
         return [] if shelf is None else shelf.forest.below(ids)
+
+    def find(self, view: View, id: int) -> Twig | None:
+        shelf = self.look(view)
+        at = None if shelf is None else shelf.forest.place.get(id)
+        return None if shelf is None or at is None else shelf.forest.twigs[at]
 
     # rows
 
@@ -186,14 +197,20 @@ class OnDisk:
 
 def _files(disk: Disk) -> Files:
     version, kept = disk.version, {each.name: each for each in disk.objects()}
-    states = [each for each in politely(kept.values()) if each.kind == "state" and is_whole(each, kept)]
+    states = [each for each in politely(kept.values(), LONG_BREATH) if each.kind == "state" and is_whole(each, kept)]
     sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
-    return Files(version, frozenset(kept), states, sizes)
+    return Files(version, frozenset(kept), states, sizes, disk.pins.marked)
 
 
 def _about(header: Header) -> About:
     media = tuple((index, max(0, n_tokens - 1)) for index, _, n_tokens, _, _ in header.media)
     return About(header.cut, header.words, media)
+
+
+def pin_of(kept: Kept) -> Pin:
+    """With the points that are known on the way to a state."""
+    ways = [point for _, _, *both in passed(kept) for point in both if point is not None and point[1] < kept.n_items]
+    return Pin(kept.key, kept.n_items, kept.space, tuple(sorted(set(ways), key=lambda point: point[1])))
 
 
 def _above(twig: Twig, gone: dict[int, Twig]) -> Twig:
@@ -221,7 +238,7 @@ def _seen(twig: Twig, about: About | None, shelf: Shelf, *, with_words: bool) ->
         n_children,
         kept.used_at,
         kept.hits,
-        False,
+        shelf.is_pinned(kept),
         about.cut or None,
         ("disk",) if has_state else (),
         kept.size if has_state else 0,
@@ -238,9 +255,9 @@ def _words(words: str, n_above: int) -> str:
     return f"… {end}" if n_above and between else words
 
 
-def politely(things: Iterable[T]) -> Iterator[T]:
+def politely(things: Iterable[T], breath: int = BREATH) -> Iterator[T]:
     """With pauses: the loop's thread waits for the interpreter no longer than a few of them take."""
     for i, thing in enumerate(things):
-        if i % BREATH == 0:
+        if i % breath == 0:
             time.sleep(1e-4)
         yield thing

@@ -1,6 +1,6 @@
 """The disk tier: objects as files, made durable before they are acknowledged, and an index of them.
 
-    STATE_DIR/<model>/lock · index.sqlite · state-….ew · kv-….ew
+    STATE_DIR/<model>/lock · index.sqlite · pins.json · state-….ew · kv-….ew
 
 The files are the truth; the index (SQLite, WAL) only remembers what they say and how they were used, and is rebuilt from
 them whenever it is missing, damaged or behind. One process at a time holds a model's directory. Every failure is a miss:
@@ -17,7 +17,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from everwarm.state.files import TEMPORARY, Files
 from everwarm.state.index import INDEX, Index, Kept
 from everwarm.state.lineage import keys
 from everwarm.state.object import SUFFIX, Damaged, Header, Reader, Unreadable, encode, file_size, name_of
+from everwarm.state.pins import PINS, Pin, Pins
 from everwarm.state.room import Limits, victim
 from everwarm.types import Blob
 
@@ -79,6 +80,9 @@ class Disk:
         make_folder(directory, self._files)
         self._held = hold(directory)
         try:
+            self.pins = Pins(directory / PINS, self._files)
+            if self.pins.trouble is not None:
+                self._fail("read", self.pins.trouble)
             self._index = Index(directory / INDEX)
             with self._indexing():
                 self._written_today = self._index.written()
@@ -226,6 +230,21 @@ class Disk:
                     self._kept[name] = replace(kept, used_at=time.time(), hits=kept.hits + 1)
                     self._store(self._kept[name])
 
+    def pin(self, pin: Pin) -> None:
+        """States at these points go last. Durable when this returns, unless the tier is degraded."""
+        self._change_pins(lambda: self.pins.put(pin))
+
+    def unpin(self, keys: Collection[str]) -> None:
+        self._change_pins(lambda: self.pins.remove(keys))
+
+    def _change_pins(self, change: Callable[[], bool]) -> None:
+        with self._writing:
+            try:
+                self.version += change()
+            except OSError as error:
+                self.version += 1
+                self._fail("pinned", error)
+
     def drop(self, name: str) -> None:
         with self._lock:
             size = self._forget(name)
@@ -283,7 +302,8 @@ class Disk:
     def _evict(self, spare: frozenset[str]) -> None:
         """Within the budget again."""
         limits = Limits(self.budget_bytes, self._space_share)
-        while (name := victim(self._kept, self.n_bytes, limits, spare, time.time())) is not None:
+        marked = self.pins.marked
+        while (name := victim(self._kept, self.n_bytes, limits, spare, marked, time.time())) is not None:
             self.counts.n_evicted += 1
             self.drop(name)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everwarm.state import policy
+from everwarm.state.forest import Point, point_of
 from everwarm.state.index import Kept
 
 
@@ -16,13 +17,15 @@ class Limits:
     space_share: float  # of the budget, for each space at most
 
 
-def victim(kept: Mapping[str, Kept], n_bytes: int, limits: Limits, spare: frozenset[str], now: float) -> str | None:
+def victim(
+    kept: Mapping[str, Kept], n_bytes: int, limits: Limits, spare: frozenset[str], marked: frozenset[Point], now: float
+) -> str | None:
     """What goes next; None: there is room, or nothing that may go. KV that no state needs goes first, then the states that
-    save least. A space that has more than its share gives of its own."""
+    save least, those at marked points last. A space that has more than its share gives of its own."""
     crowd = _too_much(kept, n_bytes, limits)
     if crowd is None:
         return None
-    return _stranded(kept, spare, crowd) or _least(spare, crowd, now)
+    return _stranded(kept, spare, crowd) or _least(spare, crowd, marked, now)
 
 
 def _too_much(kept: Mapping[str, Kept], n_bytes: int, limits: Limits) -> list[Kept] | None:
@@ -51,9 +54,12 @@ def is_whole(each: Kept, kept: Mapping[str, Kept]) -> bool:
     return all(need in kept for need in each.needs)
 
 
-def _least(spare: frozenset[str], crowd: list[Kept], now: float) -> str | None:
+def _least(spare: frozenset[str], crowd: list[Kept], marked: frozenset[Point], now: float) -> str | None:
     states = [each for each in crowd if each.kind == "state" and each.name not in spare]
-    entries = [
-        policy.Entry(i, each.size, float(each.n_items), now - each.used_at, each.hits) for i, each in enumerate(states)
-    ]
+    entries = (_entry(i, each, marked, now) for i, each in enumerate(states))
     return next((states[i].name for i in policy.victims(entries, 1)), None)
+
+
+def _entry(i: int, kept: Kept, marked: frozenset[Point], now: float) -> policy.Entry:
+    is_pinned = point_of(kept.key, kept.n_items) in marked
+    return policy.Entry(i, kept.size, float(kept.n_items), now - kept.used_at, kept.hits, pinned=is_pinned)
