@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -256,3 +257,35 @@ def test_a_root_on_disk_goes_with_all_its_states(tmp_path: Path):
         order(core, "drop", roots[0].id)
         assert [node.id for node in pages(core) if node.parent is None] == [roots[1].id]
         assert order(core, "drop", None)["dropped"] > 0 and not files(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_every_state_on_disk_is_shown_exactly_once(tmp_path, seed):
+    """Turns, branches, a RAM tier that forgets, drops, pins and restarts, by chance."""
+    rng = random.Random(seed)
+    known: list[list[int]] = [text(1, 100)]
+    for _ in range(4):
+        with kept_core(tmp_path, ram_bytes=2 << 20) as core:
+            for _ in range(8):
+                match rng.randrange(8):
+                    case 0:
+                        order(core, "drop", rng.choice([node.id for node in pages(core)] or [1]))
+                    case 1:
+                        order(core, rng.choice(["pin", "unpin"]), rng.choice([node.id for node in pages(core)] or [1]))
+                    case _:
+                        base = rng.choice(known)
+                        prompt = [*base[: rng.randint(50, len(base))], *text(rng.randrange(1 << 20), 60)]
+                        run(core, prompt, stable=len(prompt) - 5, namespace=rng.choice([NAMESPACE, "cd" * 16]))
+                        known.append(prompt)
+                if rng.random() < 0.7:
+                    put_away(core)
+                nodes = pages(core, rng.choice([2, 1000]))
+                assert_sound(nodes)
+                assert core.archive is not None and core.archive.disk is not None
+                core.archive.flush()
+                whole = core.archive.disk.whole_names()
+                states = [kept for kept in core.archive.disk.objects() if kept.kind == "state" and kept.name in whole]
+                shown = sorted(node.end for node in pages(core) if "disk" in node.state_tiers)
+                assert shown == sorted(kept.n_items for kept in states)
+            put_away(core)
+    assert files(tmp_path, "state"), "this test could not fail"
