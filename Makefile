@@ -118,6 +118,7 @@ $(LIBLLAMA_ARCHIVE):
 	  --no-build-isolation --dest $(@D) $(LIBLLAMA_WHEEL)
 
 bench-gpu: $(LIBLLAMA_ARCHIVE) ## measure a 27B-shaped model on this machine's GPU, beside llama-server (see docs/benchmarks/gpu.md)
+	@$(call checked,$<)
 	tar -xzf $< -C $(<D) --strip-components 1
 	bench/gpu.sh $(<D)/thirdparty/llama.cpp
 

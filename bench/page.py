@@ -1,8 +1,11 @@
 """What looking at the page costs a reply that is being written. Wanted: at most 1 %.
 
-Cases take turns: nobody looks; somebody reads the stream of events, as the page does; a real headless Chromium shows the
-live view or the tree. Chromium also draws: where cores are few it takes them from the engine, and where others are at work
-tokens/s say little. So the CPU time of the server alone (gateway and engine) is shown beside them.
+Somebody reads the stream of events, as the page does, or a real headless Chromium shows the live view or the tree; before
+and after each such reply comes one that nobody looks at, and the two together are what it is compared with. A machine's
+speed drifts by ten per cent within a minute, hardly within three seconds: so medians of many such comparisons say
+something, with the standard errors shown. The engine's work for a token drowns in that drift, the gateway's does not: its
+CPU time is shown by itself, as a share of the time that a token takes. Chromium also draws: where cores are few it takes
+them from the engine, which a page on another machine does not.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.measure import EMBEDDED, table
 from bench.server import Server, ask, everwarm
 
-N_REPLY, ROUNDS, IDLE_S = 2000, 9, 10.0
+N_REPLY, ROUNDS, IDLE_S = 1000, 30, 10.0
 
 Looking = Callable[[Server], AbstractContextManager[None]]
 
@@ -34,53 +37,72 @@ def run() -> None:
         cases: dict[str, Looking] = {"nobody looks": _nobody, "the stream of events is read": _listener}
         if browser is not None:
             cases |= {f"Chromium shows the {view} view": _page(browser, view) for view in ("live", "tree")}
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-        for nth in range(ROUNDS + 1):  # the first one warms up
-            for name, looking in list(cases.items())[:: 1 if nth % 2 else -1]:
-                with looking(server):
-                    found[name].append(_reply(server, nth))
+        found: dict[str, list[Cost]] = {name: [] for name in cases}
+        before = _looked_at(server, _nobody)
+        for _ in range(ROUNDS):
+            for name, looking in cases.items():
+                here, after = _looked_at(server, looking), _looked_at(server, _nobody)
+                found[name].append(_compared(here, before, after))
+                before = after
         idle = [(name, _idle(server, looking)) for name, looking in cases.items()]
-    quiet = found["nobody looks"][1:]
-    rows = [(name, *_shown(each[1:], quiet)) for name, each in found.items()]
-    title = f"A reply of {N_REPLY} tokens of everwarm-tiny, 1 thread, {os.cpu_count()} cores, best of {ROUNDS}"
-    table(title, ("", "tokens/s", "", "server CPU per token", ""), rows)
+    title = f"A reply of {N_REPLY} tokens of everwarm-tiny, 1 thread, {os.cpu_count()} cores, {ROUNDS} comparisons"
+    rows = [(name, *(_median(list(values)) for values in zip(*each, strict=True))) for name, each in found.items()]
+    table(title, ("more than unwatched", "time", "the gateway's CPU", "the engine's CPU"), rows)
     print()
     table("While nothing is asked", ("", "server CPU, of one core"), idle)
     if browser is None:
         print("Chromium or playwright is not here: the page itself was not measured.")
 
 
-def _shown(found: list[tuple[float, float]], quiet: list[tuple[float, float]]) -> tuple[str, str, str, str]:
-    """The best of all rounds: what others do on the machine only ever makes it worse."""
-    speed, cpu_s = max(each[0] for each in found), min(each[1] for each in found)
-    faster, dearer = speed / max(each[0] for each in quiet) - 1, cpu_s / min(each[1] for each in quiet) - 1
-    return f"{speed:.0f}", f"{100 * faster:+.1f} %", f"{1e6 * cpu_s:.0f} µs", f"{100 * dearer:+.1f} %"
+class Cost(NamedTuple):
+    """Of a token, in seconds: of the clock, and of the two processes' CPU time."""
+
+    wall: float
+    gateway: float
+    engine: float
 
 
-def _reply(server: Server, seed: int) -> tuple[float, float]:
-    """Tokens per second of decoding, and what a token took of the server's CPU time."""
-    prompt = np.random.default_rng(seed).integers(12, 2000, 64).tolist()
+def _compared(here: Cost, before: Cost, after: Cost) -> Cost:
+    """How much more than when nobody looked, as shares of a token's time."""
+    usual = Cost(*((a + b) / 2 for a, b in zip(before, after, strict=True)))
+    return Cost(*((now - then) / usual.wall for now, then in zip(here, usual, strict=True)))
+
+
+def _median(values: list[float]) -> str:
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    error = 1.253 * (high - low) / 1.349 / len(values) ** 0.5  # of a median, its spread taken from the quartiles
+    return f"{100 * middle:+.2f} % ± {100 * error:.2f}"
+
+
+def _looked_at(server: Server, looking: Looking) -> Cost:
+    with looking(server):
+        return _reply(server)
+
+
+def _reply(server: Server) -> Cost:
+    prompt = np.random.default_rng(1).integers(12, 2000, 64).tolist()
     before = _cpu_s(server)
     reply = ask(server, prompt, N_REPLY, cache_prompt=False)
-    return float(reply.timings["predicted_per_second"]), (_cpu_s(server) - before) / N_REPLY
+    gateway, engine = ((now - then) / N_REPLY for now, then in zip(_cpu_s(server), before, strict=True))
+    return Cost(1 / float(reply.timings["predicted_per_second"]), gateway, engine)
 
 
 def _idle(server: Server, looking: Looking) -> str:
     """What looking alone takes: exact where replies are too noisy to tell."""
     with looking(server):
-        before = _cpu_s(server)
+        before = sum(_cpu_s(server))
         time.sleep(IDLE_S)
-        return f"{100 * (_cpu_s(server) - before) / IDLE_S:.2f} %"
+        return f"{100 * (sum(_cpu_s(server)) - before) / IDLE_S:.2f} %"
 
 
-def _cpu_s(server: Server) -> float:
+def _cpu_s(server: Server) -> tuple[float, float]:
+    """Of the gateway, and of the engine it started."""
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    return sum(_process_s(pid) for pid in (server.pid, *children))
+    return _process_s(server.pid), sum(map(_process_s, children))
 
 
 def _process_s(pid: object) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ _LATER = ("cache", "explain", "simulate", "tiny")
 for _name in _LATER:
     app.command(f"everwarm.cli_{_name}:{_name}", name=_name)
 
+VARIABLES = "EVERWARM_SERVE_"
 DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
@@ -83,6 +85,7 @@ def serve(
     ray
         Replicas on many machines: a TOML file that describes the cluster, with everything that is a flag here.
     """
+    _require_known_variables()
     if ray is not None:
         return _serve_cluster(ray, is_alone=(model, demo, models, options) == (None, False, None, DEFAULTS))
     from everwarm.gateway.server import serve as run
@@ -101,6 +104,17 @@ def serve(
         return discover(source, engine, default=default, state_dir=state_dir)
 
     return run(read_again, options.limits(found), options.server(), console, autoload=options.models_autoload)
+
+
+def _require_known_variables() -> None:
+    """A misspelt one would be passed over in silence."""
+    arguments = app["serve"].assemble_argument_collection()
+    flags = (name for argument in arguments for name in argument.names if name not in argument.negatives)
+    known = {VARIABLES + flag.lstrip("-").replace("-", "_").upper() for flag in flags if flag.startswith("--")}
+    for name in sorted(name for name in os.environ if name.startswith(VARIABLES) and name not in known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else "`everwarm serve --help` lists the options"
+        raise BadRequest(f"the environment has {name}, which is no option; {hint}")
 
 
 def _serve_cluster(config: Path, *, is_alone: bool) -> int:
@@ -145,6 +159,7 @@ def config(
     show
         Print them; with --no-show they are only checked.
     """
+    _require_known_variables()
     _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
     options: ServeOptions = bound.arguments.get("options", DEFAULTS)
     engine, server = options.engine(), options.server()

@@ -64,6 +64,7 @@ def drain(core: Core, most: int = 4000, after_step: Callable[[Core], None] | Non
             if isinstance(event, Finished):
                 assert event.request_id not in results, "a request finished twice"
                 results[event.request_id] = event.result
+        core.keep_ends()
         (after_step or check)(core)
     raise AssertionError(f"{most} steps and still work to do")
 

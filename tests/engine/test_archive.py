@@ -102,6 +102,35 @@ def test_a_wrong_state_on_disk_would_be_seen(tmp_path):
         assert fingerprint_of_slot(core, len(prompt) + 3) != right
 
 
+@pytest.mark.parametrize("arch", HYBRIDS)
+@pytest.mark.parametrize("knows_where_it_ends", [True, False])
+def test_another_conversation_goes_on_from_the_system_prompt_after_a_restart(tmp_path, arch, knows_where_it_ends):
+    """The end of the first message is kept once, though no turn of the conversation itself will go on from there."""
+    system, boundaries = HISTORY[:400], (400,) if knows_where_it_ends else ()
+    with kept_core(tmp_path, arch) as core:
+        run(core, HISTORY, stable=STABLE, boundaries=boundaries)
+        put_away(core)
+        run(core, [*HISTORY, *NEW], stable=len(HISTORY), boundaries=boundaries)
+        put_away(core)
+    assert len(files(tmp_path, "state")) == 2 + knows_where_it_ends, "once, not with every turn"
+    with kept_core(tmp_path, arch) as core:
+        n_cached = run(core, [*system, *text(9, 100)], boundaries=boundaries).n_cached
+        check(core)
+    assert n_cached == (400 if knows_where_it_ends else 0)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_where_conversations_parted_another_one_goes_on_after_a_restart(tmp_path, arch):
+    document = HISTORY[:500]
+    with kept_core(tmp_path, arch) as core:
+        for seed in (11, 12, 13):  # the second one has its state taken where it parts from the first
+            run(core, [*document, *text(seed, 60)], stable=555)
+            put_away(core)
+    with kept_core(tmp_path, arch) as core:
+        assert run(core, [*document, *text(14, 60)]).n_cached == 500
+        check(core)
+
+
 def test_a_turn_writes_the_new_kv_and_one_state(tmp_path):
     sizes = []
     with kept_core(tmp_path, n_ctx=4096) as core:

@@ -2,9 +2,24 @@
 
 import pytest
 
-from engine.drive import GUARD, HYBRIDS, STATEFUL, check, checkpoints, open_core, run, submit, text, tidy
+from engine.drive import (
+    GUARD,
+    HYBRIDS,
+    STATEFUL,
+    check,
+    checkpoints,
+    memory_of,
+    open_core,
+    replay,
+    run,
+    slot_holding,
+    step_until,
+    submit,
+    text,
+    tidy,
+)
 from everwarm.config import Sampling
-from everwarm.engine.request import Finish
+from everwarm.engine.request import Finish, NewToken
 from everwarm.state.params import CheckpointParams
 from everwarm.state.policy import CutKind
 
@@ -47,6 +62,35 @@ def test_an_identical_prompt_is_hardly_read_and_answers_the_same(arch, n_spares,
     for again in (second, third):
         assert again.tokens == first.tokens
         assert again.n_processed <= (0 if spares else GUARD)
+
+
+@pytest.mark.parametrize("arch", STATEFUL)
+@pytest.mark.parametrize("read_another_way", [False, True])
+def test_an_end_that_still_stands_is_gone_on_from_without_touching_it(arch, read_another_way, monkeypatch):
+    with open_core(arch, n_spares=4) as core:
+        whole = run(core, text(3, 90), 6)
+    with open_core(arch, n_spares=4) as core:
+        run(core, text(3, 90), 1)  # the reply's token is not decoded: the slot stands at the prompt's end
+        slot = slot_holding(core, text(3, 90))
+        if read_another_way:  # the control
+            slot.chunks = [(1, 90)]
+        unparked = []
+        unpark = core.context.unpark
+        monkeypatch.setattr(core.context, "unpark", lambda *seqs: (unparked.append(seqs), unpark(*seqs)))
+        again = run(core, text(3, 90), 6)
+        assert again.tokens == whole.tokens and again.n_processed == 0
+        assert bool(unparked) is read_another_way
+        assert memory_of(core.context, slot.seq) == replay(core, slot)
+
+
+def test_a_first_token_leaves_before_its_prompts_end_is_kept():
+    with open_core(n_spares=4) as core:
+        submit(core, text(3, 90), 6)
+        step_until(core, NewToken)
+        assert 90 not in checkpoints(core)
+        core.keep_ends()
+        assert 90 in checkpoints(core)
+        check(core)
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -97,12 +97,12 @@ def assert_sound(nodes: list[m.NodeSeen]) -> None:
         assert node.start == (0 if node.parent is None else by_id[node.parent].end) <= node.end
 
 
-@pytest.mark.parametrize("limit", [1, 3, 1000])
+@pytest.mark.parametrize(("limit", "n_talks"), [(1, 2), (3, 2), (1000, 2), (1000, 1)])
 @pytest.mark.parametrize("arch", EVERY_KIND)
-def test_after_a_restart_the_tree_shows_what_is_on_disk(tmp_path, arch, limit):
+def test_after_a_restart_the_tree_shows_what_is_on_disk(tmp_path, arch, limit, n_talks):
     with kept_core(tmp_path, arch) as core:
-        talk(core)
-        talk(core, seed=3)
+        for seed in range(n_talks):
+            talk(core, seed)
         before = pages(core, limit)
         assert not on_disk(before), "nothing is shown twice"
         needs_states, has_kv = core.context.kind.needs_checkpoints, core.context.kind.has_attention
@@ -112,13 +112,13 @@ def test_after_a_restart_the_tree_shows_what_is_on_disk(tmp_path, arch, limit):
             after = pages(core, limit)
             assert_sound(after)
             states = [node for node in after if node.parent is not None]
-            assert states == on_disk(states) and len(states) == len(files(tmp_path, "state")) == 6
+            assert states == on_disk(states) and len(states) == len(files(tmp_path, "state")) >= 3 * n_talks
             assert all(node.kv_tiers == ("disk",) * has_kv for node in states)
             assert all(node.state_tiers == ("disk",) * needs_states for node in states)
             assert all(node.id > -(2**53) for node in after)
             n_bytes = sum(node.state_bytes + node.kv_bytes for node in states)
             assert n_bytes == sum(path.stat().st_size for path in files(tmp_path, "" if needs_states else "kv"))
-            if has_kv and needs_states:
+            if has_kv and needs_states and n_talks == 1:  # what two have in common was read twice
                 assert shape(after) == shape(before)
             ids.append([node.id for node in after])
     assert ids[0] == ids[1], "in every process the same"
@@ -136,7 +136,7 @@ def test_what_a_request_brings_back_is_shown_once(tmp_path):
         assert_sound(after)
         assert {node.namespace for node in after} == {NAMESPACE[:12]}
         assert shape(after) == shape(before)
-        assert len(on_disk(after)) == 3, "the other conversation's"
+        assert len(on_disk(after)) == len(files(tmp_path, "state")) - 3, "the other conversation's"
         here = [node for node in after if node.id > 0 and "disk" in node.state_tiers]
         assert sorted(node.state_tiers[0] for node in here) == ["disk", "disk", "ram"], "its KV leads past the others"
         (hanging,) = [n for n in on_disk(after) if n.start == 0]
@@ -218,7 +218,10 @@ def test_what_is_only_on_disk_is_dropped_with_everything_below_it_and_nothing_el
         assert answer["dropped"] == n_before - len(files(tmp_path)) > 2 and answer["id"] == doomed.id
         kept = {node.id for node in pages(core)}
         gone = {node.id for node in nodes} - kept
-        assert gone == {node.id for node in nodes if doomed.id in (node.id, node.parent)}
+        below = {doomed.id}
+        for node in nodes:
+            below |= {node.id} if node.parent in below else set()
+        assert gone == below
         assert order(core, "drop", doomed.id).status == 404
         dropped, intact = (first, other) if is_cut(doomed, core, first) else (other, first)
         assert run(core, [*intact, *text(9, 30)], namespace=NAMESPACE).n_cached > 400

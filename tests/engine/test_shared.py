@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.drive import EVERY_KIND, GUARD, check, open_core, run, text
+from engine.drive import EVERY_KIND, GUARD, check, open_core, run, submit, text
 from engine.test_archive import HISTORY, NEW, STABLE, fingerprint_of_slot
 from everwarm.engine.core import Core
 from everwarm.engine.settings import RemoteSettings, StoreSettings
@@ -85,6 +85,26 @@ def test_where_conversations_part_is_shared(url):
         put_away(core)
     with sharing(url) as core:
         assert run(core, [*HISTORY[:400], *text(9, 60)], boundaries=(100, 400)).n_cached == 400
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1e9])
+@pytest.mark.parametrize("n_spares", [0, 4])
+@pytest.mark.parametrize("arch", EVERY_KIND)
+def test_a_turn_is_shared_while_others_run(url, arch, n_spares, wait_s, monkeypatch):
+    monkeypatch.setattr("everwarm.engine.archive.OVERDUE_S", wait_s)
+    with sharing(url, arch, n_spares=n_spares) as core:
+        submit(core, text(4, 30), 400)
+        mine = submit(core, HISTORY, 4, stable=STABLE)
+        while any(slot.request is mine for slot in core.slots) or mine in core.queue:
+            core.step()
+        for _ in range(4):
+            core.step()
+            core.tidy_overdue()
+            check(core)
+        assert core.has_work and core.archive.remote.flush()
+        with sharing(url, arch) as other:
+            found = run(other, NEXT, boundaries=(STABLE,)).n_cached
+    assert found == (STABLE if wait_s == 0 else 0), "a turn is kept that nobody offered, or this test could not fail"
 
 
 def test_namespaces_stay_apart(url):

@@ -99,6 +99,20 @@ def test_config_shows_what_serve_would_run_with(tmp_path):
     assert shown(EVERWARM_SERVE_CTX_SIZE="2222")["n_ctx"] == "2222"
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("EVERWARM_SERVE_CTX_SIZ", "EVERWARM_SERVE_CTX_SIZE"),
+        ("EVERWARM_SERVE_NO_PREWARM", "EVERWARM_SERVE_PREWARM"),
+        ("EVERWARM_SERVE_QQQQQQQQQQQQQQQQQQ", "--help"),
+    ],
+)
+def test_a_misspelt_variable_is_an_error_that_says_what_would_be_right(here, monkeypatch, name, hint):
+    monkeypatch.setenv(name, "1")
+    said = sentence(here("config"))
+    assert name in said and hint in said
+
+
 def test_short_names_are_llama_servers(here):
     flags = ["-c", "512", "-np", "3", "-b", "64", "-ub", "32", "-t", "2", "-fa", "off", "-ctk", "q8_0"]
     found = settings_in(here("config", *flags))

@@ -165,7 +165,7 @@ def test_a_segment_that_begins_before_the_splice_is_exact_or_not_clean(arch: str
         whole = segment_of(context, SLOT, mark(0), mark(100))
         cold_rows = go_on(context, SLOT, TOKENS)
         context.keep_kv(SLOT, mark(30))
-        context.splice_segment(SLOT, whole.blob, mark(30), mark(100), n_cells=100, clean=True)
+        context.splice_segment(SLOT, whole.blob, mark(30), mark(100), n_cells=100, n_before=30, clean=True)
         restore(context, SLOT, saved)
         rows = go_on(context, SLOT, TOKENS)
         assert same_bits(rows, cold_rows) or not context.is_clean(SLOT)
@@ -181,7 +181,22 @@ def test_a_segment_that_reaches_beyond_the_splice_is_exact(arch: str, open_tiny:
         context.drop(SLOT)
         context.splice_segment(SLOT, longer.blob, mark(0), mark(100), n_cells=150, clean=True)
         restore(context, SLOT, saved)
-        assert same_bits(go_on(context, SLOT, TOKENS), cold_rows)
+        assert context.is_clean(SLOT) and same_bits(go_on(context, SLOT, TOKENS), cold_rows)
+
+
+@pytest.mark.parametrize("arch", WITH_KV)
+def test_what_is_spliced_behind_a_segment_that_reached_too_far_is_exact(arch: str, open_tiny: Callable) -> None:
+    with open_context(open_tiny(arch)) as context:
+        saved = read(context, TOKENS, (100,))
+        first, longer, last = (segment_of(context, SLOT, mark(a), mark(b)) for a, b in ((0, 30), (30, 90), (60, 100)))
+        cold_rows = go_on(context, SLOT, TOKENS)
+        wander(context)
+        context.drop(SLOT)
+        context.splice_segment(SLOT, first.blob, mark(0), mark(30), n_cells=30, clean=True)
+        context.splice_segment(SLOT, longer.blob, mark(30), mark(60), n_cells=60, clean=True)
+        context.splice_segment(SLOT, last.blob, mark(60), mark(100), n_cells=40, clean=True)
+        restore(context, SLOT, saved)
+        assert context.is_clean(SLOT) and same_bits(go_on(context, SLOT, TOKENS), cold_rows)
 
 
 @pytest.mark.parametrize("arch", WITH_KV)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,28 +74,19 @@ class Fleet(Server):
                 return float(line.split()[1])
         return 0.0
 
-    def is_put_away(self, replica: str) -> bool:
-        """Whether all that its conversations need is in the store: nothing waits, and nothing more comes."""
-        seen = []
-        for _ in range(2):
-            seen.append(self.metric(replica, "everwarm_remote_bytes_written_total"))
-            time.sleep(0.7)
-        return seen[0] == seen[1] > 0 and self.metric(replica, "everwarm_remote_bytes_waiting") == 0
-
     def is_idle_at(self, replica: str) -> bool:
         return not any(slot["is_processing"] for slot in self.of(replica, "/slots").json)
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, *models: str, n_nodes: int = 3, server: str = "") -> Iterator[Fleet]:
-    """Ready to answer; everything that was started is gone at the end."""
-    key, store = folder / "key", folder / "store"
+def fleet(folder: Path, store: str, *models: str, n_nodes: int = 3, server: str = "") -> Iterator[Fleet]:
+    """Ready to answer; everything that was started is gone at the end. ``store``: the URL of what all replicas share."""
+    key = folder / "key"
     key.write_bytes(secrets.token_bytes(32))
     key.chmod(0o600)
-    store.mkdir(exist_ok=True)
     port = _free_port()
     config = folder / "cluster.toml"
-    words = {"port": port, "server": server, "store": store.as_uri(), "key": key, "models": "".join(models)}
+    words = {"port": port, "server": server, "store": store, "key": key, "models": "".join(models)}
     config.write_text(CONFIG.format(**words))
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:  # sockets need short names
         env = os.environ | QUIET | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -17,7 +17,7 @@ def ask(cluster: Fleet, seed: int, n_words: int, **more: Any) -> Any:
 
 def test_replicas_come_and_go(tmp_path: Path) -> None:
     both = model("grows", GROWS, 1.0), model("other", "count = 1", 1.0)
-    with fleet(tmp_path, *both, n_nodes=3) as cluster:
+    with fleet(tmp_path, (tmp_path / "store").as_uri(), *both, n_nodes=3) as cluster:
         _several_models(cluster)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             replies = [pool.submit(ask, cluster, seed, 400) for seed in range(40)]

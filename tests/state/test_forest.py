@@ -88,9 +88,11 @@ def test_nobody_hangs_below_a_state_of_another_space_and_nonsense_hangs_at_the_r
     assert found[id_of(second.key)] == found[id_of("not a key")] == id_of(f"root of {SPACE}")
 
 
+@pytest.mark.parametrize("is_read_twice", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_conversations_hang_together_as_their_items_do(seed):
-    """Each state has its KV from cut to cut, some of it in the middle of what an earlier one kept."""
+def test_random_conversations_hang_together_as_their_items_do(seed, is_read_twice):
+    """Each state has its KV from cut to cut, some of it in the middle of what an earlier one kept. Where the same items
+    were read twice, in other pieces, names say less: a state may hang higher, but never where it does not belong."""
     rng = random.Random(seed)
     texts: list[list[int]] = [[]]
     segments: dict[tuple[int, ...], list[tuple[str, int]]] = {(): []}  # the KV on the way to a point
@@ -99,6 +101,8 @@ def test_random_conversations_hang_together_as_their_items_do(seed):
         base = rng.choice(texts)
         new = [*base, *(rng.randrange(1000) for _ in range(rng.randint(1, 30)))]
         segments[tuple(new)] = [*segments[tuple(base)], (kv(new, len(base), len(new)), len(new))]
+        if is_read_twice and rng.random() < 0.3:
+            segments[tuple(new)] = [(kv(new, 0, len(new)), len(new))]
         texts.append(new)
         if rng.random() < 0.3 and len(new) - len(base) > 2:  # a branch begins inside
             at = rng.randrange(len(base) + 1, len(new))
@@ -112,7 +116,9 @@ def test_random_conversations_hang_together_as_their_items_do(seed):
         mine = items[id]
         ancestors = [o for o in items if o != id and items[o] == mine[: len(items[o])] and o in forest.place]
         deepest = max(ancestors, key=lambda o: len(items[o]), default=id_of(f"root of {SPACE}"))
-        assert parent == deepest
+        assert parent == deepest or (
+            is_read_twice and (parent in ancestors or forest.twigs[forest.place[parent]].kept is None)
+        )
     order = [twig.id for twig in forest.twigs]
     assert all(t.parent is None or t.parent in order[:i] for i, t in enumerate(forest.twigs))
     used = {need for kept in states for need in kept.needs}

@@ -66,7 +66,8 @@ class Admission:
             prompt, namespace = request.items(request.n_items), request.ask.namespace
             match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
             ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
-            self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match, ends)
+            exact = request.ask.deterministic
+            self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match, ends, exact=exact)
         fetch = self._fetches[request.id]
         return isinstance(fetch, Fetch) and not fetch.is_done
 

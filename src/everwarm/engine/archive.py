@@ -1,7 +1,7 @@
 """From the tree to the disk and the remote store: what of a finished turn is written; ``fetch`` is the way back.
 
-A turn writes the KV that is new and one state. Everything here may fail without harm: then a prompt is read again. The
-loop's thread decides and reads; one thread of its own hashes, writes and syncs.
+A turn writes the KV that is new and one state, and the states of crossings once. Everything here may fail without harm:
+then a prompt is read again. The loop's thread decides and reads; one thread of its own hashes, writes and syncs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from everwarm.engine.crossings import crossings, is_worth_it
 from everwarm.engine.jobs import Job, Packing
 from everwarm.engine.keeper import Keeper
-from everwarm.engine.pins import Home, PinBoard
+from everwarm.engine.pins import Home, PinBoard, pinned_below
 from everwarm.engine.ram import Ram
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.share import Sharer
@@ -35,6 +36,7 @@ from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.archive")
 
+OVERDUE_S = 1.0  # after its end a turn is offered although others run
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
@@ -59,6 +61,7 @@ class Archive:
         self._ram = ram
         self._packing = Packing(keeper, words)
         self.pins = PinBoard(keeper.tree, ram, lambda: None if self.disk is None else Home(self.disk, self.fingerprint))
+        self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
@@ -106,6 +109,25 @@ class Archive:
                 return True
         return False
 
+    def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
+        """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
+        for slot in slots:
+            is_due = slot.is_idle and not slot.is_archived and now - slot.used_at > OVERDUE_S
+            if is_due and slot.n_fed and not self.is_opening:
+                slot.is_archived = True
+                self._copy_down(slot)
+                return self.offer(slot)
+
+    def _copy_down(self, slot: Slot) -> None:
+        """To RAM, as idle work would: the one state that the next turn needs, and the KV before it."""
+        kept = [(node, node.checkpoint.kind) for node in slot.node.lineage() if node.checkpoint is not None]
+        stable = [node for node, kind in kept if kind is CutKind.STABLE] or [node for node, _ in kept] or [slot.node]
+        node = stable[-1]
+        if node.checkpoint is not None and node.checkpoint.parked is not None:
+            self._keeper.copy_down(node)
+        if self._keeper.context.kind.has_attention:
+            self._keeper.save_lineage(slot.seq, node.lineage())
+
     def offer(self, slot: Slot) -> None:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
         disk, sharer, end = self.disk, self.sharer, slot.node
@@ -116,10 +138,15 @@ class Archive:
         node = None if disk is None and sharer is None else self._worth_writing(slot)
         if node is not None and disk is not None:
             self._keep(disk, node)
-            for pinned in [n for n in node.below() if n.is_pinned] if node.n_pinned else []:
-                self._jobs.put(self.pins.note(pinned))  # this point is on the way there
+            self._keep_crossings(disk, node)
         if node is not None and sharer is not None:
             sharer.offer(node, is_hinted=slot.stable is not None)
+
+    def _keep_crossings(self, disk: Disk, node: Node) -> None:
+        """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
+        for point in crossings(self._keeper, node):
+            if is_worth_it(self._keeper, point, is_always=self._is_always):
+                self._keep(disk, point)
 
     def keep_pinned(self, node: Node) -> None:
         """Write it down, and the point itself if it can be gone on from and is in RAM."""
@@ -129,6 +156,8 @@ class Archive:
             self._keep(self.disk, node)
 
     def _keep(self, disk: Disk, node: Node) -> None:
+        for pinned in pinned_below(node):
+            self._jobs.put(self.pins.note(pinned))  # this point is on the way there
         segments = self._packing.segments(node)
         if segments is None:
             return None
@@ -171,12 +200,14 @@ class Archive:
         end = slot.node
         lineage = end.lineage()
         if not self._keeper.context.kind.needs_checkpoints and lineage:
-            n_items = min(slot.stable or end.n_items, end.n_items)
-            return self._keeper.tree.grow(end.root(), end.path, n_items)  # any point will do without states
-        kept = [n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
-        stable = [n for n in kept if n.checkpoint is not None and n.checkpoint.kind is CutKind.STABLE]
-        best = stable or kept
-        return best[-1] if best else None
+            n_asked = int(slot.content.common_prefix(end.path))  # beyond it lies what was read ahead
+            n_items = min(slot.stable or end.n_items, end.n_items, n_asked)
+            return self._keeper.tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
+        kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
+        asked = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
+        stable = [(n, kind) for n, kind in asked if kind is CutKind.STABLE]
+        best = stable or asked
+        return best[-1][0] if best else None
 
     # the thread
 

@@ -12,6 +12,7 @@ import collections
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,12 @@ DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: somebody may w
 _SPEED_MEMORY = 0.8
 
 
+class End(NamedTuple):
+    slot: Slot
+    n_fed: int
+    logits: np.ndarray
+
+
 @dataclass(slots=True)
 class Core:
     model: Model
@@ -69,6 +76,7 @@ class Core:
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
     prewarm: Prewarm = field(default_factory=Prewarm)
+    ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
 
@@ -139,6 +147,11 @@ class Core:
         done = self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
         return done or self.prewarm.begin(self)
 
+    def tidy_overdue(self) -> None:
+        """What cannot wait until nobody runs any more."""
+        if self.archive is not None:
+            self.archive.tidy_overdue(self.slots, time.monotonic())
+
     @property
     def nap_s(self) -> float | None:
         """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""
@@ -147,6 +160,8 @@ class Core:
     # the step
 
     def step(self) -> list[Event]:
+        """What it leaves to keep is kept by ``keep_ends``: call that next, once the events are on their way."""
+        self.keep_ends()
         events: list[Event] = []
         if self.has_cancelled:
             self._drop_cancelled(events)
@@ -172,6 +187,13 @@ class Core:
         elif self.queue:
             self.admission.wait_for_disk(DISK_WAIT_S)
         return events
+
+    def keep_ends(self) -> None:
+        """Park the ends of prompts that the last step reached: after their first tokens left, for nobody waits for this."""
+        while self.ends:
+            slot, n_fed, logits = self.ends.pop()
+            if slot.n_fed == n_fed:  # else it was lost in the same step
+                self.keeper.take(slot, CutKind.END, logits=logits)  # parks or does nothing
 
     def _lanes(self) -> list[Lane]:
         """Who has text to read or to write; a picture is read by itself."""
@@ -231,7 +253,7 @@ class Core:
             return lose_numbers(self, slot, error, events)
         probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
         if logits is not None:
-            self.keeper.take(slot, CutKind.END, logits=logits)  # parks or does nothing
+            self.ends.append(End(slot, slot.n_fed, logits))
         self._go_on(slot, request, token, probs, events)
 
     def _go_on(self, slot: Slot, request: Request, token: int | None, probs: Probs | None, events: list[Event]) -> None:

@@ -80,7 +80,8 @@ def _leave(core: Core, node: Node, inside: set[int]) -> None:
             core.context.drop(slot.seq)
             keeper.seat(slot, slot.node.root())
             slot.clear()
-            slot.content = Prompt.of_tokens([])
+            if int(slot.content.common_prefix(node.path)) > node.start:
+                slot.content = Prompt.of_tokens([])
 
 
 def _save_above(core: Core, seq: SeqId, node: Node) -> None:

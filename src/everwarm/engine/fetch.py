@@ -19,6 +19,7 @@ from everwarm.engine.afar import Afar
 from everwarm.engine.archive import Archive
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
+from everwarm.engine.reading import Stretch, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.index import Kept
@@ -49,6 +50,7 @@ class Loaded:
     segments: list[tuple[Segment, int]]
     seconds: float
     tier: str = "disk"
+    exact: bool = False  # it goes in place of what is here of other readings
 
     @property
     def n_bytes(self) -> int:
@@ -95,6 +97,12 @@ class Wish:
     n_have: int  # items that can be gone on from
     n_kv: int
     n_shared: int
+    exact: bool = False  # only with KV of the same clean reading
+    kept: tuple[Stretch, ...] = ()
+
+    def n_kv_of(self, head: Header) -> int:
+        """Items whose KV need not be fetched for a state."""
+        return n_of(self.kept, head.chunks or ()) if self.exact else self.n_kv
 
 
 class Store(Protocol):
@@ -124,11 +132,18 @@ class Fetcher:
         fetch = self.seek(prompt, namespace, match)
         return self.lay(fetch).n_items if isinstance(fetch, Fetch) else 0
 
-    def seek(self, prompt: Prompt, namespace: str, match: Match, ends: tuple[int, ...] = ()) -> Fetch | Brought:
-        """Begin to read the deepest kept point that is worth it, on other threads; or say what there is instead."""
+    def seek(
+        self, prompt: Prompt, namespace: str, match: Match, ends: tuple[int, ...] = (), *, exact: bool = False
+    ) -> Fetch | Brought:
+        """Begin to read the deepest kept point that is worth it, on other threads; or say what there is instead.
+        ``exact``: what is here counts only if it is of one clean reading."""
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
-        n_have = (match.usable[0].n_items if match.usable else 0) if needs_checkpoints else match.n_kv
+        usable = (node.n_items for node in match.usable if not exact or is_exact(node))
+        n_have = next(usable, 0) if needs_checkpoints else match.n_kv
         wish = Wish(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
+        if exact and needs_checkpoints:
+            kept = tuple((node.n_items, node.segment) for node in match.path)
+            wish = replace(wish, n_kv=n_have, exact=True, kept=kept)
         found = self._on_disk(wish)
         n_here = found.n_items if isinstance(found, Kept) else n_have
         remote = self._archive.remote
@@ -166,8 +181,11 @@ class Fetcher:
             return loaded
         tree, root = self._keeper.tree, self._keeper.tree.root(fetch.namespace)
         for segment, reach in loaded.segments:
-            tree.lay_segment(root, fetch.prompt, segment, segment.n_start, reach)
+            tree.lay_segment(root, fetch.prompt, segment, segment.n_start, reach, instead=loaded.exact)
         node = tree.grow(root, fetch.prompt, loaded.n_items)
+        if loaded.exact and node.checkpoint is not None and not is_exact(node):
+            self._keeper.drop_checkpoint(node, "brought, and clean")
+            node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
         self._archive.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
@@ -238,18 +256,18 @@ class Fetcher:
             state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")
-        load = partial(self._load_segment, store, wish)
+        load = partial(self._load_segment, store, wish, wish.n_kv_of(head))
         segments = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
         checkpoint = None
         if state is not None:
             cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
         took_s = max(1e-6, time.monotonic() - began)
-        return Loaded(n_items, (name, *head.needs), checkpoint, segments, took_s)
+        return Loaded(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=wish.exact)
 
-    def _load_segment(self, store: Store, wish: Wish, name: str, reach: int) -> tuple[Segment, int] | None:
+    def _load_segment(self, store: Store, wish: Wish, n_kv: int, name: str, reach: int) -> tuple[Segment, int] | None:
         """None: its KV is here already."""
-        if reach <= wish.n_kv:
+        if reach <= n_kv:
             return None
         with store.reading(name) as reader:
             head = self._checked(reader, wish.prompt, reach)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from everwarm.engine.reading import is_part_of
 from everwarm.engine.slots import Slot
 from everwarm.engine.tally import KeeperCounts
 from everwarm.errors import MemoryFault
@@ -132,14 +133,24 @@ class Keeper:
         is_clean, chunks = self.context.cells.is_clean(seq), self.history(seq)
         for node in nodes:
             history = history_over(chunks, node.n_items)
-            clean = is_clean and history is not None
-            worth = node.segment is None or (clean and not node.segment.clean)  # a clean reading replaces another
-            if worth and node.parent is not None and node.mark.n_tokens <= self.context.cells.count(seq):
+            is_here = node.mark.n_tokens <= self.context.cells.count(seq)
+            if is_here and node.parent is not None and self._is_better(seq, node):
                 blob = self.context.capture_segment(seq, node.parent.mark, node.mark)
-                items = node.start, node.n_items
-                segment = Segment(blob, node.parent.mark, node.mark, clean, history, items=items)
-                self.tree.set_segment(node, segment)
+                span, clean = (node.start, node.n_items), is_clean and history is not None
+                self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, clean, history, items=span))
         self.enforce_budget()
+
+    def _is_better(self, seq: SeqId, node: Node) -> bool:
+        """Whether a sequence's KV of a node is worth more than what is kept of it. A clean reading replaces another one,
+        be it clean as well: a state is exact only with KV of its own reading, and the last reading is gone on from."""
+        segment = node.segment
+        if segment is None:
+            return True
+        chunks = self.history(seq)
+        if not self.context.cells.is_clean(seq) or history_over(chunks, node.n_items) is None:
+            return False
+        is_state_clean = self.context.kind.needs_checkpoints and self.context.is_clean(seq)
+        return not segment.clean or (is_state_clean and not is_part_of(segment, chunks, node.n_items))
 
     def history(self, seq: SeqId) -> Chunks:
         """How the cells of a sequence came about."""
@@ -151,9 +162,8 @@ class Keeper:
     def unsaved(self, seq: SeqId, node: Node, *, beyond: int = 0) -> list[Node]:
         """The nodes of a lineage whose KV only this sequence holds and somebody may need."""
         elsewhere = {id(n) for other, end in self._sequences() if other != seq for n in end.lineage()}
-        clean = self.context.cells.is_clean(seq)
         lost = (n for n in self._wanted(node) if n.n_items > beyond and id(n) not in elsewhere)
-        return [n for n in lost if n.segment is None or (clean and not n.segment.clean)]
+        return [n for n in lost if self._is_better(seq, n)]
 
     def _wanted(self, node: Node) -> list[Node]:
         """The part of a lineage that somebody may come back to."""

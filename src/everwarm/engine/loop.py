@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from everwarm.engine.core import Core
 from everwarm.engine.request import Event
 
+REST_S = 0.01  # before idle work: whoever asks right after an answer does not wait for a piece of it
+
 Job = Callable[[Core], None]
 Deliver = Callable[[list[Event]], None]
 
@@ -25,6 +27,7 @@ class Loop:
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._step_began: float | None = None
+        self._rests_until = 0.0
 
     def post(self, job: Job) -> None:
         """Run ``job`` on the loop's thread, between two steps."""
@@ -44,9 +47,11 @@ class Loop:
         while self._take_jobs():
             if self.core.has_work:
                 self._step_began = time.monotonic()
-                events = self.core.step()
+                self._deliver(self.core.step())
+                self.core.keep_ends()
+                self.core.tidy_overdue()
                 self._step_began = None
-                self._deliver(events)
+                self._rest()
 
     def run_leftovers(self) -> None:
         """Jobs that came too late: they run so that nobody waits for an answer for ever."""
@@ -57,17 +62,23 @@ class Loop:
 
     def _take_jobs(self) -> bool:
         """Run what is in the inbox; wait there only when there is nothing else to do."""
-        idle = not self.core.has_work and not self.core.tidy()
+        rest_s = self._rests_until - time.monotonic()
+        idle = not self.core.has_work and (rest_s > 0 or not self.core.tidy())
+        wait_s = rest_s if rest_s > 0 else self.core.nap_s
         while idle or not self._inbox.empty():
             try:
-                job = self._inbox.get(timeout=self.core.nap_s)
+                job = self._inbox.get(timeout=wait_s)
             except queue.Empty:
                 return True
             if job is None:
                 return False
             job(self.core)
+            self._rest()
             idle = False
         return True
+
+    def _rest(self) -> None:
+        self._rests_until = time.monotonic() + REST_S
 
 
 @dataclass(frozen=True, slots=True)

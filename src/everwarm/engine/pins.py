@@ -6,7 +6,7 @@ is about memory that a device copies from: that is ``pinning``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from everwarm.engine.ram import Ram
@@ -73,3 +73,13 @@ class PinBoard:
                 home.disk.unpin(keys(root_key(home.fingerprint, namespace), path, (at,)).values())
 
         return write
+
+
+def pinned_below(node: Node) -> Iterator[Node]:
+    """The pinned ones at or below a node."""
+    todo = [node] if node.n_pinned else []
+    while todo:
+        at = todo.pop()
+        if at.is_pinned:
+            yield at
+        todo += [child for child in at.children.values() if child.n_pinned]

@@ -81,15 +81,12 @@ class Prewarm:
         fits = not core.context.kind.has_attention or core.context.cells.free > n_cells
         return len(ask.prompt) - n_known > GUARD and fits
 
-    def forget(self, core: Core, end: Node) -> None:
-        """Nothing that was read ahead from this lineage may stay."""
+    def forget(self, core: Core, end: Node) -> list[Node]:
+        """Nothing more is read ahead in this lineage's namespace; returns the branches off it that were, to be dropped."""
         root, lineage = end.root(), end.lineage()
         self.waiting = [w for w in self.waiting if core.tree.root(w.ask.namespace) is not root]
-        for child in [child for node in lineage for child in node.children.values() if child not in lineage]:
-            branch = list(child.below())
-            kinds = {n.checkpoint.kind for n in branch if n.checkpoint is not None}
-            if kinds == {CutKind.PREWARM}:
-                _drop(core, branch)
+        branches = [child for node in lineage for child in node.children.values() if child not in lineage]
+        return [branch for branch in branches if _kinds(branch) == {CutKind.PREWARM}]
 
 
 def note_used(keeper: Keeper, node: Node) -> None:
@@ -99,17 +96,8 @@ def note_used(keeper: Keeper, node: Node) -> None:
         keeper.counts.n_prewarms_used += 1
 
 
-def _drop(core: Core, branch: list[Node]) -> None:
-    for slot in core.slots:
-        if slot.is_idle and slot.node in branch:
-            core.context.drop(slot.seq)
-            core.keeper.seat(slot, slot.node.root())
-            slot.clear()
-    for node in reversed(branch):
-        if node.checkpoint is not None:
-            core.keeper.drop_checkpoint(node, "erased")
-        if node.segment is not None:
-            core.tree.drop_segment(node)
+def _kinds(branch: Node) -> set[CutKind]:
+    return {node.checkpoint.kind for node in branch.below() if node.checkpoint is not None}
 
 
 def _are_kin(one: Ask, other: Ask) -> bool:

@@ -16,12 +16,13 @@ import numpy as np
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.prewarm import note_used
 from everwarm.engine.ram import Ram
+from everwarm.engine.reading import is_exact, is_part_of
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.history import history_over, n_items_of
-from everwarm.state.tree import Match, Node
+from everwarm.state.tree import Match, Node, Segment
 from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")
@@ -105,10 +106,13 @@ class Restorer:
     # ways to a point, cheapest first
 
     def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored | None:
-        """The slot ends inside the prompt and nothing deeper is known: just go on."""
+        """The slot ends inside the prompt and nothing deeper is known: just go on. Or it stands at the end of it, and what
+        comes next was kept."""
         own = _common(slot, sources)
-        if not 0 < own == slot.n_fed < len(goal.prompt) or (goal.clean_only and not self._context.is_clean(slot.seq)):
+        if not 0 < own == slot.n_fed or (goal.clean_only and not self._context.is_clean(slot.seq)):
             return None
+        if own == len(goal.prompt):
+            return self._stay_at_end(slot, goal)
         if self._context.kind.needs_checkpoints:
             deeper = any(node.n_items > own and _leaves_work(node, goal.prompt) for node in match.usable)
         else:
@@ -119,9 +123,20 @@ class Restorer:
         note_used(self._keeper, slot.node)
         return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
 
+    def _stay_at_end(self, slot: Slot, goal: Goal) -> Restored | None:
+        node, checkpoint = slot.node, slot.node.checkpoint
+        if node.n_items != slot.n_fed or checkpoint is None or checkpoint.logits is None:
+            return None
+        if checkpoint.chunks != tuple(slot.chunks):  # the same items, read another way
+            return None
+        slot.items = goal.prompt
+        self._keeper.note_restored(node, "in place")
+        note_used(self._keeper, node)
+        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, "in place"), checkpoint.logits)
+
     def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> Restored | None:
         checkpoint = node.checkpoint
-        if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not _is_exact(node)):
+        if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not is_exact(node)):
             return None
         with self._tree.pinned(node):
             try:
@@ -225,9 +240,12 @@ class Restorer:
             if not self._keeper.make_room(n_cells, keep=slot):
                 raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
             start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
+            clean, n_before = _goes_on(slot, segment), start.n_tokens - segment.start.n_tokens
             try:
                 self._ram.require_sound(segment.blob)
-                self._context.splice_segment(slot.seq, segment.blob, start, end, n_cells=n_cells, clean=segment.clean)
+                self._context.splice_segment(
+                    slot.seq, segment.blob, start, end, n_cells=n_cells, clean=clean, n_before=n_before
+                )
             except MemoryFault:
                 self._keeper.drop_segments(users)
                 raise
@@ -255,16 +273,11 @@ def _common(slot: Slot, sources: Sequence[Source]) -> int:
     return next((source.n_common for source in sources if source.seq == slot.seq), 0)
 
 
+def _goes_on(slot: Slot, segment: Segment) -> bool:
+    """Whether a segment comes from the clean reading that the slot's cells come from."""
+    return segment.clean if slot.n_fed == 0 else is_part_of(segment, tuple(slot.chunks), slot.n_fed)
+
+
 def _leaves_work(node: Node, prompt: Prompt) -> bool:
     """ "No tokens to decode" is impossible: an item is left to decode, or the logits after the last were kept."""
     return node.n_items < len(prompt) or (node.checkpoint is not None and node.checkpoint.logits is not None)
-
-
-def _is_exact(node: Node) -> bool:
-    """Whether a checkpoint and the KV kept for it come from one and the same clean reading."""
-    checkpoint = node.checkpoint
-    if checkpoint is None or not checkpoint.clean:
-        return False
-    segments = [n.segment for n in node.lineage() if n.segment is not None]
-    histories = ((s, history_over(checkpoint.chunks, s.n_stop)) for s in segments)
-    return all(s.clean and s.chunks is not None and s.chunks == history for s, history in histories)

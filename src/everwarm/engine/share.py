@@ -1,7 +1,6 @@
 """From the tree to the remote store: what is worth its bytes to other servers.
 
-Where the next turn of a conversation goes on, where conversations part, and the end of the first message (usually the
-system prompt). Everything else others can read again from there.
+Where the next turn of a conversation goes on, and the crossings above it. Everything else others can read again from there.
 """
 
 from __future__ import annotations
@@ -9,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everwarm.config import read_key
+from everwarm.engine.crossings import crossings, is_worth_it
 from everwarm.engine.jobs import Job, Packing
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.settings import RemoteSettings
 from everwarm.state.bucket import Bucket
 from everwarm.state.lineage import keys
 from everwarm.state.object import Header, file_size, name_of
-from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.remote import Parcel, Remote
 from everwarm.state.seal import SEAL_BYTES
 from everwarm.state.signpost import Need, Signpost, grid_points, names_at
 from everwarm.state.tree import Node
 from everwarm.types import Blob
-
-WORTH_S = 0.05  # of reading: what is read sooner is not shared
 
 
 class Sharer:
@@ -44,17 +41,8 @@ class Sharer:
                 self.remote.offer(parcel)
 
     def _points(self, node: Node) -> list[Node]:
-        above = [n for n in node.lineage()[:-1] if self._can_be_kept(n)]
-        first = next((n for n in above if n.checkpoint is not None and n.checkpoint.kind is CutKind.BOUNDARY), None)
-        found = [n for n in above if len(n.children) > 1 or n is first]
-        return [n for n in (*found, node) if self._is_worth_it(n)]
-
-    def _can_be_kept(self, node: Node) -> bool:
-        has_state = node.checkpoint is not None and node.checkpoint.state is not None
-        return has_state or not self._keeper.context.kind.needs_checkpoints
-
-    def _is_worth_it(self, node: Node) -> bool:
-        return node.n_items > GUARD and (self._is_always or node.n_items * self._keeper.seconds_per_token >= WORTH_S)
+        found = (*crossings(self._keeper, node), node)
+        return [n for n in found if is_worth_it(self._keeper, n, is_always=self._is_always)]
 
     def _parcel(self, node: Node, *, is_hinted: bool) -> Parcel | None:
         """None: it is there already, or not all of it is here."""

@@ -125,6 +125,7 @@ class SlotFiles:
             return loop.post(lambda core: self._when_idle(slot, lambda: self._fail(core, slot, message, reason)))
         restoring = Restoring(slot, message, prompt, main, began)
         loop.post(lambda core: self._when_idle(slot, lambda: self._put_sequence(core, restoring)))
+        _ = main.digest  # needed soon, and the companion is still being read
         companion = reading.result()
         if companion is not None and companion.belongs_to(main):
             restoring.points, restoring.n_bytes = companion.points, main.n_bytes + companion.n_bytes

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import blake3
 import numpy as np
 
+from everwarm.engine import discard
 from everwarm.engine.core import Core
 from everwarm.engine.restore import Goal
 from everwarm.engine.slots import Slot
@@ -92,13 +97,17 @@ def _bring_back(core: Core, slot: Slot) -> None:
 
 
 def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None) -> int:
-    """Both files, each whole or not at all; returns their bytes."""
+    """Both files at once, each whole or not at all; returns their bytes."""
     files = files or Files()
     companion = path.with_name(path.name + COMPANION)
     companion.unlink(missing_ok=True)  # never an old companion beside a new file
-    cells = saved.prompt.cells
-    n_bytes = files.write(path, encode_main(cells, saved.state))
-    items = np.ascontiguousarray(saved.prompt.codes, "<i4").view(np.uint8)
+    with ThreadPoolExecutor(1, "everwarm-main-file") as aside:
+        main = aside.submit(files.write, path, encode_main(saved.prompt.cells, saved.state))
+        n_bytes = files.write(companion, _encode_companion(saved, fingerprint))
+        return n_bytes + main.result()
+
+
+def _encode_companion(saved: Saved, fingerprint: str) -> Iterator[bytes | memoryview]:
     header = Header(
         kind="slot",
         fingerprint=fingerprint,
@@ -108,12 +117,12 @@ def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None
         n_items=len(saved.prompt),
         media=saved.prompt.rows(0, len(saved.prompt)),
         points=tuple(saved_point.point for saved_point in saved.points),
-        main=main_digest(cells, saved.state),
+        main=main_digest(saved.prompt.cells, saved.state),
     )
-    parts = {"items": items}
+    parts = {"items": np.ascontiguousarray(saved.prompt.codes, "<i4").view(np.uint8)}
     for saved_point in saved.points:
         parts |= saved_point.sections
-    return n_bytes + files.write(companion, encode(header, parts))
+    return encode(header, parts, max_threads=blake3.blake3.AUTO)
 
 
 def read(path: Path, fingerprint: str, max_tokens: int, arena: Arena | None = None) -> tuple[Saved, int]:
@@ -126,7 +135,8 @@ def read(path: Path, fingerprint: str, max_tokens: int, arena: Arena | None = No
     return Saved(prompt, main.state, companion.points), main.n_bytes + companion.n_bytes
 
 
-class Main(NamedTuple):
+@dataclass(frozen=True)
+class Main:
     """llama.cpp's file: the token of every cell, and the sequence's state."""
 
     cells: Codes
@@ -137,6 +147,10 @@ class Main(NamedTuple):
     def has_pictures(self) -> bool:
         return int(self.cells.min()) < 0
 
+    @cached_property
+    def digest(self) -> str:
+        return main_digest(self.cells, self.state)
+
 
 class Companion(NamedTuple):
     prompt: Prompt
@@ -145,7 +159,7 @@ class Companion(NamedTuple):
     n_bytes: int
 
     def belongs_to(self, main: Main) -> bool:
-        return np.array_equal(self.prompt.cells, main.cells) and self.main == main_digest(main.cells, main.state)
+        return np.array_equal(self.prompt.cells, main.cells) and self.main == main.digest
 
 
 def read_main_file(path: Path, max_tokens: int, place: Place) -> Main:
@@ -228,6 +242,8 @@ def put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
             if logits is not None and logits.nbytes == 4 * core.model.vocab.n_tokens:
                 kept.logits = logits.view(np.float32)
             core.tree.set_checkpoint(node, kept)
+        if point.n_items == slot.n_fed:
+            slot.chunks = list(point.chunks)
     core.keeper.take(slot, CutKind.REPLY)
     core.keeper.enforce_budget()
 
@@ -245,7 +261,8 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     content = slot.content
     n = content.n_tokens(len(content))
     _bring_back(core, slot)
-    core.prewarm.forget(core, slot.node)
+    for branch in core.prewarm.forget(core, slot.node):
+        discard.drop(core, branch)
     node = slot.node
     core.context.drop(slot.seq)
     core.keeper.seat(slot, node.root())

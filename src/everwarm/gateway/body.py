@@ -137,7 +137,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
             prompt = prompt[0]
         if isinstance(prompt, str):
             return prompt, None
-        if all(isinstance(item, int) for item in prompt):
+        if set(map(type, prompt)) <= {int}:
             return None, prompt
         raise BadRequest("prompt must be one text or one list of token ids; send several prompts as several requests")
 

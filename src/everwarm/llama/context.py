@@ -234,11 +234,13 @@ class Context(Sequences):
         finally:
             self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
 
-    def splice_segment(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, *, n_cells: int, clean: bool) -> None:
+    def splice_segment(
+        self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, *, n_cells: int, clean: bool, n_before: int = 0
+    ) -> None:
         """Append saved KV to a sequence that ends at ``start``. A state must be restored before it can be decoded.
 
-        ``blob`` has ``n_cells`` and may reach beyond both ends; only what lies between is used. On ``StateRejected``
-        nothing was appended.
+        ``blob`` has ``n_cells``, ``n_before`` of them before ``start``, and may reach beyond ``stop``; only what lies
+        between is used. On ``StateRejected`` nothing was appended.
         """
         self._check_seq(seq)
         assert start == self._end[seq], f"sequence {seq} ends at {self._end[seq]}, not {start}"
@@ -247,9 +249,9 @@ class Context(Sequences):
         tail = self._empty_tail if self.kind.needs_checkpoints else None
         if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
-        whole = stop.n_tokens - start.n_tokens == n_cells  # else the cells around it were written too, and left holes
         alone = self.cells.is_alone(seq)
-        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and whole)
+        in_order = n_before == 0  # else they lie behind a hole; one behind them is where the next ones go
+        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and in_order)
         if not alone:
             self._disturb_windows()
         self._end[seq] = stop

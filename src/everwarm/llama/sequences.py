@@ -48,7 +48,7 @@ class Sequences(Closing):
 
     def is_clean(self, seq: SeqId) -> bool:
         """Whether a cold replay with the same chunks would reproduce this sequence bit for bit."""
-        return self._state_clean[seq] and self.cells.is_clean(seq)
+        return self._state_clean[seq] and self.cells.is_clean(seq) and not self._stateless[seq]
 
     # changes
 

@@ -97,9 +97,9 @@ _encoder = msgspec.json.Encoder(order="sorted")
 _decoder = msgspec.json.Decoder(Header)
 
 
-def encode(header: Header, parts: Mapping[str, Blob]) -> Iterator[bytes | memoryview]:
-    """The file, piece by piece; large parts are not copied."""
-    head, end = _head(header, parts)
+def encode(header: Header, parts: Mapping[str, Blob], *, max_threads: int = 1) -> Iterator[bytes | memoryview]:
+    """The file, piece by piece; large parts are not copied. ``max_threads`` for the digests: more where somebody waits."""
+    head, end = _head(header, parts, max_threads)
     yield head
     for part in parts.values():
         yield part.data
@@ -113,8 +113,8 @@ def file_size(header: Header, parts: Mapping[str, Blob]) -> int:
     return len(head) + sum(_aligned(len(part)) for part in parts.values()) + _FOOTER.size
 
 
-def _head(header: Header, parts: Mapping[str, Blob]) -> tuple[bytes, bytes]:
-    digests = {name: blake3.blake3(part.data).hexdigest() for name, part in parts.items()}
+def _head(header: Header, parts: Mapping[str, Blob], max_threads: int) -> tuple[bytes, bytes]:
+    digests = {name: blake3.blake3(part.data, max_threads=max_threads).hexdigest() for name, part in parts.items()}
     head = _laid_out(header, parts, digests)
     return head, _FOOTER.pack(blake3.blake3(head).digest(), END)
 
@@ -207,7 +207,7 @@ class Reader:
         data = blob[: section.length]
         if blob[section.length :].any():
             raise Damaged(f"there is something behind its section {name!r}")
-        # somebody waits for this, so all cores may help; writing keeps to one
+        # somebody waits for this, so all cores may help
         is_left = doubt(data, section.blake3)
         if not is_left and blake3.blake3(data.data, max_threads=blake3.blake3.AUTO).hexdigest() != section.blake3:
             raise Damaged(f"its section {name!r} is not what it was")

@@ -269,12 +269,16 @@ class Tree:
         self._add_bytes(node, segment.blob.nbytes, n_segments=1)
         self._tell_of_segment(node)
 
-    def lay_segment(self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int) -> None:
-        """Keep a segment that came from elsewhere: every node of its interval that has none uses it."""
+    def lay_segment(
+        self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int, *, instead: bool = False
+    ) -> None:
+        """Keep a segment that came from elsewhere: every node of its interval that has none uses it, or all of them
+        ``instead`` of theirs."""
         self.grow(above, prompt, n_start)
         end = self.grow(above, prompt, n_stop)
-        users = [node for node in end.lineage() if node.start >= n_start and node.segment is None]
+        users = [node for node in end.lineage() if node.start >= n_start and (instead or node.segment is None)]
         for node in users:
+            self._let_go(node)
             node.segment = segment
         segment.n_users = len(users)
         if users:

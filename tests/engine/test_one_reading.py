@@ -1,0 +1,142 @@
+"""A conversation of deterministic turns stays one reading: each turn reads only what is new, also at another engine, and
+has the bits of a server that nobody disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from engine.drive import HYBRIDS, check, open_core, record_logits, run, text, tidy
+from engine.test_shared import put_away, sharing, url
+from everwarm.engine.core import Core
+from everwarm.engine.exact import compare_with_cold
+from everwarm.engine.fetch import Fetcher
+from everwarm.engine.keeper import Keeper
+from everwarm.state.tree import Node
+from everwarm.types import SeqId
+
+__all__ = ["url"]
+
+KINDS = [*HYBRIDS, "mamba2", "gemma3"]
+OPENING = [7, 8, 9, 10, 11]  # of a reply, as templates write it: the next turn shares a part of it
+
+
+class Chat:
+    """``n_opening``: how much of the opening the next turn begins with. ``by_message``: cuts at the ends of replies."""
+
+    def __init__(self, n_opening: int = 3, *, by_message: bool = False) -> None:
+        self._n_opening = n_opening
+        self._by_message = by_message
+        self._said: list[int] = []
+        self._ends: list[int] = []
+        self.regrets: list[int] = []
+        self.rows: list[np.ndarray] = []
+
+    def turn(self, core: Core, **more: object) -> None:
+        n = len(self.regrets)
+        new = text(10 + n, 300 if n == 0 else 60)
+        body = [*self._said, *new]
+        self._ends.append(len(body))
+        rows = record_logits(core)
+        asked = {"boundaries": tuple(self._ends), "stable": len(body), "deterministic": True, **more}
+        result = run(core, [*body, *OPENING], 6, **asked)
+        del core.context.decode  # of the recording
+        self.rows.extend(rows)
+        self.regrets.append(len(self._said) - result.n_cached if n else 0)
+        self._said = [*body, *OPENING[: self._n_opening], *result.tokens, 5, 5]
+        if self._by_message:
+            self._ends.append(len(body) + len(OPENING))
+
+    @property
+    def regret(self) -> int:
+        """Of a turn at most: what it read of what had been said before, beyond the last reply and its opening."""
+        return max(self.regrets) - (self._n_opening + 6 + 2)
+
+
+def turns(core: Core, chat: Chat, n: int, **more: object) -> Chat:
+    for _ in range(n):
+        chat.turn(core, **more)
+        check(core)
+    return chat
+
+
+def same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
+    return len(one) == len(other) and all(map(np.array_equal, one, other))
+
+
+@pytest.mark.parametrize("n_spares", [0, 16])
+@pytest.mark.parametrize(("n_opening", "by_message"), [(0, False), (1, False), (3, True), (5, True)])
+@pytest.mark.parametrize("arch", KINDS)
+def test_every_turn_reads_only_what_is_new(arch: str, n_opening: int, by_message: bool, n_spares: int) -> None:
+    with open_core(arch, n_slots=1, n_spares=n_spares) as core:
+        chat = turns(core, Chat(n_opening, by_message=by_message), 6)
+        tidy(core)
+        report = compare_with_cold(core, 40)
+    assert chat.regret <= 0, chat.regrets
+    assert report.is_exact and report.n_compared >= 6, report
+
+
+def test_without_replacing_other_readings_turns_would_read_more_and_more(monkeypatch) -> None:
+    """The control of the test above."""
+
+    def is_better(self: Keeper, seq: SeqId, node: Node) -> bool:
+        return node.segment is None or (self.context.cells.is_clean(seq) and not node.segment.clean)
+
+    monkeypatch.setattr(Keeper, "_is_better", is_better)
+    with open_core(n_slots=1) as core:
+        chat = turns(core, Chat(1), 6)
+    assert chat.regret > 3 * 60, chat.regrets
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_a_state_with_kv_of_another_reading_is_not_called_clean(arch: str) -> None:
+    """Two ways on from one point, in turns, nobody asking for exactness: what says it is clean is."""
+    with open_core(arch, n_slots=1) as core:
+        base = text(1, 200)
+        for i in range(6):
+            other = [*base, *OPENING, *text(2 + i % 2, 40 + 10 * i)]
+            run(core, [*other, *OPENING], 6, boundaries=(200, len(other)), stable=len(other))
+            core.move_everybody_out()
+            check(core)
+        report = compare_with_cold(core, 40)
+    assert report.is_exact, report
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "jamba", "mamba2"])
+def test_another_engine_goes_on_with_the_same_bits_and_back(arch: str, url: str) -> None:
+    with open_core(arch, n_slots=1) as core:
+        golden = turns(core, Chat(), 6)
+    chat = Chat()
+    with sharing(url, arch, n_slots=1) as one, sharing(url, arch, n_slots=1) as two:
+        for core in (one, two, one, two, one, two):
+            chat.turn(core)
+            put_away(core)
+        assert two.archive.remote.counts.n_hits == 3
+    assert chat.regret <= 0, chat.regrets
+    assert same(chat.rows, golden.rows)
+    with open_core(arch, n_slots=1) as core:
+        other = turns(core, Chat(2), 6)
+    assert not same(other.rows, golden.rows), "a control: other words, other numbers"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_kv_of_another_reading_is_fetched_again(url: str, exact: bool, monkeypatch) -> None:
+    """The second engine has read the beginning in other pieces before the first one's turns come to it."""
+    with open_core(n_slots=1) as core:
+        golden = turns(core, Chat(1), 4)
+    chat = Chat(1)
+    with sharing(url, n_slots=1) as core:
+        turns(core, chat, 3)
+        put_away(core)
+    if not exact:
+        seek = Fetcher.seek
+        monkeypatch.setattr(Fetcher, "seek", lambda *args, exact: seek(*args))
+    with sharing(url, n_slots=1) as core:
+        turns(core, Chat(1), 1, boundaries=(150,), stable=150)
+        tidy(core)
+        chat.turn(core)
+        assert core.archive.remote.counts.n_hits == 1
+    assert same(chat.rows, golden.rows) or not exact
+    assert (chat.regret <= 0) == exact, f"KV of another reading was of use: {chat.regrets}"
