@@ -40,7 +40,8 @@ def live_tree(nodes: Iterable[Json], title: str) -> Tree:
     top = Tree(Text(readable(title), "bold"))
     branches: dict[int | None, Tree] = {None: top}
     for node in nodes:
-        branches[node["id"]] = branches[node["parent"]].add(_node(node))
+        above = branches.get(node["parent"], top)  # the tree may have changed between two pages
+        branches[node["id"]] = above.add(_node(node))
     return top
 
 

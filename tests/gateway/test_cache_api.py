@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.server import GUARD, PATIENCE_S, Reply, Server, metric, serving, until, words
+from gateway.server import GUARD, PATIENCE_S, Reply, Server, metric, run_cli, serving, until, words
 
 Json = dict[str, Any]
 
@@ -244,6 +244,85 @@ def test_what_is_dropped_is_gone_from_the_disk_as_well(tmp_path):
             assert server.process.wait(PATIENCE_S) == 0
 
 
+def test_after_a_restart_the_tree_shows_what_is_on_disk_and_what_is_loaded_is_shown_once(tmp_path):
+    flags = ("--disk-cache", "64MiB", "--state-dir", str(tmp_path), "--restore-policy", "always", "--cache-text")
+    talk = [said("system", words(40, 1)), said("user", words(60, 3))]
+    with serving(*flags) as server:
+        chat(server, talk)
+        until(lambda: any("disk" in tiers_of(node) for node in nodes_of(server)), "it is on disk")
+        assert all(node["id"] > 0 for node in nodes_of(server))
+    with serving(*flags) as server:
+        until(lambda: len(nodes_of(server)) == 2, "the disk is open")
+        root, kept = nodes_of(server)
+        assert server.get("/cache").json["n_nodes"] == 1 and root["id"] < 0 and kept["id"] < 0
+        assert kept["parent"] == root["id"] and tiers_of(kept) == kept["kv"]["tiers"] == ["disk"]
+        assert kept["words"] and kept["end"] > 60 and kept["last_use"] is not None
+        page = server.get("/cache/tree?limit=1").json
+        assert page["nodes"] == [root] and page["n_total"] == 2
+        assert server.get(f"/cache/tree?limit=1&after={page['next']}").json["nodes"] == [kept]
+        shown = run_cli("cache", "tree", "--url", server.url).stdout
+        assert "(disk, " in shown and "kv disk" in shown
+        assert chat(server, talk)["timings"]["cache_n"] >= kept["end"]
+        nodes = nodes_of(server)
+        assert all(node["id"] > 0 for node in nodes) and kept["end"] in {node["end"] for node in nodes}
+        server.process.terminate()
+        server.process.wait(PATIENCE_S)
+    with serving(*flags) as server:
+        until(lambda: len(nodes_of(server)) >= 2, "the disk is open")
+        assert kept["id"] in {node["id"] for node in nodes_of(server)}, "the same number in every process"
+        version = server.get("/cache").json["version"]
+        assert server.call("DELETE", f"/cache/nodes/{kept['id']}").json["dropped"] > 1
+        assert nodes_of(server) == [] and not list(tmp_path.rglob("*.ew"))
+        assert server.get("/cache").json["version"] > version, "whoever watches hears of it"
+        assert chat(server, talk)["timings"]["cache_n"] == 0
+
+
+def test_pins_outlive_a_restart_of_the_server(tmp_path):
+    flags = ("--disk-cache", "64MiB", "--state-dir", str(tmp_path), "--restore-policy", "always")
+    talk = [said("system", words(40, 1)), said("user", words(60, 3))]
+    with serving(*flags) as server:
+        chat(server, talk)
+        until(lambda: any("disk" in tiers_of(node) for node in nodes_of(server)), "it is on disk")
+        kept = next(node for node in nodes_of(server) if "disk" in tiers_of(node))
+        assert server.post(f"/cache/nodes/{kept['id']}/pin", {}).json["pinned"] is True
+        server.process.kill()
+        server.process.wait()
+    for expected in (True, False):
+        with serving(*flags) as server:
+            until(lambda: len(nodes_of(server)) > 1, "the disk is open")
+            assert pinned_ends(server) == ({kept["end"]} if expected else set())
+            chat(server, talk)
+            assert (kept["end"] in pinned_ends(server)) is expected
+            end = next(node["id"] for node in nodes_of(server) if node["end"] == kept["end"])
+            server.post(f"/cache/nodes/{end}/unpin", {})
+            assert not pinned_ends(server)
+
+
+def test_pins_outlive_the_engine_without_a_disk():
+    with serving() as server:
+        complete(server, words(60, 1))
+        until(lambda: settled(server), "idle work is done")
+        leaf = nodes_of(server)[-1]
+        server.post(f"/cache/nodes/{leaf['id']}/pin", {})
+        before = pinned_ends(server)
+        assert leaf["end"] in before
+        until(lambda: metric(server.get("/metrics").data.decode(), "everwarm_ram_waiting") == 0, "it is written down")
+        server.kill_engine()
+        until(lambda: not server.is_ready(), "the death is noticed")
+        until(server.is_ready, "it is back")
+        assert leaf["end"] in pinned_ends(server)
+        end = next(node["id"] for node in nodes_of(server) if node["end"] == leaf["end"])
+        assert end != leaf["id"] and server.post(f"/cache/nodes/{end}/unpin", {}).json["pinned"] is False
+
+
+def pinned_ends(server: Server) -> set[int]:
+    return {node["end"] for node in nodes_of(server) if node["pinned"] and node["parent"] is not None}
+
+
+def tiers_of(node: Json) -> list[str]:
+    return list(node["checkpoint"]["tiers"]) if node["checkpoint"] else []
+
+
 # watching
 
 
@@ -313,7 +392,7 @@ def test_a_limit_that_is_none_is_refused(server, path, limit):
 
 
 @pytest.mark.parametrize(
-    "query", ["after=x", "after=-1", "after=" + "9" * 40, "after=%00", "namespace=NO", "namespace=" + "a" * 99]
+    "query", ["after=x", "after=--1", "after=" + "9" * 40, "after=%00", "namespace=NO", "namespace=" + "a" * 99]
 )
 def test_a_place_that_is_none_is_refused(server, query):
     refused(server.get(f"/cache/tree?{query}"), 400)
@@ -321,9 +400,11 @@ def test_a_place_that_is_none_is_refused(server, query):
 
 def test_what_is_not_there_is_said_to_be_so(server):
     refused(server.get("/cache/tree?after=1"), 409)
+    refused(server.get("/cache/tree?after=-1"), 409)
     for call in (("DELETE", "/cache/nodes/1"), ("POST", "/cache/nodes/1/pin"), ("POST", "/cache/nodes/1/unpin")):
         refused(server.call(*call), 404)
-    for id in ("x", "-1", "1.5", "9" * 40):
+    refused(server.call("DELETE", "/cache/nodes/-1"), 404)
+    for id in ("x", "--1", "1.5", "9" * 40):
         refused(server.call("DELETE", f"/cache/nodes/{id}"), 400)
     refused(server.get("/cache/nodes/1"), 405)
     root = [node["id"] for node in nodes_of(server) if node["parent"] is None] or [

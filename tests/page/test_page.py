@@ -323,6 +323,41 @@ def test_nodes_are_pinned_and_dropped_from_the_page(tab, server):
     assert node() is None and not page.locator(".node-card").is_visible()
 
 
+def test_after_a_restart_the_tree_shows_the_conversation_and_dropping_it_removes_the_files(browser, tmp_path):
+    flags = ("--disk-cache", "64MiB", "--state-dir", str(tmp_path / "states"), "--cache-text")
+    with serving(*flags) as server:
+        server.ask("/completion", {"prompt": f"Quite another text. {words(60, 91)}", "n_predict": 4})
+        until(lambda: bool(list(tmp_path.rglob("state-*.ew"))), "it is on disk")
+    with serving(*flags) as server, opened(browser, server.url, setup=setup()) as tab:
+        tab.go("tree")
+        page = tab.page
+        page.wait_for_function("() => everwarm.tree.picture.places.size > 1")
+        spot = page.evaluate("""() => { const t = everwarm.tree;
+            const p = [...t.picture.places.values()].find((p) => p.node.words?.includes('Quite'));
+            const c = t.drawing.camera; const box = t.canvas.getBoundingClientRect();
+            t.drawNow();
+            const dot = document.createElement('canvas').getContext('2d');
+            const span = document.body.appendChild(document.createElement('span'));
+            span.style.color = 'var(--cool)';
+            dot.fillStyle = getComputedStyle(span).color;
+            dot.fillRect(0, 0, 1, 1);
+            return {x: box.x + (c.px(p.from) + c.px(p.to)) / 2, y: box.y + c.py(p.row), id: p.node.id,
+                    mark: [...t.canvas.getContext('2d').getImageData(c.px(p.to), c.py(p.row), 1, 1).data],
+                    cool: [...dot.getImageData(0, 0, 1, 1).data]} }""")
+        assert spot["id"] < 0 and spot["mark"] == spot["cool"], "the disk's colour"
+        page.mouse.move(spot["x"], spot["y"])
+        tip = page.locator(".tip").inner_text()
+        assert "only on disk" in tip and "Quite" in tip
+        page.mouse.click(spot["x"], spot["y"])
+        assert "disk" in page.locator(".node-card .facts").inner_text()
+        page.screenshot(path=SHOTS / "tree-on-disk.png")
+        assert list(tmp_path.rglob("*.ew"))
+        page.click("#node-drop")
+        page.click("#node-drop")
+        page.wait_for_function("() => everwarm.tree.picture.places.size === 0")
+        assert not list(tmp_path.rglob("*.ew")), "every file of it is gone"
+
+
 def synthetic(n_nodes: int) -> list[dict[str, Any]]:
     """A tree of conversations of twenty checkpoints each that share a beginning."""
     made: list[dict[str, Any]] = []

@@ -39,6 +39,8 @@ PURE = (
     "gateway/difference.py",
     "gateway/hints.py",
     "state/forgotten.py",
+    "state/forest.py",
+    "state/room.py",
     "state/seal.py",
     "state/signpost.py",
     "state/breaker.py",

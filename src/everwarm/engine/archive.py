@@ -17,6 +17,7 @@ from pathlib import Path
 from everwarm.engine.crossings import crossings, is_worth_it
 from everwarm.engine.jobs import Job, Packing
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.pins import Home, PinBoard, pinned_below
 from everwarm.engine.ram import Ram
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.share import Sharer
@@ -59,6 +60,7 @@ class Archive:
         self._keeper = keeper
         self._ram = ram
         self._packing = Packing(keeper, words)
+        self.pins = PinBoard(keeper.tree, ram, lambda: None if self.disk is None else Home(self.disk, self.fingerprint))
         self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
@@ -128,7 +130,11 @@ class Archive:
 
     def offer(self, slot: Slot) -> None:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
-        disk, sharer = self.disk, self.sharer
+        disk, sharer, end = self.disk, self.sharer, slot.node
+        if disk is not None:
+            self.pins.renew(self._keeper.tree.namespace(end), end.path, end.n_items)
+            for pinned in [n for n in end.lineage() if n.is_pinned]:
+                self.keep_pinned(pinned)
         node = None if disk is None and sharer is None else self._worth_writing(slot)
         if node is not None and disk is not None:
             self._keep(disk, node)
@@ -142,7 +148,16 @@ class Archive:
             if is_worth_it(self._keeper, point, is_always=self._is_always):
                 self._keep(disk, point)
 
+    def keep_pinned(self, node: Node) -> None:
+        """Write it down, and the point itself if it can be gone on from and is in RAM."""
+        self._jobs.put(self.pins.note(node))
+        state = None if node.checkpoint is None else node.checkpoint.state
+        if self.disk is not None and (state is not None or not self._keeper.context.kind.needs_checkpoints):
+            self._keep(self.disk, node)
+
     def _keep(self, disk: Disk, node: Node) -> None:
+        for pinned in pinned_below(node):
+            self._jobs.put(self.pins.note(pinned))  # this point is on the way there
         segments = self._packing.segments(node)
         if segments is None:
             return None

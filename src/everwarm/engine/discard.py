@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.disk import Disk
+from everwarm.state.forest import point_of
 from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.tree import Node
@@ -50,6 +52,8 @@ def drop(core: Core, node: Node) -> Dropped:
     n_before = core.tree.ram_bytes
     _leave(core, node, inside)
     n_objects = 0
+    for n in doomed:
+        core.ram.unpin(n)
     for n in reversed(doomed):  # children first: whoever has none and keeps nothing is pruned
         if n.checkpoint is not None:
             core.tree.drop_checkpoint(n)
@@ -97,9 +101,26 @@ def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
         return Dropped()
     named: set[str] = set()
     for prompt in doomed.prompts:
-        lengths = {kept.n_items for kept in disk.objects() if doomed.beyond < kept.n_items <= len(prompt)}
+        known = {kept.n_items for kept in disk.objects()} | {pin.n_items for pin in disk.pins.all()}
+        lengths = {n_items for n_items in known if doomed.beyond < n_items <= len(prompt)}
         named |= set(keys(root, prompt, lengths).values())
-    states = [kept for kept in disk.objects() if kept.kind == "state" and kept.key in named]
+    disk.unpin(named)
+    return _remove_states(archive, disk, [k for k in disk.objects() if k.kind == "state" and k.key in named])
+
+
+def drop_states(archive: Archive, states: Sequence[Kept]) -> Dropped:
+    """Those of these that are still there, with the KV that nobody needs then."""
+    disk, remote = archive.disk, archive.remote
+    if remote is not None:
+        remote.forget_states(frozenset(kept.key for kept in states))
+    if disk is None:
+        return Dropped()
+    names, points = disk.names(), {point_of(kept.key, kept.n_items) for kept in states}
+    disk.unpin({pin.key for pin in disk.pins.all() if points & set(pin.points)})
+    return _remove_states(archive, disk, [kept for kept in states if kept.name in names])
+
+
+def _remove_states(archive: Archive, disk: Disk, states: Sequence[Kept]) -> Dropped:
     _remove(archive, states)
     kept_still = disk.objects()
     needed = {name for kept in kept_still for name in kept.needs}
@@ -110,7 +131,10 @@ def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
 def drop_all_on_disk(archive: Archive) -> Dropped:
     if archive.remote is not None:
         archive.remote.forget("", None, 0)
-    return Dropped() if archive.disk is None else _remove(archive, archive.disk.objects())
+    if archive.disk is None:
+        return Dropped()
+    archive.disk.unpin({pin.key for pin in archive.disk.pins.all()})
+    return _remove(archive, archive.disk.objects())
 
 
 def _remove(archive: Archive, objects: Sequence[Kept]) -> Dropped:

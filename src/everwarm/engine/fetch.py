@@ -189,6 +189,7 @@ class Fetcher:
             node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
+        self._archive.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
         log.info("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)

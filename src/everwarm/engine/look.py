@@ -1,7 +1,7 @@
 """Looking into what is kept: numbers, and the tree page by page. Reads only; decides and changes nothing.
 
 ``summary`` and ``turn_page`` run on the loop's thread and do a bounded amount of work there. What costs more, the words and
-the names under which the disk knows states, ``finish`` looks up on another thread, from what nobody changes any more.
+what is on disk, ``finish`` looks up on another thread, from what nobody changes any more.
 """
 
 from __future__ import annotations
@@ -9,23 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
+from everwarm.engine.ondisk import SHORT_NAMESPACE, OnDisk, Shelf, View, politely
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import keys, root_key
 from everwarm.state.tree import Node
 
 MAX_PAGE = 1000
 N_WORDS = 24  # tokens of a node that are shown
-SHORT_NAMESPACE = 12
-BREATH = 32
-MOST_KEYS = 1 << 16  # that are remembered
 
 _TIERS: dict[tuple[bool, bool], tuple[str, ...]] = {
     (on_device, in_ram): ("device",) * on_device + ("ram",) * in_ram
@@ -34,6 +31,12 @@ _TIERS: dict[tuple[bool, bool], tuple[str, ...]] = {
 }
 
 Number = Callable[[int], int]  # a core's request id to the gateway's number
+
+
+def version_of(core: Core) -> int:
+    """Another one: something is different in RAM or on disk."""
+    disk = None if core.archive is None else core.archive.disk
+    return core.tree.census.version + (0 if disk is None else disk.version)
 
 
 def summary(core: Core) -> dict[str, Any]:
@@ -46,7 +49,7 @@ def summary(core: Core) -> dict[str, Any]:
         "n_segments": census.n_segments,
     }
     return {
-        "version": census.version,
+        "version": version_of(core),
         "n_nodes": len(census.by_id),
         "engine": {
             "n_slots": len(core.slots),
@@ -102,17 +105,19 @@ class Row(msgspec.Struct, frozen=True):  # made by the thousand on the loop's th
     seen: m.NodeSeen
     path: Prompt
     span: tuple[int, int]  # in items
-    namespace: str
-    has_checkpoint: bool
     segment_name: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
+    """What of a page is in RAM, and what is asked for after it."""
+
     version: int
     n_total: int
     next: int | None
     rows: list[Row]
+    view: View
+    question: m.AskTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +132,34 @@ class _Moment:
 def turn_page(core: Core, question: m.AskTree, number: Number) -> Page:
     """``Forbidden`` (409): the place is not in the tree any more."""
     census, moment = core.tree.census, _moment(core, number)
+    is_on_disk = question.after is not None and question.after < 0
     first = None if question.after is None else census.by_id.get(question.after)
-    if question.after is not None and first is None:
-        raise Forbidden(409, "tree_changed", "that place is not in the tree any more; start again without after")
-    shown = {
-        name: root
-        for name, root in core.tree.namespaces().items()
-        if (root.children or root.id in moment.running) and name.startswith(question.namespace)
-    }
-    names = {root.id: name for name, root in shown.items()}
-    nodes = list(islice(walk(shown.values(), first), question.limit + 1))
+    if question.after is not None and first is None and not is_on_disk:
+        raise tree_changed()
+    shown = {name: root for name, root in core.tree.namespaces().items() if root.children or root.id in moment.running}
+    view = view_of(core, shown)
+    n_hidden = len(core.tree.roots()) - len(shown)
+    roots = [root for name, root in shown.items() if name.startswith(question.namespace)]
+    nodes = [] if is_on_disk else list(islice(walk(roots, first), question.limit + 1))
     following = nodes.pop().id if len(nodes) > question.limit else None
     name, rows = "" if first is None else core.tree.namespace(first), []
     for node in nodes:
-        name = names.get(node.id, name)
+        name = view.names.get(node.id, name)
         rows.append(_row(node, name, moment))
-    n_hidden = sum(not root.children and root.id not in moment.running for root in core.tree.roots())
-    return Page(census.version, len(census.by_id) - n_hidden, following, rows)
+    return Page(version_of(core), len(census.by_id) - n_hidden, following, rows, view, question)
+
+
+def view_of(core: Core, shown: dict[str, Node] | None = None) -> View:
+    """What another thread needs to know of the tree. ``shown``: the roots that people see."""
+    roots = core.tree.namespaces()
+    names = {root.id: name for name, root in roots.items()}
+    seen = {name: root for name, root in roots.items() if root.children} if shown is None else shown
+    nodes = list(core.tree.census.by_id.values())
+    return View(nodes, names, {name: root.id for name, root in seen.items()})
+
+
+def tree_changed() -> Forbidden:
+    return Forbidden(409, "tree_changed", "that place is not in the tree any more; start again without after")
 
 
 def walk(roots: Iterable[Node], first: Node | None = None) -> Iterator[Node]:
@@ -205,56 +221,52 @@ def _row(node: Node, namespace: str, moment: _Moment) -> Row:
         moment.running.get(node.id),
     )
     span = (0 if parent is None else parent.n_items, node.n_items)
-    return Row(seen, node.path, span, namespace, checkpoint is not None, None if segment is None else segment.name)
+    return Row(seen, node.path, span, None if segment is None else segment.name)
 
 
 # on another thread
 
 
-def _politely(rows: Iterable[Row]) -> Iterator[Row]:
-    """With pauses: the loop's thread waits for the interpreter no longer than a few rows take."""
-    for i, row in enumerate(rows):
-        if i % BREATH == 0:
-            time.sleep(1e-4)
-        yield row
-
-
 @dataclass(slots=True)
 class Lookup:
-    """Where the disk and the vocabulary are asked; remembers under which names the disk knows nodes."""
+    """Where the disk and the vocabulary are asked."""
 
     core: Core
-    _keys: dict[int, str] = field(default_factory=dict)  # of checkpoints, by the node's id
+    disk: OnDisk = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.disk = OnDisk(self.core)
 
     def finish(self, page: Page, *, with_words: bool) -> m.TreeSeen:
-        archive = self.core.archive
-        disk = None if archive is None else archive.disk
-        found: Iterable[Row] = page.rows
-        if archive is not None and disk is not None:
-            self._learn_keys(page.rows, archive.fingerprint)
-            states = {kept.key for kept in disk.objects() if kept.kind == "state"}
-            names = disk.names()
-            found = [self._with_disk(row, states, names) for row in _politely(page.rows)]
-        nodes = [self._with_words(row) for row in _politely(found)] if with_words else [row.seen for row in found]
-        return m.TreeSeen(page.version, page.n_total, page.next, nodes)
+        """``Forbidden`` (409) as for ``turn_page``."""
+        shelf = self.disk.look(page.view)
+        found = page.rows if shelf is None else [self._with_disk(row, shelf) for row in politely(page.rows)]
+        nodes = [self._with_words(row) for row in politely(found)] if with_words else [row.seen for row in found]
+        if shelf is None:
+            if page.question.after is not None and page.question.after < 0:
+                raise tree_changed()
+            return m.TreeSeen(page.version, page.n_total, page.next, nodes)
+        n_total, following = page.n_total + len(shelf.forest.twigs), page.next
+        if following is None:
+            more = self.disk.rows(shelf, page.question, page.question.limit - len(nodes))
+            if more is None:
+                raise tree_changed()
+            nodes += more.nodes
+            following = more.next
+        return m.TreeSeen(page.version, n_total, following, nodes)
 
-    def _learn_keys(self, rows: Iterable[Row], fingerprint: str) -> None:
-        if len(self._keys) > MOST_KEYS:
-            self._keys.clear()
-        new = [row for row in rows if row.has_checkpoint and row.seen.id not in self._keys]
-        for _, group in groupby(new, key=lambda row: id(row.path)):  # one pass over what they have in common
-            same = list(group)
-            path, root = same[0].path, root_key(fingerprint, same[0].namespace)
-            named = keys(root, path, {row.span[1] for row in same})
-            self._keys |= {row.seen.id: named[row.span[1]] for row in same}
-
-    def _with_disk(self, row: Row, states: set[str], names: frozenset[str]) -> Row:
+    def _with_disk(self, row: Row, shelf: Shelf) -> Row:
         seen = row.seen
-        if row.has_checkpoint and self._keys[seen.id] in states:
-            seen = msgspec.structs.replace(seen, state_tiers=(*seen.state_tiers, "disk"))
-        if row.segment_name in names:
-            seen = msgspec.structs.replace(seen, kv_tiers=(*seen.kv_tiers, "disk"))
-        return msgspec.structs.replace(row, seen=seen)
+        kept = shelf.state_at(seen.id)
+        changes: dict[str, Any] = {"n_children": seen.n_children + shelf.forest.n_children[seen.id]}
+        if kept is not None and seen.kind is not None:
+            changes["state_tiers"] = (*seen.state_tiers, "disk")
+        elif kept is not None and (about := self.disk.about(kept.name)) is not None and about.cut:
+            state = {"kind": about.cut, "state_tiers": ("disk",), "state_bytes": kept.size}
+            changes |= {**state, "last_use": kept.used_at, "hits": kept.hits}
+        if row.segment_name in shelf.files.names:
+            changes["kv_tiers"] = (*seen.kv_tiers, "disk")
+        return msgspec.structs.replace(row, seen=msgspec.structs.replace(seen, **changes))
 
     def _with_words(self, row: Row) -> m.NodeSeen:
         start, stop = row.span

@@ -26,6 +26,7 @@ from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.arena import Arena, Found
+from everwarm.state.census import pin, unpin
 from everwarm.state.history import Chunks
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
@@ -35,6 +36,7 @@ from everwarm.types import Blob, Mark, Position, TokenCount
 log = logging.getLogger("everwarm.ram")
 
 NICENESS = 10  # steps come first
+PIN = "pin"
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -49,7 +51,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     items: bytes
     clean: bool
     chunks: Chunks | None
-    cut: str  # of a state; "": a segment
+    cut: str  # of a state; "": a segment; ``PIN``: only that somebody wants the point to stay
     n_stop: int  # where its cells end: beyond ``n_items`` they belong to another branch
     stop: tuple[int, int, int]  # the same as a mark
     media: tuple[MediaRow, ...] = ()
@@ -95,6 +97,7 @@ class Ram:
         self._notes: queue.SimpleQueue[Note | Callable[[], object] | None] = queue.SimpleQueue()
         self.n_adopted = 0
         self.n_unsound = 0
+        self._pins: dict[int, Blob] = {}  # an object for each pinned node, by its id
         self._pinning = pinning
         self._thread = threading.Thread(target=self._run, name="everwarm-ram", daemon=True)
         self._thread.start()
@@ -152,6 +155,25 @@ class Ram:
             )
         )
 
+    def pin(self, node: Node) -> None:
+        """Give it up last, also in the next engine."""
+        if node.is_pinned:
+            return
+        pin(node)
+        self._tree.census.changed()
+        self._pins = {id: blob for id, blob in self._pins.items() if id in self._tree.census.by_id}
+        blob = self._pins[node.id] = self.arena.place(1)
+        blob[:] = 0
+        n_start = node.n_items if self._kind.has_attention else 0
+        span = (n_start, node.n_items, False, None, PIN, node.n_items, node.mark)
+        self._notes.put(Note(weakref.ref(blob), node.path, self._tree.namespace(node), *span))
+
+    def unpin(self, node: Node) -> None:
+        self._pins.pop(node.id, None)
+        if node.is_pinned:
+            unpin(node)
+            self._tree.census.changed()
+
     def require_sound(self, blob: Blob) -> None:
         """Refuse bytes of an earlier process that are not what they were."""
         if not self.arena.is_sound(blob):
@@ -162,14 +184,19 @@ class Ram:
 
     def adopt(self) -> int:
         """Lay everything that is found into the tree; returns how many objects that was."""
-        found = [(about, blob) for about, blob in map(_read, self.arena.found()) if about is not None]
-        ends = sorted({number for about, _ in found for number in (about.n_start, about.n_items)})
+        whole = [(about, blob) for about, blob in map(_read, self.arena.found()) if about is not None]
+        found = [(about, blob) for about, blob in whole if about.cut != PIN]
+        ends = sorted({number for about, _ in whole for number in (about.n_start, about.n_items)})
         known: dict[str, Prompt] = {}
         for about, blob in sorted(found, key=lambda pair: (bool(pair[0].cut), pair[0].n_start, pair[0].n_items)):
             path = _path_of(about, known, ends)
             if path is not None:  # else the way to it is not known any more
                 self._lay(about, blob, path)
                 self.n_adopted += 1
+        for about, blob in whole:
+            path = _path_of(about, known, ends) if about.cut == PIN else None
+            if path is not None:
+                self._pin_again(about, blob, path)
         blobs = [weakref.ref(blob) for _, blob in found]
         self._notes.put(lambda: self._look_at(blobs))
         return self.n_adopted
@@ -190,6 +217,13 @@ class Ram:
             self._tree.set_checkpoint(
                 node, Checkpoint(cut, about.clean, about.chunks or (), state=blob, used_at=now, tidied=True)
             )
+
+    def _pin_again(self, about: About, blob: Blob, path: Prompt) -> None:
+        items = path.first(about.n_items)
+        if self._tree.match(about.namespace, items, 0).n_shared == about.n_items:  # else nothing is left to be pinned
+            node = self._tree.grow(self._tree.root(about.namespace), items, about.n_items)
+            pin(node)
+            self._pins[node.id] = blob
 
     # the thread
 

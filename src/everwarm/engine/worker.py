@@ -24,6 +24,7 @@ from everwarm.engine import messages as m
 from everwarm.engine.assemble import assemble
 from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
+from everwarm.engine.look import version_of
 from everwarm.engine.loop import Loop
 from everwarm.errors import EverwarmError
 from everwarm.llama.abi import BUILD
@@ -110,7 +111,7 @@ class Pulse:
         core, loop = self._watched
         running = [request for slot in core.slots if (request := slot.request) is not None]
         n_running = sum(not request.ask.ahead for request in running)
-        return m.Beat(loop.step_age_s(), n_running, len(core.queue), core.tree.census.version)
+        return m.Beat(loop.step_age_s(), n_running, len(core.queue), version_of(core))
 
 
 def main() -> None:

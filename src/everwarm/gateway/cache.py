@@ -28,7 +28,7 @@ from everwarm.router.supervisor import State, Supervisor
 Json = dict[str, Any]
 
 MAX_PAGE = 1000
-_NUMBER = re.compile(r"[0-9]{1,16}")  # exact in JavaScript
+_NUMBER = re.compile(r"-?[0-9]{1,16}")  # exact in JavaScript; of what is only on disk it is negative
 _NAMESPACE = re.compile(r"[0-9a-f]{1,32}")
 
 

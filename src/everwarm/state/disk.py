@@ -1,6 +1,6 @@
 """The disk tier: objects as files, made durable before they are acknowledged, and an index of them.
 
-    STATE_DIR/<model>/lock · index.sqlite · state-….ew · kv-….ew
+    STATE_DIR/<model>/lock · index.sqlite · pins.json · state-….ew · kv-….ew
 
 The files are the truth; the index (SQLite, WAL) only remembers what they say and how they were used, and is rebuilt from
 them whenever it is missing, damaged or behind. One process at a time holds a model's directory. Every failure is a miss:
@@ -9,7 +9,6 @@ the tier says that it is degraded and goes on. Knows no tree and no libllama.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
 import fcntl
@@ -18,17 +17,18 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state import policy
 from everwarm.state.files import TEMPORARY, Files
 from everwarm.state.index import INDEX, Index, Kept
 from everwarm.state.lineage import keys
 from everwarm.state.object import SUFFIX, Damaged, Header, Reader, Unreadable, encode, file_size, name_of
+from everwarm.state.pins import PINS, Pin, Pins
+from everwarm.state.room import Limits, victim
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.disk")
@@ -76,9 +76,13 @@ class Disk:
         self._kept: dict[str, Kept] = {}
         self._states: dict[str, str] = {}  # names of states by key
         self.n_bytes = 0
+        self.version = 0  # another one: something came or went
         make_folder(directory, self._files)
         self._held = hold(directory)
         try:
+            self.pins = Pins(directory / PINS, self._files)
+            if self.pins.trouble is not None:
+                self._fail("read", self.pins.trouble)
             self._index = Index(directory / INDEX)
             with self._indexing():
                 self._written_today = self._index.written()
@@ -190,9 +194,7 @@ class Disk:
                 self._fail("written", error)
                 return False
             self.degraded = None
-            kept = Kept(
-                name, header.kind, header.key, header.n_items, size, header.needs, time.time(), space=header.space
-            )
+            kept = _kept(header, size, time.time())
             with self._lock:
                 self._remember(kept)
                 self._store(kept)
@@ -228,6 +230,21 @@ class Disk:
                     self._kept[name] = replace(kept, used_at=time.time(), hits=kept.hits + 1)
                     self._store(self._kept[name])
 
+    def pin(self, pin: Pin) -> None:
+        """States at these points go last. Durable when this returns, unless the tier is degraded."""
+        self._change_pins(lambda: self.pins.put(pin))
+
+    def unpin(self, keys: Collection[str]) -> None:
+        self._change_pins(lambda: self.pins.remove(keys))
+
+    def _change_pins(self, change: Callable[[], bool]) -> None:
+        with self._writing:
+            try:
+                self.version += change()
+            except OSError as error:
+                self.version += 1
+                self._fail("pinned", error)
+
     def drop(self, name: str) -> None:
         with self._lock:
             size = self._forget(name)
@@ -261,7 +278,7 @@ class Disk:
                 head = reader.header
         except (Damaged, OSError):
             return
-        kept = Kept(path.name, head.kind, head.key, head.n_items, size, head.needs, used_at, hits, head.space)
+        kept = _kept(head, size, used_at, hits)
         self._remember(kept)
         self._store(kept)
 
@@ -283,43 +300,12 @@ class Disk:
         return written + size <= self.write_budget
 
     def _evict(self, spare: frozenset[str]) -> None:
-        """Within the budget again: KV that no state needs goes first, then the states that save least. A space that has
-        more than its share gives of its own."""
-        while (crowd := self._too_much()) is not None:
-            victims = self._stranded(spare, crowd) or self._least(spare, crowd)
-            if not victims:
-                return
+        """Within the budget again."""
+        limits = Limits(self.budget_bytes, self._space_share)
+        marked = self.pins.marked
+        while (name := victim(self._kept, self.n_bytes, limits, spare, marked, time.time())) is not None:
             self.counts.n_evicted += 1
-            self.drop(victims[0])
-
-    def _too_much(self) -> list[Kept] | None:
-        """Those among which something must go; None: there is room for all."""
-        if self._space_share < 1.0:
-            sizes: collections.Counter[str] = collections.Counter()
-            for kept in self._kept.values():
-                sizes[kept.space] += kept.size
-            space, size = max(sizes.items(), key=lambda pair: pair[1], default=("", 0))
-            if size > self._space_share * self.budget_bytes:
-                return [kept for kept in self._kept.values() if kept.space == space]
-        return list(self._kept.values()) if self.n_bytes > self.budget_bytes else None
-
-    def _stranded(self, spare: frozenset[str], crowd: list[Kept]) -> list[str]:
-        needed = {need for kept in self._kept.values() for need in kept.needs}
-        return [
-            kept.name
-            for kept in crowd
-            if kept.name not in spare
-            and (kept.name not in needed if kept.kind == "kv" else not self._is_whole(kept.name))
-        ]
-
-    def _least(self, spare: frozenset[str], crowd: list[Kept]) -> list[str]:
-        states = [kept for kept in crowd if kept.kind == "state" and kept.name not in spare]
-        now = time.time()
-        entries = [
-            policy.Entry(i, kept.size, float(kept.n_items), now - kept.used_at, kept.hits)
-            for i, kept in enumerate(states)
-        ]
-        return [states[i].name for i in policy.victims(entries, 1)]
+            self.drop(name)
 
     # the index
 
@@ -327,6 +313,7 @@ class Disk:
         before = self._kept.get(kept.name)
         self.n_bytes += kept.size - (before.size if before else 0) - self._stuck.pop(kept.name, 0)
         self._kept[kept.name] = kept
+        self.version += 1
         if kept.kind == "state":
             self._states[kept.key] = kept.name
 
@@ -339,6 +326,7 @@ class Disk:
             if kept is None:
                 return stuck
             self.n_bytes -= kept.size
+            self.version += 1
             if self._states.get(kept.key) == name:
                 del self._states[kept.key]
             self._delete_row(name)
@@ -371,6 +359,11 @@ class Disk:
         if self.degraded is None:
             log.warning("the disk tier is degraded: an object could not be %s (%s)", what, error)
         self.degraded, self._failed_to = str(error), what
+
+
+def _kept(head: Header, size: int, used_at: float, hits: int = 0) -> Kept:
+    span = (head.kind, head.key, head.n_items, size, head.needs)
+    return Kept(name_of(head), *span, used_at, hits, head.space, head.reaches)
 
 
 def make_folder(directory: Path, files: Files) -> None:

@@ -41,6 +41,7 @@ class Kept:
     used_at: float
     hits: int = 0
     space: str = ""
+    reaches: tuple[int, ...] = ()  # of its needs, as its header says
 
 
 class Index:

@@ -327,17 +327,27 @@ class Remote:
     def forget(self, root: str, prompt: Prompt | None, beyond: int) -> None:
         """Take away by and by the states on the way of a prompt (None: all) after ``beyond`` items, as far as this process
         has announced them. KV may be somebody else's and stays."""
+
+        def on_the_way() -> set[str]:
+            if prompt is None:
+                return set(self._announced)
+            lengths = {n_items for n_items, _ in self._announced.values() if beyond < n_items <= len(prompt)}
+            return set(keys(root, prompt, lengths).values())
+
+        self._forget_later(on_the_way)
+
+    def forget_states(self, named: frozenset[str]) -> None:
+        """The same for the states with these keys."""
+        self._forget_later(lambda: set(named))
+
+    def _forget_later(self, gone: Callable[[], set[str]]) -> None:
         with self._lock, contextlib.suppress(StoreFault):
             before = [asyncio.wrap_future(future, loop=self._loop) for future in self._writing]
-            self._later(self._forget(root, prompt, beyond, before), 0)
+            self._later(self._forget(gone, before), 0)
 
-    async def _forget(self, root: str, prompt: Prompt | None, beyond: int, first: list[asyncio.Future[None]]) -> None:
+    async def _forget(self, gone: Callable[[], set[str]], first: list[asyncio.Future[None]]) -> None:
         await asyncio.gather(*first, return_exceptions=True)  # what is still on its way would come back
-        gone = set(self._announced)
-        if prompt is not None:
-            lengths = {n_items for n_items, _ in self._announced.values() if beyond < n_items <= len(prompt)}
-            gone &= set(keys(root, prompt, lengths).values())
-        for key in gone:
+        for key in gone() & self._announced.keys():
             n_items, names = self._announced.pop(key)
             for name in (*names, Signpost(key, n_items, 1).name):
                 self._known.pop(name, None)

@@ -289,7 +289,8 @@ export class Tree {
 }
 
 function summary(node) {
-  const kept = node.checkpoint ? `checkpoint (${node.checkpoint.kind}) in ${node.checkpoint.tiers.join(", ") || "no tier"}` : "no checkpoint";
+  const where = node.id < 0 ? "only on disk" : `in ${node.checkpoint?.tiers.join(", ") || "no tier"}`;
+  const kept = node.checkpoint ? `checkpoint (${node.checkpoint.kind}) ${where}` : "no checkpoint";
   return `${count(node.end)} tokens · ${kept}${node.pinned ? " · pinned" : ""}`;
 }
 

@@ -1,0 +1,173 @@
+"""How the states that are only on disk hang together, and where they hang in the tree in RAM. Pure: from the index alone.
+
+A state names the KV that makes it whole, in order, and how far each part of it is used. Names of KV hold the names of the
+lineages where it starts and ends (``object.name_of``), so they say which points a state's lineage passes. States that use
+the same KV lie on one lineage as far as both use it. Without KV nothing is known: such states hang at their root.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import blake3
+
+from everwarm.state.index import Kept
+
+Point = tuple[str, int]  # how the name of a lineage begins, and its items
+
+N_KEY = 16  # of a name that stand for all of it, together with its length
+N_ID = 13  # hexadecimal digits of an id: exact in JavaScript
+_START, _END = slice(3, 19), slice(20, 36)  # of the name of KV
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A node in RAM."""
+
+    id: int
+    n_items: int
+    space: str
+
+
+@dataclass(frozen=True, slots=True)
+class Twig:
+    """A node that is only on disk: a state, or the root of a space of which nothing is in RAM."""
+
+    id: int
+    parent: int | None
+    n_above: int  # items of the parent
+    space: str
+    kept: Kept | None = None  # None: a root
+    kv_bytes: int = 0  # of the KV that no twig before it needs
+
+    @property
+    def has_kv(self) -> bool:
+        return self.kept is not None and bool(self.kept.needs)
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """Parents before children."""
+
+    twigs: list[Twig] = field(default_factory=list)
+    place: dict[int, int] = field(default_factory=dict)  # of a twig in the list, by id
+    n_children: Counter[int] = field(default_factory=Counter)  # that are twigs, also of nodes in RAM
+
+    def below(self, ids: Iterable[int]) -> list[Kept]:
+        """The states at or below these nodes."""
+        inside, found = set(ids), []
+        for twig in self.twigs:
+            if twig.id in inside or twig.parent in inside:
+                inside.add(twig.id)
+                if twig.kept is not None:
+                    found.append(twig.kept)
+        return found
+
+
+def id_of(name: str) -> int:
+    """Of a state's lineage or of a space: negative, and the same in every process."""
+    return -1 - int(blake3.blake3(name.encode()).hexdigest()[:N_ID], 16)
+
+
+def point_of(key: str, n_items: int) -> Point:
+    return key[:N_KEY], n_items
+
+
+def plant(
+    states: Iterable[Kept],
+    sizes: Mapping[str, int],
+    spots: Mapping[Point, Spot],
+    roots: Mapping[str, int],
+    pace: Callable[[Iterable[Kept]], Iterable[Kept]] = iter,
+) -> Forest:
+    """All states that nobody in RAM stands at. ``sizes``: of all KV; ``roots``: the nodes of spaces that RAM knows;
+    ``pace``: how to walk over many."""
+    known = {point_of(kept.key, kept.n_items): kept for kept in states}
+    own = {point: kept for point, kept in known.items() if point not in spots}
+    ends: dict[str, list[Kept]] = defaultdict(list)
+    for kept in sorted(own.values(), key=lambda kept: -kept.n_items):
+        if kept.needs:
+            ends[kept.needs[-1]].append(kept)
+    children: dict[int, list[Twig]] = defaultdict(list)
+    tops: dict[int, Twig] = {}
+    for kept in pace(sorted(own.values(), key=lambda kept: (kept.n_items, kept.name))):
+        above = _above(kept, own, spots, ends) or _root(kept.space, roots, tops)
+        twig = Twig(id_of(kept.key), above.id, above.n_items, kept.space, kept)
+        children[above.id].append(twig)
+    return _listed(tops, children, sizes)
+
+
+def passed(kept: Kept) -> Iterator[tuple[str, int, Point | None, Point | None]]:
+    """The KV on the way to a state, the last first: its name, how far it is used, and the points at that end and at its
+    start."""
+    if len(kept.needs) != len(kept.reaches):
+        return
+    for i in range(len(kept.needs) - 1, -1, -1):
+        need, reach, before = kept.needs[i], kept.reaches[i], kept.reaches[i - 1] if i else 0
+        yield need, reach, (need[_END], reach), (need[_START], before) if before else None
+
+
+def _above(
+    kept: Kept, own: Mapping[Point, Kept], spots: Mapping[Point, Spot], ends: Mapping[str, list[Kept]]
+) -> Spot | None:
+    """The deepest node that is known on the way to a state."""
+
+    def at(point: Point | None) -> Spot | None:
+        if point is None or point[1] >= kept.n_items:
+            return None
+        other = own.get(point)
+        spot = spots.get(point) if other is None else _spot(other)
+        return spot if spot is not None and spot.space == kept.space else None
+
+    for need, reach, end, start in passed(kept):
+        most = min(reach, kept.n_items - 1)
+        inside = next((o for o in ends.get(need, ()) if o.n_items <= most and o.space == kept.space), None)
+        found = at(end) or (None if inside is None else _spot(inside)) or at(start)
+        if found is not None:
+            return found
+    return None
+
+
+def _spot(kept: Kept) -> Spot:
+    return Spot(id_of(kept.key), kept.n_items, kept.space)
+
+
+def _root(space: str, roots: Mapping[str, int], tops: dict[int, Twig]) -> Spot:
+    if space in roots:
+        return Spot(roots[space], 0, space)
+    id = id_of(f"root of {space}")
+    tops[id] = Twig(id, None, 0, space)
+    return Spot(id, 0, space)
+
+
+def _listed(tops: dict[int, Twig], children: dict[int, list[Twig]], sizes: Mapping[str, int]) -> Forest:
+    own = {twig.id for twigs in children.values() for twig in twigs} | tops.keys()
+    hanging = [twig for id, twigs in children.items() if id not in own for twig in twigs]
+    todo = [*reversed([*tops.values(), *hanging])]
+    forest, counted = Forest(), set[str]()
+    while todo:
+        twig = todo.pop()
+        if twig.id in forest.place:  # two names that begin alike
+            continue
+        forest.place[twig.id] = len(forest.twigs)
+        forest.twigs.append(_weighed(twig, sizes, counted))
+        if twig.parent is not None:
+            forest.n_children[twig.parent] += 1
+        todo.extend(reversed(children.get(twig.id, ())))
+    return forest
+
+
+def _weighed(twig: Twig, sizes: Mapping[str, int], counted: set[str]) -> Twig:
+    """With the KV that nobody before it has counted, so that all of it adds up."""
+    if twig.kept is None:
+        return twig
+    n_bytes = 0
+    for need, reach, _, _ in passed(twig.kept):
+        if reach <= twig.n_above:
+            break
+        if need not in counted:
+            counted.add(need)
+            n_bytes += sizes.get(need, 0)
+    return replace(twig, kv_bytes=n_bytes)

@@ -1,0 +1,294 @@
+"""What is only on disk is shown as what it is: after a restart the tree hangs together as before, and can be forgotten."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.drive import EVERY_KIND, GUARD, check, run, text
+from engine.test_archive import files, kept_core, put_away
+from everwarm.engine import messages as m
+from everwarm.engine.core import Core
+from everwarm.engine.curator import Curator
+from everwarm.engine.look import Lookup, turn_page
+from everwarm.errors import Forbidden
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.lineage import root_key
+from everwarm.state.object import Reader
+
+SHARED = text(1, 200)
+NAMESPACE = "ab" * 16
+
+
+def talk(core: Core, seed: int = 2, n_turns: int = 3, namespace: str = NAMESPACE) -> list[int]:
+    """A conversation whose turns each leave a state behind; returns its last prompt."""
+    prompt = SHARED
+    for turn in range(n_turns):
+        prompt = [*prompt, *text(100 * seed + turn, 80)]
+        run(core, prompt, stable=len(prompt) - 10, namespace=namespace)
+        put_away(core)
+    return prompt
+
+
+def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace: str = "") -> list[m.NodeSeen]:
+    found: list[m.NodeSeen] = []
+    after, lookup = None, Lookup(core)
+    while True:
+        question = m.AskTree(1, limit, after, namespace, with_words)
+        seen = lookup.finish(turn_page(core, question, lambda id: id), with_words=with_words)
+        assert len(seen.nodes) <= limit
+        found += seen.nodes
+        after = seen.next
+        if after is None:
+            assert namespace or seen.n_total == len(found)
+            return found
+
+
+def order(core: Core, action: Any, node: int | None) -> Any:
+    """What whoever gives an order hears."""
+    heard: list[m.Message] = []
+    done = threading.Event()
+
+    def send(message: m.Message) -> None:
+        heard.append(message)
+        done.set()
+
+    class Now:
+        def post(self, job: Any) -> None:
+            job(core)
+
+    Curator(core, send, lambda id: id).handle(m.CacheOrder(1, action, node), Now())  # type: ignore[arg-type]
+    assert done.wait(20)
+    return heard[0].data if isinstance(heard[0], m.Answer) else heard[0]
+
+
+def shape(nodes: Iterable[m.NodeSeen]) -> list[tuple[int | None, int]]:
+    """Where states are, each with the end of the nearest one above it."""
+    listed = list(nodes)
+    by_id = {node.id: node for node in listed}
+
+    def above(node: m.NodeSeen) -> int:
+        while node.parent is not None:
+            node = by_id[node.parent]
+            if "disk" in node.state_tiers:
+                return node.end
+        return 0
+
+    return sorted((above(node), node.end) for node in listed if "disk" in node.state_tiers)
+
+
+def on_disk(nodes: Iterable[m.NodeSeen]) -> list[m.NodeSeen]:
+    return [node for node in nodes if node.id < 0]
+
+
+def assert_sound(nodes: list[m.NodeSeen]) -> None:
+    """Every node once, after its parent, which ends where it starts, and with its children counted."""
+    ids = [node.id for node in nodes]
+    assert len(set(ids)) == len(ids)
+    by_id = {node.id: node for node in nodes}
+    for i, node in enumerate(nodes):
+        assert node.n_children == sum(other.parent == node.id for other in nodes)
+        assert node.parent is None or node.parent in ids[:i]
+        assert node.start == (0 if node.parent is None else by_id[node.parent].end) <= node.end
+
+
+@pytest.mark.parametrize(("limit", "n_talks"), [(1, 2), (3, 2), (1000, 2), (1000, 1)])
+@pytest.mark.parametrize("arch", EVERY_KIND)
+def test_after_a_restart_the_tree_shows_what_is_on_disk(tmp_path, arch, limit, n_talks):
+    with kept_core(tmp_path, arch) as core:
+        for seed in range(n_talks):
+            talk(core, seed)
+        before = pages(core, limit)
+        assert not on_disk(before), "nothing is shown twice"
+        needs_states, has_kv = core.context.kind.needs_checkpoints, core.context.kind.has_attention
+    ids = []
+    for _ in range(2):
+        with kept_core(tmp_path, arch) as core:
+            after = pages(core, limit)
+            assert_sound(after)
+            states = [node for node in after if node.parent is not None]
+            assert states == on_disk(states) and len(states) == len(files(tmp_path, "state")) >= 3 * n_talks
+            assert all(node.kv_tiers == ("disk",) * has_kv for node in states)
+            assert all(node.state_tiers == ("disk",) * needs_states for node in states)
+            assert all(node.id > -(2**53) for node in after)
+            n_bytes = sum(node.state_bytes + node.kv_bytes for node in states)
+            assert n_bytes == sum(path.stat().st_size for path in files(tmp_path, "" if needs_states else "kv"))
+            if has_kv and needs_states and n_talks == 1:  # what two have in common was read twice
+                assert shape(after) == shape(before)
+            ids.append([node.id for node in after])
+    assert ids[0] == ids[1], "in every process the same"
+
+
+def test_what_a_request_brings_back_is_shown_once(tmp_path):
+    with kept_core(tmp_path) as core:
+        prompt = talk(core)
+        talk(core, seed=3)
+    with kept_core(tmp_path) as core:
+        before = pages(core)
+        assert {node.namespace for node in before} != {NAMESPACE[:12]}, "nobody has said that name yet"
+        assert run(core, [*prompt, *text(9, 30)], namespace=NAMESPACE).n_cached > 400
+        after = pages(core)
+        assert_sound(after)
+        assert {node.namespace for node in after} == {NAMESPACE[:12]}
+        assert shape(after) == shape(before)
+        assert len(on_disk(after)) == len(files(tmp_path, "state")) - 3, "the other conversation's"
+        here = [node for node in after if node.id > 0 and "disk" in node.state_tiers]
+        assert sorted(node.state_tiers[0] for node in here) == ["disk", "disk", "ram"], "its KV leads past the others"
+        (hanging,) = [n for n in on_disk(after) if n.start == 0]
+        assert next(n for n in after if n.id == hanging.parent).parent is None
+
+
+def test_names_filter_and_words_are_shown_only_when_wanted(tmp_path):
+    with kept_core(tmp_path) as core:
+        talk(core, n_turns=1)
+        talk(core, n_turns=1, namespace="cd" * 16)
+    with kept_core(tmp_path) as core:
+        nodes = pages(core, with_words=True)
+        assert all(node.words is None for node in pages(core))
+        assert all(node.words for node in nodes if node.parent is not None)
+        first, second = {node.namespace for node in nodes}
+        assert len(pages(core, namespace=first)) == len(pages(core, namespace=second)) == 2
+
+
+def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
+    with kept_core(tmp_path) as core:
+        talk(core)
+    with kept_core(tmp_path) as core:
+        lookup = Lookup(core)
+        page = lookup.finish(turn_page(core, m.AskTree(1, 2), int), with_words=False)
+        assert page.next is not None and page.next < 0
+        for after in (page.next - 1, -1):
+            with pytest.raises(Forbidden) as refused:
+                lookup.finish(turn_page(core, m.AskTree(1, 2, after), int), with_words=False)
+            assert refused.value.status == 409
+    with kept_core(tmp_path) as core:
+        rest = Lookup(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int), with_words=False)
+        assert rest.nodes[0].id == page.next and rest.nodes[0].parent == page.nodes[-1].id
+
+
+def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
+    with kept_core(tmp_path) as core:
+        talk(core)
+    with kept_core(tmp_path) as core:
+        assert core.archive is not None and core.archive.disk is not None
+        read: list[str] = []
+        monkeypatch.setattr(Reader, "read", lambda _, name: read.append(name))
+        lookup, before = Lookup(core), core.archive.disk.counts.n_read
+        for _ in range(3):
+            lookup.finish(turn_page(core, m.AskTree(1, 100), int), with_words=True)
+        assert not read and core.archive.disk.counts.n_read - before == 3
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
+    with kept_core(tmp_path) as core:
+        talk(core)
+    with kept_core(tmp_path) as core:
+        whole = pages(core)
+        (second,) = [node for node in whole if node.n_children and node.start]
+    with kept_core(tmp_path) as core:
+        assert core.archive is not None and core.archive.disk is not None
+        names = {kept.n_items: kept.name for kept in core.archive.disk.objects() if kept.kind == "state"}
+        middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
+        middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
+        at_once = Lookup(core).finish(turn_page(core, m.AskTree(1, 100), int), with_words=False).nodes
+        for nodes in (at_once, pages(core)):
+            assert [node.end for node in nodes] == [node.end for node in whole if node.id != second.id]
+            assert nodes[-1].parent == second.parent and nodes[-1].start == second.start
+
+
+# forgetting
+
+
+def test_what_is_only_on_disk_is_dropped_with_everything_below_it_and_nothing_else(tmp_path):
+    with kept_core(tmp_path) as core:
+        first = talk(core)
+        other = talk(core, seed=3)
+    with kept_core(tmp_path) as core:
+        nodes = pages(core)
+        doomed = next(node for node in nodes if node.n_children and node.start)
+        n_before = len(files(tmp_path))
+        assert order(core, "drop", -12345).status == 404
+        answer = order(core, "drop", doomed.id)
+        assert answer["dropped"] == n_before - len(files(tmp_path)) > 2 and answer["id"] == doomed.id
+        kept = {node.id for node in pages(core)}
+        gone = {node.id for node in nodes} - kept
+        below = {doomed.id}
+        for node in nodes:
+            below |= {node.id} if node.parent in below else set()
+        assert gone == below
+        assert order(core, "drop", doomed.id).status == 404
+        dropped, intact = (first, other) if is_cut(doomed, core, first) else (other, first)
+        assert run(core, [*intact, *text(9, 30)], namespace=NAMESPACE).n_cached > 400
+        assert run(core, [*dropped, *text(9, 30)], namespace=NAMESPACE).n_cached <= doomed.start + GUARD
+        check(core)
+
+
+def is_cut(doomed: m.NodeSeen, core: Core, prompt: list[int]) -> bool:
+    """Whether a node that was dropped lay on the way of a prompt: by what the disk finds for it now."""
+    assert core.archive is not None and core.archive.disk is not None
+    root = root_key(core.archive.fingerprint, NAMESPACE)
+    found = core.archive.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
+    return found is None or found.n_items <= doomed.start
+
+
+def test_whoever_drops_a_node_drops_what_hangs_below_it_on_disk_alone(tmp_path):
+    with kept_core(tmp_path) as core:
+        prompt = talk(core)
+        talk(core, seed=3)
+    with kept_core(tmp_path) as core:
+        run(core, [*prompt, *text(9, 30)], namespace=NAMESPACE)
+        put_away(core)
+        root = core.tree.namespaces()[NAMESPACE]
+        assert on_disk(pages(core))
+        assert order(core, "drop", root.id)["dropped"] > 6
+        assert not files(tmp_path) and not pages(core)
+
+
+def test_a_root_on_disk_goes_with_all_its_states(tmp_path: Path):
+    with kept_core(tmp_path) as core:
+        talk(core)
+        talk(core, namespace="cd" * 16)
+    with kept_core(tmp_path) as core:
+        roots = [node for node in pages(core) if node.parent is None]
+        assert len(roots) == 2 and all(root.id < 0 for root in roots)
+        order(core, "drop", roots[0].id)
+        assert [node.id for node in pages(core) if node.parent is None] == [roots[1].id]
+        assert order(core, "drop", None)["dropped"] > 0 and not files(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_every_state_on_disk_is_shown_exactly_once(tmp_path, seed):
+    """Turns, branches, a RAM tier that forgets, drops, pins and restarts, by chance."""
+    rng = random.Random(seed)
+    known: list[list[int]] = [text(1, 100)]
+    for _ in range(4):
+        with kept_core(tmp_path, ram_bytes=2 << 20) as core:
+            for _ in range(8):
+                match rng.randrange(8):
+                    case 0:
+                        order(core, "drop", rng.choice([node.id for node in pages(core)] or [1]))
+                    case 1:
+                        order(core, rng.choice(["pin", "unpin"]), rng.choice([node.id for node in pages(core)] or [1]))
+                    case _:
+                        base = rng.choice(known)
+                        prompt = [*base[: rng.randint(50, len(base))], *text(rng.randrange(1 << 20), 60)]
+                        run(core, prompt, stable=len(prompt) - 5, namespace=rng.choice([NAMESPACE, "cd" * 16]))
+                        known.append(prompt)
+                if rng.random() < 0.7:
+                    put_away(core)
+                nodes = pages(core, rng.choice([2, 1000]))
+                assert_sound(nodes)
+                assert core.archive is not None and core.archive.disk is not None
+                core.archive.flush()
+                whole = core.archive.disk.whole_names()
+                states = [kept for kept in core.archive.disk.objects() if kept.kind == "state" and kept.name in whole]
+                shown = sorted(node.end for node in pages(core) if "disk" in node.state_tiers)
+                assert shown == sorted(kept.n_items for kept in states)
+            put_away(core)
+    assert files(tmp_path, "state"), "this test could not fail"
