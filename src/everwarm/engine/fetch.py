@@ -23,10 +23,11 @@ from everwarm.engine.settings import RestorePolicy
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.index import Kept
 from everwarm.state.lineage import root_key
-from everwarm.state.object import Damaged, Header, Reader
+from everwarm.state.object import Damaged, Header, Reader, size_of
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.remote import Remote
-from everwarm.state.tree import Checkpoint, Match, Segment
+from everwarm.state.segment import Piece, Segment
+from everwarm.state.tree import Checkpoint, Match
 
 log = logging.getLogger("everwarm.archive")
 
@@ -253,10 +254,11 @@ class Fetcher:
         with store.reading(name) as reader:
             head = self._checked(reader, wish.prompt, reach)
             start, own = wish.prompt.mark(head.n_start), self._own_items(reader)
-            stop = wish.prompt.followed_by(head.n_start, own).end
+            path = wish.prompt.followed_by(head.n_start, own)
             span = (head.n_start, head.n_items)
             blob = reader.read("kv", self._ram.place)
-            return Segment(blob, start, stop, head.clean, head.chunks, name=name, items=span), reach
+            pieces = (Piece(*span, name, size_of(head)),)
+            return Segment(blob, start, path.end, head.clean, head.chunks, 0, span, path, pieces), reach
 
     @staticmethod
     def _own_items(reader: Reader) -> Prompt:

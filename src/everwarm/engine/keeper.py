@@ -18,11 +18,12 @@ from everwarm.engine.tally import KeeperCounts
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
-from everwarm.state import policy
+from everwarm.state import joining, policy
 from everwarm.state.history import SEATED, Chunks, history_over, record
 from everwarm.state.params import Spacing
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.state.weigh import Scales, weigh
 from everwarm.types import SeqId
 
@@ -41,6 +42,7 @@ class Keeper:
     ram_budget: int
     seconds_per_token: float
     namespace_share: float = 1.0  # of the budget, for each at most
+    most_joined: int = joining.MOST  # tokens of a segment that is made of several
     spares: dict[SeqId, Node | None] = field(default_factory=dict)
     counts: KeeperCounts = field(default_factory=KeeperCounts)
     leaving: Callable[[Slot], None] = field(default=lambda _: None)  # hears of a slot that is about to be emptied
@@ -129,16 +131,22 @@ class Keeper:
 
     def save_lineage(self, seq: SeqId, nodes: Iterable[Node]) -> None:
         """Copy the KV of these nodes to RAM, out of a sequence that passes them."""
-        is_clean, chunks = self.context.cells.is_clean(seq), self.history(seq)
-        for node in nodes:
-            history = history_over(chunks, node.n_items)
-            clean = is_clean and history is not None
-            worth = node.segment is None or (clean and not node.segment.clean)  # a clean reading replaces another
-            if worth and node.parent is not None and node.mark.n_tokens <= self.context.cells.count(seq):
-                blob = self.context.capture_segment(seq, node.parent.mark, node.mark)
-                items = node.start, node.n_items
-                segment = Segment(blob, node.parent.mark, node.mark, clean, history, items=items)
-                self.tree.set_segment(node, segment)
+        is_clean, chunks, n_cells = self.context.cells.is_clean(seq), self.history(seq), self.context.cells.count(seq)
+
+        def is_exact(node: Node) -> bool:
+            return is_clean and history_over(chunks, node.n_items) is not None
+
+        def is_worth_it(node: Node) -> bool:
+            is_better = node.segment is None or (is_exact(node) and not node.segment.clean)  # a clean reading replaces
+            return is_better and node.parent is not None and node.mark.n_tokens <= n_cells
+
+        for run in joining.runs(filter(is_worth_it, nodes), is_exact, self.most_joined):
+            above, end = run[0].parent, run[-1]
+            assert above is not None
+            blob = self.context.capture_segment(seq, above.mark, end.mark)
+            history, items = history_over(chunks, end.n_items), (above.n_items, end.n_items)
+            segment = Segment(blob, above.mark, end.mark, is_exact(end), history, items=items)
+            self.tree.set_segment(end, segment)
         self.enforce_budget()
 
     def history(self, seq: SeqId) -> Chunks:

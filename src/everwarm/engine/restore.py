@@ -20,9 +20,10 @@ from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.history import history_over, n_items_of
+from everwarm.state.history import Chunks, history_over, n_items_of
+from everwarm.state.segment import Segment
 from everwarm.state.tree import Match, Node
-from everwarm.types import SeqId
+from everwarm.types import Mark, SeqId
 
 log = logging.getLogger("everwarm.engine")
 
@@ -221,18 +222,26 @@ class Restorer:
                 raise KvMissing(f"the KV from {slot.n_fed} tokens on is not there any more")
             users = list(group)
             stop = min(users[-1].n_items, n_items)
-            n_cells = segment.stop.n_tokens - segment.start.n_tokens
-            if not self._keeper.make_room(n_cells, keep=slot):
-                raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
             start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
             try:
                 self._ram.require_sound(segment.blob)
-                self._context.splice_segment(slot.seq, segment.blob, start, end, n_cells=n_cells, clean=segment.clean)
+                self._splice_part(slot, segment, start, end)
+            except ContextFull:
+                raise
             except MemoryFault:
                 self._keeper.drop_segments(users)
                 raise
             slot.chunks = list(segment.chunks or ())
             self._stand(slot, goal, path, stop)
+
+    def _splice_part(self, slot: Slot, segment: Segment, start: Mark, end: Mark) -> None:
+        """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut."""
+        blob, n_cells, n_needed = segment.blob, segment.n_cells, end.n_tokens - start.n_tokens
+        if n_cells > max(n_needed, self._context.cells.free):
+            blob, n_cells = self._context.cut_segment(blob, start, end), n_needed
+        if not self._keeper.make_room(n_cells, keep=slot):
+            raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
+        self._context.splice_segment(slot.seq, blob, start, end, n_cells=n_cells, clean=segment.clean)
 
     # the slot's own record
 
@@ -266,5 +275,11 @@ def _is_exact(node: Node) -> bool:
     if checkpoint is None or not checkpoint.clean:
         return False
     segments = [n.segment for n in node.lineage() if n.segment is not None]
-    histories = ((s, history_over(checkpoint.chunks, s.n_stop)) for s in segments)
-    return all(s.clean and s.chunks is not None and s.chunks == history for s, history in histories)
+    return all(segment.clean and _is_of(segment, checkpoint.chunks, node.n_items) for segment in segments)
+
+
+def _is_of(segment: Segment, chunks: Chunks, n_items: int) -> bool:
+    """Whether a segment comes from a reading in these chunks, as far as so many items use it."""
+    reach = min(segment.n_stop, n_items)
+    history = None if segment.chunks is None else history_over(segment.chunks, reach)
+    return history is not None and history == history_over(chunks, reach)

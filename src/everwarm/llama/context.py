@@ -20,10 +20,12 @@ from everwarm.llama.blobs import (
     begins_sequence,
     describes_cells,
     describes_end,
+    first_position,
     is_finite,
     with_header,
     without_nan,
 )
+from everwarm.llama.cutting import cut, cut_bytes, joined
 from everwarm.llama.media import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.sequences import Sequences
@@ -247,13 +249,31 @@ class Context(Sequences):
         tail = self._empty_tail if self.kind.needs_checkpoints else None
         if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
-        whole = stop.n_tokens - start.n_tokens == n_cells  # else the cells around it were written too, and left holes
+        begins_here = (
+            first_position(blob, n_cells) == start.pos
+        )  # else cells before it were written too, and left a hole
         alone = self.cells.is_alone(seq)
-        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and whole)
+        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and begins_here)
         if not alone:
             self._disturb_windows()
         self._end[seq] = stop
         self._stateless[seq] = self.kind.needs_checkpoints
+
+    def join_segments(self, blobs: Sequence[Blob]) -> Blob:
+        """Segments that follow each other as one, as if it had been captured so."""
+        return joined(blobs, self._n_tail, self.place)
+
+    def cut_segment(self, blob: Blob, start: Mark, stop: Mark, place: Place = heap) -> Blob:
+        """The part of a segment between two marks, as if only that had been captured."""
+        return cut(blob, start.pos, stop.pos, self._n_tail, place)
+
+    def cut_bytes(self, blob: Blob, start: Mark, stop: Mark) -> int:
+        """What that part takes."""
+        return cut_bytes(blob, stop.n_tokens - start.n_tokens, self._n_tail)
+
+    @property
+    def _n_tail(self) -> int:
+        return len(self._empty_tail) if self.kind.needs_checkpoints else 0
 
     def _load_cells(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, n_cells: int) -> bool:
         if start == START and stop.n_tokens == n_cells:

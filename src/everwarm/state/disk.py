@@ -28,8 +28,7 @@ from everwarm.state import policy
 from everwarm.state.files import TEMPORARY, Files
 from everwarm.state.index import INDEX, Index, Kept
 from everwarm.state.lineage import keys
-from everwarm.state.object import SUFFIX, Damaged, Header, Reader, Unreadable, encode, file_size, name_of
-from everwarm.types import Blob
+from everwarm.state.object import SUFFIX, Damaged, Header, Part, Reader, Unreadable, encode, file_size, name_of
 
 log = logging.getLogger("everwarm.disk")
 
@@ -174,7 +173,7 @@ class Disk:
 
     # changes
 
-    def put(self, header: Header, parts: Mapping[str, Blob]) -> bool:
+    def put(self, header: Header, parts: Mapping[str, Part]) -> bool:
         """Durable when this returns True. False: not kept, and nothing is lost but time."""
         name = name_of(header)
         with self._writing:
