@@ -45,6 +45,16 @@ def test_match_finds_the_deepest_checkpoint_with_its_whole_kv():
     assert match.usable == (lower, upper) and match.n_shared == match.n_kv == 5
 
 
+def test_all_nodes_of_a_lineage_have_the_path_of_the_newest():
+    """So that a walk compares one path, and the prompts of earlier turns are not kept for ever."""
+    tree = Tree()
+    nodes = [grown(tree, *range(1, n)) for n in (3, 5, 9)]
+    aside = grown(tree, 1, 2, 3, 7)
+    assert nodes[0].path is nodes[0].parent.children[1].path is aside.path
+    assert nodes[1].path is nodes[2].path is not aside.path
+    tree.check()
+
+
 def test_match_ignores_checkpoints_whose_kv_is_gone_but_not_parked_ones():
     tree = Tree()
     with_state(tree, grown(tree, 1, 2, 3))

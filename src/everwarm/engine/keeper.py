@@ -88,7 +88,7 @@ class Keeper:
 
     def mark_end(self, slot: Slot) -> Node:
         """The tree node at the slot's end; without checkpoints this alone lets the KV be found again."""
-        slot.is_tidy = slot.is_archived = False
+        slot.has_changed()
         node = self.tree.grow(slot.node, slot.resident(), slot.n_fed)
         self.seat(slot, node)
         return node

@@ -157,6 +157,10 @@ class Ram:
             )
         )
 
+    def keep_meanwhile(self, blobs: list[Blob]) -> None:
+        """Hold on to these until everything said so far is there for the next engine."""
+        self._notes.put(blobs.clear)
+
     def require_sound(self, blob: Blob) -> None:
         """Refuse bytes of an earlier process that are not what they were."""
         if not self.arena.is_sound(blob):

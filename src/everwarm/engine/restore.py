@@ -23,7 +23,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.history import Chunks, history_over, n_items_of
 from everwarm.state.segment import Segment
 from everwarm.state.tree import Match, Node
-from everwarm.types import Mark, SeqId
+from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")
 
@@ -222,10 +222,9 @@ class Restorer:
                 raise KvMissing(f"the KV from {slot.n_fed} tokens on is not there any more")
             users = list(group)
             stop = min(users[-1].n_items, n_items)
-            start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
             try:
                 self._ram.require_sound(segment.blob)
-                self._splice_part(slot, segment, start, end)
+                self._splice_part(slot, segment, prompt, stop)
             except ContextFull:
                 raise
             except MemoryFault:
@@ -234,14 +233,16 @@ class Restorer:
             slot.chunks = list(segment.chunks or ())
             self._stand(slot, goal, path, stop)
 
-    def _splice_part(self, slot: Slot, segment: Segment, start: Mark, end: Mark) -> None:
+    def _splice_part(self, slot: Slot, segment: Segment, prompt: Prompt, stop: int) -> None:
         """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut."""
+        start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
         blob, n_cells, n_needed = segment.blob, segment.n_cells, end.n_tokens - start.n_tokens
         if n_cells > max(n_needed, self._context.cells.free):
             blob, n_cells = self._context.cut_segment(blob, start, end), n_needed
         if not self._keeper.make_room(n_cells, keep=slot):
             raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
-        self._context.splice_segment(slot.seq, blob, start, end, n_cells=n_cells, clean=segment.clean)
+        clean = segment.clean and _is_cut_between_chunks(segment, stop)
+        self._context.splice_segment(slot.seq, blob, start, end, n_cells=n_cells, clean=clean)
 
     # the slot's own record
 
@@ -257,7 +258,7 @@ class Restorer:
         self._keeper.seat(slot, next((node for node in reversed(path) if node.n_items <= n_items), root))
         slot.n_fed = n_items
         slot.items = goal.prompt.first(n_items)
-        slot.is_tidy = slot.is_archived = False
+        slot.has_changed()
 
 
 def _common(slot: Slot, sources: Sequence[Source]) -> int:
@@ -276,6 +277,12 @@ def _is_exact(node: Node) -> bool:
         return False
     segments = [n.segment for n in node.lineage() if n.segment is not None]
     return all(segment.clean and _is_of(segment, checkpoint.chunks, node.n_items) for segment in segments)
+
+
+def _is_cut_between_chunks(segment: Segment, n_items: int) -> bool:
+    """Whether what was read up to there was read without what follows; of a whole segment nothing follows."""
+    history = None if segment.chunks is None else history_over(segment.chunks, n_items)
+    return n_items == segment.n_stop or (history is not None and n_items_of(history) == n_items)
 
 
 def _is_of(segment: Segment, chunks: Chunks, n_items: int) -> bool:

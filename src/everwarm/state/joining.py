@@ -25,6 +25,11 @@ N_TURN = 4  # nodes that one turn leaves behind, or a retry: no conversation of 
 _ENDS = (CutKind.NEAR_END, CutKind.STABLE, CutKind.BOUNDARY, CutKind.BREAKPOINT, CutKind.BRANCH)
 
 
+def most_joined(budget_bytes: int, kv_bytes_per_token: int) -> int:
+    """In tokens, for this budget."""
+    return min(MOST, int(MOST_SHARE * budget_bytes) // max(1, kv_bytes_per_token))
+
+
 def runs(nodes: Iterable[Node], is_clean: Callable[[Node], bool], most: int = MOST) -> Iterator[list[Node]]:
     """Nodes to be saved, in runs of one segment each: child after parent, and no further than to where the next turn is
     likely to part."""
@@ -88,6 +93,18 @@ def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[Stretch]]:
     ]
 
 
+def fetched(segments: Sequence[Segment], most: int = MOST) -> list[list[Segment]]:
+    """Segments of a lineage that came from elsewhere, those that are to become one together."""
+    chains: list[list[Segment]] = []
+    for segment in segments:
+        last = chains[-1][-1] if chains else None
+        if last is not None and last.n_stop == segment.n_start and _are_alike(last, segment):
+            chains[-1].append(segment)
+        else:
+            chains.append([segment])
+    return [[chain[i] for i in span] for chain in chains for span in merged([s.n_cells for s in chain], most)]
+
+
 def merged(sizes: Sequence[int], most: int = MOST) -> list[range]:
     """Neighbours that become one: whoever is less than twice as large as what follows, as long as it stays small."""
     done: list[tuple[int, range]] = []
@@ -115,12 +132,17 @@ def _may_join(one: Stretch, two: Stretch, first_boundary: Node | None) -> bool:
     a, b, between = one.segment, two.segment, one.users[-1]
     if one.start != a.n_start or two.start != b.n_start or one.stop != b.n_start:
         return False
-    history = None if b.chunks is None else history_over(b.chunks, one.stop)
-    own = None if a.chunks is None else history_over(a.chunks, one.stop)
-    if a.clean != b.clean or own != history or bool(a.pieces) != bool(b.pieces):
+    if not _are_alike(a, b):
         return False
     is_kept_apart = between is first_boundary or between.is_pinned or _is_breakpoint(between)
     return not is_kept_apart and not _is_junction(between, two.users[0])
+
+
+def _are_alike(a: Segment, b: Segment) -> bool:
+    """Whether one follows the other in the same reading, and both are written or neither is."""
+    history = None if b.chunks is None else history_over(b.chunks, b.n_start)
+    own = None if a.chunks is None else history_over(a.chunks, b.n_start)
+    return a.clean == b.clean and own == history and bool(a.pieces) == bool(b.pieces)
 
 
 def _is_breakpoint(node: Node) -> bool:

@@ -128,7 +128,7 @@ _decoder = msgspec.json.Decoder(Header)
 def encode(header: Header, parts: Mapping[str, Part]) -> Iterator[bytes | memoryview]:
     """The file, piece by piece; arrays are not copied."""
     views = {name: part.data for name, part in parts.items()}
-    head, end = _head(header, parts, views)
+    head, end = _head(header, views)
     yield head
     for view in views.values():
         yield view
@@ -138,8 +138,9 @@ def encode(header: Header, parts: Mapping[str, Part]) -> Iterator[bytes | memory
 
 def file_size(header: Header, parts: Mapping[str, Part]) -> int:
     """Of the whole file, without reading the parts. ``ValueError``: it could not be read back."""
-    head = _laid_out(header, parts, dict.fromkeys(parts, "0" * 64))
-    return len(head) + sum(_aligned(part.nbytes) for part in parts.values()) + _FOOTER.size
+    sizes = {name: part.nbytes for name, part in parts.items()}
+    head = _laid_out(header, sizes, dict.fromkeys(parts, "0" * 64))
+    return len(head) + sum(map(_aligned, sizes.values())) + _FOOTER.size
 
 
 def size_of(header: Header) -> int:
@@ -147,21 +148,21 @@ def size_of(header: Header) -> int:
     return max(section.offset + _aligned(section.length) for section in header.sections) + _FOOTER.size
 
 
-def _head(header: Header, parts: Mapping[str, Part], views: Mapping[str, memoryview]) -> tuple[bytes, bytes]:
+def _head(header: Header, views: Mapping[str, memoryview]) -> tuple[bytes, bytes]:
     digests = {name: blake3.blake3(view).hexdigest() for name, view in views.items()}
-    head = _laid_out(header, parts, digests)
+    head = _laid_out(header, {name: view.nbytes for name, view in views.items()}, digests)
     return head, _FOOTER.pack(blake3.blake3(head).digest(), END)
 
 
-def _laid_out(header: Header, parts: Mapping[str, Part], digests: Mapping[str, str]) -> bytes:
-    if len(parts) > MAX_SECTIONS or not _makes_sense(header):
+def _laid_out(header: Header, sizes: Mapping[str, int], digests: Mapping[str, str]) -> bytes:
+    if len(sizes) > MAX_SECTIONS or not _makes_sense(header):
         raise ValueError("an object with such a header could not be read back")
     n_pages = 1
     while True:  # the header's length decides where sections begin, and their offsets are in the header
         at, sections = n_pages * ALIGN, []
-        for name, part in parts.items():
-            sections.append(Section(name, at, part.nbytes, digests[name]))
-            at += _aligned(part.nbytes)
+        for name, size in sizes.items():
+            sections.append(Section(name, at, size, digests[name]))
+            at += _aligned(size)
         body = _encoder.encode(msgspec.structs.replace(header, sections=tuple(sections)))
         if _PREFIX.size + len(body) <= n_pages * ALIGN:
             break

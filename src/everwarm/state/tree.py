@@ -177,6 +177,10 @@ class Tree:
                 child = Node(prompt, n_items, prompt.mark(n_items), node)
                 node.children[key] = child
                 self.census.came(child)
+                for (
+                    other
+                ) in child.lineage():  # one path for all: a walk compares it once, however many turns there were
+                    other.path = prompt
                 return child
             n_agree = min(int(prompt.common_prefix(child.path, node.n_items)), n_items)
             node = child if n_agree >= child.n_items else self._split(child, n_agree)
