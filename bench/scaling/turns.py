@@ -16,7 +16,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.prompt.prompt import Prompt
 from everwarm.types import START
 
-SIZES = (1, 10, 40, 100)
+SIZES = (1, 2, 5, 10, 20, 40, 100)
 N_CTX, N_TOKENS, N_TURN, N_REPLY, REPEATS = 65_536, 8192, 80, 8, 7
 
 WANTED: dict[str, tuple[Growth, str]] = {

@@ -131,8 +131,10 @@ def test_neighbours_of_like_size_are_joined_as_far_as_they_are_settled():
     grove = Grove()
     end = chain(grove, 80, 160, 240, 320)
     assert joins(end) == [[(0, 80), (80, 160), (160, 240), (240, 320)]]
-    assert joins(end, 240) == [[(0, 80), (80, 160)]]
+    assert joins(end, 240) == [[(0, 80), (80, 160), (160, 240)]]
+    assert joins(end, 239) == [[(0, 80), (80, 160)]]
     assert joins(end, 159) == []
+    assert joins(chain(Grove(), 1000, 1080)) == [], "nor is a large one copied for a small one"
 
 
 def test_readings_that_differ_stay_apart():

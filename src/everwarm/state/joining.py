@@ -19,6 +19,10 @@ from everwarm.state.segment import Segment
 from everwarm.state.tree import Node
 
 MOST = 4096  # tokens of a segment that is made of several
+LIKE, FEW = (
+    4,
+    32,
+)  # whoever is less than so many times as large as the next is joined with it; all below so many are alike
 MOST_SHARE = 1 / 32  # of the budget: what is evicted goes as a whole
 N_TURN = 4  # nodes that one turn leaves behind, or a retry: no conversation of its own
 
@@ -106,11 +110,12 @@ def fetched(segments: Sequence[Segment], most: int = MOST) -> list[list[Segment]
 
 
 def merged(sizes: Sequence[int], most: int = MOST) -> list[range]:
-    """Neighbours that become one: whoever is less than twice as large as what follows, as long as it stays small."""
+    """Neighbours that become one: whoever is not much larger than what follows, as long as it stays small. What is left
+    gets smaller by a factor towards the end, so there is little of it; what is copied has grown by a part of itself."""
     done: list[tuple[int, range]] = []
     for i, size in enumerate(sizes):
         span = range(i, i + 1)
-        while done and done[-1][0] < 2 * size and done[-1][0] + size <= most:
+        while done and done[-1][0] < LIKE * max(size, FEW) and done[-1][0] + size <= most:
             before, above = done.pop()
             size, span = before + size, range(above.start, i + 1)
         done.append((size, span))
