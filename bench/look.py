@@ -23,7 +23,8 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.llama.process import collect_rarely
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Checkpoint, Segment
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint
 
 N_NODES, N_CUTS, EVERY = 10_000, 20, 100
 N_REPLY, PAGE_EVERY_S = 1500, 0.05

@@ -1,6 +1,7 @@
-"""How what Everwarm does grows: with the context, with the number of checkpoints, with the number of slots.
+"""How what Everwarm does grows: with the context, with the number of turns, of checkpoints and of slots.
 
     context   what is done to one long conversation, from 1k to 256k tokens, on libllama itself
+    turns     bringing a conversation back that came about in 1 to 100 turns, on a whole engine
     tree      what is done to the tree of prefixes, from 10 to 100k checkpoints; blobs weigh nothing
     slots     the engine's own part of a step, from 1 to 32 slots
     fit       exponents, and what they ought to be (pure)

@@ -9,20 +9,21 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.scaling import context, slots, tree
+from bench.scaling import context, slots, tree, turns
 from bench.scaling.fit import TOLERANCE, Curve
 from everwarm import __version__
 from everwarm.llama import abi
 from everwarm.simulate.plot import Axis, Series, line_chart
 
 DOCS = Path(__file__).parents[2] / "docs/benchmarks"
-AXES = {"context": "tokens of context", "tree": "checkpoints", "slots": "slots"}
+AXES = {"context": "tokens of context", "turns": "turns", "tree": "checkpoints", "slots": "slots"}
 
 
 def run(out: Path = DOCS) -> None:
     (out / "data").mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Curve]] = {}
-    for name, measure in (("tree", tree.curves), ("slots", slots.curves), ("context", context.curves)):
+    kinds = (("tree", tree.curves), ("slots", slots.curves), ("turns", turns.curves), ("context", context.curves))
+    for name, measure in kinds:
         began = time.monotonic()
         found[name] = measure()
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)

@@ -10,7 +10,8 @@ from bench.measure import least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind, victims
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.state.weigh import Scales, weigh
 
 N_CUTS, N_ITEMS, STATE_BYTES = 32, 2048, 64

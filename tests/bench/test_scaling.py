@@ -1,7 +1,7 @@
 """Exponents that are found are those that were put in, and every curve can be measured."""
 
 import pytest
-from bench.scaling import context, report, slots, tree
+from bench.scaling import context, report, slots, tree, turns
 from bench.scaling.fit import Curve, exponent
 
 
@@ -31,10 +31,11 @@ def test_growth_that_a_large_beginning_hides_is_found_in_the_upper_half():
 def test_every_curve_can_be_measured_and_reported():
     found = {
         "context": context.curves((1024, 2048)),
+        "turns": turns.curves((1, 2)),
         "tree": tree.curves((32, 64)),
         "slots": slots.curves((1, 2)),
     }
-    assert [len(curves) for curves in found.values()] == [7, 5, 2]
+    assert [len(curves) for curves in found.values()] == [7, 1, 5, 2]
     assert all(seconds > 0 for curves in found.values() for each in curves for _, seconds in each.points)
     files = report.files("a machine", found)
     assert set(files) == {"scaling.md", "data/scaling.json", *(f"scaling-{name}.svg" for name in found)}

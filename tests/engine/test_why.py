@@ -15,7 +15,8 @@ from everwarm.state.forgotten import MAX_ITEMS, MAX_LINEAGES, Forgotten, Parting
 from everwarm.state.object import Damaged
 from everwarm.state.params import CheckpointParams
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Checkpoint, Segment, Tree
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint, Tree
 from everwarm.types import Position, TokenCount
 
 KNOWN = text(1, 100)

@@ -165,7 +165,7 @@ def test_a_segment_that_begins_before_the_splice_is_exact_or_not_clean(arch: str
         whole = segment_of(context, SLOT, mark(0), mark(100))
         cold_rows = go_on(context, SLOT, TOKENS)
         context.keep_kv(SLOT, mark(30))
-        context.splice_segment(SLOT, whole.blob, mark(30), mark(100), n_cells=100, n_before=30, clean=True)
+        context.splice_segment(SLOT, whole.blob, mark(30), mark(100), n_cells=100, clean=True)
         restore(context, SLOT, saved)
         rows = go_on(context, SLOT, TOKENS)
         assert same_bits(rows, cold_rows) or not context.is_clean(SLOT)

@@ -53,6 +53,20 @@ class Oracle:
                 return
             key = lineage[-2]
 
+    def drop_segment(self, key: Key) -> None:
+        """From a node, and from those right below it that use the same."""
+        segment, users = self.nodes[key].segment, [key]
+        while below := [k for k in self.edges(users[-1]) if self.nodes[k].segment is segment]:
+            users.append(below[0])
+        for user in reversed(users):
+            self.nodes[user].segment = None
+            self.prune(user)
+
+    def edges(self, key: Key) -> list[Key]:
+        """Children, but no grandchildren."""
+        below = self.children(key)
+        return [k for k in below if not any(k != o and k[1][: len(o[1])] == o[1] for o in below)]
+
     def children(self, key: Key) -> list[Key]:
         return [o for o in self.nodes if o[0] == key[0] and o != key and o[1][: len(key[1])] == key[1]]
 

@@ -5,7 +5,8 @@ import pytest
 
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import Mark, Position, SeqId, TokenCount
 from state.oracle import picture
 
@@ -42,6 +43,16 @@ def test_match_finds_the_deepest_checkpoint_with_its_whole_kv():
     lower = with_kv(tree, with_state(tree, grown(tree, 1, 2, 3, 4, 5)))
     match = tree.match("", prompt(1, 2, 3, 4, 5, 6), 0)
     assert match.usable == (lower, upper) and match.n_shared == match.n_kv == 5
+
+
+def test_all_nodes_of_a_lineage_have_the_path_of_the_newest():
+    """So that a walk compares one path, and the prompts of earlier turns are not kept for ever."""
+    tree = Tree()
+    nodes = [grown(tree, *range(1, n)) for n in (3, 5, 9)]
+    aside = grown(tree, 1, 2, 3, 7)
+    assert nodes[0].path is nodes[0].parent.children[1].path is aside.path
+    assert nodes[1].path is nodes[2].path is not aside.path
+    tree.check()
 
 
 def test_match_ignores_checkpoints_whose_kv_is_gone_but_not_parked_ones():

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import Position, SeqId, TokenCount
 from state.oracle import Key, Oracle, common, items_of, picture
 
@@ -99,20 +100,23 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), size=sizes)
     def set_segment(self, data, size):
-        key = self.pick(data, segment=False)
+        key = self.pick(data)
         if key is not None:
-            node = self.node(key)
-            segment = Segment(blob(size), node.parent.mark, node.mark, True)
+            lineage = self.oracle.lineage(key)
+            users = lineage[data.draw(st.integers(0, len(lineage) - 1)) :]
+            above, node = self.node(users[0]).parent, self.node(key)
+            items = above.n_items, node.n_items
+            segment = Segment(blob(size), above.mark, node.mark, True, items=items)
             self.tree.set_segment(node, segment)
-            self.oracle.nodes[key].segment = segment
+            for user in users:
+                self.oracle.nodes[user].segment = segment
 
     @rule(data=st.data())
     def drop_segment(self, data):
         key = self.pick(data, segment=True)
         if key is not None:
             self.tree.drop_segment(self.node(key))
-            self.oracle.nodes[key].segment = None
-            self.oracle.prune(key)
+            self.oracle.drop_segment(key)
 
     @rule(data=st.data())
     def hold(self, data):

@@ -4,9 +4,10 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import PROTECTED_S, CutKind, Entry, victims
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.state.weigh import Scales, weigh
-from everwarm.types import SeqId
+from everwarm.types import START, SeqId
 
 
 class Grove:
@@ -27,6 +28,11 @@ class Grove:
         node = self.node(*items)
         self.tree.set_segment(node, Segment(np.zeros(n_bytes, np.uint8), node.parent.mark, node.mark, True))
         return node
+
+    def shared(self, *items: int, n_bytes: int) -> None:
+        """One segment from the root to there."""
+        node = self.node(*items)
+        self.tree.set_segment(node, Segment(np.zeros(n_bytes, np.uint8), START, node.mark, True))
 
     def weigh(self, *, resident: tuple[Node, ...] = (), checkpoints: bool = True, kv: bool = True) -> list[Entry]:
         self.nodes = list(self.tree.nodes())
@@ -131,9 +137,34 @@ def test_half_of_a_shared_segment_frees_nothing():
     node = grove.kv(1, 2, 3)
     upper = grove.node(1, 2, 9).parent
     entries = grove.weigh(checkpoints=False)
+    assert grove.of(node, entries, segment=True) is None
+    assert grove.of(upper, entries, segment=True).size_bytes == 100  # both halves go together
+    grove.kv(1, 2, 9)
+    entries = grove.weigh(checkpoints=False)
+    assert grove.of(upper, entries, segment=True) is None  # somebody else's KV lies behind it
     assert grove.of(node, entries, segment=True).size_bytes == 0
-    grove.tree.drop_segment(node)
-    assert grove.of(upper, grove.weigh(checkpoints=False), segment=True).size_bytes == 100
+
+
+def test_kv_that_several_states_share_goes_with_the_first_of_them():
+    grove = Grove()
+    ends = [grove.state(1), grove.state(1, 2), grove.state(1, 2, 3)]
+    grove.shared(1, 2, 3, n_bytes=500)
+    entries = grove.weigh()
+    assert [grove.of(node, entries).kv_bytes for node in ends] == [500, 0, 0]
+    other = grove.state(7, used_at=990.0)  # goes last
+    grove.kv(7)
+    chosen = victims(grove.weigh(), 3500)
+    assert len(chosen) == 3 and 2 * grove.nodes.index(other) not in chosen, "the shared KV counts as freed"
+
+
+def test_kv_that_nobody_needs_counts_once_whoever_uses_it():
+    grove = Grove()
+    nodes = [grove.node(1), grove.node(1, 2), grove.node(1, 2, 3)]
+    grove.shared(1, 2, 3, n_bytes=500)
+    [entry] = grove.weigh()
+    assert entry.stranded and entry.size_bytes == 500 and grove.nodes[entry.key // 2] is nodes[0]
+    grove.tree.drop_segment(nodes[0])
+    assert grove.tree.ram_bytes == 0 and not list(grove.tree.root("").children)
 
 
 def test_stranded_states_are_the_first_victims_and_ends_of_conversations_the_last():

@@ -29,7 +29,7 @@ from everwarm.state.about import folder_name
 from everwarm.state.disk import Disk
 from everwarm.state.elsewhere import NOWHERE, look_elsewhere
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import name_of
+from everwarm.state.object import are_sound, name_of
 from everwarm.state.policy import CutKind
 from everwarm.state.remote import Remote
 from everwarm.state.tree import Node
@@ -163,14 +163,14 @@ class Archive:
             return None
         root = self._packing.root(node)
         known = disk.whole_names() | self._on_the_way
-        jobs = [self._packing.kv_job(root, seg, last.path) for seg, last in segments if seg.name not in known]
-        if None in jobs:
+        kv = self._packing.kv(root, segments, known.__contains__)
+        if kv is None:
             return None
         n_waiting = self._n_sent - self._n_done
         if n_waiting > MAX_QUEUED:
             return log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting / _MIB)
-        for job in (*jobs, self._packing.state_job(root, node, segments)):
-            if job is not None and name_of(job.header) not in known:
+        for job in (*kv.jobs, self._packing.state_job(root, node, kv)):
+            if name_of(job.header) not in known:
                 self._on_the_way.add(name_of(job.header))
                 self._n_sent += job.size
                 self._jobs.put(job)
@@ -251,7 +251,7 @@ class Archive:
 
     def _put(self, disk: Disk, job: Job) -> None:
         try:
-            if all(map(self._ram.arena.is_sound, job.parts.values())):
+            if are_sound(job.parts.values(), self._ram.arena.is_sound):
                 disk.put(job.header, job.parts)
         except Exception:
             log.exception("an object was not kept")  # whoever waits for a flush must not wait for ever

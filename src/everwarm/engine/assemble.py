@@ -14,6 +14,7 @@ from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
 from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
+from everwarm.engine.joining import Joiner
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.pinning import Pinning, why_not
 from everwarm.engine.ram import Ram
@@ -30,6 +31,7 @@ from everwarm.llama.memory import gpu_free_bytes, host_free_bytes, is_on_gpu
 from everwarm.llama.model import Model, Progress, identity_of
 from everwarm.llama.pinned import loaded_runtime
 from everwarm.state.arena import Arena, memory_file
+from everwarm.state.joining import most_joined
 from everwarm.state.tree import Tree
 from everwarm.types import SeqId
 
@@ -66,6 +68,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     for slot in slots:
         tree.hold(slot.node)
     keeper = Keeper(context, tree, slots, sizes.spacing, arena.budget_bytes, 1e-3, settings.namespace_share)
+    keeper.most_joined = most_joined(arena.budget_bytes, sizes.shape.kv_bytes_per_token)
     keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
     ram.adopt()
     keeper.enforce_budget()
@@ -79,7 +82,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, fetcher)
     budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    parts = (keeper, restorer, slots, admission, budget, ram, archive, fetcher, gallery)
+    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, budget, ram, archive, fetcher, gallery)
     return Core(model, settings, sizes, context, tree, *parts)
 
 

@@ -21,6 +21,7 @@ from everwarm.engine.archive import Archive
 from everwarm.engine.counts import Counts
 from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
+from everwarm.engine.joining import Joiner
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.prewarm import Prewarm
 from everwarm.engine.probs import probabilities
@@ -66,6 +67,7 @@ class Core:
     tree: Tree
     keeper: Keeper
     restorer: Restorer
+    joiner: Joiner
     slots: list[Slot]
     admission: Admission
     budget: Budget
@@ -145,7 +147,8 @@ class Core:
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
         done = self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
-        return done or self.prewarm.begin(self)
+        done = done or self.prewarm.begin(self)
+        return done or self.joiner.tidy(self.slots, has_archive=self.archive is not None)
 
     def tidy_overdue(self) -> None:
         """What cannot wait until nobody runs any more."""
@@ -353,7 +356,7 @@ class Core:
         else:
             restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
-        slot.request, slot.stable = request, request.ask.stable
+        slot.request, slot.stable, slot.n_settled = request, request.ask.stable, restored.n_items
         if not request.ask.ahead:
             self.keeper.limit_idle(self.settings.idle_cells)
         slot.session = request.ask.session

@@ -51,7 +51,7 @@ def drop(core: Core, node: Node) -> Dropped:
     inside = {id(n) for n in doomed}
     n_before = core.tree.ram_bytes
     _leave(core, node, inside)
-    n_objects = 0
+    n_objects, n_segments = 0, core.tree.census.n_segments
     for n in doomed:
         core.ram.unpin(n)
     for n in reversed(doomed):  # children first: whoever has none and keeps nothing is pruned
@@ -61,7 +61,7 @@ def drop(core: Core, node: Node) -> Dropped:
             n_objects += 1
         if n.segment is not None:
             core.tree.drop_segment(n)
-            n_objects += 1
+    n_objects += n_segments - core.tree.census.n_segments
     return Dropped(n_objects, n_before - core.tree.ram_bytes)
 
 

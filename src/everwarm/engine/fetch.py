@@ -17,17 +17,21 @@ from typing import Protocol
 
 from everwarm.engine.afar import Afar
 from everwarm.engine.archive import Archive
+from everwarm.engine.joining import join
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.ram import Ram
 from everwarm.engine.reading import Stretch, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
+from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.index import Kept
+from everwarm.state.joining import fetched
 from everwarm.state.lineage import root_key
-from everwarm.state.object import Damaged, Header, Reader
+from everwarm.state.object import Damaged, Header, Reader, size_of
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.remote import Remote
-from everwarm.state.tree import Checkpoint, Match, Segment
+from everwarm.state.segment import Piece, Segment
+from everwarm.state.tree import Checkpoint, Match
 
 log = logging.getLogger("everwarm.archive")
 
@@ -258,13 +262,28 @@ class Fetcher:
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")
         load = partial(self._load_segment, store, wish, wish.n_kv_of(head))
-        segments = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
+        parts = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
+        segments = self._joined(parts)
         checkpoint = None
         if state is not None:
             cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
         took_s = max(1e-6, time.monotonic() - began)
         return Loaded(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=wish.exact)
+
+    def _joined(self, parts: list[tuple[Segment, int]]) -> list[tuple[Segment, int]]:
+        """What many small objects hold, as few segments: each takes libllama its time."""
+        whole = [segment for segment, reach in parts if reach == segment.n_stop]
+        rest = [(segment, reach) for segment, reach in parts if reach < segment.n_stop]
+        made = [segment for group in fetched(whole, self._keeper.most_joined) for segment in self._as_one(group)]
+        return sorted([*((segment, segment.n_stop) for segment in made), *rest], key=lambda part: part[1])
+
+    def _as_one(self, group: list[Segment]) -> list[Segment]:
+        """Unless they do not belong together: restoring them will say so."""
+        try:
+            return [join(self._keeper.context, group)] if len(group) > 1 else group
+        except StateRejected:
+            return group
 
     def _load_segment(self, store: Store, wish: Wish, n_kv: int, name: str, reach: int) -> tuple[Segment, int] | None:
         """None: its KV is here already."""
@@ -273,10 +292,11 @@ class Fetcher:
         with store.reading(name) as reader:
             head = self._checked(reader, wish.prompt, reach)
             start, own = wish.prompt.mark(head.n_start), self._own_items(reader)
-            stop = wish.prompt.followed_by(head.n_start, own).end
+            path = wish.prompt.followed_by(head.n_start, own)
             span = (head.n_start, head.n_items)
             blob = reader.read("kv", self._ram.place)
-            return Segment(blob, start, stop, head.clean, head.chunks, name=name, items=span), reach
+            pieces = (Piece(*span, name, size_of(head)),)
+            return Segment(blob, start, path.end, head.clean, head.chunks, 0, span, path, pieces), reach
 
     @staticmethod
     def _own_items(reader: Reader) -> Prompt:

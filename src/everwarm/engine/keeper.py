@@ -19,11 +19,12 @@ from everwarm.engine.tally import KeeperCounts
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
-from everwarm.state import policy
+from everwarm.state import joining, policy
 from everwarm.state.history import SEATED, Chunks, history_over, record
 from everwarm.state.params import Spacing
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.state.weigh import Scales, weigh
 from everwarm.types import SeqId
 
@@ -42,6 +43,7 @@ class Keeper:
     ram_budget: int
     seconds_per_token: float
     namespace_share: float = 1.0  # of the budget, for each at most
+    most_joined: int = joining.MOST  # tokens of a segment that is made of several
     spares: dict[SeqId, Node | None] = field(default_factory=dict)
     counts: KeeperCounts = field(default_factory=KeeperCounts)
     leaving: Callable[[Slot], None] = field(default=lambda _: None)  # hears of a slot that is about to be emptied
@@ -87,7 +89,7 @@ class Keeper:
 
     def mark_end(self, slot: Slot) -> Node:
         """The tree node at the slot's end; without checkpoints this alone lets the KV be found again."""
-        slot.is_tidy = slot.is_archived = False
+        slot.has_changed()
         node = self.tree.grow(slot.node, slot.resident(), slot.n_fed)
         self.seat(slot, node)
         return node
@@ -130,17 +132,22 @@ class Keeper:
 
     def save_lineage(self, seq: SeqId, nodes: Iterable[Node]) -> None:
         """Copy the KV of these nodes to RAM, out of a sequence that passes them."""
-        is_clean, chunks = self.context.cells.is_clean(seq), self.history(seq)
-        for node in nodes:
-            history = history_over(chunks, node.n_items)
-            is_here = node.mark.n_tokens <= self.context.cells.count(seq)
-            if is_here and node.parent is not None and self._is_better(seq, node):
-                clean = is_clean and history is not None
-                above = (
-                    reach_back(node, chunks) if clean and self.context.is_clean(seq) else node
-                ).parent or node.parent
-                blob, span = self.context.capture_segment(seq, above.mark, node.mark), (above.n_items, node.n_items)
-                self.tree.set_segment(node, Segment(blob, above.mark, node.mark, clean, history, items=span))
+        is_clean, chunks, n_cells = self.context.cells.is_clean(seq), self.history(seq), self.context.cells.count(seq)
+
+        def is_exact(node: Node) -> bool:
+            return is_clean and history_over(chunks, node.n_items) is not None
+
+        def is_worth_it(node: Node) -> bool:
+            return node.parent is not None and node.mark.n_tokens <= n_cells and self._is_better(seq, node)
+
+        for run in joining.runs(filter(is_worth_it, nodes), is_exact, self.most_joined):
+            end, clean = run[-1], is_exact(run[-1])
+            first = reach_back(run[0], chunks) if clean and self.context.is_clean(seq) else run[0]
+            above = first.parent
+            assert above is not None
+            blob = self.context.capture_segment(seq, above.mark, end.mark)
+            history, items = history_over(chunks, end.n_items), (above.n_items, end.n_items)
+            self.tree.set_segment(end, Segment(blob, above.mark, end.mark, clean, history, items=items), run[0])
         self.enforce_budget()
 
     def _is_better(self, seq: SeqId, node: Node) -> bool:

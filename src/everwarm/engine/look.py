@@ -221,7 +221,7 @@ def _row(node: Node, namespace: str, moment: _Moment) -> Row:
         moment.running.get(node.id),
     )
     span = (0 if parent is None else parent.n_items, node.n_items)
-    return Row(seen, node.path, span, None if segment is None else segment.name)
+    return Row(seen, node.path, span, None if segment is None else segment.name_at(node.n_items))
 
 
 # on another thread

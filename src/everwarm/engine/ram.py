@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -30,7 +31,8 @@ from everwarm.state.census import pin, unpin
 from everwarm.state.history import Chunks
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.segment import Piece, Segment
+from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import Blob, Mark, Position, TokenCount
 
 log = logging.getLogger("everwarm.ram")
@@ -55,6 +57,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     n_stop: int  # where its cells end: beyond ``n_items`` they belong to another branch
     stop: tuple[int, int, int]  # the same as a mark
     media: tuple[MediaRow, ...] = ()
+    pieces: tuple[tuple[int, int, str, int], ...] = ()  # of a segment: the objects that it was joined from
 
     @property
     def own(self) -> Prompt | None:
@@ -82,6 +85,7 @@ class Note:
     cut: str
     n_stop: int
     stop: Mark
+    pieces: tuple[Piece, ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -133,6 +137,7 @@ class Ram:
                 cut="",
                 n_stop=segment.n_stop,
                 stop=segment.stop,
+                pieces=segment.pieces,
             )
         )
 
@@ -174,6 +179,10 @@ class Ram:
             unpin(node)
             self._tree.census.changed()
 
+    def keep_meanwhile(self, blobs: list[Blob]) -> None:
+        """Hold on to these until everything said so far is there for the next engine."""
+        self._notes.put(blobs.clear)
+
     def require_sound(self, blob: Blob) -> None:
         """Refuse bytes of an earlier process that are not what they were."""
         if not self.arena.is_sound(blob):
@@ -209,7 +218,9 @@ class Ram:
                 Mark(TokenCount(about.stop[0]), Position(about.stop[1]), about.stop[2]),
             )
             span = (about.n_start, about.n_stop)
-            segment = Segment(blob, start, stop, about.clean, about.chunks, items=span)
+            way = path if about.n_stop == about.n_items else None
+            pieces = tuple(Piece(*piece) for piece in about.pieces)
+            segment = Segment(blob, start, stop, about.clean, about.chunks, 0, span, way, pieces)
             return self._tree.lay_segment(root, path, segment, about.n_start, about.n_items)
         node = self._tree.grow(root, path, about.n_items)
         if node.checkpoint is None:
@@ -259,7 +270,8 @@ class Ram:
         span = (named[note.n_items], named[note.n_start], note.n_start, note.n_items, items)
         stop = (int(note.stop.n_tokens), int(note.stop.pos), note.stop.lag)
         rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
-        about = About(note.namespace, *span, *rest, media=note.path.rows(note.n_start, note.n_items))
+        pieces = tuple(dataclasses.astuple(piece) for piece in note.pieces)
+        about = About(note.namespace, *span, *rest, note.path.rows(note.n_start, note.n_items), pieces)
         self.arena.keep(blob, _encoder.encode(about))
         if self._pinning is not None:
             self._pinning.start_if_worth_it()

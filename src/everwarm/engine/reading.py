@@ -12,7 +12,8 @@ from typing import Protocol, TypeVar
 
 from everwarm.state.history import Chunks, history_over
 from everwarm.state.policy import GUARD
-from everwarm.state.tree import Node, Segment
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Node
 
 
 class _Stretch(Protocol):

@@ -21,7 +21,8 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.history import history_over, n_items_of
-from everwarm.state.tree import Match, Node, Segment
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Match, Node
 from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")
@@ -233,21 +234,29 @@ class Restorer:
         if parts is None:
             raise KvMissing(f"the KV from {slot.n_fed} tokens on is not there any more")
         for segment, stop in [(node.segment, stop) for node, stop in parts if node.segment is not None]:
-            n_cells = segment.stop.n_tokens - segment.start.n_tokens
-            if not self._keeper.make_room(n_cells, keep=slot):
-                raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
-            start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
-            clean, n_before = _goes_on(slot, segment), start.n_tokens - segment.start.n_tokens
             try:
                 self._ram.require_sound(segment.blob)
-                self._context.splice_segment(
-                    slot.seq, segment.blob, start, end, n_cells=n_cells, clean=clean, n_before=n_before
-                )
+                self._splice_part(slot, segment, prompt, stop, n_items)
+            except ContextFull:
+                raise
             except MemoryFault:
                 self._keeper.drop_segments(node for node in path if node.segment is segment)
                 raise
             slot.chunks = list(segment.chunks or ())
             self._stand(slot, goal, path, stop)
+
+    def _splice_part(self, slot: Slot, segment: Segment, prompt: Prompt, stop: int, n_items: int) -> None:
+        """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut. Others follow
+        up to ``n_items``."""
+        start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
+        blob, n_cells, n_needed = segment.blob, segment.n_cells, end.n_tokens - start.n_tokens
+        if n_cells > max(n_needed, self._context.cells.free):
+            blob, n_cells = self._context.cut_segment(blob, start, end), n_needed
+        if not self._keeper.make_room(n_cells, keep=slot):
+            raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
+        is_whole = stop < n_items or _is_cut_between_chunks(segment, stop)  # the next one is asked whether it goes on
+        clean = _goes_on(slot, segment) and is_whole
+        self._context.splice_segment(slot.seq, blob, start, end, n_cells=n_cells, clean=clean)
 
     # the slot's own record
 
@@ -263,7 +272,7 @@ class Restorer:
         self._keeper.seat(slot, next((node for node in reversed(path) if node.n_items <= n_items), root))
         slot.n_fed = n_items
         slot.items = goal.prompt.first(n_items)
-        slot.is_tidy = slot.is_archived = False
+        slot.has_changed()
 
 
 def _common(slot: Slot, sources: Sequence[Source]) -> int:
@@ -278,3 +287,9 @@ def _goes_on(slot: Slot, segment: Segment) -> bool:
 def _leaves_work(node: Node, prompt: Prompt) -> bool:
     """ "No tokens to decode" is impossible: an item is left to decode, or the logits after the last were kept."""
     return node.n_items < len(prompt) or (node.checkpoint is not None and node.checkpoint.logits is not None)
+
+
+def _is_cut_between_chunks(segment: Segment, n_items: int) -> bool:
+    """Whether what was read up to there was read without what follows; of a whole segment nothing follows."""
+    history = None if segment.chunks is None else history_over(segment.chunks, n_items)
+    return n_items == segment.n_stop or (history is not None and n_items_of(history) == n_items)

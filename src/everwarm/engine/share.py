@@ -14,7 +14,7 @@ from everwarm.engine.keeper import Keeper
 from everwarm.engine.settings import RemoteSettings
 from everwarm.state.bucket import Bucket
 from everwarm.state.lineage import keys
-from everwarm.state.object import Header, file_size, name_of
+from everwarm.state.object import Header, Part, file_size
 from everwarm.state.remote import Parcel, Remote
 from everwarm.state.seal import SEAL_BYTES
 from everwarm.state.signpost import Need, Signpost, grid_points, names_at
@@ -54,25 +54,15 @@ class Sharer:
         segments = self._packing.segments(node)
         if segments is None:
             return None
-        jobs = [self._packing.kv_job(root, segment, last.path) for segment, last in segments]
-        kv = [job for job in jobs if job is not None]
-        if len(kv) < len(jobs):
+        kv = self._packing.kv(root, segments, self.remote.is_known)
+        if kv is None:
             return None
-        state = self._packing.state_job(root, node, segments)
-        needs = [_need(job, last.n_items) for job, (_, last) in zip(kv, segments, strict=True)]
-        signpost = Signpost(named[n], n, _size(state), tuple(needs))
+        state = self._packing.state_job(root, node, kv)
+        needs = [Need(use.piece.name, use.piece.size + SEAL_BYTES, use.reach) for use in kv.uses]
+        signpost = Signpost(named[n], n, file_size(state.header, state.parts) + SEAL_BYTES, tuple(needs))
         names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
-        fresh = [job for job in kv if not self.remote.is_known(name_of(job.header))]
-        return Parcel(tuple(_object(job) for job in (*fresh, state)), signpost, tuple(names))
+        return Parcel(tuple(_object(job) for job in (*kv.jobs, state)), signpost, tuple(names))
 
 
-def _size(job: Job) -> int:
-    return file_size(job.header, job.parts) + SEAL_BYTES
-
-
-def _need(job: Job, reach: int) -> Need:
-    return Need(name_of(job.header), _size(job), reach)
-
-
-def _object(job: Job) -> tuple[Header, dict[str, Blob]]:
+def _object(job: Job) -> tuple[Header, dict[str, Part]]:
     return job.header, job.parts

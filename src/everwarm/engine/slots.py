@@ -29,6 +29,8 @@ class Slot:
     namespace: str = ""  # whose it is
     is_tidy: bool = True  # everything of it that is worth keeping is in RAM
     is_archived: bool = True  # and has been offered to the disk
+    is_joined: bool = True  # and lies there in few segments
+    n_settled: int = 0  # where the last request went on from: nobody left that aside
 
     @property
     def is_idle(self) -> bool:
@@ -46,6 +48,10 @@ class Slot:
         return stop if picture is None else min(stop, picture)  # a picture is read by itself
 
     def clear(self) -> None:
-        self.n_fed, self.chunks, self.cuts = 0, [], []
+        self.n_fed, self.n_settled, self.chunks, self.cuts = 0, 0, [], []
         self.items = Prompt.of_tokens([])
-        self.is_tidy = self.is_archived = True
+        self.is_tidy = self.is_archived = self.is_joined = True
+
+    def has_changed(self) -> None:
+        """There may be idle work to do."""
+        self.is_tidy = self.is_archived = self.is_joined = False

@@ -11,18 +11,18 @@ from everwarm.llama.model import MemoryKind
 from everwarm.types import Blob, Mark
 
 MAGIC = 0xAF143CD8
-_WORDS_PER_CELL = (3, 6)  # without and with what M-RoPE needs to know of a cell
+WORDS_PER_CELL = (3, 6)  # without and with what M-RoPE needs to know of a cell
 _FLOAT = np.dtype("<f4")
 _RECURRENT = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
 _HEADER = struct.Struct("<Ii")  # magic, sequence
 HEADER_BYTES = _HEADER.size
 _WINDOW = struct.Struct("<IiII")  # magic, sequence, streams, cells
-_CELLS = struct.Struct("<II")  # streams, cells
+CELLS = struct.Struct("<II")  # streams, cells
 _STATE = struct.Struct("<IiI")  # cells, position, sequences of the cell
-_LAYERS = struct.Struct("<IIII")  # values transposed, layers, rotations of keys and of values
+LAYERS = struct.Struct("<IIII")  # values transposed, layers, rotations of keys and of values
 _ROWS = struct.Struct("<iQ")  # type, bytes of a cell
 _COLUMNS = struct.Struct("<iII")  # type, bytes of an element, elements of a cell
-_MAX_LAYERS = 1 << 12
+MAX_LAYERS = 1 << 12
 _NO_END = 1 << 31
 
 
@@ -33,7 +33,7 @@ def describes_cells(blob: Blob, n_cells: int, tail: Blob | None) -> bool:
     magic, _, n_streams, found = _WINDOW.unpack_from(blob.data)
     if magic != MAGIC or n_streams != 1 or found != n_cells:
         return False
-    if not any(_are_cells(blob[_WINDOW.size :], n_cells, words, _NO_END) for words in _WORDS_PER_CELL):
+    if not any(_are_cells(blob[_WINDOW.size :], n_cells, words, _NO_END) for words in WORDS_PER_CELL):
         return False
     return tail is None or bool(np.array_equal(blob[-len(tail) :], tail))
 
@@ -68,7 +68,7 @@ def describes_end(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
     magic, _, n_streams, n_cells = _WINDOW.unpack_from(blob.data)
     if magic != MAGIC or n_streams != 1 or n_cells > mark.n_tokens:
         return False
-    return any(_are_cells(blob[_WINDOW.size :], n_cells, words, mark.pos) for words in _WORDS_PER_CELL)
+    return any(_are_cells(blob[_WINDOW.size :], n_cells, words, mark.pos) for words in WORDS_PER_CELL)
 
 
 def with_header(data: Blob, seq: int) -> Blob:
@@ -88,12 +88,12 @@ def begins_sequence(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
         return describes_end(blob, kind, mark)
     if len(blob) < _HEADER.size or _HEADER.unpack_from(blob.data)[0] != MAGIC:
         return False
-    return any(_is_whole(blob[_HEADER.size :], kind, mark, words) for words in _WORDS_PER_CELL)
+    return any(_is_whole(blob[_HEADER.size :], kind, mark, words) for words in WORDS_PER_CELL)
 
 
 def _is_whole(data: Blob, kind: MemoryKind, mark: Mark, words: int) -> bool:
     """Attention, then the window where there is one, then the recurrent state where there is one, and nothing else."""
-    cells = data[_CELLS.size :]
+    cells = data[CELLS.size :]
     n_cells, data = _section(data, words, mark)
     if n_cells != mark.n_tokens or (int(mark.n_tokens) == int(mark.pos) and not _is_each_once(cells, n_cells, words)):
         return False
@@ -109,10 +109,10 @@ def _is_whole(data: Blob, kind: MemoryKind, mark: Mark, words: int) -> bool:
 def _section(data: Blob, words: int, mark: Mark) -> tuple[int | None, Blob]:
     """The number of cells of one attention cache, and what follows it. None: it is none of one sequence up to there."""
     try:
-        n_streams, n_cells = _CELLS.unpack_from(data.data)
-        if n_streams != 1 or not _are_cells(data[_CELLS.size :], n_cells, words, mark.pos):
+        n_streams, n_cells = CELLS.unpack_from(data.data)
+        if n_streams != 1 or not _are_cells(data[CELLS.size :], n_cells, words, mark.pos):
             return None, data
-        at = _CELLS.size + 4 * words * n_cells
+        at = CELLS.size + 4 * words * n_cells
         if n_cells:
             at = _after_numbers(data, at, n_cells)
     except struct.error:
@@ -122,17 +122,29 @@ def _section(data: Blob, words: int, mark: Mark) -> tuple[int | None, Blob]:
 
 def _after_numbers(data: Blob, at: int, n_cells: int) -> int:
     """Where the keys and values of so many cells end; beyond the data where they would be cut off."""
-    is_transposed, n_layers, *_ = _LAYERS.unpack_from(data.data, at)
-    at += _LAYERS.size
+    is_transposed, n_layers, *_ = LAYERS.unpack_from(data.data, at)
+    at += LAYERS.size
     for is_value in (False, True):
-        for _ in range(min(n_layers, _MAX_LAYERS)):
-            if is_value and is_transposed:
-                _, size, n_rows = _COLUMNS.unpack_from(data.data, at)
-                at += _COLUMNS.size + n_cells * size * n_rows
-            else:
-                _, size = _ROWS.unpack_from(data.data, at)
-                at += _ROWS.size + n_cells * size
+        for _ in range(min(n_layers, MAX_LAYERS)):
+            n_head, n_lines, width = numbers_head(data, at, is_columns=bool(is_value and is_transposed))
+            at += n_head + n_lines * n_cells * width
     return at
+
+
+def numbers_head(data: Blob, at: int, *, is_columns: bool) -> tuple[int, int, int]:
+    """The head of one layer's keys or values: its bytes, the lines that follow, and a line's bytes per cell."""
+    if is_columns:
+        _, size, n_lines = _COLUMNS.unpack_from(data.data, at)
+        return _COLUMNS.size, n_lines, size
+    _, size = _ROWS.unpack_from(data.data, at)
+    return _ROWS.size, 1, size
+
+
+def first_position(blob: Blob, n_cells: int) -> int:
+    """The least position of a full blob's cells, which ``describes_cells``."""
+    words = next(words for words in WORDS_PER_CELL if _are_cells(blob[_WINDOW.size :], n_cells, words, _NO_END))
+    cells = blob[_WINDOW.size : _WINDOW.size + 4 * n_cells * words].view("<i4").reshape(n_cells, words)
+    return int(cells[:, 0].min())
 
 
 def _is_each_once(data: Blob, n: int, words: int) -> bool:

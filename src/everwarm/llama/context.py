@@ -20,10 +20,12 @@ from everwarm.llama.blobs import (
     begins_sequence,
     describes_cells,
     describes_end,
+    first_position,
     is_finite,
     with_header,
     without_nan,
 )
+from everwarm.llama.cutting import cut, cut_bytes, joined
 from everwarm.llama.media import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.sequences import Sequences
@@ -234,13 +236,11 @@ class Context(Sequences):
         finally:
             self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
 
-    def splice_segment(
-        self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, *, n_cells: int, clean: bool, n_before: int = 0
-    ) -> None:
+    def splice_segment(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, *, n_cells: int, clean: bool) -> None:
         """Append saved KV to a sequence that ends at ``start``. A state must be restored before it can be decoded.
 
-        ``blob`` has ``n_cells``, ``n_before`` of them before ``start``, and may reach beyond ``stop``; only what lies
-        between is used. On ``StateRejected`` nothing was appended.
+        ``blob`` has ``n_cells`` and may reach beyond both ends; only what lies between is used. On ``StateRejected``
+        nothing was appended.
         """
         self._check_seq(seq)
         assert start == self._end[seq], f"sequence {seq} ends at {self._end[seq]}, not {start}"
@@ -249,13 +249,30 @@ class Context(Sequences):
         tail = self._empty_tail if self.kind.needs_checkpoints else None
         if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
+        # else cells before it were written too, and left a hole; one behind it is where the next ones go
+        begins_here = first_position(blob, n_cells) == start.pos
         alone = self.cells.is_alone(seq)
-        in_order = n_before == 0  # else they lie behind a hole; one behind them is where the next ones go
-        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and in_order)
+        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and begins_here)
         if not alone:
             self._disturb_windows()
         self._end[seq] = stop
         self._stateless[seq] = self.kind.needs_checkpoints
+
+    def join_segments(self, blobs: Sequence[Blob]) -> Blob:
+        """Segments that follow each other as one, as if it had been captured so."""
+        return joined(blobs, self._n_tail, self.place)
+
+    def cut_segment(self, blob: Blob, start: Mark, stop: Mark, place: Place = heap) -> Blob:
+        """The part of a segment between two marks, as if only that had been captured."""
+        return cut(blob, start.pos, stop.pos, self._n_tail, place)
+
+    def cut_bytes(self, blob: Blob, start: Mark, stop: Mark) -> int:
+        """What that part takes."""
+        return cut_bytes(blob, stop.n_tokens - start.n_tokens, self._n_tail)
+
+    @property
+    def _n_tail(self) -> int:
+        return len(self._empty_tail) if self.kind.needs_checkpoints else 0
 
     def _load_cells(self, seq: SeqId, blob: Blob, start: Mark, stop: Mark, n_cells: int) -> bool:
         if start == START and stop.n_tokens == n_cells:

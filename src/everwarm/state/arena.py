@@ -193,6 +193,10 @@ class Arena:
         self._rows["state"][row] = _KEPT
         return True
 
+    def has(self, blob: Blob) -> bool:
+        """Whether it lies here, and not in the process's own memory."""
+        return self._extent(blob) is not None
+
     def is_kept(self, blob: Blob) -> bool:
         extent = self._extent(blob)
         return extent is not None and extent.row is not None

@@ -14,7 +14,8 @@ from everwarm.types import START
 
 if TYPE_CHECKING:
     from everwarm.prompt.prompt import Prompt
-    from everwarm.state.tree import Node, Segment
+    from everwarm.state.segment import Segment
+    from everwarm.state.tree import Node
 
 N = TypeVar("N", bound="Node")
 

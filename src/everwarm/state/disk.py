@@ -26,10 +26,9 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.files import TEMPORARY, Files
 from everwarm.state.index import INDEX, Index, Kept
 from everwarm.state.lineage import keys
-from everwarm.state.object import SUFFIX, Damaged, Header, Reader, Unreadable, encode, file_size, name_of
+from everwarm.state.object import SUFFIX, Damaged, Header, Part, Reader, Unreadable, encode, file_size, name_of
 from everwarm.state.pins import PINS, Pin, Pins
 from everwarm.state.room import Limits, victim
-from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.disk")
 
@@ -178,7 +177,7 @@ class Disk:
 
     # changes
 
-    def put(self, header: Header, parts: Mapping[str, Blob]) -> bool:
+    def put(self, header: Header, parts: Mapping[str, Part]) -> bool:
         """Durable when this returns True. False: not kept, and nothing is lost but time."""
         name = name_of(header)
         with self._writing:

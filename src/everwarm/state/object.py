@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
 
 import blake3
 import msgspec
@@ -40,6 +41,33 @@ _MAX_COUNT = 1 << 40
 _PIECE = 4 << 20
 
 Doubt = Callable[[Blob, str], bool]  # gets a section and the digest it must have; False: verify it yourself
+
+
+class Part(Protocol):
+    """What goes into a section: an array, or something that becomes one when it is written."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def data(self) -> memoryview: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of an array that is copied out of it only when it is written."""
+
+    whole: Blob
+    nbytes: int
+    copy: Callable[[], Blob]
+
+    @property
+    def data(self) -> memoryview:
+        return self.copy().data
+
+
+def are_sound(parts: Iterable[Part], is_sound: Callable[[Blob], bool]) -> bool:
+    """Whether the arrays behind these parts are what they were."""
+    return all(is_sound(part.whole if isinstance(part, Cut) else cast(Blob, part)) for part in parts)
 
 
 class Damaged(EverwarmError):
@@ -97,37 +125,44 @@ _encoder = msgspec.json.Encoder(order="sorted")
 _decoder = msgspec.json.Decoder(Header)
 
 
-def encode(header: Header, parts: Mapping[str, Blob], *, max_threads: int = 1) -> Iterator[bytes | memoryview]:
-    """The file, piece by piece; large parts are not copied. ``max_threads`` for the digests: more where somebody waits."""
-    head, end = _head(header, parts, max_threads)
+def encode(header: Header, parts: Mapping[str, Part], *, max_threads: int = 1) -> Iterator[bytes | memoryview]:
+    """The file, piece by piece; arrays are not copied. ``max_threads`` for the digests: more where somebody waits."""
+    views = {name: part.data for name, part in parts.items()}
+    head, end = _head(header, views, max_threads)
     yield head
-    for part in parts.values():
-        yield part.data
-        yield _ZEROES[: -len(part) % ALIGN]
+    for view in views.values():
+        yield view
+        yield _ZEROES[: -view.nbytes % ALIGN]
     yield end
 
 
-def file_size(header: Header, parts: Mapping[str, Blob]) -> int:
+def file_size(header: Header, parts: Mapping[str, Part]) -> int:
     """Of the whole file, without reading the parts. ``ValueError``: it could not be read back."""
-    head = _laid_out(header, parts, dict.fromkeys(parts, "0" * 64))
-    return len(head) + sum(_aligned(len(part)) for part in parts.values()) + _FOOTER.size
+    sizes = {name: part.nbytes for name, part in parts.items()}
+    head = _laid_out(header, sizes, dict.fromkeys(parts, "0" * 64))
+    return len(head) + sum(map(_aligned, sizes.values())) + _FOOTER.size
 
 
-def _head(header: Header, parts: Mapping[str, Blob], max_threads: int) -> tuple[bytes, bytes]:
-    digests = {name: blake3.blake3(part.data, max_threads=max_threads).hexdigest() for name, part in parts.items()}
-    head = _laid_out(header, parts, digests)
+def size_of(header: Header) -> int:
+    """Of the file that this was read from."""
+    return max(section.offset + _aligned(section.length) for section in header.sections) + _FOOTER.size
+
+
+def _head(header: Header, views: Mapping[str, memoryview], max_threads: int) -> tuple[bytes, bytes]:
+    digests = {name: blake3.blake3(view, max_threads=max_threads).hexdigest() for name, view in views.items()}
+    head = _laid_out(header, {name: view.nbytes for name, view in views.items()}, digests)
     return head, _FOOTER.pack(blake3.blake3(head).digest(), END)
 
 
-def _laid_out(header: Header, parts: Mapping[str, Blob], digests: Mapping[str, str]) -> bytes:
-    if len(parts) > MAX_SECTIONS or not _makes_sense(header):
+def _laid_out(header: Header, sizes: Mapping[str, int], digests: Mapping[str, str]) -> bytes:
+    if len(sizes) > MAX_SECTIONS or not _makes_sense(header):
         raise ValueError("an object with such a header could not be read back")
     n_pages = 1
     while True:  # the header's length decides where sections begin, and their offsets are in the header
         at, sections = n_pages * ALIGN, []
-        for name, part in parts.items():
-            sections.append(Section(name, at, len(part), digests[name]))
-            at += _aligned(len(part))
+        for name, size in sizes.items():
+            sections.append(Section(name, at, size, digests[name]))
+            at += _aligned(size)
         body = _encoder.encode(msgspec.structs.replace(header, sections=tuple(sections)))
         if _PREFIX.size + len(body) <= n_pages * ALIGN:
             break

@@ -29,7 +29,7 @@ from everwarm.state.breaker import Breaker
 from everwarm.state.bucket import Bucket, StoreFault
 from everwarm.state.download import Download
 from everwarm.state.lineage import keys
-from everwarm.state.object import Damaged, Header, Reader, encode, name_of
+from everwarm.state.object import Damaged, Header, Part, Reader, are_sound, encode, name_of
 from everwarm.state.seal import Seal
 from everwarm.state.signpost import MAX_OBJECT, MAX_SIGNPOST, Signpost, probes, sealed, unsealed
 from everwarm.types import Blob
@@ -69,7 +69,7 @@ class RemoteCounts:
 class Parcel:
     """KV first, then the state that needs it, and where that is announced once everything is there."""
 
-    objects: tuple[tuple[Header, Mapping[str, Blob]], ...]
+    objects: tuple[tuple[Header, Mapping[str, Part]], ...]
     signpost: Signpost
     names: tuple[str, ...]
 
@@ -292,7 +292,7 @@ class Remote:
                 raise StoreFault("the store did not come back in time")
             await asyncio.sleep(0.1)
 
-    async def _put(self, header: Header, parts: Mapping[str, Blob]) -> None:
+    async def _put(self, header: Header, parts: Mapping[str, Part]) -> None:
         name = name_of(header)
         if self.is_known(name):
             return None
@@ -308,8 +308,8 @@ class Remote:
         await self._send(name, pieces, over=is_stale)
         self._remember(self._known, name, KNOWN_S)
 
-    def _packed(self, name: str, header: Header, parts: Mapping[str, Blob]) -> list[bytes | memoryview]:
-        if not all(map(self._is_sound, parts.values())):
+    def _packed(self, name: str, header: Header, parts: Mapping[str, Part]) -> list[bytes | memoryview]:
+        if not are_sound(parts.values(), self._is_sound):
             raise ValueError(f"{name} is not what it was")
         pieces = [piece for piece in encode(header, parts) if len(piece)]
         size = sum(map(len, pieces))

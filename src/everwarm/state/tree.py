@@ -20,6 +20,7 @@ from everwarm.state.census import Census, check_tree, new_id
 from everwarm.state.forgotten import Forgotten
 from everwarm.state.history import Chunks
 from everwarm.state.policy import CutKind
+from everwarm.state.segment import Segment
 from everwarm.types import START, Blob, Mark, SeqId
 
 
@@ -46,28 +47,6 @@ class Checkpoint:
     def tiers(self) -> str:
         names = [name for name, held in (("device", self.parked), ("ram", self.state)) if held is not None]
         return "+".join(names) or "none"
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """The KV of one interval. After a split several nodes use parts of it; it goes when the last one lets go."""
-
-    blob: Blob
-    start: Mark
-    stop: Mark
-    clean: bool
-    chunks: Chunks | None = None  # the history of its cells, over the chunk that ``stop`` lies in; None: unknown
-    n_users: int = 0
-    name: str | None = None  # of its object on disk
-    items: tuple[int, int] | None = None  # the same interval in items; None: text, one cell each
-
-    @property
-    def n_start(self) -> int:
-        return int(self.start.n_tokens) if self.items is None else self.items[0]
-
-    @property
-    def n_stop(self) -> int:
-        return int(self.stop.n_tokens) if self.items is None else self.items[1]
 
 
 @dataclass(slots=True, eq=False)
@@ -198,6 +177,10 @@ class Tree:
                 child = Node(prompt, n_items, prompt.mark(n_items), node)
                 node.children[key] = child
                 self.census.came(child)
+                for (
+                    other
+                ) in child.lineage():  # one path for all: a walk compares it once, however many turns there were
+                    other.path = prompt
                 return child
             n_agree = min(int(prompt.common_prefix(child.path, node.n_items)), n_items)
             node = child if n_agree >= child.n_items else self._split(child, n_agree)
@@ -259,13 +242,19 @@ class Tree:
         self._add_bytes(node, -checkpoint.size_bytes, n_states=-(checkpoint.state is not None))
         checkpoint.state = checkpoint.logits = None
 
-    def set_segment(self, node: Node, segment: Segment) -> None:
-        """Keep a segment, in place of the one that is there. It may begin before its node."""
-        assert node.parent is not None
-        assert segment.start <= node.parent.mark and segment.stop == node.mark
-        self._let_go(node)
-        node.segment = segment
-        segment.n_users = 1
+    def set_segment(self, node: Node, segment: Segment, first: Node | None = None) -> None:
+        """Keep a segment that leads to this node, in place of those that are there: all nodes of its interval use it, or
+        those from ``first`` on. It may begin before that."""
+        at = segment.start if first is None or first.parent is None else first.parent.mark
+        users = [n for n in node.lineage() if n.parent is not None and n.parent.mark >= at]
+        assert users and users[0].parent is not None and users[0].parent.mark == at
+        assert segment.start <= at and node.mark <= segment.stop
+        for user in users:
+            self._let_go(user)
+            user.segment = segment
+        segment.n_users = len(users)
+        if node.mark == segment.stop:
+            segment.path = node.path
         self._add_bytes(node, segment.blob.nbytes, n_segments=1)
         self._tell_of_segment(node)
 
@@ -287,9 +276,15 @@ class Tree:
             self._tell_of_segment(users[-1])
 
     def drop_segment(self, node: Node) -> None:
-        assert node.segment is not None
-        self._let_go(node)
-        self._prune(node)
+        """Below a node that lost it nobody can use it either."""
+        segment = node.segment
+        assert segment is not None
+        users = [node]
+        while (child := next((c for c in users[-1].children.values() if c.segment is segment), None)) is not None:
+            users.append(child)
+        for user in reversed(users):
+            self._let_go(user)
+            self._prune(user)
 
     def _let_go(self, node: Node) -> None:
         segment, node.segment = node.segment, None

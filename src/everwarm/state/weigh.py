@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from everwarm.state.policy import PROTECTED_S, CutKind, Entry
+from everwarm.state.segment import Segment
 from everwarm.state.tree import Node
 
 
@@ -35,12 +36,9 @@ def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
             continue
         if node.checkpoint is not None and node.checkpoint.size_bytes:
             entries.append(_state_entry(i, node, scales, above[i], has_kv[i], not followed[i], leans[i]))
-        useless = scales.needs_checkpoints and not wanted[i]
-        last = not scales.needs_checkpoints and not covered[i]
-        if node.segment is not None and (useless or last):
-            size = node.segment.blob.nbytes if node.segment.n_users == 1 else 0
-            seconds = (node.n_items - node.start) * scales.seconds_per_token
-            entries.append(Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=useless, pinned=node.n_pinned > 0))
+        may_go = wanted if scales.needs_checkpoints else covered  # where this says False
+        if node.segment is not None and not may_go[i] and (_is_first(node) or may_go[index[id(node.parent)]]):
+            entries.append(_segment_entry(i, node, node.segment, scales))
     return entries
 
 
@@ -69,13 +67,12 @@ def _leans(nodes: Sequence[Node], index: dict[int, int]) -> list[tuple[int | Non
             key, n_bytes = 2 * p, 0
         elif len(node.parent.children) > 1:
             n_bytes = 0
-        own = node.segment
-        found[i] = key, n_bytes + (own.blob.nbytes if own is not None and own.n_users == 1 else 0)
+        found[i] = key, n_bytes + (node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0)
     return found
 
 
 def _from_below(nodes: Sequence[Node], index: dict[int, int]) -> tuple[list[bool], list[bool], list[bool]]:
-    """For each node: a RAM state at or below it; any checkpoint below it; any segment below it."""
+    """For each node: a RAM state at or below it; any checkpoint below it; any segment that begins below it."""
     wanted, followed, covered = ([False] * len(nodes) for _ in range(3))
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
@@ -85,8 +82,20 @@ def _from_below(nodes: Sequence[Node], index: dict[int, int]) -> tuple[list[bool
             p = index[id(node.parent)]
             wanted[p] |= wanted[i]
             followed[p] |= followed[i] or checkpoint is not None
-            covered[p] |= covered[i] or node.segment is not None
+            covered[p] |= covered[i] or (node.segment is not None and _is_first(node))
     return wanted, followed, covered
+
+
+def _is_first(node: Node) -> bool:
+    """Whether no other node before it uses its segment: what the segment weighs counts there."""
+    return node.parent is None or node.parent.segment is not node.segment
+
+
+def _segment_entry(i: int, node: Node, segment: Segment, scales: Scales) -> Entry:
+    """A segment goes from a node on, with all that use it below."""
+    size = segment.blob.nbytes if _is_first(node) else 0
+    seconds = (segment.n_stop - node.start) * scales.seconds_per_token
+    return Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=scales.needs_checkpoints, pinned=node.n_pinned > 0)
 
 
 def _state_entry(
