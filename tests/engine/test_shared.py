@@ -12,9 +12,6 @@ from engine.drive import EVERY_KIND, GUARD, check, open_core, run, submit, text
 from engine.test_archive import HISTORY, NEW, STABLE, fingerprint_of_slot
 from everwarm.engine.core import Core
 from everwarm.engine.settings import RemoteSettings, StoreSettings
-from everwarm.engine.warm import warm_keys
-from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import keys, root_key
 
 NEXT = [*HISTORY[:STABLE], *NEW]
 _fresh = itertools.count()
@@ -171,23 +168,3 @@ def test_what_is_erased_is_taken_away(url):
         assert core.archive.remote.flush()
     with sharing(url) as core:
         assert run(core, NEXT, boundaries=(STABLE,)).n_cached == 0
-
-
-@pytest.mark.parametrize("arch", EVERY_KIND)
-def test_what_is_warm_is_named_alike_by_every_engine(url, arch):
-    with sharing(url, arch) as core:
-        assert warm_keys(core) == []
-        run(core, HISTORY, stable=STABLE)
-        put_away(core)
-        mine = warm_keys(core)
-        n = STABLE if core.context.kind.needs_checkpoints else len(HISTORY) + 3
-        full = Prompt.of_tokens([*HISTORY, *core.slots[0].content.codes[len(HISTORY) :].tolist()])
-        wanted = keys(root_key(core.archive.fingerprint, ""), full, (n,))[n]
-        assert wanted[:16] in mine and len(warm_keys(core, most=1)) == 1
-    with sharing(url + "-elsewhere", arch) as core:
-        run(core, HISTORY, stable=STABLE)
-        put_away(core)
-        assert set(warm_keys(core)) == set(mine)
-        run(core, text(77, 100), namespace="another")
-        put_away(core)
-        assert set(warm_keys(core)) > set(mine)

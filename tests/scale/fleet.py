@@ -24,6 +24,8 @@ stats-every = 0.5
 [remote]
 url = "{store}"
 key = "{key}"
+policy = "always"
+wait = 10.0
 [engine]
 slots = 2
 threads = 1

@@ -352,6 +352,31 @@ def test_a_silent_store_is_asked_once_and_then_left_alone_until_it_answers(opene
     assert find(reader) == parcel().signpost
 
 
+class Waits:
+    """In place of the clock: whoever waits waits as long as he may, for nothing, and it takes no time."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __call__(self, futures, timeout: float):
+        self.seconds.append(timeout)
+        return set(), set(futures)
+
+
+@pytest.mark.parametrize("wait_s", [0.25, 2.0])
+def test_a_dead_store_costs_what_was_agreed_and_once(opened, monkeypatch, wait_s):
+    """By our own account, not by the clock: connecting, asking for all signposts and their answers are one wait."""
+    waits, bucket = Waits(), Faulty(url := f"memory://dead-{next(_fresh)}")
+    remote = opened(url, bucket=bucket)
+    remote.wait_s, bucket.fault = wait_s, 1000.0
+    monkeypatch.setattr(remote_module, "wait", waits)
+    for n in range(20):
+        assert find(remote, ends=tuple(range(10 + n, N, 7))) is None
+    assert waits.seconds == [wait_s] and remote.breaker.is_open
+    remote.breaker.succeeded()
+    assert find(remote, ends=(N,)) is None and waits.seconds == [wait_s] * 2, "a control: who asks again waits again"
+
+
 def test_a_store_that_refuses_is_left_alone_after_some_refusals(opened):
     bucket = Faulty(url := f"memory://refusing-{next(_fresh)}")
     reader = opened(url, bucket=bucket)

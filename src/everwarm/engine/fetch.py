@@ -142,7 +142,8 @@ class Fetcher:
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
         wish = Wish(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
         if exact and needs_checkpoints:
-            kept = tuple((node.n_items, node.segment) for node in match.path)
+            known = (min(node.n_items, match.n_shared) for node in match.path)  # the last may agree only in part
+            kept = tuple(Stretch(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True))
             wish = replace(wish, n_kv=n_have, exact=True, kept=kept)
         found = self._on_disk(wish)
         n_here = found.n_items if isinstance(found, Kept) else n_have

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.reading import cover
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.object import Header, name_of
@@ -40,10 +41,10 @@ class Packing:
 
     def segments(self, node: Node) -> Segments | None:
         """All KV that the point needs; None: some of it is not in RAM."""
-        lineage = node.lineage() if self._keeper.context.kind.has_attention else []
-        if any(n.segment is None for n in lineage):
-            return None
-        return list({id(n.segment): (n.segment, n) for n in lineage if n.segment is not None}.values())
+        if not self._keeper.context.kind.has_attention:
+            return []
+        parts = cover(node.lineage(), 0, node.n_items)
+        return None if parts is None else [(n.segment, n) for n, _ in parts if n.segment is not None]
 
     def kv_job(self, root: str, segment: Segment, path: Prompt) -> Job | None:
         """None: the way to the segment's end is not known any more."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everwarm.engine.reading import is_part_of
+from everwarm.engine.reading import is_better, reach_back
 from everwarm.engine.slots import Slot
 from everwarm.engine.tally import KeeperCounts
 from everwarm.errors import MemoryFault
@@ -135,22 +135,18 @@ class Keeper:
             history = history_over(chunks, node.n_items)
             is_here = node.mark.n_tokens <= self.context.cells.count(seq)
             if is_here and node.parent is not None and self._is_better(seq, node):
-                blob = self.context.capture_segment(seq, node.parent.mark, node.mark)
-                span, clean = (node.start, node.n_items), is_clean and history is not None
-                self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, clean, history, items=span))
+                clean = is_clean and history is not None
+                above = (
+                    reach_back(node, chunks) if clean and self.context.is_clean(seq) else node
+                ).parent or node.parent
+                blob, span = self.context.capture_segment(seq, above.mark, node.mark), (above.n_items, node.n_items)
+                self.tree.set_segment(node, Segment(blob, above.mark, node.mark, clean, history, items=span))
         self.enforce_budget()
 
     def _is_better(self, seq: SeqId, node: Node) -> bool:
-        """Whether a sequence's KV of a node is worth more than what is kept of it. A clean reading replaces another one,
-        be it clean as well: a state is exact only with KV of its own reading, and the last reading is gone on from."""
-        segment = node.segment
-        if segment is None:
-            return True
-        chunks = self.history(seq)
-        if not self.context.cells.is_clean(seq) or history_over(chunks, node.n_items) is None:
-            return False
-        is_state_clean = self.context.kind.needs_checkpoints and self.context.is_clean(seq)
-        return not segment.clean or (is_state_clean and not is_part_of(segment, chunks, node.n_items))
+        """Whether a sequence's KV of a node is worth more than what is kept of it."""
+        is_whole = self.context.kind.needs_checkpoints and self.context.is_clean(seq)
+        return is_better(node, self.history(seq), is_clean=self.context.cells.is_clean(seq), is_whole=is_whole)
 
     def history(self, seq: SeqId) -> Chunks:
         """How the cells of a sequence came about."""

@@ -1,24 +1,64 @@
 """Whether what is kept comes from one and the same clean reading: only then does going on from it give the same bits.
 
-Pure."""
+Prompts that begin alike share nodes, and a node has one segment. So a reading whose first tokens another one has kept
+keeps its own copy of those few with the next segment, which then reaches back before its node. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from everwarm.state.history import Chunks, history_over
+from everwarm.state.policy import GUARD
 from everwarm.state.tree import Node, Segment
 
-Stretch = tuple[int, Segment | None]  # up to which item a node reaches, and the KV that is kept of it
+
+class _Stretch(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def n_items(self) -> int: ...
+    @property
+    def segment(self) -> Segment | None: ...
+
+
+S = TypeVar("S", bound=_Stretch)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A node as it was, for other threads."""
+
+    start: int
+    n_items: int
+    segment: Segment | None
+
+
+def cover(path: Sequence[S], n_from: int, n_items: int) -> list[tuple[S, int]] | None:
+    """The nodes whose segments have the KV between two points, each with where its part ends. A segment that reaches back
+    is used as far as it goes. None: some of it is nowhere."""
+    found, at = [], n_items
+    for node in reversed(path):
+        if at <= n_from:
+            break
+        if node.start < at:
+            if node.segment is None:
+                return None
+            found.append((node, at))
+            at = node.segment.n_start
+    return found[::-1] if at <= n_from else None
 
 
 def is_exact(node: Node) -> bool:
-    """Of a checkpoint and all the KV that is kept for it."""
-    checkpoint = node.checkpoint
+    """Of a checkpoint and all the KV that is kept for it; what is on the device alone is its own."""
+    checkpoint, lineage = node.checkpoint, node.lineage()
     if checkpoint is None or not checkpoint.clean:
         return False
-    kept = ((n.n_items, n.segment) for n in node.lineage() if n.segment is not None)
-    return all(is_part_of(segment, checkpoint.chunks, n_items) for n_items, segment in kept)
+    parts = cover(lineage, 0, node.n_items) or [(n, n.n_items) for n in lineage]
+    kept = ((n.segment, stop) for n, stop in parts if n.segment is not None)
+    return all(is_part_of(segment, checkpoint.chunks, stop) for segment, stop in kept)
 
 
 def is_part_of(segment: Segment, chunks: Chunks, n_items: int) -> bool:
@@ -29,11 +69,39 @@ def is_part_of(segment: Segment, chunks: Chunks, n_items: int) -> bool:
     return history is not None and history_over(segment.chunks, n_items) == history
 
 
-def n_of(kept: Iterable[Stretch], chunks: Chunks) -> int:
+def n_of(path: Sequence[S], chunks: Chunks) -> int:
     """How many items have KV of that reading, from the first one on."""
-    n = 0
-    for n_items, segment in kept:
-        if segment is None or not is_part_of(segment, chunks, n_items):
+    for i in range(len(path), 0, -1):
+        parts = cover(path[:i], 0, path[i - 1].n_items)
+        if parts and all(n.segment is not None and is_part_of(n.segment, chunks, stop) for n, stop in parts):
+            return path[i - 1].n_items
+    return 0
+
+
+def is_better(node: Node, chunks: Chunks, *, is_clean: bool, is_whole: bool) -> bool:
+    """Whether KV with this history is worth more than the node's own. A clean reading replaces another one, be it clean as
+    well: a state is exact only with KV of its own reading, and the last reading is gone on from. ``is_whole``: its state
+    is clean, too."""
+    segment = node.segment
+    if segment is None:
+        return True
+    if not is_clean or history_over(chunks, node.n_items) is None:
+        return False
+    is_another = is_whole and not _is_passage(node) and not is_part_of(segment, chunks, node.n_items)
+    return not segment.clean or is_another
+
+
+def _is_passage(node: Node) -> bool:
+    """A few items that others have read, too, where nobody goes on: not worth being replaced by one or the other."""
+    return node.checkpoint is None and node.n_items - node.start <= GUARD
+
+
+def reach_back(node: Node, chunks: Chunks) -> Node:
+    """The first of the nodes whose KV a segment of this reading has to bring along: the node itself, and passages of
+    other readings before it."""
+    first, above = node, node.parent
+    while above is not None and above.parent is not None and _is_passage(above):
+        if above.segment is not None and is_part_of(above.segment, chunks, above.n_items):
             break
-        n = n_items
-    return n
+        first, above = above, above.parent
+    return first

@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import numpy as np
 
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.prewarm import note_used
 from everwarm.engine.ram import Ram
-from everwarm.engine.reading import is_exact, is_part_of
+from everwarm.engine.reading import cover, is_exact, is_part_of
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
@@ -230,12 +229,10 @@ class Restorer:
     def _splice(self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node]) -> None:
         """Load the segments from the slot's end on, each object once."""
         prompt = goal.prompt
-        missing = [node for node in path if node.n_items > slot.n_fed and node.start < n_items > slot.n_fed]
-        for segment, group in groupby(missing, key=lambda node: node.segment):
-            if segment is None:
-                raise KvMissing(f"the KV from {slot.n_fed} tokens on is not there any more")
-            users = list(group)
-            stop = min(users[-1].n_items, n_items)
+        parts = cover(path, slot.n_fed, n_items)
+        if parts is None:
+            raise KvMissing(f"the KV from {slot.n_fed} tokens on is not there any more")
+        for segment, stop in [(node.segment, stop) for node, stop in parts if node.segment is not None]:
             n_cells = segment.stop.n_tokens - segment.start.n_tokens
             if not self._keeper.make_room(n_cells, keep=slot):
                 raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
@@ -247,7 +244,7 @@ class Restorer:
                     slot.seq, segment.blob, start, end, n_cells=n_cells, clean=clean, n_before=n_before
                 )
             except MemoryFault:
-                self._keeper.drop_segments(users)
+                self._keeper.drop_segments(node for node in path if node.segment is segment)
                 raise
             slot.chunks = list(segment.chunks or ())
             self._stand(slot, goal, path, stop)

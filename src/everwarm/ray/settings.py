@@ -15,7 +15,7 @@ import msgspec
 
 from everwarm.config import cache_directory, require
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.engine.settings import EngineSettings, RemoteSettings
+from everwarm.engine.settings import EngineSettings, RemoteSettings, RestorePolicy
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.names import LATEST
 from everwarm.router.tables import ModelTable, Text, below, convert, did_you_mean, parsed, place, speaking_of
@@ -33,6 +33,8 @@ class RemoteTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     url: Text
     key: Text | None = None
     endpoint: Text | None = None
+    policy: RestorePolicy = "auto"
+    wait: Seconds = 0.25
 
 
 class ServerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
@@ -161,7 +163,7 @@ def _remote(table: RemoteTable | None, path: Path) -> RemoteSettings | None:
         return None
     with speaking_of(f"{path.name}: [remote]"):
         key = None if table.key is None else str(below(path.parent, table.key))
-        return RemoteSettings(table.url, key, table.endpoint)
+        return RemoteSettings(table.url, key, table.endpoint, table.policy, table.wait)
 
 
 def _server(table: ServerTable, path: Path) -> ServerSettings:

@@ -179,7 +179,7 @@ class Tree:
         for node, n_agree in _walk(self._roots[namespace], prompt) if namespace in self._roots else ():
             path.append(node)
             n_shared = n_agree if n_agree < node.n_items else node.n_items
-            if n_kv < n_shared and node.segment is not None and node.start <= n_kv:
+            if n_kv < n_shared and node.segment is not None and node.segment.n_start <= n_kv:
                 n_kv = n_shared
             if node.checkpoint is not None and n_agree >= node.n_items and _is_usable(node, n_kv):
                 usable.append(node)
@@ -260,9 +260,9 @@ class Tree:
         checkpoint.state = checkpoint.logits = None
 
     def set_segment(self, node: Node, segment: Segment) -> None:
-        """Keep a segment, in place of the one that is there."""
+        """Keep a segment, in place of the one that is there. It may begin before its node."""
         assert node.parent is not None
-        assert (segment.start, segment.stop) == (node.parent.mark, node.mark)
+        assert segment.start <= node.parent.mark and segment.stop == node.mark
         self._let_go(node)
         node.segment = segment
         segment.n_users = 1
@@ -272,11 +272,12 @@ class Tree:
     def lay_segment(
         self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int, *, instead: bool = False
     ) -> None:
-        """Keep a segment that came from elsewhere: every node of its interval that has none uses it, or all of them
-        ``instead`` of theirs."""
+        """Keep a segment that came from elsewhere: every node of its interval that has none uses it, and the last one
+        ``instead`` of its own."""
         self.grow(above, prompt, n_start)
         end = self.grow(above, prompt, n_stop)
-        users = [node for node in end.lineage() if node.start >= n_start and (instead or node.segment is None)]
+        inside = (node for node in end.lineage() if node.start >= n_start)
+        users = [node for node in inside if node.segment is None or (instead and node is end)]
         for node in users:
             self._let_go(node)
             node.segment = segment
