@@ -252,14 +252,16 @@ def test_after_a_restart_the_tree_shows_what_is_on_disk_and_what_is_loaded_is_sh
         until(lambda: any("disk" in tiers_of(node) for node in nodes_of(server)), "it is on disk")
         assert all(node["id"] > 0 for node in nodes_of(server))
     with serving(*flags) as server:
-        until(lambda: len(nodes_of(server)) == 2, "the disk is open")
-        root, kept = nodes_of(server)
-        assert server.get("/cache").json["n_nodes"] == 1 and root["id"] < 0 and kept["id"] < 0
-        assert kept["parent"] == root["id"] and tiers_of(kept) == kept["kv"]["tiers"] == ["disk"]
-        assert kept["words"] and kept["end"] > 60 and kept["last_use"] is not None
+        until(lambda: len(nodes_of(server)) > 1, "the disk is open")
+        root, first, *more = nodes_of(server)
+        kept = [first, *more][-1]
+        assert server.get("/cache").json["n_nodes"] == 1 and root["id"] < 0 and first["parent"] == root["id"]
+        for node in (first, *more):
+            assert node["id"] < 0 and tiers_of(node) == node["kv"]["tiers"] == ["disk"] and node["last_use"] is not None
+            assert node["words"]
         page = server.get("/cache/tree?limit=1").json
-        assert page["nodes"] == [root] and page["n_total"] == 2
-        assert server.get(f"/cache/tree?limit=1&after={page['next']}").json["nodes"] == [kept]
+        assert page["nodes"] == [root] and page["n_total"] == 2 + len(more)
+        assert server.get(f"/cache/tree?limit=1&after={page['next']}").json["nodes"] == [first]
         shown = run_cli("cache", "tree", "--url", server.url).stdout
         assert "(disk, " in shown and "kv disk" in shown
         assert chat(server, talk)["timings"]["cache_n"] >= kept["end"]
@@ -268,10 +270,10 @@ def test_after_a_restart_the_tree_shows_what_is_on_disk_and_what_is_loaded_is_sh
         server.process.terminate()
         server.process.wait(PATIENCE_S)
     with serving(*flags) as server:
-        until(lambda: len(nodes_of(server)) >= 2, "the disk is open")
-        assert kept["id"] in {node["id"] for node in nodes_of(server)}, "the same number in every process"
+        until(lambda: len(nodes_of(server)) > 1, "the disk is open")
+        assert {first["id"], kept["id"]} <= {node["id"] for node in nodes_of(server)}, "the same in every process"
         version = server.get("/cache").json["version"]
-        assert server.call("DELETE", f"/cache/nodes/{kept['id']}").json["dropped"] > 1
+        assert server.call("DELETE", f"/cache/nodes/{first['id']}").json["dropped"] > 1
         assert nodes_of(server) == [] and not list(tmp_path.rglob("*.ew"))
         assert server.get("/cache").json["version"] > version, "whoever watches hears of it"
         assert chat(server, talk)["timings"]["cache_n"] == 0
@@ -290,7 +292,7 @@ def test_pins_outlive_a_restart_of_the_server(tmp_path):
     for expected in (True, False):
         with serving(*flags) as server:
             until(lambda: len(nodes_of(server)) > 1, "the disk is open")
-            assert pinned_ends(server) == ({kept["end"]} if expected else set())
+            assert (kept["end"] in pinned_ends(server)) is expected
             chat(server, talk)
             assert (kept["end"] in pinned_ends(server)) is expected
             end = next(node["id"] for node in nodes_of(server) if node["end"] == kept["end"])
