@@ -137,10 +137,8 @@ class Keeper:
         def is_exact(node: Node) -> bool:
             return is_clean and history_over(chunks, node.n_items) is not None
 
-        def is_worth_it(node: Node) -> bool:
-            return node.parent is not None and node.mark.n_tokens <= n_cells and self._is_better(seq, node)
-
-        for run in joining.runs(filter(is_worth_it, nodes), is_exact, self.most_joined):
+        here = (n for n in nodes if n.parent is not None and n.mark.n_tokens <= n_cells)
+        for run in joining.runs([n for n in here if self._is_better(seq, n)], is_exact, self.most_joined):
             end, clean = run[-1], is_exact(run[-1])
             first = reach_back(run[0], chunks) if clean and self.context.is_clean(seq) else run[0]
             above = first.parent
