@@ -141,8 +141,7 @@ class Keeper:
         for run in joining.runs([n for n in here if self._is_better(seq, n)], is_exact, self.most_joined):
             end, clean = run[-1], is_exact(run[-1])
             first = reach_back(run[0], chunks) if clean and self.context.is_clean(seq) else run[0]
-            above = first.parent
-            assert above is not None
+            above = first.parent or first
             blob = self.context.capture_segment(seq, above.mark, end.mark)
             history, items = history_over(chunks, end.n_items), (above.n_items, end.n_items)
             self.tree.set_segment(end, Segment(blob, above.mark, end.mark, clean, history, items=items), run[0])
