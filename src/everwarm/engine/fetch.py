@@ -186,6 +186,8 @@ class Fetcher:
             return loaded
         tree, root = self._keeper.tree, self._keeper.tree.root(fetch.namespace)
         for segment, reach in loaded.segments:
+            for end in (piece.n_stop for piece in segment.pieces if piece.n_stop < reach):
+                tree.grow(root, fetch.prompt, end)  # where turns ended; the disk may have a state there
             tree.lay_segment(root, fetch.prompt, segment, segment.n_start, reach, instead=loaded.exact)
         node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.exact and node.checkpoint is not None and not is_exact(node):

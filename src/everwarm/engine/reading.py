@@ -52,6 +52,16 @@ def cover(path: Sequence[S], n_from: int, n_items: int) -> list[tuple[S, int]] |
     return found[::-1] if at <= n_from else None
 
 
+def entry(path: Sequence[S], n_have: int, n_items: int, chunks: Chunks) -> int:
+    """From where on KV is loaded behind what is there already, which has these chunks: before the end of that, if the
+    segment that follows brings along how its own reading had the last few of it."""
+    parts = cover(path, n_have, n_items) if n_have < n_items else None
+    first = parts[0][0].segment if parts else None
+    if first is None or not 0 < n_have - first.n_start <= GUARD or is_part_of(first, chunks, n_have):
+        return n_have
+    return first.n_start
+
+
 def is_exact(node: Node) -> bool:
     """Of a checkpoint and all the KV that is kept for it; what is on the device alone is its own."""
     checkpoint, lineage = node.checkpoint, node.lineage()

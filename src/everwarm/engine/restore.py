@@ -15,7 +15,7 @@ import numpy as np
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.prewarm import note_used
 from everwarm.engine.ram import Ram
-from everwarm.engine.reading import cover, is_exact, is_part_of
+from everwarm.engine.reading import cover, entry, is_exact, is_part_of
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
@@ -209,13 +209,13 @@ class Restorer:
         """
         own = min(_common(slot, sources), n_items)
         best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
-        self._keeper.save_kv(slot.seq, slot.node, beyond=own)
+        have, how = entry(path, own, n_items, tuple(slot.chunks)), "from ram"
+        self._keeper.save_kv(slot.seq, slot.node, beyond=have)
         if own == n_items:
             return "in place"
-        have, how = own, "from ram"
         if best.n_common > own and self._context.kind.can_share_cells:
-            have, how = min(best.n_common, n_items), "shared"
             chunks = list(self._keeper.history(best.seq))
+            have, how = entry(path, min(best.n_common, n_items), n_items, tuple(chunks)), "shared"
             self._keeper.vacate(slot, self._tree.root(goal.namespace))
             self._context.share_kv(best.seq, slot.seq, goal.prompt.mark(have))
             slot.chunks = chunks
@@ -246,11 +246,11 @@ class Restorer:
             self._stand(slot, goal, path, stop)
 
     def _splice_part(self, slot: Slot, segment: Segment, prompt: Prompt, stop: int, n_items: int) -> None:
-        """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut. Others follow
-        up to ``n_items``."""
+        """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut. Of one that
+        begins before it only the rest is loaded, or there would be a hole. Others follow up to ``n_items``."""
         start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
         blob, n_cells, n_needed = segment.blob, segment.n_cells, end.n_tokens - start.n_tokens
-        if n_cells > max(n_needed, self._context.cells.free):
+        if start != segment.start or n_cells > max(n_needed, self._context.cells.free):
             blob, n_cells = self._context.cut_segment(blob, start, end), n_needed
         if not self._keeper.make_room(n_cells, keep=slot):
             raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
