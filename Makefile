@@ -50,7 +50,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 
 test: $(STAMP) browser ## the whole suite, under ten minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/scale
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/scale --durations 20
 
 test-scale: $(SCALE) ## several servers and a real object store
 	$(BIN)/python -m pytest tests/scale

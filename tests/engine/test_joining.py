@@ -32,6 +32,7 @@ from everwarm.state.arena import memory_file
 from everwarm.state.params import CheckpointParams
 from everwarm.state.segment import Segment
 
+CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 KINDS = ("qwen35", "gemma3", "llama")  # with a recurrent state, with a window, with nothing but attention
 EVERY_100 = CheckpointParams(every_n_tokens=100)
 LONG = text(1, 600)
@@ -155,7 +156,7 @@ def without_joining(core: Core) -> None:
 
 
 @pytest.mark.parametrize("way", ["hinted", "plain", "stripped"])
-@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize("arch", KINDS if CAMPAIGN else KINDS[:1])
 def test_forty_turns_leave_few_segments(arch, way):
     with open_core(arch, n_ctx=8192) as core:
         talk = Talk(core, way)
@@ -164,7 +165,7 @@ def test_forty_turns_leave_few_segments(arch, way):
         core.ram.arena.check()
 
 
-@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize("arch", KINDS if CAMPAIGN else KINDS[:1])
 def test_without_joining_they_leave_many(arch):
     """The control."""
     with open_core(arch, n_ctx=8192) as core:
@@ -383,7 +384,7 @@ def test_an_object_that_the_disk_gave_up_is_written_again_by_itself(tmp_path: Pa
         assert run(core, talk.prompt).n_cached > len(talk.prompt) - 100
 
 
-@pytest.mark.parametrize("kib", [0, 300, 900, 2500])
+@pytest.mark.parametrize("kib", [0, 300, 900, 2500] if CAMPAIGN else [300, 900])
 @pytest.mark.parametrize("arch", KINDS)
 def test_within_a_small_budget_every_byte_is_accounted_for(arch, kib):
     with open_core(arch, n_slots=2, n_ctx=2048, ram_bytes=kib << 10) as core:
