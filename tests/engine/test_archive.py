@@ -131,12 +131,14 @@ def test_where_conversations_parted_another_one_goes_on_after_a_restart(tmp_path
         check(core)
 
 
-def test_a_turn_writes_the_new_kv_and_one_state(tmp_path):
+@pytest.mark.parametrize("is_hinted", [True, False])
+def test_a_turn_writes_the_new_kv_and_one_state(tmp_path, is_hinted):
+    """Also where nobody says what is stable: a reply that was left aside is no other conversation."""
     sizes = []
-    with kept_core(tmp_path, n_ctx=4096) as core:
+    with kept_core(tmp_path, n_ctx=4096, n_spares=4) as core:
         prompt = list(HISTORY)
         for turn in range(5):
-            run(core, prompt, stable=len(prompt) - 20)
+            run(core, prompt, stable=len(prompt) - 20 if is_hinted else None)
             put_away(core)
             sizes.append(core.archive.disk.counts.n_bytes_written)
             prompt += text(100 + turn, 200)
