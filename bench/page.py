@@ -26,7 +26,7 @@ import numpy as np
 from bench.measure import EMBEDDED, table
 from bench.server import Server, ask, everwarm
 
-N_REPLY, ROUNDS, IDLE_S = 1000, 30, 10.0
+N_REPLY, ROUNDS, IDLE_S = 1000, 15, 10.0
 
 Looking = Callable[[Server], AbstractContextManager[None]]
 
