@@ -11,7 +11,7 @@ import logging
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from everwarm.engine.crossings import crossings, is_worth_it
@@ -120,9 +120,7 @@ class Archive:
 
     def _copy_down(self, slot: Slot) -> None:
         """To RAM, as idle work would: the one state that the next turn needs, and the KV before it."""
-        kept = [(node, node.checkpoint.kind) for node in slot.node.lineage() if node.checkpoint is not None]
-        stable = [node for node, kind in kept if kind is CutKind.STABLE] or [node for node, _ in kept] or [slot.node]
-        node = stable[-1]
+        node = _point(slot.node.lineage()) or slot.node
         if node.checkpoint is not None and node.checkpoint.parked is not None:
             self._keeper.copy_down(node)
         if self._keeper.context.kind.has_attention:
@@ -203,11 +201,7 @@ class Archive:
             n_asked = int(slot.content.common_prefix(end.path))  # beyond it lies what was read ahead
             n_items = min(slot.stable or end.n_items, end.n_items, n_asked)
             return self._keeper.tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
-        kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None]
-        asked = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
-        stable = [(n, kind) for n, kind in asked if kind is CutKind.STABLE]
-        best = stable or asked
-        return best[-1][0] if best else None
+        return _point(n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None)
 
     # the thread
 
@@ -279,3 +273,12 @@ class Archive:
         self.elsewhere = look_elsewhere(directory, fingerprint)
         self.disk = disk
         self._signature = Signature(place, fingerprint, self._keeper)
+
+
+def _point(lineage: Iterable[Node]) -> Node | None:
+    """Where the next turn will go on from: the last stable point, else the last one that anybody asked for."""
+    kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None]
+    asked = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
+    stable = [(n, kind) for n, kind in asked if kind is CutKind.STABLE]
+    best = stable or asked
+    return best[-1][0] if best else None
