@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from engine.drive import check, open_core, record_logits, run, text, tidy
+from engine.drive import check, memory_of, open_core, record_logits, replay, run, text, tidy
 from engine.test_shared import put_away, sharing, url
-from everwarm.engine import keeper
+from everwarm.engine import keeper, restore
 from everwarm.engine.core import Core
 from everwarm.engine.exact import compare_with_cold
 from everwarm.engine.fetch import Fetcher
@@ -158,3 +158,17 @@ def test_kv_of_another_reading_is_fetched_again(url: str, exact: bool, monkeypat
         assert core.archive.remote.counts.n_hits == 1
     assert same(chat.rows, golden.rows) or not exact
     assert (chat.regret <= 0) == exact, f"KV of another reading was of use: {chat.regrets}"
+
+
+@pytest.mark.parametrize("steps_back", [True, False])
+def test_what_the_slot_has_of_another_reading_gives_way_to_the_states_own(steps_back: bool, monkeypatch) -> None:
+    """The slot still holds the beginning, its last few tokens as the prompt in between had read them."""
+    if not steps_back:  # the control
+        monkeypatch.setattr(restore, "entry", lambda _path, n_have, _n_items, _chunks: n_have)
+    base, one, other = text(1, 101), text(3, 30), text(4, 10)
+    with open_core(n_slots=1, n_spares=0) as core:
+        for prompt in (base, [*base, *one], [*base, *other], [*base, *one]):
+            run(core, prompt, 4)
+        slot = core.slots[0]
+        assert core.context.is_clean(slot.seq) is steps_back
+        assert not steps_back or memory_of(core.context, slot.seq) == replay(core, slot)
