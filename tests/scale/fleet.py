@@ -91,8 +91,9 @@ def fleet(folder: Path, store: str, *models: str, n_nodes: int = 3, server: str 
     words = {"port": port, "server": server, "store": store, "key": key, "models": "".join(models)}
     config.write_text(CONFIG.format(**words))
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:  # sockets need short names
-        env = os.environ | QUIET | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        with _nodes(n_nodes, short, env) as address:
+        (Path(short) / "ray").mkdir()  # Ray writes its address there before it makes the folder
+        env = os.environ | QUIET | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": short}
+        with _nodes(n_nodes, env, Path(short) / "nodes.log") as address:
             command = [sys.executable, "-m", "everwarm.cli", "serve", "--ray", str(config)]
             process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
                                        env=env | {"RAY_ADDRESS": address})  # fmt: skip
@@ -127,16 +128,19 @@ QUIET = {
 
 
 @contextlib.contextmanager
-def _nodes(n: int, folder: str, env: dict[str, str]) -> Iterator[str]:
+def _nodes(n: int, env: dict[str, str], log: Path) -> Iterator[str]:
     here = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, (here, env.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "scale.nodes", str(n), folder]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, text=True, env=env | {"PYTHONPATH": path}, **pipes) as process:
+    command = [sys.executable, "-m", "scale.nodes", str(n)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(command, text=True, env=env | {"PYTHONPATH": path}, stderr=stderr, **pipes) as process,
+    ):
         try:
             assert process.stdout is not None and process.stdin is not None
             address = process.stdout.readline().strip()
-            assert address, "the nodes did not start"
+            assert address, f"the nodes did not start: {log.read_text(errors='replace')[-4000:]}"
             yield address
         finally:
             process.stdin.close()

@@ -1,6 +1,7 @@
-"""``python -m scale.nodes N FOLDER``: a Ray cluster of several nodes on this machine, until its input ends.
+"""``python -m scale.nodes N``: a Ray cluster of several nodes on this machine, until its input ends.
 
-The first node has the controller and the ingress; each of the others has room for one replica (the resource ``engine``).
+The first node has the controller and the ingress; each of the others has room for one replica (the resource ``engine``). Every
+file of Ray lies in the folder that ``RAY_TMPDIR`` names.
 """
 
 import sys
@@ -11,10 +12,9 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    n, folder = int(sys.argv[1]), sys.argv[2]
+    n = int(sys.argv[1])
     common = {"num_gpus": 0, "object_store_memory": 80 * MIB, "include_dashboard": False}
-    head = {**common, "num_cpus": 2, "temp_dir": folder}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = Cluster(initialize_head=True, head_node_args={**common, "num_cpus": 2})
     for _ in range(n):
         cluster.add_node(**common, num_cpus=1, resources={"engine": 1})
     cluster.wait_for_nodes()

@@ -194,7 +194,7 @@ def test_a_turn_that_dies_with_its_replica_is_read_elsewhere(cluster: Fleet) -> 
 def test_streams_pass_through_to_a_real_client(cluster: Fleet) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {
-        "model": "tiny", "messages": [{"role": "user", "content": words(30, 77)}], "temperature": 0, "max_tokens": 24,
+        "model": "tiny", "messages": [{"role": "user", "content": words(30, 77)}], "temperature": 0, "max_tokens": 96,
     }  # fmt: skip
     with client:
         whole = client.chat.completions.create(**asked)
