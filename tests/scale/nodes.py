@@ -1,7 +1,7 @@
 """``python -m scale.nodes N``: a Ray cluster of several nodes on this machine, until its input ends.
 
-The first node has the controller and the ingress; each of the others has room for one replica (the resource ``engine``). Every
-file of Ray lies in the folder that ``RAY_TMPDIR`` names.
+The first node has the controller and the ingress; each of the others has room for one replica (the resource ``engine``).
+Every file of Ray lies in the folder that ``RAY_TMPDIR`` names.
 """
 
 import sys

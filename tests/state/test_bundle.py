@@ -1,6 +1,6 @@
 """States in one file: what comes out is what went in, and whatever is not exactly that writes nothing.
 
-EVERWARM_CAMPAIGN=1 tries 20,000 changes.
+EVERWARM_CAMPAIGN=1 tries 100,000 changes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from everwarm.state.object import Header
 from state.crash_writer import FINGERPRINT, Thing, conversation, in_memory, kv, state
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
-N_MUTANTS = 20_000 if CAMPAIGN else 600
+N_MUTANTS = 100_000 if CAMPAIGN else 600
 PLENTY = 1 << 30
 FOLDER = folder_name(FINGERPRINT)
 ABOUT_IT = FolderAbout(fingerprint=FINGERPRINT, model="m.gguf", path="somewhere/m.gguf", seconds_per_token=0.25)

@@ -1,6 +1,6 @@
 """What was acknowledged is there after any crash: a process killed at any moment, and a simulated loss of power.
 
-EVERWARM_CAMPAIGN=1 kills 1,000 times and tries many more losses.
+EVERWARM_CAMPAIGN=1 kills 10,000 times and tries many more losses.
 """
 
 import os
@@ -24,7 +24,7 @@ from state import crash_writer
 from state.crash_writer import Thing, conversation, in_memory, kv, numbered
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
-N_KILLS = 1000 if CAMPAIGN else 15
+N_KILLS = 10_000 if CAMPAIGN else 15
 N_HISTORIES = 40 if CAMPAIGN else 3
 N_LOSSES = 12 if CAMPAIGN else 5  # of power, after every operation
 PLENTY = 1 << 40
