@@ -19,6 +19,7 @@ NAMES = (
     "match",
     "look",
     "store",
+    "objects",
     "swap",
     "pictures",
     "templates",

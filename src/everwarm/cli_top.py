@@ -102,7 +102,7 @@ def _tiers(overview: Json) -> Table:
     held = f"{ram['n_states']} states, {ram['n_segments']} segments"
     table.add_row("ram", *_fill(ram), held)
     if disk is not None:
-        table.add_row("disk", *_fill(disk), f"{disk['n_objects']} objects{', degraded' * disk['degraded']}")
+        table.add_row("disk", *_fill(disk), _disk_said(disk))
     return table
 
 
@@ -194,3 +194,7 @@ def _was_q_pressed(seconds: float) -> bool:
         if ready and sys.stdin.read(1) in ("q", "Q"):
             return True
     return False
+
+
+def _disk_said(disk: dict[str, Any]) -> str:
+    return f"degraded: {disk['reason']}" if disk["degraded"] else f"{disk['n_objects']} objects"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from engine.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text
 from everwarm.engine import archive as archive_module
 from everwarm.engine import core as core_module
+from everwarm.engine import fetch as fetch_module
 from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
@@ -238,6 +241,64 @@ def test_a_directory_that_another_engine_holds_is_left_alone(tmp_path):
         run(core, HISTORY, stable=STABLE)
         put_away(core)
         assert files(tmp_path)
+
+
+def idle_until(core: Core, condition) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        assert core.nap_s is not None, "it would sleep until somebody asks"
+        while core.tidy():
+            pass
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_a_directory_is_taken_as_soon_as_the_other_engine_has_gone_and_the_turn_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive_module, "RETRY_S", (0.02, 0.05))
+    store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
+    with open_core(store=store) as second:
+        with kept_core(tmp_path / "other"):
+            pass
+        assert second.degraded == {}
+    with contextlib.ExitStack() as first:
+        first.enter_context(kept_core(tmp_path))
+        with open_core(store=store) as second:
+            assert "another Everwarm" in second.degraded["disk"] and second.archive.stats()["disk_is_degraded"] == 1
+            run(second, HISTORY, stable=STABLE)
+            while second.tidy():
+                pass
+            assert not files(tmp_path)
+            first.close()
+            idle_until(second, lambda: second.degraded == {} and second.nap_s is None)
+            assert second.archive.stats()["disk_is_degraded"] == 0
+            put_away(second)
+    assert files(tmp_path, "state")
+    with kept_core(tmp_path) as core:
+        assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == STABLE
+
+
+def test_a_disk_that_refused_something_heals_although_nobody_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive_module, "RETRY_S", (0.02, 0.05))
+    with kept_core(tmp_path) as core:
+        core.archive.disk._fail("written", OSError("for a test"))
+        core.archive.after_all(lambda: None)  # whatever comes next
+        assert core.degraded
+        idle_until(core, lambda: core.degraded == {})
+
+
+@pytest.mark.parametrize("most", [256, 0])
+def test_many_states_on_disk_are_searched_away_from_the_steps(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(fetch_module, "MAX_LENGTHS_HERE", most)
+    with kept_core(tmp_path) as core:
+        run(core, HISTORY, stable=STABLE)
+        put_away(core)
+    with kept_core(tmp_path) as core:
+        disk, threads = core.archive.disk, []
+        real = disk.find
+        disk.find = lambda *asked: threads.append(threading.current_thread()) or real(*asked)
+        assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == STABLE
+        assert [thread is threading.main_thread() for thread in threads] == [most == 256]
 
 
 def test_a_small_disk_keeps_within_its_budget_and_what_is_left_is_right(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,35 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path, damage: bytes | None, capl
     with opened(tmp_path) as store:
         assert chain(store, "new") == ["new"]
     assert path.stat().st_mode & 0o777 == 0o600
+    if damage != b"":  # else there was nothing to move aside
+        assert (tmp_path / f"{FILE}.aside-1").read_bytes() == (bytes(data) if damage is None else damage)
+
+
+def test_a_file_of_a_later_version_is_moved_aside_whole(tmp_path: Path):
+    for i in (1, 2):
+        with opened(tmp_path) as store:
+            store.keep("n", kept(f"of-{i}"))
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as later:
+            later.execute("PRAGMA user_version=7")
+        with opened(tmp_path) as store:
+            assert store.get("n", f"of-{i}") is None
+        with contextlib.closing(sqlite3.connect(tmp_path / f"{FILE}.aside-{i}")) as aside:
+            assert aside.execute("SELECT id FROM responses").fetchall() == [(f"of-{i}",)]
+
+
+def test_another_namespace_pushes_nothing_out():
+    for limits in (KeptLimits(1000, 20_000), KeptLimits(8, 1 << 30)):
+        with opened(None, limits) as store:
+            store.keep("a", kept("mine", text="x" * 1000))
+            for i in range(50):
+                store.keep("b", kept(f"b{i}", text="x" * 1000))
+            assert store.get("a", "mine") is not None and store.get("b", "b49") is not None
+            assert store.get("b", "b0") is None, "this test could not fail"
+            n, n_bytes = store.size()
+            assert n <= limits.max_responses and n_bytes <= limits.max_bytes
+            store.keep("a", kept("all", text="x" * 19_000))
+            store.keep("a", kept("more", text="x" * 15_000))
+            assert limits.max_responses == 8 or store.get("a", "all") is None, "who has most gives of its own"
 
 
 def test_a_place_that_cannot_be_written_is_memory(tmp_path: Path):

@@ -145,7 +145,7 @@ def test_a_state_whose_kv_is_cut_otherwise_replaces_one_that_is_not_whole(open_d
 def test_touching_is_remembered(open_disk, monkeypatch):
     disk = open_disk()
     put_all(disk, kv(1), kv(2))
-    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: 5e9))
+    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: 5e9, monotonic=time.monotonic))
     disk.touch([kv(1).name, "nobody"])
     for again in (disk, open_disk()):
         kept = {k.name: k for k in again.objects()}
@@ -333,14 +333,14 @@ def test_no_more_is_evicted_than_the_budget_asks_for(open_disk):
 def test_an_eviction_survives_a_clock_that_went_back_to_1970(open_disk, monkeypatch):
     disk = open_disk(3 * state(1).size)
     put_all(disk, state(1), state(2), state(3))
-    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: 0.0))
+    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic))
     put_all(disk, state(4))
     check(disk)
 
 
 def test_no_more_is_written_in_a_day_than_allowed(open_disk, monkeypatch):
     now = [1e9]
-    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
     disk = open_disk(write_budget=2 * kv(1).size + 1000)
     assert kv(1).put(disk) and kv(2).put(disk)
     assert not kv(3).put(disk)
@@ -898,4 +898,82 @@ def test_many_threads_at_a_time_keep_the_books_right(open_disk):
     for thread in threads:
         thread.join()
     assert errors == []
+    check(disk)
+
+
+# a full file system, a tier that heals, and many objects
+
+
+class Small(Files):
+    """A file system of so many bytes."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def free_bytes(self, path: Path) -> int:
+        return max(0, self.capacity - sum(each.lstat().st_size for each in path.iterdir() if each.name.endswith(".ew")))
+
+    def write(self, path: Path, pieces) -> int:
+        data = [bytes(piece) for piece in pieces]
+        if sum(map(len, data)) > self.free_bytes(path.parent):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(path, data)
+
+
+def test_a_full_file_system_takes_the_new_in_place_of_what_saves_least(open_disk, monkeypatch):
+    monkeypatch.setattr(disk_module, "_FULL_SLACK", 0)
+    size = state(1, 50 * STEP).size
+    disk = open_disk(files=(files := Small(4 * size)))
+    for i in range(12):
+        assert state(i, 50 * STEP).put(disk) and disk.degraded is None
+    assert disk.counts.n_evicted == 8 and state(11, 50 * STEP).is_in(disk)
+    check(disk)
+    files.capacity = 0  # everything is somebody else's now
+    assert not state(20, 50 * STEP).put(disk) and "space" in disk.degraded
+    files.capacity = 4 * size
+    assert state(21, 50 * STEP).put(disk) and disk.degraded is None
+
+
+def test_a_refusal_that_is_not_for_want_of_room_evicts_nothing(open_disk):
+    disk = open_disk(files=(files := Failing()))
+    put_all(disk, *conversation(1))
+    files.fail("append", 1, errno.ENOSPC)  # but the file system says that there is room
+    assert not kv(7).put(disk) and disk.counts.n_evicted == 0 and disk.degraded
+
+
+def test_a_tier_that_refused_something_heals_when_it_is_probed(open_disk):
+    disk = open_disk(files=(files := Failing()))
+    files.fail("sync", 1, errno.EIO)
+    assert not kv(1).put(disk)
+    files.fail("create", 1, errno.EROFS)
+    disk.probe()
+    assert os.strerror(errno.EROFS) in disk.degraded
+    disk.probe()
+    assert disk.degraded is None
+    check(disk)
+
+
+def test_states_are_ranked_without_the_lock_and_seldom(open_disk, monkeypatch):
+    free, n_ranked, real = [], [0], disk_module.ranked
+    disk = open_disk(20 * state(1).size)
+
+    def ranked(*arguments):
+        def try_lock() -> None:
+            free.append(disk._lock.acquire(blocking=False))
+            if free[-1]:
+                disk._lock.release()
+
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+        n_ranked[0] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(disk_module, "ranked", ranked)
+    monkeypatch.setattr(disk_module, "_RANKED_SHARE", 0.5)
+    monkeypatch.setattr(disk_module, "_RANKING_SHARE", 1e-9)  # as if ranking took for ever
+    for i in range(60):
+        put_all(disk, state(i))
+    assert free and all(free), "whoever asks the disk waits for a ranking"
+    assert disk.counts.n_evicted == 40 and n_ranked[0] <= 6
     check(disk)

@@ -11,6 +11,7 @@ import logging
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.archive")
 
+RETRY_S = (1.0, 30.0)  # the first and the longest wait before a degraded disk tier is tried again
 OVERDUE_S = 1.0  # after its end a turn is offered although others run
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
@@ -68,9 +70,14 @@ class Archive:
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._opened = threading.Event()
         self.disk: Disk | None = None
+        self.trouble: str | None = None  # why there is no disk tier although one was asked for
         self.sharer: Sharer | None = None
         self.elsewhere = NOWHERE
         self._signature: Signature | None = None
+        self._retry_at: float | None = None
+        self._retry_wait_s = RETRY_S[0]
+        self._is_healing = False
+        self._has_healed = threading.Event()  # what was offered meanwhile is to be offered again
         self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
         self._thread.start()
         self._opened.wait(OPEN_S)
@@ -79,6 +86,16 @@ class Archive:
     def is_opening(self) -> bool:
         """Not known yet what is on disk, perhaps because a large model's digest takes its time."""
         return not self._opened.is_set()
+
+    @property
+    def is_unsettled(self) -> bool:
+        """There may be something to write soon although nobody asks for anything."""
+        return self.is_opening or self.degraded is not None or self._is_healing or self._has_healed.is_set()
+
+    @property
+    def degraded(self) -> str | None:
+        """Why the disk tier does not do all that was asked of it; None: it does, or none was asked for."""
+        return self.trouble if self.disk is None else self.disk.degraded
 
     def wait_open(self, seconds: float) -> None:
         self._opened.wait(seconds)
@@ -91,7 +108,8 @@ class Archive:
         disk = self.disk
         shared = {} if self.remote is None else self.remote.stats()
         if disk is None:
-            return shared
+            degraded = {} if self._settings is None else {"disk_is_degraded": float(self.degraded is not None)}
+            return shared | degraded
         shown: dict[str, float] = {f"disk_{name}": value for name, value in dataclasses.asdict(disk.counts).items()}
         sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes}
         return {**shared, **shown, **sizes, "disk_is_degraded": disk.degraded is not None}
@@ -102,12 +120,20 @@ class Archive:
         """One piece of idle work: offer a finished turn to the disk. False: there is none, or not yet."""
         if self.is_opening:
             return False
+        self._offer_again(slots)
         for slot in slots:
             if slot.is_idle and slot.is_tidy and not slot.is_archived:
                 slot.is_archived = True
                 self.offer(slot)
                 return True
         return False
+
+    def _offer_again(self, slots: Sequence[Slot]) -> None:
+        """What was offered while the disk tier was degraded may not have been written."""
+        if self._has_healed.is_set():
+            self._has_healed.clear()
+            for slot in slots:
+                slot.is_archived = False
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
         """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
@@ -160,15 +186,18 @@ class Archive:
         if segments is None:
             return None
         root = self._packing.root(node)
-        known = disk.whole_names() | self._on_the_way
-        kv = self._packing.kv(root, segments, known.__contains__)
+
+        def is_known(name: str) -> bool:
+            return name in self._on_the_way or disk.is_whole(name)
+
+        kv = self._packing.kv(root, segments, is_known)
         if kv is None:
             return None
         n_waiting = self._n_sent - self._n_done
         if n_waiting > MAX_QUEUED:
             return log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting / _MIB)
         for job in (*kv.jobs, self._packing.state_job(root, node, kv)):
-            if name_of(job.header) not in known:
+            if not is_known(name_of(job.header)):
                 self._on_the_way.add(name_of(job.header))
                 self._n_sent += job.size
                 self._jobs.put(job)
@@ -226,22 +255,62 @@ class Archive:
             self.disk.close()
 
     def _run(self, fingerprint: Callable[[], str]) -> None:
-        for what, opens in (("on disk", self._open), ("in the remote store", self._open_remote)):
-            try:
-                self.fingerprint = self.fingerprint or fingerprint()
-                opens(self.fingerprint)
-            except (OSError, EverwarmError) as error:
-                log.warning("nothing is kept %s: %s", what, error)
-            except Exception:
-                log.exception("nothing is kept %s", what)
+        self.trouble = self._try("on disk", self._open, fingerprint)
+        self._try("in the remote store", self._open_remote, fingerprint)
         self._opened.set()
-        while (job := self._jobs.get()) is not None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._retry_in_s())
+            except queue.Empty:
+                self._heal(fingerprint)
+                continue
+            if job is None:
+                return
+            if self._retry_in_s() == 0.0:  # somebody who always has something to write waits for nothing
+                self._heal(fingerprint)
             if self._signature is not None:
                 self._signature.renew()
             if callable(job):
                 job()
             elif self.disk is not None:
                 self._put(self.disk, job)
+
+    def _try(self, what: str, opens: Callable[[str], None], fingerprint: Callable[[], str]) -> str | None:
+        """Why it cannot be opened; None: it is. Said once for as long as the reason is the same."""
+        try:
+            self.fingerprint = self.fingerprint or fingerprint()
+            opens(self.fingerprint)
+            return None
+        except (OSError, EverwarmError) as error:
+            if str(error) != self.trouble:
+                log.warning("nothing is kept %s: %s", what, error)
+            return str(error)
+        except Exception as error:
+            if str(error) != self.trouble:
+                log.exception("nothing is kept %s", what)
+            return str(error)
+
+    def _retry_in_s(self) -> float | None:
+        """None: all is well."""
+        if self.degraded is None:
+            self._retry_at, self._retry_wait_s = None, RETRY_S[0]
+            return None
+        if self._retry_at is None:
+            self._retry_at = time.monotonic() + self._retry_wait_s
+        return max(0.0, self._retry_at - time.monotonic())
+
+    def _heal(self, fingerprint: Callable[[], str]) -> None:
+        """Another server may have gone, a file system may be writable again."""
+        self._is_healing = True
+        if self.disk is None:
+            self.trouble = self._try("on disk", self._open, fingerprint)
+        else:
+            self.disk.probe()
+        self._retry_at, self._retry_wait_s = None, min(2 * self._retry_wait_s, RETRY_S[1])
+        if self.degraded is None:
+            log.info("the disk tier is in order again")
+            self._has_healed.set()
+        self._is_healing = False
 
     def _put(self, disk: Disk, job: Job) -> None:
         try:

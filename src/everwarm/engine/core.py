@@ -137,6 +137,12 @@ class Core:
         return events
 
     @property
+    def degraded(self) -> dict[str, str]:
+        """Tiers that do not do all that was asked of them, and why."""
+        reason = None if self.archive is None else self.archive.degraded
+        return {} if reason is None else {"disk": reason}
+
+    @property
     def has_work(self) -> bool:
         return bool(self.queue) or any(not slot.is_idle for slot in self.slots)
 
@@ -158,7 +164,7 @@ class Core:
     @property
     def nap_s(self) -> float | None:
         """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""
-        return NAP_S if self.archive is not None and self.archive.is_opening else None
+        return NAP_S if self.archive is not None and self.archive.is_unsettled else None
 
     # the step
 

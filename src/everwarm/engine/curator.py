@@ -110,8 +110,7 @@ class Curator:
             disk = archive.disk
             assert disk is not None and kept is not None
             disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
-            sizes = {each.name: each.size for each in disk.objects()}
-            n_bytes = sum(sizes.get(name, 0) for name in (kept.name, *kept.needs))
+            n_bytes = disk.size_of([kept.name, *kept.needs])
             is_pinned = point_of(kept.key, kept.n_items) in disk.pins.marked
             return {"id": order.node, "pinned": is_pinned, "bytes": n_bytes}
 

@@ -39,7 +39,8 @@ FIRST_READ_RATE = 500e6  # bytes per second, until measured
 FIRST_REMOTE_RATE = 100e6
 PATIENCE_S = 60.0  # for an answer of the remote store that is wanted whatever it takes
 N_READERS = 4
-N_FETCHERS = 2  # prompts at once that are brought back; each keeps the readers busy
+N_FETCHERS = 4  # prompts at once that are looked up or brought back; two keep the readers busy
+MAX_LENGTHS_HERE = 256  # digests of a prompt that the loop's thread computes itself to find it on disk
 _RATE_MEMORY = 0.7
 _MIB = 1 << 20
 
@@ -109,6 +110,11 @@ class Wish:
         return n_of(self.kept, head.chunks or ()) if self.exact else self.n_kv
 
 
+def _n_here(wish: Wish, found: Kept | Brought) -> int:
+    """Items that can be gone on from without the remote store."""
+    return found.n_items if isinstance(found, Kept) else wish.n_have
+
+
 class Store(Protocol):
     """Where objects are read from."""
 
@@ -149,14 +155,27 @@ class Fetcher:
             known = (min(node.n_items, match.n_shared) for node in match.path)  # the last may agree only in part
             kept = tuple(Stretch(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True))
             wish = replace(wish, n_kv=n_have, exact=True, kept=kept)
-        found = self._on_disk(wish)
-        n_here = found.n_items if isinstance(found, Kept) else n_have
-        remote = self._archive.remote
-        if remote is not None and self._may_help(remote, len(prompt) - 1 - n_here):
-            return Fetch(0, prompt, namespace, self._fetchers.submit(self._from_afar, remote, wish, found, n_here))
-        if isinstance(found, Brought):
+        disk = self._archive.disk
+        are_many = disk is not None and disk.n_lengths() > MAX_LENGTHS_HERE
+        found = None if are_many else self._on_disk(wish)
+        if isinstance(found, Brought) and self._remote_for(wish, found) is None:
             return found
-        return Fetch(found.n_items, prompt, namespace, self._fetchers.submit(self._from_disk, found, wish))
+        n_known = found.n_items if isinstance(found, Kept) else 0
+        return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, wish, found))
+
+    def _bring(self, wish: Wish, found: Kept | Brought | None) -> Loaded | Brought:
+        """``None``: what is on disk is still to be found; among many states that takes its time."""
+        found = self._on_disk(wish) if found is None else found
+        remote = self._remote_for(wish, found)
+        if remote is not None:
+            return self._from_afar(remote, wish, found)
+        return self._from_disk(found, wish) if isinstance(found, Kept) else found
+
+    def _remote_for(self, wish: Wish, found: Kept | Brought) -> Remote | None:
+        """The remote store, if asking it can pay beside what is here."""
+        remote = self._archive.remote
+        may_help = remote is not None and self._may_help(remote, len(wish.prompt) - 1 - _n_here(wish, found))
+        return remote if may_help else None
 
     def _on_disk(self, wish: Wish) -> Kept | Brought:
         """The deepest point on disk that is worth it, or what there is instead."""
@@ -169,8 +188,7 @@ class Fetcher:
             is_more_new = len(wish.prompt) - max(wish.n_have, wish.n_shared) > GUARD
             elsewhere = self._archive.elsewhere
             return Brought(n_elsewhere=elsewhere.n_known(wish.namespace, wish.prompt) if is_more_new else 0)
-        sizes = {other.name: other.size for other in disk.objects()}
-        n_bytes = kept.size + sum(sizes.get(name, 0) for name in kept.needs)
+        n_bytes = disk.size_of([kept.name, *kept.needs])
         if not self._is_worth_it(n_bytes, kept.n_items - wish.n_have, self._read_rate):
             return Brought(n_passed=kept.n_items)
         return kept
@@ -207,8 +225,8 @@ class Fetcher:
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
             return
         self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
-        if self._archive.disk is not None:
-            self._archive.disk.touch(loaded.names)
+        if (disk := self._archive.disk) is not None:
+            self._archive.after_all(partial(disk.touch, loaded.names))
         self.n_brought += 1
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
@@ -225,10 +243,10 @@ class Fetcher:
         pays = self._policy == "always" or n_new * self._keeper.seconds_per_token > 2 * remote.answer_s
         return n_new > GUARD and pays and not remote.breaker.is_open
 
-    def _from_afar(self, remote: Remote, wish: Wish, found: Kept | Brought, n_here: int) -> Loaded | Brought:
+    def _from_afar(self, remote: Remote, wish: Wish, found: Kept | Brought) -> Loaded | Brought:
         """From the remote store if that has more than there is here; else what is here."""
         root = root_key(self._archive.fingerprint, wish.namespace)
-        post = remote.find(root, wish.prompt, wish.ends, least=n_here + GUARD)
+        post = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
         if post is None:
             return self._from_disk(found, wish) if isinstance(found, Kept) else found
         n_saved = post.n_items - wish.n_have

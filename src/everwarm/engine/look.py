@@ -76,9 +76,11 @@ def summary(core: Core) -> dict[str, Any]:
 
 
 def _disk(core: Core) -> dict[str, Any] | None:
-    disk = None if core.archive is None else core.archive.disk
-    if disk is None:
-        return None
+    """None: no disk tier was asked for. One that cannot be used is there, degraded and empty."""
+    archive = core.archive
+    disk = None if archive is None else archive.disk
+    if archive is None or disk is None:
+        return None if archive is None or archive.degraded is None else _NO_DISK | {"reason": archive.degraded}
     return {
         "bytes": disk.n_bytes,
         "budget_bytes": disk.budget_bytes,
@@ -87,7 +89,19 @@ def _disk(core: Core) -> dict[str, Any] | None:
         "write_budget_bytes": disk.write_budget or None,
         "written_today_bytes": disk.n_written_today if disk.write_budget else None,
         "degraded": disk.degraded is not None,
+        "reason": disk.degraded,
     }
+
+
+_NO_DISK = {
+    "bytes": 0,
+    "budget_bytes": 0,
+    "n_objects": 0,
+    "written_bytes": 0,
+    "write_budget_bytes": None,
+    "written_today_bytes": None,
+    "degraded": True,
+}
 
 
 def evictions(core: Core) -> dict[str, int]:

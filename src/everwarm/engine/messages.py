@@ -232,6 +232,7 @@ class Beat(Message, frozen=True, tag=True):
     n_running: int
     n_queued: int
     version: int = 0  # of the tree
+    degraded: dict[str, str] = {}  # tiers, and why each does not do all that was asked of it
 
 
 class Begun(Message, frozen=True, tag=True):

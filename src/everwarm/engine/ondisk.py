@@ -22,7 +22,6 @@ from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.object import Damaged, Header
 from everwarm.state.pins import Pin
-from everwarm.state.room import is_whole
 from everwarm.state.tree import Node
 
 SHORT_NAMESPACE = 12
@@ -197,7 +196,11 @@ class OnDisk:
 
 def _files(disk: Disk) -> Files:
     version, kept = disk.version, {each.name: each for each in disk.objects()}
-    states = [each for each in politely(kept.values(), LONG_BREATH) if each.kind == "state" and is_whole(each, kept)]
+    states = [
+        each
+        for each in politely(kept.values(), LONG_BREATH)
+        if each.kind == "state" and all(n in kept for n in each.needs)
+    ]
     sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
     return Files(version, frozenset(kept), states, sizes, disk.pins.marked)
 

@@ -111,7 +111,7 @@ class Pulse:
         core, loop = self._watched
         running = [request for slot in core.slots if (request := slot.request) is not None]
         n_running = sum(not request.ask.ahead for request in running)
-        return m.Beat(loop.step_age_s(), n_running, len(core.queue), version_of(core))
+        return m.Beat(loop.step_age_s(), n_running, len(core.queue), version_of(core), core.degraded)
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
 """Responses that can be gone on from: SQLite, in a file where the server keeps states, otherwise in memory.
 
 Each row is what one response added (its own input and its output) and the name of the one before: a conversation is stored
-once, however long it gets. A row is there whole or not at all, after any crash. What was used least recently goes first
-when there are too many. Everything belongs to a namespace; no other one can see it. Knows rows; knows no HTTP.
+once, however long it gets. A row is there whole or not at all, after any crash. When there are too many, the namespace that
+has most gives up what it used least recently. Everything belongs to a namespace; no other one can see it, nor push it out
+while it has more itself. Knows rows; knows no HTTP.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sqlite3
@@ -158,16 +160,9 @@ class KeptResponses:
             return _size(database)
 
     def _evict(self, database: sqlite3.Connection, newest: str) -> None:
-        """The least recently used first; of one conversation the later ones first, so that what stays is whole."""
         n, n_bytes = _size(database)
-        rows = database.execute("SELECT id, n_bytes FROM responses WHERE id != ? ORDER BY used, rowid DESC", (newest,))
-        gone = []
-        for id, size in rows:
-            if n <= self._limits.max_responses and n_bytes <= self._limits.max_bytes:
-                break
-            n, n_bytes = n - 1, n_bytes - size
-            gone.append(id)
-        _drop(database, gone)
+        if n > self._limits.max_responses or n_bytes > self._limits.max_bytes:
+            _drop(database, victims(_shares(database, newest), self._limits))
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -183,6 +178,39 @@ class KeptResponses:
                     database.execute("ROLLBACK")
                 raise
             database.execute("COMMIT")
+
+
+@dataclass(slots=True)
+class Share:
+    """What one namespace keeps. ``rows``: ids with their sizes, the next to go first."""
+
+    n: int
+    n_bytes: int
+    rows: Iterator[tuple[str, int]]
+
+
+def victims(shares: list[Share], limits: KeptLimits) -> list[str]:
+    """Of whoever has most, the least recently used first, until there are few enough."""
+    n, n_bytes = sum(share.n for share in shares), sum(share.n_bytes for share in shares)
+    gone = []
+    while shares and (n > limits.max_responses or n_bytes > limits.max_bytes):
+        is_by_bytes = n_bytes > limits.max_bytes
+        largest = max(shares, key=lambda share: share.n_bytes if is_by_bytes else share.n)
+        row = next(largest.rows, None)
+        if row is None:
+            shares = [share for share in shares if share is not largest]
+            continue
+        gone.append(row[0])
+        largest.n, largest.n_bytes = largest.n - 1, largest.n_bytes - row[1]
+        n, n_bytes = n - 1, n_bytes - row[1]
+    return gone
+
+
+def _shares(database: sqlite3.Connection, newest: str) -> list[Share]:
+    """All but the newest may go; of one conversation the later ones first, so that what stays is whole."""
+    rows = "SELECT id, n_bytes FROM responses WHERE namespace = ? AND id != ? ORDER BY used, rowid DESC"
+    sums = database.execute("SELECT namespace, COUNT(*), SUM(n_bytes) FROM responses GROUP BY namespace").fetchall()
+    return [Share(n, n_bytes, database.execute(rows, (namespace, newest))) for namespace, n, n_bytes in sums]
 
 
 def _next_use(database: sqlite3.Connection) -> int:
@@ -227,7 +255,8 @@ def _touch(database: sqlite3.Connection, ids: list[str], used: int) -> None:
 
 
 def _open(path: Path | None) -> sqlite3.Connection:
-    """Made anew if it is damaged, and in memory if that fails: then it merely does not outlive the server."""
+    """A file that is damaged or of another version is moved aside and begun anew. What fails is kept in memory: it merely
+    does not outlive the server."""
     if path is not None:
         for _ in range(2):
             try:
@@ -236,11 +265,24 @@ def _open(path: Path | None) -> sqlite3.Connection:
                 log.warning("responses are kept in memory: %s", error)
                 break
             except sqlite3.DatabaseError as error:
-                log.warning("kept responses cannot be used and are begun anew: %s", error)
-                for suffix in ("", "-wal", "-shm"):
-                    with contextlib.suppress(OSError):
-                        path.with_name(path.name + suffix).unlink(missing_ok=True)
+                log.warning("kept responses cannot be used: %s", error)
+                if not _move_aside(path):
+                    break
     return _prepared(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
+
+
+def _move_aside(path: Path) -> bool:
+    """Whoever wrote it may want it back: a later version, or somebody who can mend it."""
+    aside = next(p for i in itertools.count(1) if not (p := path.with_name(f"{path.name}.aside-{i}")).exists())
+    try:
+        for suffix in ("-wal", "-shm", ""):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(f"{path}{suffix}", f"{aside}{suffix}")
+    except OSError as error:
+        log.warning("%s cannot be moved aside, responses are kept in memory: %s", path, error)
+        return False
+    log.warning("%s was moved to %s, and responses are kept anew", path, aside)
+    return True
 
 
 def _connect(path: Path) -> sqlite3.Connection:

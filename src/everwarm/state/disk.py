@@ -24,20 +24,35 @@ from pathlib import Path
 from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.files import TEMPORARY, Files
+from everwarm.state.forest import point_of
 from everwarm.state.index import INDEX, Index, Kept
 from everwarm.state.lineage import keys
 from everwarm.state.object import SUFFIX, Damaged, Header, Part, Reader, Unreadable, encode, file_size, name_of
+from everwarm.state.object_table import ObjectTable
 from everwarm.state.pins import PINS, Pin, Pins
-from everwarm.state.room import Limits, victim
+from everwarm.state.room import Crowd, Limits, crowd, ranked
 
 log = logging.getLogger("everwarm.disk")
 
 _DAY_S = 86_400.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_SLACK = 1 << 20  # what a file system and the index need beside an object
+_RANKED_SHARE = 0.02  # of the bytes on disk: so much is ranked for eviction at once
+_RANKING_SHARE = 0.02  # of the time may go into that
 
 
 class DirectoryTaken(EverwarmError):
     """Another process has this model's directory."""
+
+
+@dataclass(slots=True)
+class _Ranking:
+    """The states that save least and are not pinned, the next to go last; good until ``until``."""
+
+    among: Crowd
+    states: list[Kept]
+    until: float
 
 
 @dataclass(slots=True)
@@ -72,8 +87,8 @@ class Disk:
         self._failed_to = ""
         self._fresh: set[str] = set()
         self._stuck: dict[str, int] = {}  # files that could not be removed
-        self._kept: dict[str, Kept] = {}
-        self._states: dict[str, str] = {}  # names of states by key
+        self._objects = ObjectTable()
+        self._ranking: _Ranking | None = None
         self.n_bytes = 0
         self.version = 0  # another one: something came or went
         make_folder(directory, self._files)
@@ -99,12 +114,17 @@ class Disk:
 
     def names(self) -> frozenset[str]:
         with self._lock:
-            return frozenset(self._kept)
+            return frozenset(self._objects)
 
-    def whole_names(self) -> frozenset[str]:
-        """Everything that need not be written again."""
+    def is_whole(self, name: str) -> bool:
+        """It need not be written again."""
         with self._lock:
-            return frozenset(name for name in self._kept if self._is_whole(name))
+            return self._objects.is_whole(name)
+
+    def size_of(self, names: Sequence[str]) -> int:
+        """Bytes of those that are here."""
+        with self._lock:
+            return self._objects.n_bytes(names)
 
     @property
     def n_written_today(self) -> int:
@@ -114,18 +134,21 @@ class Disk:
 
     def objects(self) -> list[Kept]:
         with self._lock:
-            return list(self._kept.values())
+            return list(self._objects.values())
+
+    def n_lengths(self) -> int:
+        """How many digests of a prompt ``find`` may have to compute."""
+        with self._lock:
+            return self._objects.n_lengths
 
     def find(self, root: str, prompt: Prompt, most: int) -> Kept | None:
         """The deepest whole state that these items begin with, of at most so many of them."""
         with self._lock:
-            lengths = {kept.n_items for kept in self._kept.values() if kept.kind == "state" and kept.n_items <= most}
-            named = keys(root, prompt, lengths)
-            for n_items in sorted(named, reverse=True):
-                name = self._states.get(named[n_items])
-                if name is not None and self._is_whole(name):
-                    return self._kept[name]
-        return None
+            lengths = self._objects.lengths(most)
+        named = keys(root, prompt, lengths)
+        with self._lock:
+            found = (self._objects.state(named[n_items]) for n_items in sorted(named, reverse=True))
+            return next((kept for kept in found if kept is not None), None)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Reader]:
@@ -181,14 +204,14 @@ class Disk:
         """Durable when this returns True. False: not kept, and nothing is lost but time."""
         name = name_of(header)
         with self._writing:
-            if self._is_whole(name):
+            if self.is_whole(name):
                 return True
             try:
                 size = file_size(header, parts)
-                if not self._may_keep(size, header.needs) or not self._may_write(size):
+                if size + self.size_of(header.needs) > self.budget_bytes or not self._may_write(size):
                     return False
                 self._forget(name)
-                self._files.write(self.directory / name, encode(header, parts))
+                self._write(header, parts, size)
             except (OSError, ValueError) as error:
                 self._fail("written", error)
                 return False
@@ -200,34 +223,56 @@ class Disk:
                 self.counts.n_written += 1
                 self.counts.n_bytes_written += size
                 self._note_written(size)
-                self._make_room(kept)
+            self._make_room(kept)
         return True
 
-    def _is_whole(self, name: str) -> bool:
-        with self._lock:
-            kept = self._kept.get(name)
-            return kept is not None and all(need in self._kept for need in kept.needs)
+    def _write(self, header: Header, parts: Mapping[str, Part], size: int) -> None:
+        """A full file system takes it after all if something that saves less can go."""
+        path = self.directory / name_of(header)
+        try:
+            self._files.write(path, encode(header, parts))
+        except OSError as error:
+            spare = frozenset(header.needs) | self._fresh
+            n_missing = self._n_missing(size, error)
+            if n_missing <= 0 or not self._evict(spare, max(0, self.n_bytes - n_missing)):
+                raise
+            self._files.write(path, encode(header, parts))
 
-    def _may_keep(self, size: int, needs: Sequence[str]) -> bool:
-        with self._lock:
-            return size + sum(self._kept[n].size for n in set(needs) if n in self._kept) <= self.budget_bytes
+    def _n_missing(self, size: int, error: OSError) -> int:
+        """How many bytes must go so that a file of this size can be written; 0: that was not the trouble."""
+        if error.errno not in _FULL:
+            return 0
+        quota = error.errno == errno.EDQUOT  # nobody says how much of it is left
+        return size + _FULL_SLACK - (0 if quota else self._files.free_bytes(self.directory))
+
+    def probe(self) -> None:
+        """A tier that refused something is tried with a small file, so that it heals although nobody writes."""
+        with self._writing:
+            path = self.directory / f"{TEMPORARY}probe"
+            try:
+                self._files.write(path, [b"probe"])
+                self._files.unlink(path)
+            except OSError as error:
+                self._fail("written", error)
+            else:
+                self.degraded = None
 
     def _make_room(self, new: Kept) -> None:
         """KV written since the last state belongs to a state still to come."""
         spare = {new.name, *new.needs}
         self._fresh = {new.name} | self._fresh if new.kind == "kv" else set()
-        if sum(self._kept[n].size for n in spare | self._fresh if n in self._kept) > self.budget_bytes:
+        if self.size_of([*spare, *self._fresh]) > self.budget_bytes:
             self._fresh = set()
-        self._evict(spare=frozenset(spare | self._fresh))
+        self._evict(frozenset(spare | self._fresh), self.budget_bytes)
 
     def touch(self, names: Sequence[str]) -> None:
         """Somebody used these."""
         with self._lock:
             for name in names:
-                kept = self._kept.get(name)
+                kept = self._objects.get(name)
                 if kept is not None:
-                    self._kept[name] = replace(kept, used_at=time.time(), hits=kept.hits + 1)
-                    self._store(self._kept[name])
+                    self._objects.update(replace(kept, used_at=time.time(), hits=kept.hits + 1))
+                    self._store(self._objects[name])
 
     def pin(self, pin: Pin) -> None:
         """States at these points go last. Durable when this returns, unless the tier is degraded."""
@@ -238,6 +283,7 @@ class Disk:
 
     def _change_pins(self, change: Callable[[], bool]) -> None:
         with self._writing:
+            self._ranking = None
             try:
                 self.version += change()
             except OSError as error:
@@ -259,16 +305,16 @@ class Disk:
     def scan(self) -> None:
         """Make the index say what the files say."""
         with self._writing, self._lock:
-            self._kept, self._states, self._stuck, self.n_bytes = {}, {}, {}, 0
+            self._objects, self._ranking, self._stuck, self.n_bytes = ObjectTable(), None, {}, 0
             uses = self._uses()
             for path in sorted(self.directory.iterdir()):
                 if path.name.startswith(TEMPORARY):
                     self.drop(path.name)
                 elif path.name.endswith(SUFFIX):
                     self._admit(path, *uses.get(path.name, (time.time(), 0)))
-            for name in uses.keys() - self._kept.keys():
+            for name in uses.keys() - self._objects.keys():
                 self._delete_row(name)
-            self._evict(spare=frozenset())
+            self._evict(frozenset(), self.budget_bytes)
 
     def _admit(self, path: Path, used_at: float, hits: int) -> None:
         try:
@@ -298,36 +344,72 @@ class Disk:
             self._written_today = since, written = time.time(), 0
         return written + size <= self.write_budget
 
-    def _evict(self, spare: frozenset[str]) -> None:
-        """Within the budget again."""
-        limits = Limits(self.budget_bytes, self._space_share)
-        marked = self.pins.marked
-        while (name := victim(self._kept, self.n_bytes, limits, spare, marked, time.time())) is not None:
+    def _evict(self, spare: frozenset[str], most: int) -> bool:
+        """Drop what saves least until at most so many bytes are left. Whether anything went."""
+        before = self.counts.n_evicted
+        while (among := self._crowd(most)) is not None and (name := self._next_victim(among, spare)) is not None:
             self.counts.n_evicted += 1
             self.drop(name)
+        return self.counts.n_evicted > before
+
+    def _crowd(self, most: int) -> Crowd | None:
+        with self._lock:
+            limits = Limits(self.budget_bytes, self._space_share)
+            return crowd(self._objects.space_bytes, self.n_bytes, limits, most)
+
+    def _next_victim(self, among: Crowd, spare: frozenset[str]) -> str | None:
+        """KV that no state needs goes first, then the states that save least."""
+        with self._lock:
+            stranded = self._objects.stranded(spare, among.space)
+        if stranded is not None:
+            return stranded
+        ranking = self._ranking
+        if ranking is not None and ranking.among == among and time.monotonic() < ranking.until:
+            found = self._pop(ranking.states, spare)
+            if found is not None:
+                return found
+        return self._rank(among, spare, _RANKED_SHARE) or self._rank(among, spare, 1.0)
+
+    def _rank(self, among: Crowd, spare: frozenset[str], share: float) -> str | None:
+        """The state that saves least. That looks at every state, so not with the lock held, and not again at once."""
+        began, marked = time.monotonic(), self.pins.marked
+        states = ranked(self.objects(), among, marked, time.time(), share)[::-1]
+        found = self._pop(states, spare)
+        rest = [state for state in states if point_of(state.key, state.n_items) not in marked]
+        ended = time.monotonic()
+        self._ranking = _Ranking(among, rest, ended + (ended - began) / _RANKING_SHARE)
+        return found
+
+    def _pop(self, states: list[Kept], spare: frozenset[str]) -> str | None:
+        """What was used since it was ranked is no victim; what is spared now may be one later."""
+        spared, found = [], None
+        while states and found is None:
+            state = states.pop()
+            if state.name in spare:
+                spared.append(state)
+            elif self._objects.get(state.name) is state:
+                found = state.name
+        states += spared[::-1]
+        return found
 
     # the index
 
     def _remember(self, kept: Kept) -> None:
-        before = self._kept.get(kept.name)
+        before = self._objects.get(kept.name)
         self.n_bytes += kept.size - (before.size if before else 0) - self._stuck.pop(kept.name, 0)
-        self._kept[kept.name] = kept
+        self._objects.add(kept)
         self.version += 1
-        if kept.kind == "state":
-            self._states[kept.key] = kept.name
 
     def _forget(self, name: str) -> int:
         """Its size."""
         with self._lock:
             stuck = self._stuck.pop(name, 0)
             self.n_bytes -= stuck
-            kept = self._kept.pop(name, None)
+            kept = self._objects.remove(name)
             if kept is None:
                 return stuck
             self.n_bytes -= kept.size
             self.version += 1
-            if self._states.get(kept.key) == name:
-                del self._states[kept.key]
             self._delete_row(name)
             return kept.size
 

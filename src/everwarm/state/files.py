@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -68,3 +69,6 @@ class Files:
             os.close(fd)
             raise OSError(errno.EINVAL, "not a file")
         return fd
+
+    def free_bytes(self, path: Path) -> int:
+        return shutil.disk_usage(path).free

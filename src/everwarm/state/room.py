@@ -1,9 +1,8 @@
-"""What goes when the disk tier is over its budget: values in, a name out. No clock, no files."""
+"""What goes when the disk tier is over its budget: values in, names out. No clock, no files."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from everwarm.state import policy
@@ -17,47 +16,29 @@ class Limits:
     space_share: float  # of the budget, for each space at most
 
 
-def victim(
-    kept: Mapping[str, Kept], n_bytes: int, limits: Limits, spare: frozenset[str], marked: frozenset[Point], now: float
-) -> str | None:
-    """What goes next; None: there is room, or nothing that may go. KV that no state needs goes first, then the states that
-    save least, those at marked points last. A space that has more than its share gives of its own."""
-    crowd = _too_much(kept, n_bytes, limits)
-    if crowd is None:
-        return None
-    return _stranded(kept, spare, crowd) or _least(spare, crowd, marked, now)
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Among whom something must go: the objects of one space, or all."""
+
+    space: str | None
 
 
-def _too_much(kept: Mapping[str, Kept], n_bytes: int, limits: Limits) -> list[Kept] | None:
-    """Those among which something must go; None: there is room for all."""
+def crowd(space_bytes: Mapping[str, int], n_bytes: int, limits: Limits, most: int) -> Crowd | None:
+    """None: at most ``most`` bytes are taken, and no space has more than its share. One that has gives of its own."""
     if limits.space_share < 1.0:
-        sizes: Counter[str] = Counter()
-        for each in kept.values():
-            sizes[each.space] += each.size
-        space, size = max(sizes.items(), key=lambda pair: pair[1], default=("", 0))
+        space, size = max(space_bytes.items(), key=lambda pair: pair[1], default=("", 0))
         if size > limits.space_share * limits.budget_bytes:
-            return [each for each in kept.values() if each.space == space]
-    return list(kept.values()) if n_bytes > limits.budget_bytes else None
+            return Crowd(space)
+    return Crowd(None) if n_bytes > most else None
 
 
-def _stranded(kept: Mapping[str, Kept], spare: frozenset[str], crowd: list[Kept]) -> str | None:
-    needed = {need for each in kept.values() for need in each.needs}
-    lost = (
-        each.name
-        for each in crowd
-        if each.name not in spare and (each.name not in needed if each.kind == "kv" else not is_whole(each, kept))
-    )
-    return next(lost, None)
-
-
-def is_whole(each: Kept, kept: Mapping[str, Kept]) -> bool:
-    return all(need in kept for need in each.needs)
-
-
-def _least(spare: frozenset[str], crowd: list[Kept], marked: frozenset[Point], now: float) -> str | None:
-    states = [each for each in crowd if each.kind == "state" and each.name not in spare]
-    entries = (_entry(i, each, marked, now) for i, each in enumerate(states))
-    return next((states[i].name for i in policy.victims(entries, 1)), None)
+def ranked(kept: Iterable[Kept], among: Crowd, marked: frozenset[Point], now: float, share: float) -> list[Kept]:
+    """The states that go first, in their order, with so large a share of the bytes: those that save least, and those at
+    marked points after all others."""
+    states = [each for each in kept if each.kind == "state" and among.space in (None, each.space)]
+    entries = [_entry(i, each, marked, now) for i, each in enumerate(states)]
+    n_bytes = sum(entry.size_bytes for entry in entries)
+    return [states[i] for i in policy.victims(entries, 1 + int(share * n_bytes))]
 
 
 def _entry(i: int, kept: Kept, marked: frozenset[Point], now: float) -> policy.Entry:

@@ -95,7 +95,7 @@ function tierMeters(tiers, engine) {
     meter("device", `${count(device.n_states)} parked`, cells, device.n_cells / (engine.n_ctx || 1)),
     meter("ram", `${count(ram.n_states)} states, ${count(ram.n_segments)} segments`, `${bytes(ram.bytes)} of ${bytes(ram.budget_bytes)}`, ram.bytes / ram.budget_bytes),
   ];
-  if (disk) made.push(meter("disk", `${count(disk.n_objects)} objects${disk.degraded ? " · degraded" : ""}`, `${bytes(disk.bytes)} of ${bytes(disk.budget_bytes)}`, disk.bytes / disk.budget_bytes));
+  if (disk) made.push(meter("disk", `${count(disk.n_objects)} objects${disk.degraded ? ` · degraded: ${disk.reason}` : ""}`, `${bytes(disk.bytes)} of ${bytes(disk.budget_bytes)}`, disk.bytes / (disk.budget_bytes || 1)));
   return made;
 }
 
