@@ -28,7 +28,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
-    with serving("--slot-save-path", str(directory)) as server:
+    with serving("--slot-save-path", str(directory), "--trust-slot-files") as server:
         yield server
 
 
