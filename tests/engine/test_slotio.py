@@ -115,7 +115,7 @@ def test_a_state_that_is_verified_when_it_is_needed_is_never_used_damaged(tmp_pa
         assert result.n_cached == (MIDDLE if is_damaged else STABLE)
         check(core)
     if is_damaged:
-        with pytest.raises(Damaged, match="companion a.bin.checkpoints is damaged"):
+        with pytest.raises(Damaged, match=r"companion a\.bin\.checkpoints is damaged"):
             slotio.read(path, CLAIM, 4096)  # without an arena everything is verified at once
     else:
         assert slotio.read(path, CLAIM, 4096)[0].points
