@@ -7,7 +7,7 @@ leave RAM, whoever comes to write things down later.
 
 from __future__ import annotations
 
-_UNVERIFIED = "/unverified/"  # in no namespace of a client: those are hexadecimal
+_UNVERIFIED = "\0unverified\0"  # in no name that a client could have
 
 
 def unverified(namespace: str, digest: str) -> str:
