@@ -121,6 +121,13 @@ class ServeOptions:
     slot_save_path: Annotated[
         str | None, Parameter(group=_MEMORY, help="directory for files of POST /slots/N?action=save and restore")
     ] = None
+    trust_slot_files: Annotated[
+        bool,
+        Parameter(
+            group=_MEMORY,
+            help="restore files of llama-server, which say neither model nor build; nothing that stems from one is kept",
+        ),
+    ] = False
     restore_policy: Annotated[
         RestorePolicy, Parameter(group=_MEMORY, help="auto: read again where that is faster than loading from disk")
     ] = "auto"
@@ -235,6 +242,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,
+            trust_slot_files=self.trust_slot_files,
             tool_format=self.tool_format,
             thinking_tags=self.thinking_tags,
             otel_endpoint=self.otel_endpoint,

@@ -32,6 +32,7 @@ from everwarm.llama.batch import Feed
 from everwarm.state.about import read_about, write_about
 from everwarm.state.inventory import folders, read_folder
 from everwarm.state.object import Header, Reader, encode, name_of
+from everwarm.state.slotfile import Claim
 from models import tiny_model
 from state.crash_writer import in_memory
 
@@ -242,7 +243,7 @@ def test_show_takes_the_path_of_a_slots_companion(tmp_path, here):
     with open_core() as core:
         run(core, HISTORY, stable=STABLE)
         slot = next(slot for slot in core.slots if slot.n_fed)
-        slotio.write(main, slotio.capture(core, slot, ""), "fingerprint")
+        slotio.write(main, slotio.capture(core, slot, ""), Claim("fingerprint", ""))
     done = here("show", f"{main}.checkpoints", "--json")
     facts = json.loads(done.stdout)
     assert done.returncode == 0 and facts["kind"] == "slot" and facts["is_whole"]

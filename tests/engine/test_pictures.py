@@ -21,6 +21,7 @@ from everwarm.errors import BadRequest, PixelsMissing
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.arena import memory_file
 from everwarm.state.object import Damaged
+from everwarm.state.slotfile import Claim
 from models import tiny_vision
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -269,15 +270,15 @@ def test_text_and_pictures_take_turns_on_one_slot_without_end():
 @pytest.mark.parametrize("parts", [[A, CAT, B], [CAT, A], [A, CAT, B, DOG, C]], ids=["one", "first", "two"])
 @pytest.mark.parametrize("arch", SEEING)
 def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
-    new, path = text(9, 20), tmp_path / "a.bin"
+    new, path, claim = text(9, 20), tmp_path / "a.bin", Claim("me", "", trusts_origin=True)
     with seeing_core(arch, n_slots=1) as core:
         look(core, parts, slot=0)
         saved = slotio.capture(core, core.slots[0], "")
-        slotio.write(path, saved, "me")
+        slotio.write(path, saved, claim)
         whole = n_items(parts) + 3
         golden = look(core, [*parts, new])
     with seeing_core(arch, n_slots=1) as core:
-        again, _ = slotio.read(path, "me", core.context.n_ctx)
+        again, _ = slotio.read(path, claim, core.context.n_ctx)
         n = slotio.put_back(core, core.slots[0], again, "")
         assert n == saved.n_tokens > whole and core.slots[0].n_fed == whole
         check(core)
@@ -286,7 +287,7 @@ def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
         assert core.gallery.n_encoded == 0
         path.with_name("a.bin.checkpoints").unlink()
         with pytest.raises(Damaged, match="pictures"):
-            slotio.read(path, "me", core.context.n_ctx)
+            slotio.read(path, claim, core.context.n_ctx)
 
 
 def test_what_was_read_so_far_holds_no_picture_that_is_still_ahead():

@@ -217,7 +217,9 @@ class Campaign:
     def _provoke(self, order: Order, question: Question) -> Reply:
         if order.target != "sequence":
             return ask(self.server, question.prompt, **question.how)
-        salt = f"restored {order.number}"
+        salt = f"restored {order.number}"  # a namespace of its own, in which only the file knows the conversation
+        assert ask(self.server, prefix_of(4, order.number), n_predict=0, id_slot=1, cache_salt=salt).status == 200
+        assert self._act("save", 1, salt).status == self._act("erase", 1, salt).status == 200
         reply = self._act("restore", 1, salt)
         assert reply.status == 200 or _is_clean_error(reply), (order, reply)
         return ask(self.server, question.prompt, cache_salt=salt)

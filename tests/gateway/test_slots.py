@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ from bench.peer import PeerOptions, llama_server
 
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.state.slotfile import read_main
-from gateway.server import Server, serving, words
+from gateway.server import Server, serving, until, words
 
 PROMPT = np.random.default_rng(3).integers(12, 2000, 300).tolist()
+LEFT = (".tmp-a.bin", ".tmp-a.bin.checkpoints-0123456789abcdef")  # by a crash
 MORE = np.random.default_rng(4).integers(12, 2000, 20).tolist()
 
 
@@ -28,7 +32,10 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
-    with serving("--slot-save-path", str(directory)) as server:
+    for name in LEFT:
+        (directory / name).write_bytes(b"half of it")
+        os.utime(directory / name, (1e9, 1e9))
+    with serving("--slot-save-path", str(directory), "--trust-slot-files") as server:
         yield server
 
 
@@ -138,6 +145,8 @@ def test_slot_files_travel_both_ways(server, directory, tmp_path):
         theirs = peer.post("/slots/0?action=save", {"filename": "theirs.bin"})
         restored = act(server, "restore", filename="theirs.bin")
         assert restored["n_restored"] == theirs["n_saved"]
+        refused = server.post("/slots/0?action=save", {"filename": "again.bin"})
+        assert refused.status == 400 and "unknown origin" in refused.json["error"]["message"]
         answer = complete(server, [*PROMPT, *MORE])
         assert answer["timings"]["cache_n"] == len(PROMPT) and answer["tokens"] == golden
 
@@ -160,3 +169,92 @@ def test_words_of_a_chat_survive_too(server):
     act(server, "restore", filename="chat.bin")
     again = server.ask("/v1/chat/completions", body)["usage"]
     assert again["prompt_tokens_details"]["cached_tokens"] >= n_prompt - 16
+
+
+def test_what_a_crash_left_is_gone_after_the_start(server, directory):
+    assert not any((directory / name).exists() for name in LEFT)
+
+
+def test_by_default_a_file_that_says_nothing_is_refused(directory):
+    with serving("--slot-save-path", str(directory)) as server:
+        complete(server, PROMPT, 2, id_slot=0)
+        act(server, "save", filename="plain.bin")
+        (directory / "plain.bin.checkpoints").rename(directory / "aside")
+        act(server, "erase")
+        reply = server.post("/slots/0?action=restore", {"filename": "plain.bin"})
+        assert reply.status == 400 and "--trust-slot-files" in reply.json["error"]["message"]
+        assert complete(server, [*PROMPT, *MORE], 2)["timings"]["cache_n"] == 0
+        (directory / "aside").rename(directory / "plain.bin.checkpoints")
+        assert act(server, "restore", filename="plain.bin")["n_restored"] == len(PROMPT) + 1
+
+
+# namespaces
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("mine", "yours"), [("A", "B"), ("A", None), (None, "B")])
+def test_slot_files_of_another_namespace_cannot_be_read_written_over_or_told_from_none(server, directory, mine, yours):
+    prompt = [100 + sum(f"{mine}{yours}".encode()), *PROMPT]  # which nobody here has begun with
+    first = complete(server, prompt, id_slot=0, cache_salt=mine)
+    saved = act(server, "save", filename="memo.bin", cache_salt=mine)
+    kept = files_in(directory)
+    for action in ("save", "restore", "erase"):
+        body = {"filename": "memo.bin", "cache_salt": yours}
+        theirs = server.post(f"/slots/0?action={action}", body)
+        nothing = server.post(f"/slots/0?action={action}", body | {"filename": "never.bin"})
+        said = [reply.json.get("error", {}).get("message", reply.json.get("n_erased")) for reply in (theirs, nothing)]
+        assert theirs.status == nothing.status == (200 if action == "erase" else 400) and said[0] == said[1], said
+    assert act(server, "save", filename="memo.bin", cache_salt=mine)["n_saved"] == saved["n_saved"], "it is still there"
+    complete(server, MORE, 2, id_slot=1, cache_salt=yours)
+    act(server, "save", slot=1, filename="memo.bin", cache_salt=yours)
+    now = files_in(directory)
+    assert {name for name in kept if "memo" in name} < {name for name in now if "memo" in name}, (
+        "names are each one's own"
+    )
+    act(server, "erase", cache_salt=mine)
+    assert act(server, "restore", filename="memo.bin", cache_salt=mine)["n_restored"] == saved["n_saved"]
+    whole = [*prompt, *first["tokens"], *MORE]
+    assert complete(server, whole, 2, cache_salt=yours)["timings"]["cache_n"] == 0
+    assert complete(server, whole, 2, cache_salt=mine)["timings"]["cache_n"] == saved["n_saved"]
+    for path in list(directory.rglob("memo.bin*")):
+        path.unlink()
+
+
+def test_a_pair_that_was_carried_to_another_namespace_is_not_there(server, directory):
+    complete(server, PROMPT, 2, id_slot=0, cache_salt="A")
+    act(server, "save", filename="carried.bin", cache_salt="A")
+    for path in list(directory.glob(".ns-*/carried.bin*")):
+        path.rename(directory / path.name)
+    assert (directory / "carried.bin.checkpoints").exists(), "this test could not fail"
+    said = [
+        server.post("/slots/1?action=restore", {"filename": name}).json["error"]["message"]
+        for name in ("carried.bin", "n")
+    ]
+    assert said[0] == said[1]
+    complete(server, PROMPT, 2, id_slot=0)
+    assert server.post("/slots/0?action=save", {"filename": "carried.bin"}).status == 400, "nor written over"
+
+
+# an engine that restarts
+
+
+def test_a_slot_action_while_the_engine_dies_is_a_503_that_says_when_to_try_again(server):
+    for action in ("save", "restore", "erase"):
+        complete(server, PROMPT, 2, id_slot=0)
+        act(server, "save", filename="dying.bin")
+        pid, replies = server.engine_pid, []
+        os.kill(pid, signal.SIGSTOP)
+        url = f"/slots/0?action={action}"
+        asking = threading.Thread(
+            target=lambda url=url, to=replies: to.append(server.post(url, {"filename": "dying.bin"}))
+        )
+        asking.start()
+        time.sleep(0.2)  # so that the engine dies with it; if that is not enough it is refused for being restarted
+        os.kill(pid, signal.SIGKILL)
+        asking.join()
+        assert replies[0].status == 503 and int(replies[0].headers["retry-after"]) > 0, replies[0].data
+        until(lambda pid=pid: server.is_ready() and server.engine_pid != pid, "it is back")
+    assert act(server, "restore", filename="dying.bin")["n_restored"] == len(PROMPT) + 1

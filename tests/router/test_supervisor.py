@@ -199,6 +199,27 @@ def test_a_request_is_replayed_only_once():
     run(test)
 
 
+def test_a_slot_action_is_never_for_the_next_engine():
+    """Its slots hold nothing: what was asked of this one's is answered by nobody else."""
+
+    async def test() -> None:
+        async with supervised(Patience(first_back_off_s=1.0)) as supervisor:
+            dead = kill(supervisor, signal.SIGSTOP)
+            asked = asyncio.create_task(supervisor.ask(m.SlotAction, slot=0, action="erase"))
+            await until(lambda: supervisor.n_pending == 1, "it is asked")
+            kill(supervisor)
+            with pytest.raises(Refused) as died:
+                await asked
+            assert died.value.status == 503
+            await until(lambda: supervisor.state is State.RESTARTING, "it is being restarted")
+            with pytest.raises(EngineStopped, match="restarted"):
+                await supervisor.ask(m.SlotAction, slot=0, action="erase")
+            await back(supervisor, dead)
+            assert (await supervisor.ask(m.SlotAction, slot=0, action="erase"))["n_erased"] == 0
+
+    run(test)
+
+
 def test_a_request_that_had_streamed_is_told_so_with_503():
     async def test() -> None:
         async with supervised() as supervisor:

@@ -155,6 +155,8 @@ class Archive:
     def offer(self, slot: Slot) -> None:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
         disk, sharer, end = self.disk, self.sharer, slot.node
+        if end.root().is_volatile:
+            return
         if disk is not None:
             self.pins.renew(self._keeper.tree.namespace(end), end.path, end.n_items)
             for pinned in [n for n in end.lineage() if n.is_pinned]:
@@ -174,6 +176,8 @@ class Archive:
 
     def keep_pinned(self, node: Node) -> None:
         """Write it down, and the point itself if it can be gone on from and is in RAM."""
+        if node.root().is_volatile:
+            return
         self._jobs.put(self.pins.note(node))
         state = None if node.checkpoint is None else node.checkpoint.state
         if self.disk is not None and (state is not None or not self._keeper.context.kind.needs_checkpoints):

@@ -95,7 +95,7 @@ class Conversation:
             case m.Prewarm():
                 ahead = self._ask_ahead(message)
                 if ahead is not None:
-                    loop.post(lambda core: core.prewarm.offer(ahead))
+                    loop.post(lambda core: core.prewarm.offer(core.unverified.route(ahead)))
             case m.Cancel(id=id):
                 loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Count() | m.Detokenize():

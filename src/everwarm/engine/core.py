@@ -34,6 +34,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
 from everwarm.engine.trouble import lose_numbers, start_over, suspend_or_finish, with_room
+from everwarm.engine.unverified import Unverified
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
@@ -81,6 +82,10 @@ class Core:
     ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
+    unverified: Unverified = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unverified = Unverified(self.restorer)
 
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
@@ -114,6 +119,7 @@ class Core:
     def enqueue(self, ask: Ask) -> Request:
         """Nothing that gets past here can abort libllama."""
         require_possible(ask, self.context, len(self.slots), self.gallery)
+        ask = self.unverified.route(ask)
         form = None if ask.form is None else ask.form.matcher(ignore_eos=ask.ignore_eos)
         sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, form)
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of pictures beyond one each

@@ -27,6 +27,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.index import Kept
 from everwarm.state.joining import fetched
 from everwarm.state.lineage import root_key
+from everwarm.state.namespace import is_unverified
 from everwarm.state.object import Damaged, Header, Reader, size_of
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.remote import Remote
@@ -147,6 +148,8 @@ class Fetcher:
     ) -> Fetch | Brought:
         """Begin to read the deepest kept point that is worth it, on other threads; or say what there is instead.
         ``exact``: what is here counts only if it is of one clean reading."""
+        if is_unverified(namespace):
+            return Brought()  # nothing of it was ever written
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv

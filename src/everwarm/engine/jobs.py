@@ -58,7 +58,9 @@ class Packing:
         return root_key(self.fingerprint, self._keeper.tree.namespace(node))
 
     def segments(self, node: Node) -> Segments | None:
-        """All KV that the point needs; None: some of it is not in RAM."""
+        """All KV that the point needs; None: some of it is not in RAM, or it must not leave it."""
+        if node.root().is_volatile:
+            return None
         if not self._keeper.context.kind.has_attention:
             return []
         parts = cover(node.lineage(), 0, node.n_items)

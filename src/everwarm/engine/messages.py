@@ -116,13 +116,16 @@ class AskStats(Message, frozen=True, tag=True):
 
 
 class SlotAction(Message, frozen=True, tag=True):
-    """Save a slot's conversation to a file, restore it from there, or erase it. The gateway has checked the path."""
+    """Save a slot's conversation to a file, restore it from there, or erase it. The gateway has checked the path, and who
+    may restore what."""
 
     id: int
     slot: int
     action: Literal["save", "restore", "erase"]
     path: str = ""
     namespace: str = ""
+    owns_unbound: bool = False  # files from before they were bound to a namespace are the caller's
+    trusts_origin: bool = False  # a file without a companion is taken on the caller's word
 
 
 class AskCache(Message, frozen=True, tag=True):

@@ -166,6 +166,8 @@ class Ram:
             return
         pin(node)
         self._tree.census.changed()
+        if node.root().is_volatile:
+            return
         self._pins = {id: blob for id, blob in self._pins.items() if id in self._tree.census.by_id}
         blob = self._pins[node.id] = self.arena.place(1)
         blob[:] = 0

@@ -81,6 +81,22 @@ class Restorer:
         n_resident = max((source.n_common for source in sources), default=0)
         return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
 
+    def knows(self, namespace: str) -> bool:
+        """Whether anything of a namespace is kept, on the device or in RAM."""
+        root = self._tree.namespaces().get(namespace)
+        return root is not None and bool(root.children)
+
+    def reach(self, prompt: Prompt, namespace: str) -> int:
+        """The items of a prompt that need not be read again in this namespace; what is only on disk does not count."""
+        sources = self.sources(prompt, namespace)
+        match, most = self.match(prompt, namespace, sources), len(prompt) - 1
+        if not self._context.kind.needs_checkpoints:
+            return min(match.n_kv, most)
+        common = {source.seq: source.n_common for source in sources}
+        ends = [node.n_items for node in match.usable]
+        ends += [slot.n_fed for slot in self._keeper.slots if slot.is_idle and common.get(slot.seq) == slot.n_fed]
+        return max((n for n in ends if n <= most), default=0)
+
     def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
         """Restore the deepest usable point into ``slot``. Unless its logits were kept, an item is left to decode."""
         here = self._stay(slot, goal, match, sources)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,11 @@ from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.prompt.prompt import Prompt
+from everwarm.state.namespace import owner_of
 from everwarm.state.object import Damaged
+from everwarm.state.slotfile import Claim
 
 log = logging.getLogger("everwarm.engine")
-
-
-@dataclass(slots=True)
-class Restoring:
-    """A slot file on its way back."""
-
-    slot: Slot
-    message: m.SlotAction
-    prompt: Prompt
-    main: slotio.Main
-    began: float
-    points: tuple[slotio.SavedPoint, ...] = ()
-    n_bytes: int = field(init=False)
-    n_tokens: int | None = None  # None: not in the slot
-
-    def __post_init__(self) -> None:
-        self.n_bytes = self.main.n_bytes
 
 
 class SlotFiles:
@@ -44,7 +27,6 @@ class SlotFiles:
         self._core = core
         self._send = send
         self._files = ThreadPoolExecutor(1, "everwarm-slots")
-        self._aside = ThreadPoolExecutor(1, "everwarm-companions")
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []  # for their slots to be idle
 
     def handle(self, message: m.SlotAction, loop: Loop) -> None:
@@ -103,7 +85,7 @@ class SlotFiles:
         self._files.submit(self._answer, message, lambda: self._write(saved, message, began))
 
     def _write(self, saved: slotio.Saved, message: m.SlotAction, began: float) -> dict[str, Any]:
-        n_bytes = slotio.write(Path(message.path), saved, self._fingerprint())
+        n_bytes = slotio.write(Path(message.path), saved, self._claim(message))
         return {
             "n_saved": saved.n_tokens,
             "n_written": n_bytes,
@@ -113,59 +95,44 @@ class SlotFiles:
     # restore
 
     def _read(self, slot: Slot, message: m.SlotAction, began: float, loop: Loop) -> None:
-        """The main file is put into the slot while its companion is read: only pictures make the one wait for the other."""
-        path, fingerprint = Path(message.path), self._fingerprint()
-        reading = self._aside.submit(slotio.read_companion, path, fingerprint, self._core.ram.arena)
+        """All of it is known to be right before the slot is touched."""
+        core = self._core
         try:
-            main = slotio.read_main_file(path, self._core.context.n_ctx, self._core.ram.arena.lend)
-            prompt = slotio.prompt_of(main, reading.result() if main.has_pictures else None)
+            saved, n_bytes = slotio.read(Path(message.path), self._claim(message), core.context.n_ctx, core.ram.arena)
         except (Damaged, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             reason = BadRequest(f"the slot file cannot be restored: {why}")
-            return loop.post(lambda core: self._when_idle(slot, lambda: self._fail(core, slot, message, reason)))
-        restoring = Restoring(slot, message, prompt, main, began)
-        loop.post(lambda core: self._when_idle(slot, lambda: self._put_sequence(core, restoring)))
-        _ = main.digest  # needed soon, and the companion is still being read
-        companion = reading.result()
-        if companion is not None and companion.belongs_to(main):
-            restoring.points, restoring.n_bytes = companion.points, main.n_bytes + companion.n_bytes
-        loop.post(lambda core: self._when_idle(slot, lambda: self._put_points(core, restoring)))
+            return loop.post(lambda _: self._when_idle(slot, lambda: self._fail(slot, message, reason)))
+        if saved.unverified:
+            log.warning("slot %d gets a file that nobody vouches for; nothing that stems from it is kept", message.slot)
+        loop.post(lambda _: self._when_idle(slot, lambda: self._put_back(slot, message, saved, n_bytes, began)))
 
-    def _put_sequence(self, core: Core, restoring: Restoring) -> None:
-        message = restoring.message
-        try:
-            restoring.n_tokens = slotio.put_sequence(
-                core, restoring.slot, restoring.prompt, restoring.main.state, message.namespace
-            )
-        except EverwarmError as error:
-            self._send(m.failed(message.id, error))
-
-    def _put_points(self, core: Core, restoring: Restoring) -> None:
-        """Last, and answer; unless that was done already because it failed."""
-        if restoring.n_tokens is None:
-            return
-
+    def _put_back(self, slot: Slot, message: m.SlotAction, saved: slotio.Saved, n_bytes: int, began: float) -> None:
         def work() -> dict[str, Any]:
-            if restoring.slot.content is restoring.prompt:  # else somebody was quicker
-                slotio.put_points(core, restoring.slot, restoring.points)
-            ms = 1e3 * (time.monotonic() - restoring.began)
-            return {
-                "n_restored": restoring.n_tokens,
-                "n_read": restoring.n_bytes,
-                "timings": {"restore_ms": ms},
-            }
+            try:
+                n = slotio.put_back(self._core, slot, saved, message.namespace)
+            except EverwarmError:
+                self._empty_own(slot, message)
+                raise
+            ms = 1e3 * (time.monotonic() - began)
+            return {"n_restored": n, "n_read": n_bytes, "timings": {"restore_ms": ms}}
 
-        self._answer(restoring.message, work)
+        self._answer(message, work)
 
-    def _fail(self, core: Core, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
-        """A slot that could not be restored is empty; what it held before is still known."""
-        slotio.empty(core, slot)
+    def _fail(self, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
+        self._empty_own(slot, message)
         self._send(m.failed(message.id, error))
+
+    def _empty_own(self, slot: Slot, message: m.SlotAction) -> None:
+        """A slot that could not be restored is empty; what it held before is still known. Another's stays as it is."""
+        if owner_of(slot.namespace) == message.namespace:
+            slotio.empty(self._core, slot)
 
     # erase
 
     def _erase(self, core: Core, slot: Slot, message: m.SlotAction) -> None:
         self._answer(message, lambda: {"n_erased": slotio.erase(core, slot, message.namespace)})
 
-    def _fingerprint(self) -> str:
-        return self._core.settings.fingerprint(self._core.model.fingerprint)
+    def _claim(self, message: m.SlotAction) -> Claim:
+        fingerprint = self._core.settings.fingerprint(self._core.model.fingerprint)
+        return Claim(fingerprint, message.namespace, message.owns_unbound, message.trusts_origin)

@@ -2,11 +2,13 @@
 
 ``capture``, ``put_back`` and ``erase`` run on the loop's thread while the slot is idle; ``write`` and ``read`` do the file
 work and may run anywhere. The main file is llama.cpp's; the companion holds every checkpoint of the conversation, so that
-after a restore any next request is warm, not only one that goes on.
+after a restore any next request is warm, not only one that goes on, and says which model and whose the file is: one that
+nobody vouches for is refused, or kept apart from everything else (``unverified``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -27,12 +29,30 @@ from everwarm.errors import BadRequest, MemoryFault
 from everwarm.llama.blobs import HEADER_BYTES
 from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.state.arena import Arena
-from everwarm.state.files import Files
+from everwarm.state.files import Files, sweep
+from everwarm.state.namespace import is_unverified, owner_of, unverified
 from everwarm.state.object import Damaged, Header, Point, Reader, encode
 from everwarm.state.policy import CutKind
-from everwarm.state.slotfile import COMPANION, encode_main, main_digest, open_plain, read_main
+from everwarm.state.slotfile import (
+    COMPANION,
+    NAMESPACE,
+    NO_FILE,
+    Claim,
+    UnknownOrigin,
+    companion_of,
+    encode_main,
+    main_digest,
+    open_pair,
+    owner_digest,
+    publish,
+    read_open_main,
+)
 from everwarm.state.tree import Checkpoint
 from everwarm.types import Blob, Place, heap
+
+OF_NO_NAMESPACE = (
+    "it is from before slot files were bound to a namespace; restore it without a cache_salt, and save it again"
+)
 
 
 class SavedPoint(NamedTuple):
@@ -53,6 +73,7 @@ class Saved:
     prompt: Prompt
     state: Blob
     points: tuple[SavedPoint, ...] = ()
+    unverified: str = ""  # the digest of a file of unknown origin that it came from
 
     @property
     def n_tokens(self) -> int:
@@ -61,8 +82,16 @@ class Saved:
 
 def capture(core: Core, slot: Slot, namespace: str) -> Saved:
     """The slot's last conversation, brought back into it first if it has left the context."""
-    if not len(slot.content) or slot.namespace != namespace:
-        raise BadRequest(f"slot {slot.seq} holds no conversation of yours")
+    if not len(slot.content) or owner_of(slot.namespace) != namespace:
+        raise BadRequest(
+            f"slot {slot.seq} holds no conversation of yours; a slot's content is the last conversation that ran in it "
+            "since the engine started"
+        )
+    if is_unverified(slot.namespace):
+        raise BadRequest(
+            f"the conversation of slot {slot.seq} goes on from a slot file of unknown origin, and nothing that stems from "
+            "such a file is saved; send its prompt with cache_prompt false, and save it then"
+        )
     _bring_back(core, slot)
     if not slot.n_fed:
         raise BadRequest(f"the conversation of slot {slot.seq} is not kept any more")
@@ -84,8 +113,8 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
 
 
 def _bring_back(core: Core, slot: Slot) -> None:
-    held = slot.resident()
-    if not len(slot.content) or int(slot.content.common_prefix(held)) == len(slot.content) == slot.n_fed:
+    held, is_there = slot.resident(), slot.node.root() is core.tree.root(slot.namespace)
+    if is_there and int(slot.content.common_prefix(held)) == len(slot.content) == slot.n_fed:
         return
     more = Prompt.of_tokens([0])  # so that the whole of it may be restored
     prompt = slot.content.followed_by(len(slot.content), more)
@@ -96,28 +125,33 @@ def _bring_back(core: Core, slot: Slot) -> None:
     core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
 
 
-def write(path: Path, saved: Saved, fingerprint: str, files: Files | None = None) -> int:
+def write(path: Path, saved: Saved, claim: Claim, files: Files | None = None) -> int:
     """Both files at once, each whole or not at all; returns their bytes."""
     files = files or Files()
-    companion = path.with_name(path.name + COMPANION)
-    companion.unlink(missing_ok=True)  # never an old companion beside a new file
-    with ThreadPoolExecutor(1, "everwarm-main-file") as aside:
-        main = aside.submit(files.write, path, encode_main(saved.prompt.cells, saved.state))
-        n_bytes = files.write(companion, _encode_companion(saved, fingerprint))
-        return n_bytes + main.result()
+    if path.parent.name.startswith(NAMESPACE):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.ExitStack() as both, ThreadPoolExecutor(1, "everwarm-main-file") as aside:
+        first = aside.submit(both.enter_context, files.aside(path, encode_main(saved.prompt.cells, saved.state)))
+        companion = both.enter_context(files.aside(companion_of(path), _encode_companion(saved, claim)))
+        main = first.result()
+        publish(path, main, companion, claim, files)
+    sweep(path.parent)
+    return main.size + companion.size
 
 
-def _encode_companion(saved: Saved, fingerprint: str) -> Iterator[bytes | memoryview]:
+def _encode_companion(saved: Saved, claim: Claim) -> Iterator[bytes | memoryview]:
+    main = main_digest(saved.prompt.cells, saved.state)
     header = Header(
         kind="slot",
-        fingerprint=fingerprint,
+        fingerprint=claim.fingerprint,
         key="",
         start="",
         n_start=0,
         n_items=len(saved.prompt),
         media=saved.prompt.rows(0, len(saved.prompt)),
         points=tuple(saved_point.point for saved_point in saved.points),
-        main=main_digest(saved.prompt.cells, saved.state),
+        main=main,
+        owner=owner_digest(claim.fingerprint, main, claim.namespace),
     )
     parts = {"items": np.ascontiguousarray(saved.prompt.codes, "<i4").view(np.uint8)}
     for saved_point in saved.points:
@@ -125,14 +159,59 @@ def _encode_companion(saved: Saved, fingerprint: str) -> Iterator[bytes | memory
     return encode(header, parts, max_threads=blake3.blake3.AUTO)
 
 
-def read(path: Path, fingerprint: str, max_tokens: int, arena: Arena | None = None) -> tuple[Saved, int]:
-    """The conversation in a slot file, with its checkpoints if the companion is there and belongs to it; and its bytes."""
-    main = read_main_file(path, max_tokens, heap if arena is None else arena.lend)
-    companion = read_companion(path, fingerprint, arena)
-    prompt = prompt_of(main, companion)
-    if companion is None or not companion.belongs_to(main):
-        return Saved(prompt, main.state), main.n_bytes
-    return Saved(prompt, main.state, companion.points), main.n_bytes + companion.n_bytes
+def read(path: Path, claim: Claim, max_tokens: int, arena: Arena | None = None) -> tuple[Saved, int]:
+    """The conversation in a slot file with its checkpoints, and its bytes. ``Damaged``, with the reason, unless its
+    companion says that it is the caller's, of this model, and belongs to this very file. States that are read into an
+    arena are verified before they are used."""
+    place = heap if arena is None else arena.lend
+    with open_pair(path) as pair:
+        if pair.companion is None:
+            return _read_alone(pair.main, path.name, claim, max_tokens, place)
+        reader = _vouching(pair.companion, path.name, claim)
+        with ThreadPoolExecutor(1, "everwarm-companion") as aside:
+            reading = aside.submit(_read_companion, reader, path.name, arena)
+            main = read_main_file(pair.main, max_tokens, place)
+            digest, companion = main.digest, reading.result()
+        if digest != reader.header.main or not np.array_equal(companion.prompt.cells, main.cells):
+            raise UnknownOrigin(
+                f"its companion {path.name}{COMPANION} belongs to another file, so {path.name} was changed or written "
+                "by somebody else since it was saved here; save it again"
+            )
+        n_bytes = main.n_bytes + os.fstat(pair.companion).st_size
+    return Saved(companion.prompt, main.state, companion.points), n_bytes
+
+
+def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place) -> tuple[Saved, int]:
+    """A file that only the caller vouches for."""
+    if not claim.trusts_origin:
+        raise UnknownOrigin(
+            f"it has no companion {name}{COMPANION}, so nobody knows which model and build it is a state of. Restore a "
+            "file that was saved here with its companion beside it; a file of llama-server with the very same model can "
+            "be restored by an admin of a server that was started with --trust-slot-files"
+        )
+    main = read_main_file(fd, max_tokens, place)
+    if main.has_pictures:
+        raise UnknownOrigin("it holds pictures, and it has no companion that says which")
+    return Saved(Prompt.of_tokens(main.cells), main.state, unverified=main.digest), main.n_bytes
+
+
+def _vouching(fd: int, name: str, claim: Claim) -> Reader:
+    """The companion of a file, if it says that the file may be restored here. Only its header was read then."""
+    try:
+        reader = Reader(fd)
+    except Damaged as error:
+        raise UnknownOrigin(f"its companion {name}{COMPANION} is damaged ({error}); save it again") from None
+    head = reader.header
+    if head.kind != "slot":
+        raise UnknownOrigin(f"{name}{COMPANION} is no companion of a slot file but a {head.kind} object; save it again")
+    if not claim.owns(head):
+        raise UnknownOrigin(NO_FILE if head.owner else OF_NO_NAMESPACE)
+    if head.fingerprint != claim.fingerprint:
+        raise UnknownOrigin(
+            f"it was saved by another model, or by this one with other settings or another build (fingerprint "
+            f"{head.fingerprint[:12]}, here {claim.fingerprint[:12]}); save it again with this one"
+        )
+    return reader
 
 
 @dataclass(frozen=True)
@@ -155,70 +234,46 @@ class Main:
 class Companion(NamedTuple):
     prompt: Prompt
     points: tuple[SavedPoint, ...]
-    main: str  # digest of the file it belongs to
-    n_bytes: int
-
-    def belongs_to(self, main: Main) -> bool:
-        return np.array_equal(self.prompt.cells, main.cells) and self.main == main.digest
 
 
-def read_main_file(path: Path, max_tokens: int, place: Place) -> Main:
-    cells, state = read_main(path, max_tokens, HEADER_BYTES, place)
-    return Main(cells, state, path.stat().st_size)
+def read_main_file(fd: int, max_tokens: int, place: Place) -> Main:
+    cells, state = read_open_main(fd, max_tokens, HEADER_BYTES, place)
+    return Main(cells, state, os.fstat(fd).st_size)
 
 
-def prompt_of(main: Main, companion: Companion | None) -> Prompt:
-    """The items in a main file: only its companion knows which pictures."""
-    if not main.has_pictures:
-        return Prompt.of_tokens(main.cells)
-    if companion is None or not companion.belongs_to(main):
-        raise Damaged("it holds pictures, and the companion that says which is missing or another's")
-    return companion.prompt
-
-
-def read_companion(path: Path, fingerprint: str, arena: Arena | None = None) -> Companion | None:
-    """What lies beside a main file; None, an older or a foreign one: the main file alone goes as far as it goes. States
-    that are read into an arena are verified before they are used."""
-    try:
-        fd = open_plain(path.with_name(path.name + COMPANION))
-    except Damaged:
-        return None
-    try:
-        return _companion(Reader(fd), fingerprint, arena, os.fstat(fd).st_size)
-    except Damaged:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _companion(reader: Reader, fingerprint: str, arena: Arena | None, n_bytes: int) -> Companion:
+def _read_companion(reader: Reader, name: str, arena: Arena | None) -> Companion:
     head = reader.header
-    if head.kind != "slot" or head.fingerprint != fingerprint:
-        raise Damaged("it belongs to another model")
-    prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media)
-    if prompt is None or any(not 0 < point.n_items <= len(prompt) for point in head.points):
-        raise Damaged("a checkpoint lies outside of the conversation")
     where = (heap,) if arena is None else (arena.place, arena.doubt)
-    points = [
-        SavedPoint(p, reader.read(p.section, *where), reader.read(p.logits) if p.logits else None) for p in head.points
-    ]
-    return Companion(prompt, tuple(points), head.main, n_bytes)
+    try:
+        prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media)
+        if prompt is None or any(not 0 < point.n_items <= len(prompt) for point in head.points):
+            raise Damaged("a checkpoint lies outside of the conversation")
+        points = [
+            SavedPoint(p, reader.read(p.section, *where), reader.read(p.logits) if p.logits else None)
+            for p in head.points
+        ]
+    except Damaged as error:
+        raise UnknownOrigin(f"its companion {name}{COMPANION} is damaged ({error}); save it again") from None
+    return Companion(prompt, tuple(points))
 
 
 def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     """The conversation into the slot, whatever was there before; returns how many tokens a next request can reuse."""
-    n = put_sequence(core, slot, saved.prompt, saved.state, namespace)
-    put_points(core, slot, saved.points)
+    if saved.unverified:
+        namespace = unverified(namespace, saved.unverified)
+        core.unverified.add(namespace, saved.prompt)
+    n = _put_sequence(core, slot, saved.prompt, saved.state, namespace)
+    _put_points(core, slot, saved.points)
     return n
 
 
-def put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace: str) -> int:
-    empty(core, slot)
+def _put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace: str) -> int:
     n = prompt.n_tokens(len(prompt))
     if n >= core.context.n_ctx:
         raise BadRequest(f"the file holds {n} tokens but the context {core.context.n_ctx}")
     if int(prompt.codes.max()) >= core.model.vocab.n_tokens:
         raise BadRequest("the file holds tokens that this model does not have")
+    empty(core, slot)
     if not core.keeper.make_room(n, keep=slot):
         raise BadRequest(f"there is no room for {n} tokens beside what is running; try again later")
     try:
@@ -231,7 +286,7 @@ def put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace:
     return n
 
 
-def put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
+def _put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
     """The checkpoints of the conversation that was put into the slot; its end is kept, too."""
     prompt, root = slot.content, core.tree.root(slot.namespace)
     for point, state, logits in points:
@@ -256,9 +311,10 @@ def empty(core: Core, slot: Slot) -> None:
 
 def erase(core: Core, slot: Slot, namespace: str) -> int:
     """Forget the slot's conversation as far as no other one shares it; returns its tokens."""
-    if slot.namespace != namespace:
-        return 0
     content = slot.content
+    if not len(content) or owner_of(slot.namespace) != namespace:
+        return 0  # what was read ahead in it since may be another's
+    namespace = slot.namespace
     n = content.n_tokens(len(content))
     _bring_back(core, slot)
     for branch in core.prewarm.forget(core, slot.node):

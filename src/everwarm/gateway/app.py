@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,6 +35,7 @@ from everwarm.gateway.settings import ServerSettings
 from everwarm.gateway.status import status_routes
 from everwarm.gateway.traces import traces_to
 from everwarm.router.pool import Pool
+from everwarm.state.slotfile import sweep_all
 
 PICTURES = PictureLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
 
@@ -76,6 +78,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        if settings.slot_save_path is not None:
+            await asyncio.to_thread(sweep_all, Path(settings.slot_save_path))
         pool.start()
         yield
         await drain()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -13,15 +12,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine import messages as m
-from everwarm.errors import BadRequest, Forbidden
+from everwarm.errors import BadRequest
 from everwarm.gateway import shapes
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect
 from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
 from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.service import Service, illustrated, template_options
+from everwarm.gateway.slotfiles import slot_file_fields
 from everwarm.router.pool import Served
-from everwarm.state.slotfile import checked_name
 
 Json = dict[str, Any]
 
@@ -167,23 +166,17 @@ class LlamaServer:
         if not re.fullmatch(r"[0-9]{1,4}", number):
             raise BadRequest("the slot in the path is not a number")
         body = read(data or b"{}", SlotBody)
-        namespace = self._service.namespace(body.cache_salt)
+        service, namespace = self._service, self._service.namespace(body.cache_salt)
         fields: dict[str, Any] = {"slot": int(number), "action": action, "namespace": namespace}
         shown = {}
         if action != "erase":
-            shown["filename"] = checked_name(body.filename)
-            fields["path"] = str(self._slot_directory() / shown["filename"])
+            is_default = namespace == service.namespace(None)
+            shown["filename"] = body.filename
+            fields |= slot_file_fields(request, service.settings, body.filename, namespace, is_default=is_default)
         with self._service.limits.admitted(len(data)):
             name = body.model or request.query_params.get("model")
             answer = await self._service.ask(request, name, m.SlotAction, **fields)
         return json_response({"id_slot": answer["id_slot"], **shown, **answer})
-
-    def _slot_directory(self) -> Path:
-        where = self._service.settings.slot_save_path
-        if where is None:
-            message = "this server does not save slots to files; start it with --slot-save-path"
-            raise Forbidden(501, "not_supported_error", message)
-        return Path(where)
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -32,6 +32,7 @@ class ServerSettings:
     canonicalise: bool = True  # leave out known noise at the head of system text
     cache_text: bool = False  # whether the cache API shows words of what is kept
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
+    trust_slot_files: bool = False  # restore files without a companion, on an admin's word that the model is the same
     state_dir: str | None = None  # where responses are kept; None: in memory only
 
     def __post_init__(self) -> None:

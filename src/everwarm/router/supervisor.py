@@ -211,8 +211,11 @@ class Supervisor:
         """While a question is open it survives the engine; whoever leaves before the answer cancels it."""
         if self._is_over:
             raise self._down()
+        is_of_one_life = isinstance(message, m.SlotAction)  # about what slots of this very process hold
+        if is_of_one_life and self.state is not State.READY:
+            raise EngineStopped("the engine is being restarted, and its slots with it; try again in a moment")
         try:
-            pending = Pending(message.id, m.frame(message))
+            pending = Pending(message.id, m.frame(message), was_replayed=is_of_one_life)
         except OverflowError:
             raise BadRequest("a number is too large; give at most 64 bits") from None
         self._pending[message.id] = pending

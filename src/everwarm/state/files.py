@@ -4,37 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
+import secrets
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 TEMPORARY = ".tmp-"
+LEFT_S = 60.0  # a temporary file that nobody has held or written for so long was left by a crash
+LOCK_S = 5.0  # who holds a directory renames two files in it
 
 _FLAGS = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A whole file under a temporary name of its own, on its way to its real one."""
+
+    path: Path
+    size: int
 
 
 class Files:
     def write(self, path: Path, pieces: Iterable[bytes | memoryview]) -> int:
         """A new file that is either there whole, after any crash, or not at all. Returns its size."""
-        temporary = path.with_name(f"{TEMPORARY}{path.name}")
-        with contextlib.suppress(FileNotFoundError):
-            self.unlink(temporary)
+        with self.aside(path, pieces) as new:
+            self.rename(new.path, path)
+            try:
+                self.sync_directory(path.parent)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.unlink(path)
+                raise
+        return new.size
+
+    @contextlib.contextmanager
+    def aside(self, path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Aside]:
+        """The file's content, durable under a temporary name that nobody else writes to; whoever renames it keeps it."""
+        temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(8)}")
         fd = self.create(temporary)
         try:
+            _try_lock(fd, fcntl.LOCK_EX)  # so that nobody sweeps it away
             size = sum(self.append(fd, memoryview(piece)) for piece in pieces)
             self.sync(fd)
-            self.rename(temporary, path)
-            self.sync_directory(path.parent)
+            yield Aside(temporary, size)
         except BaseException:
-            for left in (temporary, path):
-                with contextlib.suppress(OSError):
-                    self.unlink(left)
+            with contextlib.suppress(OSError):
+                self.unlink(temporary)
             raise
         finally:
             os.close(fd)
-        return size
 
     def create(self, path: Path) -> int:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
@@ -72,3 +95,63 @@ class Files:
 
     def free_bytes(self, path: Path) -> int:
         return shutil.disk_usage(path).free
+
+
+@contextlib.contextmanager
+def locked(directory: Path, *, shared: bool = False) -> Iterator[None]:
+    """Alone in a directory among those who ask for it, in this and other processes; or with others who only read. Where the
+    file system has no locks, or somebody holds one for too long, without."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield  # what is to be done there will say what is wrong
+        return
+    try:
+        _wait_for_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _wait_for_lock(fd: int, how: int) -> None:
+    deadline = time.monotonic() + LOCK_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            try:
+                return fcntl.flock(fd, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.005)
+
+
+def sweep(directory: Path) -> int:
+    """Remove temporary files that a crash left; returns how many. One that another process is writing is held by it."""
+    n = 0
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(TEMPORARY) and entry.is_file(follow_symlinks=False):
+                n += _remove_if_left(Path(entry.path))
+    return n
+
+
+def _remove_if_left(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | _FLAGS)
+    except OSError:
+        return False
+    try:
+        if not _try_lock(fd, fcntl.LOCK_EX) or time.time() - os.fstat(fd).st_mtime < LEFT_S:
+            return False
+        os.unlink(path)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -115,6 +115,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
     points: tuple[Point, ...] = ()  # of a slot
     main: str = ""  # digest of the file that a slot's companion belongs to
+    owner: str = ""  # of a slot: a digest that only its namespace gives; "": from before files had one
     media: tuple[tuple[int, bytes, int, int, bool], ...] = ()  # of its items: see ``prompt.MediaRow``
     space: str = ""  # whose it is, as a name without meaning
     words: str = ""  # how the text begins and ends, for people

@@ -1,7 +1,8 @@
 """Slot files: llama.cpp's own sequence file, and our companion beside it. Formats and safe opening, nothing else.
 
     NAME               u32 "ggsq" · u32 version · u32 n · n × i32 tokens · libllama's sequence state
-    NAME.checkpoints   an object (see ``object``) with the items, every checkpoint, and the digest of NAME
+    NAME.checkpoints   an object (see ``object``) with the items, every checkpoint, whose it is, and the digest of NAME
+    .ns-DIGEST/        the same of a namespace that the directory itself does not belong to
 
 The first is llama-server's format. It writes its token list packed (−1, version, count, tokens, media) and may append
 checkpoints of its own behind the state; both are read. A name never leaves its directory, and a symbolic link is never
@@ -10,10 +11,13 @@ followed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
@@ -21,12 +25,14 @@ import numpy as np
 
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
-from everwarm.state.files import Files
-from everwarm.state.object import Damaged, fill
+from everwarm.state.files import Aside, Files, locked, sweep
+from everwarm.state.object import Damaged, Header, Reader, fill
 from everwarm.types import Blob, Place, heap
 
 MAGIC, VERSION = 0x67677371, 4
 COMPANION = ".checkpoints"
+NAMESPACE = ".ns-"
+NO_FILE = "there is no file of that name that you have saved"  # the same for a file of another namespace
 
 _HEAD = struct.Struct("<III")
 _PACKED = struct.Struct("<iII")  # −1, version, tokens
@@ -52,26 +58,132 @@ def main_digest(tokens: Codes, state: Blob) -> str:
     return str(hasher.update(state.data).hexdigest())
 
 
+def companion_of(path: Path) -> Path:
+    return path.with_name(path.name + COMPANION)
+
+
+def namespace_folder(namespace: str) -> str:
+    """Where the files of a namespace lie: no name that a client gives leads there."""
+    return NAMESPACE + blake3.blake3(b"slot files of\0" + namespace.encode()).hexdigest()[:32]
+
+
+def sweep_all(directory: Path) -> int:
+    """Remove what a crash left in a directory of slot files, and in the folders of namespaces."""
+    folders = [path for path in directory.glob(f"{NAMESPACE}*") if path.is_dir() and not path.is_symlink()]
+    return sum(map(sweep, (directory, *folders)))
+
+
+class UnknownOrigin(Damaged):
+    """A file that may be whole, but that nobody vouches for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who asks for a slot file, and what it must be a state of."""
+
+    fingerprint: str
+    namespace: str
+    owns_unbound: bool = False  # files from before they were bound to a namespace count as the caller's
+    trusts_origin: bool = False  # a file without a companion is taken on the caller's word
+
+    def owns(self, header: Header) -> bool:
+        if not header.owner:
+            return self.owns_unbound
+        mine = owner_digest(header.fingerprint, header.main, self.namespace)
+        return secrets.compare_digest(_bytes(header.owner), _bytes(mine))
+
+
+def owner_digest(fingerprint: str, main: str, namespace: str) -> str:
+    """By which a companion knows its namespace; it tells nobody which that is, nor that two files have the same."""
+    hasher = blake3.blake3(derive_key_context="everwarm: the owner of a slot file")
+    for part in map(_bytes, (fingerprint, main, namespace)):
+        hasher.update(struct.pack("<I", len(part)) + part)
+    return str(hasher.hexdigest())
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A main file and its companion as they lay beside each other at one moment."""
+
+    main: int
+    companion: int | None
+
+
+@contextlib.contextmanager
+def open_pair(path: Path) -> Iterator[Pair]:
+    with contextlib.ExitStack() as stack:
+        with locked(path.parent, shared=True):
+            main = open_plain(path)
+            stack.callback(os.close, main)
+            companion = _open_companion(companion_of(path))
+            if companion is not None:
+                stack.callback(os.close, companion)
+        yield Pair(main, companion)
+
+
+def _open_companion(path: Path) -> int | None:
+    try:
+        return Files().open(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnknownOrigin(f"its companion {path.name} cannot be opened: {error.strerror}") from None
+
+
+def publish(path: Path, main: Aside, companion: Aside, claim: Claim, files: Files) -> None:
+    """Both files at their names. A crash in between leaves two that do not belong to each other, which is noticed; two
+    engines that save at the same time take turns."""
+    with locked(path.parent):
+        _require_own(path, claim)
+        files.rename(main.path, path)
+        files.rename(companion.path, companion_of(path))
+        files.sync_directory(path.parent)
+
+
+def _require_own(path: Path, claim: Claim) -> None:
+    """Refuse to write over another namespace's file."""
+    try:
+        fd = open_plain(companion_of(path))
+    except Damaged:
+        return
+    try:
+        header = Reader(fd).header
+    except Damaged:
+        return  # nobody can restore it
+    finally:
+        os.close(fd)
+    if header.kind == "slot" and not claim.owns(header):
+        raise BadRequest(f"{path.name} is another's file; choose another filename")
+
+
 def read_main(path: Path, max_tokens: int, n_before: int = 0, place: Place = heap) -> tuple[Codes, Blob]:
     """Tokens and state of a sequence file, its sizes checked before anything is allocated; ``Damaged`` otherwise. Room for
     ``n_before`` bytes is left before the state; ``place`` gives the memory for it."""
     fd = open_plain(path)
     try:
-        size = os.fstat(fd).st_size
-        head = os.pread(fd, _HEAD.size, 0)
-        if len(head) < _HEAD.size:
-            raise Damaged("it is too short")
-        magic, version, n = _HEAD.unpack(head)
-        if magic != MAGIC or version != VERSION:
-            raise Damaged("it is not a sequence file of this libllama")
-        end = _HEAD.size + 4 * n
-        if end > size or n > 2 * max_tokens + 1024:
-            raise Damaged(f"it says that it has {n} tokens")
-        packed = np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4")
-        state = place(n_before + size - end)[n_before:]
-        fill(fd, state.data, end)
+        return read_open_main(fd, max_tokens, n_before, place)
     finally:
         os.close(fd)
+
+
+def read_open_main(fd: int, max_tokens: int, n_before: int = 0, place: Place = heap) -> tuple[Codes, Blob]:
+    size = os.fstat(fd).st_size
+    head = os.pread(fd, _HEAD.size, 0)
+    if len(head) < _HEAD.size:
+        raise Damaged("it is too short")
+    magic, version, n = _HEAD.unpack(head)
+    if magic != MAGIC or version != VERSION:
+        raise Damaged("it is not a sequence file of this libllama")
+    end = _HEAD.size + 4 * n
+    if end > size or n > 2 * max_tokens + 1024:
+        raise Damaged(f"it says that it has {n} tokens")
+    packed = np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4")
+    state = place(n_before + size - end)[n_before:]
+    fill(fd, state.data, end)
     return _unpacked(packed), state
 
 
@@ -97,5 +209,7 @@ def open_plain(path: Path) -> int:
     """A regular file, never through a symbolic link."""
     try:
         return Files().open(path)
+    except FileNotFoundError:
+        raise Damaged(NO_FILE) from None
     except OSError as error:
         raise Damaged(f"it cannot be opened: {error.strerror}") from None

@@ -19,6 +19,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.census import Census, check_tree, new_id
 from everwarm.state.forgotten import Forgotten
 from everwarm.state.history import Chunks
+from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import CutKind
 from everwarm.state.segment import Segment
 from everwarm.types import START, Blob, Mark, SeqId
@@ -64,6 +65,7 @@ class Node:
     holders: int = 0  # slots that stand here: must not be pruned
     evicted: bool = False  # something of it was given up for want of room
     ram_bytes: int = 0  # of a root: what everything below it weighs
+    is_volatile: bool = False  # of a root: nothing below it is ever written down, shared, or left to the next engine
     id: int = field(default_factory=new_id)  # never another node's, nor one of an earlier engine
     is_pinned: bool = False  # somebody wants it to stay
     n_pinned: int = 0  # pinned ones at or below it
@@ -107,7 +109,7 @@ class Match:
 
 
 class Watcher(Protocol):
-    """Hears of everything that comes to RAM."""
+    """Hears of everything that comes to RAM and may outlive the engine."""
 
     def on_state(self, node: Node) -> None: ...
     def on_segment(self, node: Node) -> None: ...
@@ -136,7 +138,8 @@ class Tree:
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(Prompt.of_tokens([]), 0, START, None)
+            volatile = is_unverified(namespace)
+            root = self._roots[namespace] = Node(Prompt.of_tokens([]), 0, START, None, is_volatile=volatile)
             self.census.came(root)
         return root
 
@@ -214,12 +217,15 @@ class Tree:
         self._tell_of_state(node)
 
     def _tell_of_state(self, node: Node) -> None:
-        if self.watcher is not None and node.checkpoint is not None and node.checkpoint.state is not None:
-            self.watcher.on_state(node)
+        if node.checkpoint is not None and node.checkpoint.state is not None and (watcher := self._watcher_of(node)):
+            watcher.on_state(node)
 
     def _tell_of_segment(self, node: Node) -> None:
-        if self.watcher is not None:
-            self.watcher.on_segment(node)
+        if watcher := self._watcher_of(node):
+            watcher.on_segment(node)
+
+    def _watcher_of(self, node: Node) -> Watcher | None:
+        return None if node.root().is_volatile else self.watcher
 
     def add_logits(self, node: Node, logits: NDArray[np.float32]) -> None:
         assert node.checkpoint is not None and node.checkpoint.logits is None

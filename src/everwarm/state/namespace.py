@@ -1,0 +1,24 @@
+"""Names of namespaces: which of them hold what came from a file of unknown origin. Pure.
+
+What such a file brought, and everything that is decoded on top of it, lives below a root of its own in the prefix tree: no
+other conversation finds it, and everybody who writes anything down asks the root first. So nothing that stems from it can
+leave RAM, whoever comes to write things down later.
+"""
+
+from __future__ import annotations
+
+_UNVERIFIED = "\0unverified\0"  # in no name that a client could have
+
+
+def unverified(namespace: str, digest: str) -> str:
+    """Where this namespace's conversations go on from a file that nobody vouches for."""
+    return f"{owner_of(namespace)}{_UNVERIFIED}{digest}"
+
+
+def is_unverified(namespace: str) -> bool:
+    return _UNVERIFIED in namespace
+
+
+def owner_of(namespace: str) -> str:
+    """The namespace that a client asks in."""
+    return namespace.partition(_UNVERIFIED)[0]
