@@ -6,8 +6,8 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
