@@ -95,6 +95,7 @@ class Anthropic:
             (submit,) = (await self._service.chat_submits(request, chat, served)).submits
             pictures = tuple(msgspec.structs.replace(each, rgb=None) for each in submit.get("pictures", ()))
             fields = {"text": submit["text"], "add_special": submit["add_special"], "pictures": pictures}
+            fields["namespace"] = submit["namespace"]
             n_tokens = await served.supervisor.ask(m.Count, marker=submit.get("marker", ""), **fields)
         return json_response({"input_tokens": n_tokens})
 

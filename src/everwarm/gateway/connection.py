@@ -1,4 +1,4 @@
-"""One client's TCP connection, bounded before anything of Everwarm sees it: how many there are, how long heads are, how slow clients.
+"""One client's TCP connection, bounded before anything of Everwarm sees it: how many there are, how long heads, how slow.
 
 A request's head is counted while it is parsed, so that nobody without a key takes memory or time with it. One request at a
 time: what is pipelined behind one that is being answered is left unanswered, and the client sends it again. A client that

@@ -30,14 +30,14 @@ from everwarm.gateway.guard import error_body
 from everwarm.gateway.limits import Limits
 from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.notation import Notation
-from everwarm.gateway.pictures import Pictures
+from everwarm.gateway.pictures import Pictures, Sight
 from everwarm.gateway.recent import Caller, Follow, Recent
 from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
 from everwarm.gateway.reply import ReplyReader
 from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervisor import Question
+from everwarm.router.supervisor import Lend, Question
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -56,6 +56,7 @@ class Asked:
     follow: Follow
     reader: Callable[[], ReplyReader] = ReplyReader
     next_turn: NextTurn | None = None
+    lend: Lend | None = None  # its pictures' pixels; None: it has none
 
     @property
     def first(self) -> Asked:
@@ -112,7 +113,7 @@ class Service:
         messages, parts = illustrated(in_known_roles(self.canonical(body.messages), template), self.marker)
         if parts and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
-        pictures = await self.pictures.from_parts(parts) if parts else []
+        sights = await self.pictures.from_parts(parts, self.namespace(body.cache_salt)) if parts else []
         rendered = await asyncio.to_thread(template.conversation, messages, **template_options(body))
         notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
@@ -127,17 +128,26 @@ class Service:
             "n_probs": body.n_probs,
             "form": chat_form(body, notation, rendered.text),
         }
-        if pictures:
-            sent = tuple(m.Picture(p.digest, p.width, p.height, p.rgb) for p in pictures)
-            common |= {"marker": self.marker, "pictures": sent}
+        if sights:
+            shown = tuple(m.Picture(sight.digest, sight.width, sight.height) for sight in sights)
+            common |= {"marker": self.marker, "pictures": shown}
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
         told = {"with_thinking": thinks, "one_call": body.parallel_tool_calls is False}
         reader = partial(ReplyReader.of, notation, rendered.text, tools, **told)
         after = partial(_text_after, template, messages, template_options(body))
         spot = common["add_special"], common["namespace"], common["session"]
-        plain = not pictures and not body.deterministic and body.uses_cache
+        plain = not sights and not body.deterministic and body.uses_cache
         next_turn = NextTurn(reader, after, *spot) if plain and common["max_tokens"] else None
-        return Asked(_choices(common, body), self.follow(request, body, served), reader, next_turn)
+        lend = partial(self._lent, sights, common["namespace"]) if sights else None
+        return Asked(_choices(common, body), self.follow(request, body, served), reader, next_turn, lend)
+
+    @contextlib.asynccontextmanager
+    async def _lent(self, sights: list[Sight], namespace: str) -> AsyncIterator[tuple[m.Picture, ...]]:
+        """A picture for each place in the prompt. One that has several brings its pixels to the first."""
+        async with self.pictures.lent(sights, namespace) as pictures:
+            pixels = {picture.digest: picture.rgb for picture in pictures}
+            del pictures[:]
+            yield tuple(m.Picture(s.digest, s.width, s.height, pixels.pop(s.digest, None)) for s in sights)
 
     def canonical(self, messages: list[Json]) -> list[Json]:
         """Without the noise that some clients put into system text, unless the server is to leave it there."""
@@ -193,7 +203,7 @@ class Service:
     async def run(self, served: Served, asked: Asked) -> AsyncGenerator[Event, None]:
         """The engine's replies to all choices, as they come. After a lone one idle time may go to the next turn."""
         supervisor, said = served.supervisor, []
-        async with contextlib.aclosing(events(supervisor, asked.submits, asked.follow)) as heard:
+        async with contextlib.aclosing(events(supervisor, asked.submits, asked.follow, asked.lend)) as heard:
             async for event in heard:
                 if isinstance(event.message, m.Piece | m.Done):
                     said.append(event.message.text)

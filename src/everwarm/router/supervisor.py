@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
 MAX_DEATHS = 5
 
 Question = m.Question
+Lend = Callable[[], AbstractAsyncContextManager[tuple[m.Picture, ...]]]  # a request's pictures with their pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,27 +146,36 @@ class Supervisor:
             raise self._down()
         return self.info
 
-    async def stream(self, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
+    async def stream(self, lend: Lend | None = None, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
         """Submit a prompt; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the engine.
 
-        Pictures that the engine has seen go without their pixels; where it needs them after all, they follow."""
-        light, has_begun = submit | {"pictures": self._seen.without_pixels(submit.get("pictures", ()))}, False
-        async with contextlib.aclosing(self._stream(**light)) as messages:
-            async for message in messages:
-                if isinstance(message, m.Failed) and message.code == PixelsMissing.code:
-                    break
-                has_begun = has_begun or isinstance(message, m.Begun)
-                yield message
-            else:
-                self._seen.add(submit.get("pictures", ()))
-                return
-        async with contextlib.aclosing(self._stream(**submit)) as messages:
-            async for message in messages:
-                if not (has_begun and isinstance(message, m.Begun)):
+        Pictures that the engine has seen go without their pixels; where it needs them after all, they are lent to it for
+        as long as the request lasts."""
+        namespace, pictures, has_begun = submit.get("namespace", ""), submit.get("pictures", ()), False
+        if lend is None or self._seen.knows(namespace, pictures):
+            async with contextlib.aclosing(self._stream(m.Submit(self._new_id(), **submit))) as messages:
+                async for message in messages:
+                    if lend is not None and isinstance(message, m.Failed) and message.code == PixelsMissing.code:
+                        break
+                    has_begun = has_begun or isinstance(message, m.Begun)
                     yield message
+                else:
+                    return
+        assert lend is not None, "only who has pixels is asked for them"
+        async with lend() as submit["pictures"]:
+            stream = self._stream(m.Submit(self._new_id(), **submit))
+            del submit["pictures"]  # from here on only the frame has them
+            async with contextlib.aclosing(stream) as messages:
+                async for message in messages:
+                    if isinstance(message, m.Piece | m.Done):
+                        self._seen.add(namespace, pictures)
+                    if not (has_begun and isinstance(message, m.Begun)):
+                        yield message
 
-    async def _stream(self, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
-        with self._asking(m.Submit(self._new_id(), **submit)) as pending:
+    async def _stream(self, submit: m.Submit) -> AsyncGenerator[m.ToGateway, None]:
+        asking = self._asking(submit)
+        del submit
+        with asking as pending:
             while True:
                 message = await pending.inbox.get()
                 yield message
@@ -215,14 +226,16 @@ class Supervisor:
             pending = Pending(message.id, m.frame(message))
         except OverflowError:
             raise BadRequest("a number is too large; give at most 64 bits") from None
-        self._pending[message.id] = pending
+        id = message.id
+        del message  # it may have pixels, and the frame has them, too
+        self._pending[id] = pending
         if self.state is State.READY:
             self._write(pending.frame)
         try:
             yield pending
         finally:
-            if self._pending.pop(message.id, None) is not None:
-                self._send(m.Cancel(message.id))
+            if self._pending.pop(id, None) is not None:
+                self._send(m.Cancel(id))
 
     def tell(self, message: m.Prewarm) -> None:
         """Something that needs no answer, and nobody misses if it is lost."""
@@ -338,6 +351,7 @@ class Supervisor:
             return
         if isinstance(message, m.Piece):
             pending.has_streamed = True
+            pending.frame = b""  # it will not be sent again
         if isinstance(message, m.Done):
             self._n_deaths = 0
         if isinstance(message, m.Done | m.Failed | m.Answer):
