@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import http
 import logging
 import os
 import signal
@@ -32,6 +33,9 @@ log = logging.getLogger("everwarm.router")
 
 PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
 MAX_DEATHS = 5
+MAX_UNREAD_BYTES, MAX_ALL_UNREAD_BYTES = 8 << 20, 128 << 20  # of a reply that nobody takes, and of all of them
+
+SLOW_CLIENT = http.HTTPStatus.REQUEST_TIMEOUT
 
 Question = m.Question
 Lend = Callable[[], AbstractAsyncContextManager[tuple[m.Picture, ...]]]  # a request's pictures with their pixels
@@ -65,6 +69,29 @@ class Pending:
     inbox: asyncio.Queue[m.ToGateway] = field(default_factory=asyncio.Queue)
     has_streamed: bool = False
     was_replayed: bool = False
+    n_unread: int = 0  # bytes of the reply that wait in the inbox
+
+    def put(self, message: m.ToGateway) -> None:
+        self.n_unread += weight_of(message)
+        self.inbox.put_nowait(message)
+
+    async def get(self) -> m.ToGateway:
+        message = await self.inbox.get()
+        self.n_unread -= weight_of(message)
+        return message
+
+
+def weight_of(message: m.ToGateway) -> int:
+    """About how many bytes a piece of a reply takes while it waits."""
+    if not isinstance(message, m.Piece):
+        return 0
+    n_probs = sum(1 + len(prob.top) for prob in message.probs or ())
+    return 200 + len(message.text) + 8 * len(message.tokens) + 160 * n_probs
+
+
+def unread_limit(n_pending: int) -> int:
+    """How far behind a client may be before its reply is ended. The more replies, the less for each."""
+    return max(MAX_UNREAD_BYTES // 16, min(MAX_UNREAD_BYTES, MAX_ALL_UNREAD_BYTES // max(1, n_pending)))
 
 
 class Supervisor:
@@ -177,14 +204,14 @@ class Supervisor:
         del submit
         with asking as pending:
             while True:
-                message = await pending.inbox.get()
+                message = await pending.get()
                 yield message
                 if isinstance(message, m.Done | m.Failed):
                     return
 
     async def ask(self, question: type[Question], **fields: Any) -> Any:
         with self._asking(question(self._new_id(), **fields)) as pending:
-            message = await pending.inbox.get()
+            message = await pending.get()
         if isinstance(message, m.Failed):
             raise failure(message)
         assert isinstance(message, m.Answer)
@@ -356,7 +383,16 @@ class Supervisor:
             self._n_deaths = 0
         if isinstance(message, m.Done | m.Failed | m.Answer):
             del self._pending[message.id]
-        pending.inbox.put_nowait(message)
+        pending.put(message)
+        if pending.n_unread > unread_limit(len(self._pending)) and message.id in self._pending:
+            self._end_unread(message.id, pending)
+
+    def _end_unread(self, id: int, pending: Pending) -> None:
+        """Its client takes less than the engine writes. What it has written is kept, as for any request that ends early."""
+        del self._pending[id]
+        self._send(m.Cancel(id))
+        reason = f"the reply was ended: its client was {pending.n_unread:,} bytes behind; read faster or ask for less"
+        pending.put(m.Failed(id, SLOW_CLIENT.value, "client_too_slow", reason))
 
     async def _watch(self) -> None:
         """Kill a process that neither beats nor finishes a step."""
