@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from everwarm.engine import messages as m
 from everwarm.errors import Draining, Overloaded
 from everwarm.gateway import limits as module
+from everwarm.gateway.generate import events
 from everwarm.gateway.limits import Limits, Place
+from everwarm.gateway.recent import Caller, Recent
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervisor import MAX_ALL_UNREAD_BYTES, MAX_UNREAD_BYTES, Pending, unread_limit, weight_of
 from gateway.server import Server, serving, until
@@ -160,6 +163,35 @@ def test_the_more_replies_wait_the_less_each_may_be_behind():
     assert unread_limit(100_000) == MAX_UNREAD_BYTES // 16
 
 
+class Tireless:
+    """Stands in for an engine that writes as fast as it is read."""
+
+    def __init__(self) -> None:
+        self.n_taken = 0
+
+    async def stream(self, _lend: object, **_submit: Any) -> AsyncGenerator[m.ToGateway, None]:
+        while True:
+            self.n_taken += 1
+            yield piece()
+            await asyncio.sleep(0)
+
+
+def test_of_many_choices_nothing_is_taken_that_the_client_does_not_take():
+    async def run() -> None:
+        engine = Tireless()
+        heard = events(engine, [{}] * 4, Recent().follow(Caller("r", "m", "/", True)))  # type: ignore[arg-type]
+        async with contextlib.aclosing(heard):
+            await anext(heard)
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert 4 <= engine.n_taken <= 12, "else it would pile up in the gateway"
+            for _ in range(100):
+                await anext(heard)
+            assert engine.n_taken > 100
+
+    asyncio.run(run())
+
+
 # a real server
 
 
@@ -221,3 +253,23 @@ def test_a_reply_that_is_taken_too_slowly_is_ended_and_says_so(server):
             got += more
     assert b'"code":"client_too_slow"' in got and b"bytes behind" in got and 10 < got.count(b"data: ") < 3000
     assert server.get("/ready").json["restarts"] == 0
+
+
+def tokenized_from(server: Server, address: str) -> int:
+    """The status that a client at that address gets."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30, source_address=(address, 0))
+    try:
+        connection.request("POST", "/tokenize", b'{"content": "hi"}', {"Content-Type": "application/json"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_a_client_that_has_taken_all_places_keeps_out_no_other(server):
+    with contextlib.ExitStack() as stack:
+        for _ in range(FOUR):
+            stack.enter_context(unread(server, ENDLESS | {"stream": False, "n_probs": 0}))
+        until(lambda: tokenized_from(server, "127.0.0.1") == 429, "every place is taken")
+        assert tokenized_from(server, "127.0.0.2") == 200
+        assert tokenized_from(server, "127.0.0.1") == 429
+    until(server.is_idle, "their slots are free")

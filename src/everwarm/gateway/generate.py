@@ -44,7 +44,7 @@ async def events(
             async for message in stream:
                 yield Event(0, message)
         return
-    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(len(submits))  # who is not read waits
     choices = (_heard(supervisor, submit, each, lend) for submit, each in zip(submits, followed, strict=True))
     is_read = asyncio.Event()
     if lend is None:
@@ -93,10 +93,10 @@ async def _pump(
             async for message in stream:
                 if isinstance(message, m.Piece | m.Done):
                     is_read.set()
-                queue.put_nowait(Event(index, message))
-        queue.put_nowait(None)
+                await queue.put(Event(index, message))
+        await queue.put(None)
     except Exception as error:  # noqa: BLE001 - raised again where the choices are read
-        queue.put_nowait(error)
+        await queue.put(error)
 
 
 def _checked(message: m.ToGateway) -> Heard:

@@ -306,6 +306,8 @@ class Lending:
 
     def _serve(self) -> None:
         for borrower in list(self._waiting):
+            if borrower.turn.done():  # it is about to leave
+                continue
             own = self._lent.get(borrower.namespace, 0)
             if self.n_bytes + borrower.n_bytes > self._max_bytes:
                 return

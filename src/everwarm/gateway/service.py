@@ -217,18 +217,22 @@ class Service:
     async def run(self, served: Served, asked: Asked) -> AsyncGenerator[Event, None]:
         """The engine's replies to all choices, as they come. After a lone one idle time may go to the next turn."""
         supervisor, said, place, n_done = served.supervisor, [], asked.place, 0
-        async with contextlib.aclosing(events(supervisor, asked.submits, asked.follow, asked.lend)) as heard:
-            async for event in heard:
-                if place is not None and isinstance(event.message, m.Begun):
-                    place.recount(event.message.n_prompt)
-                if isinstance(event.message, m.Piece | m.Done):
-                    said.append(event.message.text)
-                if isinstance(event.message, m.Done):
-                    self.metrics.finished(event.message)
-                    n_done += 1
-                if place is not None and n_done == len(asked.submits):
-                    place.release()
-                yield event
+        try:
+            async with contextlib.aclosing(events(supervisor, asked.submits, asked.follow, asked.lend)) as heard:
+                async for event in heard:
+                    if place is not None and isinstance(event.message, m.Begun):
+                        place.recount(event.message.n_prompt)
+                    if isinstance(event.message, m.Piece | m.Done):
+                        said.append(event.message.text)
+                    if isinstance(event.message, m.Done):
+                        self.metrics.finished(event.message)
+                        n_done += 1
+                    if place is not None and n_done == len(asked.submits):
+                        place.release()  # before its last words are taken
+                    yield event
+        finally:
+            if place is not None:
+                place.release()
         if len(asked.submits) == 1:
             self._ahead.offer(supervisor, asked.next_turn, "".join(said))
 
