@@ -65,6 +65,13 @@ class ServeOptions:
         bool, Parameter(group=_NETWORK, negative=(), help="GET /cache/tree shows the first words of what is kept")
     ] = False
     max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
+    max_connections: Annotated[
+        int, Parameter(group=_NETWORK, help="open at once; when all are in use an idle one is closed for a new one")
+    ] = 1024
+    client_timeout: Annotated[
+        float,
+        Parameter(group=_NETWORK, help="seconds a client may send nothing of its body, or read nothing of its answer"),
+    ] = 30.0
     max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
         "32MiB"
     )
@@ -239,6 +246,8 @@ class ServeOptions:
             allowed_hosts=self.allowed_host,
             max_requests=self.max_requests,
             max_body_bytes=parse_bytes(self.max_body),
+            max_connections=self.max_connections,
+            client_timeout_s=self.client_timeout,
             request_timeout_s=self.request_timeout,
             grace_s=self.grace,
             slot_save_path=self.slot_save_path,

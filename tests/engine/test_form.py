@@ -232,3 +232,11 @@ def test_what_cannot_be_used_is_refused_and_the_next_form_works(engine, form, wo
 def test_a_form_has_a_size():
     with pytest.raises(BadRequest, match="at most 1048576"):
         Form("regex", "a" * ((1 << 20) + 1))
+
+
+def test_a_namespace_compiles_what_another_has_used_and_keeps_its_own(tiny):
+    own = tiny.compile(DIGITS, "a")
+    assert tiny.compile(DIGITS, "b") is not own, "time would tell that somebody uses this form"
+    for i in range(20):
+        tiny.compile(Form("regex", f"[0-9]{{{i + 2}}}"), "b")
+    assert tiny.compile(DIGITS, "a") is own, "the control: its own is known, whatever others use"

@@ -296,3 +296,16 @@ def test_what_was_read_so_far_holds_no_picture_that_is_still_ahead():
         assert not request.items(60).media and list(request.items(61).media) == [60]
         assert len(request.items(60).cells) == 60
         drain(core)
+
+
+def test_a_namespace_encodes_a_picture_for_itself_although_another_has_sent_it():
+    with seeing_core(n_slots=1) as core:
+        look(core, [A, CAT, B], namespace="a")
+        assert core.gallery.n_encoded == 1
+        assert look(core, [A, CAT, B], namespace="b").n_cached == 0
+        assert core.gallery.n_encoded == 2, "time would tell that somebody has sent it"
+        with pytest.raises(PixelsMissing):
+            look(core, [C, CAT, B], namespace="c", with_pixels=False)
+        look(core, [C, CAT, B], namespace="a", with_pixels=False)
+        look(core, [C, CAT, B], namespace="b")
+        assert core.gallery.n_encoded == 2, "the control: its own is known"

@@ -357,8 +357,24 @@ def test_what_is_remembered_stays_within_its_bounds():
     tokenizer = Tokenizer(vocab, memory_bytes=20_000, n_beginnings=4)
     for i in range(200):
         tokenizer.tokenize(message(i) + message(i + 1))
-        assert tokenizer._fragment_bytes <= 20_000 and tokenizer._beginning_bytes() <= 20_000
+        assert tokenizer._fragments.n_bytes <= 20_000 and tokenizer._beginnings.n_bytes <= 20_000
         assert len(tokenizer._beginnings) <= 4
+
+
+def test_a_namespace_pays_for_what_another_has_sent_and_only_once_for_its_own():
+    vocab = FakeVocabulary(CHAT)
+    tokenizer = Tokenizer(vocab)
+    history = "".join(message(i) for i in range(50))
+
+    def n_asked(namespace: str) -> int:
+        vocab.asked.clear()
+        tokenizer.within(namespace).tokenize(history)
+        return sum(map(len, vocab.asked))
+
+    whole = n_asked("a")
+    assert whole > len(history) // 2
+    assert n_asked("b") == whole, "what another sent must not be told from what nobody sent"
+    assert n_asked("a") < len(message(0)) and n_asked("b") < len(message(0)), "the control: one's own is remembered"
 
 
 def test_many_threads_share_one_memory(models):

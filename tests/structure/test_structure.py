@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "everwarm"
 
 # Each room may import itself and what is named here. Top modules (cli) may import everything.
-BASE = {"types", "errors", "config"}
+BASE = {"types", "errors", "config", "lru"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
+    "lru": set(),
     "config": {"errors", "types"},
     "prompt": BASE,
     "state": BASE | {"prompt"},

@@ -73,7 +73,6 @@ class Conversation:
         self._slot_files = SlotFiles(core, send)
         self._curator = Curator(core, send, self._number_of)
         self._forms = Forms(self._vocab)
-        self._illustrated = None if core.gallery is None else Illustrated(core.gallery, self._tokenizer)
 
     # frames in, on the reader's thread
 
@@ -131,12 +130,13 @@ class Conversation:
 
     def _ask(self, message: m.Submit) -> Ask:
         pictures: dict[bytes, Pixels] = {}
+        tokenizer = self._tokenizer.within(message.namespace)
         if message.text is not None and message.pictures:
-            if self._illustrated is None:
+            if self._core.gallery is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, hints, pictures = self._illustrated.prompt(message, message.text)
+            prompt, hints, pictures = Illustrated(self._core.gallery, tokenizer).prompt(message, message.text)
         elif message.text is not None:
-            prompt, hints = self._prompt_of_text(message, message.text)
+            prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:
             prompt = Prompt.of_tokens(message.tokens or [])
             hints = Hints(message.boundaries, message.stable, message.stables, message.breakpoints)
@@ -156,23 +156,17 @@ class Conversation:
             pictures,
             hints.stables,
             hints.breakpoints,
-            None if message.form is None else self._forms.compile(message.form),
+            None if message.form is None else self._forms.compile(message.form, message.namespace),
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
         """All of the text that no continuation can change."""
-        special = message.add_special
-        prompt = self._tokenizer.tokenize(message.text, add_special=special)
-        n = self._tokenizer.sure_count_at(message.text, len(message.text), add_special=special)
+        special, tokenizer = message.add_special, self._tokenizer.within(message.namespace)
+        prompt = tokenizer.tokenize(message.text, add_special=special)
+        n = tokenizer.sure_count_at(message.text, len(message.text), add_special=special)
         if n < 2:
             return None
         return Ask(prompt.first(n), max_tokens=0, namespace=message.namespace, session=message.session, ahead=True)
-
-    def _prompt_of_text(self, message: m.Submit, text: str) -> tuple[Prompt, Hints]:
-        """Hints in characters become hints in tokens that no later text can change."""
-        count = partial(self._tokenizer.count_at, text, add_special=message.add_special)
-        sure = partial(self._tokenizer.sure_count_at, text, add_special=message.add_special)
-        return self._tokenizer.tokenize(text, add_special=message.add_special), Hints.counted(message, count, sure)
 
     # on the loop's thread
 
@@ -274,6 +268,13 @@ class Conversation:
         )
 
 
+def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, Hints]:
+    """Hints in characters become hints in tokens that no later text can change."""
+    count = partial(tokenizer.count_at, text, add_special=message.add_special)
+    sure = partial(tokenizer.sure_count_at, text, add_special=message.add_special)
+    return tokenizer.tokenize(text, add_special=message.add_special), Hints.counted(message, count, sure)
+
+
 def slots(core: Core) -> list[dict[str, Any]]:
     """Each slot as llama-server shows it, without anybody's text."""
     shown = []
@@ -316,6 +317,7 @@ def stats(core: Core) -> dict[str, Any]:
         "n_cells": core.context.n_ctx,
         "n_decodes": core.context.n_decodes,
         "n_fed": core.context.n_fed,
+        "n_pictures_encoded": 0 if core.gallery is None else core.gallery.n_encoded,
         **core.ram.stats(),
         **(core.archive.stats() if core.archive is not None else {}),
         "disk_n_brought": 0 if core.fetcher is None else core.fetcher.n_brought,

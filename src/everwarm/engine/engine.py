@@ -135,7 +135,7 @@ class Engine(Closing):
             deterministic,
             ignore_eos,
             pictures=pictures or {},
-            form=None if form is None else self.forms.compile(form),
+            form=None if form is None else self.forms.compile(form, namespace),
         )
         stream = Stream(self)
         self._post(lambda core: self._begin(core, ask, stream))

@@ -1,11 +1,11 @@
 """Pictures as the model sees them: encoded once, kept by identity within a budget of bytes, handed to whoever reads them.
+Each namespace has its own: else time would tell which pictures others have sent.
 
 A request that is restored past its pictures needs neither their pixels nor their embeddings.
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ import blake3
 
 from everwarm.errors import BadRequest, PixelsMissing
 from everwarm.llama.media import Embedding, MediaModel
+from everwarm.lru import NamespacedLru
 from everwarm.prompt.prompt import MediaItem
 from everwarm.types import Position, TokenCount
 
@@ -32,9 +33,7 @@ class Pixels:
 class Gallery:
     def __init__(self, media: MediaModel, max_bytes: int = MAX_BYTES) -> None:
         self.media = media
-        self._max_bytes = max_bytes
-        self._known: collections.OrderedDict[bytes, Embedding] = collections.OrderedDict()
-        self.n_bytes = 0
+        self._known: NamespacedLru[Embedding] = NamespacedLru(max_bytes)
         self.n_encoded = 0
 
     def item(self, pixels: Pixels) -> MediaItem:
@@ -43,11 +42,14 @@ class Gallery:
         identity = blake3.blake3(pixels.digest + self.media.fingerprint.encode()).digest()
         return MediaItem(identity, TokenCount(shape.n_tokens), Position(shape.n_pos), self.media.uses_mrope)
 
-    def embedding(self, item: MediaItem, pictures: Mapping[bytes, Pixels]) -> Embedding:
+    @property
+    def n_bytes(self) -> int:
+        return self._known.n_bytes
+
+    def embedding(self, item: MediaItem, pictures: Mapping[bytes, Pixels], namespace: str = "") -> Embedding:
         """``PixelsMissing``: it is not known any more and nobody sent it."""
-        known = self._known.get(item.digest)
+        known = self._known.get(namespace, item.digest)
         if known is not None:
-            self._known.move_to_end(item.digest)
             return known
         pixels = pictures.get(item.digest)
         if pixels is None or pixels.rgb is None:
@@ -56,15 +58,8 @@ class Gallery:
             raise BadRequest("a picture has another number of bytes than its size says")
         embedding = self.media.encode(pixels.rgb, pixels.width, pixels.height)
         self.n_encoded += 1
-        self._keep(item.digest, embedding)
+        self._known.put(namespace, item.digest, embedding, embedding.values.nbytes)
         return embedding
-
-    def _keep(self, digest: bytes, embedding: Embedding) -> None:
-        self._known[digest] = embedding
-        self.n_bytes += embedding.values.nbytes
-        while self.n_bytes > self._max_bytes and len(self._known) > 1:
-            _, oldest = self._known.popitem(last=False)
-            self.n_bytes -= oldest.values.nbytes
 
     def close(self) -> None:
         self._known.clear()

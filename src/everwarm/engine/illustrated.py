@@ -44,7 +44,11 @@ class Illustrated:
         codes, media, parts = self._laid_out(runs, items, len(message.marker), message.add_special)
         whole = Prompt(np.concatenate(codes), MappingProxyType(media))
         hints = Hints.counted(message, partial(self._counts_at, parts), partial(self._sure_count_at, parts))
-        return whole, hints, {item.digest: pixels for item, pixels in zip(items, shown, strict=True)}
+        pictures: dict[bytes, Pixels] = {}
+        for item, pixels in zip(items, shown, strict=True):
+            if pictures.get(item.digest) is None or pixels.rgb is not None:  # one that is there twice comes once
+                pictures[item.digest] = pixels
+        return whole, hints, pictures
 
     def _laid_out(
         self, runs: list[str], items: list[MediaItem], n_marker: int, add_special: bool

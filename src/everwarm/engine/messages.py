@@ -100,6 +100,7 @@ class Count(Message, frozen=True, tag=True):
     add_special: bool
     marker: str = ""
     pictures: tuple[Picture, ...] = ()
+    namespace: str = ""
 
 
 class Detokenize(Message, frozen=True, tag=True):

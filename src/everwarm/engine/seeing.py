@@ -29,7 +29,7 @@ def _see(core: Core, gallery: Gallery, slot: Slot, request: Request, item: Media
     try:
         if not core.keeper.make_room(item.n_tokens, keep=slot):
             raise ContextFull(f"a picture needs {item.n_tokens} cells")
-        embedding = gallery.embedding(item, request.ask.pictures)
+        embedding = gallery.embedding(item, request.ask.pictures, request.ask.namespace)
         core.context.see(slot.seq, gallery.media, embedding, end, wants_logits=wants_logits)
     except ContextFull as error:
         suspend_or_finish(core, error, events)

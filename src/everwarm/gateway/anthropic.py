@@ -48,7 +48,7 @@ class Anthropic:
             return self._service.stream(
                 request, frames, len(data), error_frame=_error_frame(request), keep_alive_frame=_PING
             )
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             return await self._service.within_time(request, self._whole(request, chat, frame))
 
     async def _whole(self, request: Request, chat: ChatBody, frame: shapes.Frame) -> Response:
@@ -87,7 +87,7 @@ class Anthropic:
         data = await request.body()
         body = read_body(data, CountBody)
         chat = chat_body(body)
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             return await self._service.within_time(request, self._counted(request, chat))
 
     async def _counted(self, request: Request, chat: ChatBody) -> Response:
@@ -95,6 +95,7 @@ class Anthropic:
             (submit,) = (await self._service.chat_submits(request, chat, served)).submits
             pictures = tuple(msgspec.structs.replace(each, rgb=None) for each in submit.get("pictures", ()))
             fields = {"text": submit["text"], "add_special": submit["add_special"], "pictures": pictures}
+            fields["namespace"] = submit["namespace"]
             n_tokens = await served.supervisor.ask(m.Count, marker=submit.get("marker", ""), **fields)
         return json_response({"input_tokens": n_tokens})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from everwarm.engine import messages as m
 from everwarm.gateway.recent import Follow, Followed
-from everwarm.router.supervisor import Supervisor, failure
+from everwarm.router.supervisor import Lend, Supervisor, failure
 
 Heard = m.Begun | m.PromptRead | m.Piece | m.Done
 
@@ -34,18 +34,22 @@ class Choice:
 
 
 async def events(
-    supervisor: Supervisor, submits: Sequence[dict[str, Any]], follow: Follow
+    supervisor: Supervisor, submits: Sequence[dict[str, Any]], follow: Follow, lend: Lend | None = None
 ) -> AsyncGenerator[Event, None]:
-    """All choices at once, as they come. A failed one ends them all with its error; leaving early cancels them all."""
+    """All choices at once, as they come. A failed one ends them all with its error; leaving early cancels them all. Where
+    there are pictures, the first choice reads them, and the others begin when it has."""
     followed = [follow.choice(i) for i in range(len(submits))]
     if len(submits) == 1:
-        async with contextlib.aclosing(_heard(supervisor, submits[0], followed[0])) as stream:
+        async with contextlib.aclosing(_heard(supervisor, submits[0], followed[0], lend)) as stream:
             async for message in stream:
                 yield Event(0, message)
         return
-    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-    choices = (_heard(supervisor, submit, each) for submit, each in zip(submits, followed, strict=True))
-    tasks = [asyncio.create_task(_pump(i, choice, queue)) for i, choice in enumerate(choices)]
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(len(submits))  # who is not read waits
+    choices = (_heard(supervisor, submit, each, lend) for submit, each in zip(submits, followed, strict=True))
+    is_read = asyncio.Event()
+    if lend is None:
+        is_read.set()
+    tasks = [asyncio.create_task(_pump(i, choice, queue, is_read)) for i, choice in enumerate(choices)]
     try:
         left = len(tasks)
         while left:
@@ -62,10 +66,12 @@ async def events(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _heard(supervisor: Supervisor, submit: dict[str, Any], followed: Followed) -> AsyncGenerator[Heard, None]:
+async def _heard(
+    supervisor: Supervisor, submit: dict[str, Any], followed: Followed, lend: Lend | None
+) -> AsyncGenerator[Heard, None]:
     """What the engine says to one choice, written down on the way."""
     try:
-        async with contextlib.aclosing(supervisor.stream(**followed.submit(submit))) as stream:
+        async with contextlib.aclosing(supervisor.stream(lend, **followed.submit(submit))) as stream:
             async for message in stream:
                 if followed.is_for_caller(message):
                     yield _checked(message)
@@ -74,15 +80,23 @@ async def _heard(supervisor: Supervisor, submit: dict[str, Any], followed: Follo
 
 
 async def _pump(
-    index: int, choice: AsyncGenerator[Heard, None], queue: asyncio.Queue[Event | BaseException | None]
+    index: int,
+    choice: AsyncGenerator[Heard, None],
+    queue: asyncio.Queue[Event | BaseException | None],
+    is_read: asyncio.Event,
 ) -> None:
+    """``is_read``: whether the first choice has read what all of them read."""
     try:
         async with contextlib.aclosing(choice) as stream:
+            if index:
+                await is_read.wait()
             async for message in stream:
-                queue.put_nowait(Event(index, message))
-        queue.put_nowait(None)
+                if isinstance(message, m.Piece | m.Done):
+                    is_read.set()
+                await queue.put(Event(index, message))
+        await queue.put(None)
     except Exception as error:  # noqa: BLE001 - raised again where the choices are read
-        queue.put_nowait(error)
+        await queue.put(error)
 
 
 def _checked(message: m.ToGateway) -> Heard:

@@ -11,6 +11,7 @@ import logging
 import secrets
 from urllib.parse import urlsplit
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -52,6 +53,8 @@ class Guard:
         except EverwarmError as error:
             if not began:
                 await error_response(error, request_id, scope["path"])(scope, receive, tagged)
+        except ClientDisconnect:
+            log.debug("request %s: the client left before its body was there", request_id)
         except Exception:
             log.exception("request %s failed", request_id)
             if not began:

@@ -50,7 +50,7 @@ class LlamaServer:
         body = read(data, CompletionBody)
         if body.stream:
             return self._service.stream(request, self._frames(request, body), len(data))
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             return await self._service.within_time(request, self._whole(request, body))
 
     async def _whole(self, request: Request, body: CompletionBody) -> Response:
@@ -96,7 +96,7 @@ class LlamaServer:
         data = await request.body()
         body = read(data, TokenizeBody)
         fields = {"text": body.content, "add_special": body.add_special, "parse_special": body.parse_special}
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             tokens = await self._service.ask(request, body.model, m.Tokenize, **fields)
         if body.with_pieces:
             return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in tokens]})
@@ -105,14 +105,14 @@ class LlamaServer:
     async def detokenize(self, request: Request) -> Response:
         data = await request.body()
         body = read(data, DetokenizeBody)
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             text: bytes = await self._service.ask(request, body.model, m.Detokenize, tokens=body.tokens)
         return json_response({"content": text.decode("utf-8", "replace")})
 
     async def apply_template(self, request: Request) -> Response:
         data = await request.body()
         body = read(data, ChatBody)
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             return await self._service.within_time(request, self._applied(body))
 
     async def _applied(self, body: ChatBody) -> Response:
@@ -173,7 +173,7 @@ class LlamaServer:
             is_default = namespace == service.namespace(None)
             shown["filename"] = body.filename
             fields |= slot_file_fields(request, service.settings, body.filename, namespace, is_default=is_default)
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             name = body.model or request.query_params.get("model")
             answer = await self._service.ask(request, name, m.SlotAction, **fields)
         return json_response({"id_slot": answer["id_slot"], **shown, **answer})

@@ -82,7 +82,7 @@ class Ollama:
         turn = Turn(body, speech, body.model or self._service.pool.find(None).id, body.unloads, time.monotonic())
         if body.streams and not body.only_loads:
             return self._stream(request, turn, len(data))
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             work = self._loaded(turn) if body.only_loads else self._whole(request, turn)
             said = await self._service.within_time(request, work)
         return Response(shapes.line(said), media_type=MEDIA_TYPE) if body.streams else json_response(said)
@@ -108,7 +108,7 @@ class Ollama:
         def error_frame(error: EverwarmError) -> bytes:
             return shapes.line(ollama_error(error))
 
-        admitted, limit_s = self._service.limits.admitted(n_body_bytes), self._service.settings.request_timeout_s
+        admitted, limit_s = self._service.admitted(request, n_body_bytes), self._service.settings.request_timeout_s
         waiting = shapes.line(turn.line({**turn.speech(""), "done": False}))
         frames = self._frames(request, turn)
         return EventStream(

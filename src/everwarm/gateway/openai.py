@@ -57,7 +57,7 @@ class OpenAI:
         if body.stream:
             frames = self._frames(body, submits, {**frame, "object": shape.chunk_name}, shape, with_probs=with_probs)
             return self._service.stream(request, frames, n_body_bytes)
-        with self._service.limits.admitted(n_body_bytes):
+        with self._service.admitted(request, n_body_bytes):
             whole = self._whole(body, submits, frame, shape, with_probs=with_probs)
             return await self._service.within_time(request, whole)
 

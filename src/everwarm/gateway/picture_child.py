@@ -65,6 +65,7 @@ class PictureLimits:
     n_pictures_per_child: int = 256
     max_waiting: int = 64  # for a child; more get 429
     cache_bytes: int = 256 << 20  # of pixels
+    max_lent_bytes: int = 512 << 20  # of pixels that engines have or are being sent, for all requests together
 
     def __post_init__(self) -> None:
         least = {"max_bytes": 1024, "child_memory": 128 << 20, "max_waiting": 0, "cache_bytes": 0}

@@ -1,8 +1,10 @@
 """Pictures in requests: from a content part to RGB pixels, decoded in processes that may die without anybody noticing.
 
 The gateway never runs a decoder. It reads base64, asks a child for the pixels, checks what the child says, and remembers
-pictures by their encoded bytes: one that comes with every turn is decoded once. Whatever is wrong with a picture, also that
-its decoder died or took too long, is the sender's ``BadRequest``. Knows no HTTP, no model and no prompt.
+pictures by their encoded bytes: one that comes with every turn is decoded once. Each namespace has its own: else time would
+tell which pictures others have sent. A request knows its pictures by sight and holds no pixels; they are lent to it, within
+a bound for all, while an engine needs them. Whatever is wrong with a picture, also that its decoder died or took too long,
+is the sender's ``BadRequest``. Knows no HTTP, no model and no prompt.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import asyncio
 import binascii
 import contextlib
 import logging
-from collections import OrderedDict
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import blake3
@@ -21,8 +24,9 @@ import blake3
 from everwarm.errors import BadRequest, EngineStopped, Overloaded
 from everwarm.gateway.picture_child import SLOW, Child, Died, Picture, PictureLimits
 from everwarm.gateway.remote import Fetcher, RemotePolicy
+from everwarm.lru import NamespacedLru
 
-__all__ = ["Picture", "PictureLimits", "Pictures"]
+__all__ = ["Picture", "PictureLimits", "Pictures", "Sight"]
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -30,7 +34,22 @@ _INLINE_BYTES = 64 << 10  # less is not worth a thread
 _PIECE_CHARS = 256 << 10  # of base64; between two pieces other threads may run
 _MAX_URL_HEAD = 1024  # of a data: URL, before its comma
 _N_FETCHES = 4
+_N_SIGHTS = 16_384  # sizes and digests that are remembered
 _EXAMPLE = "data:image/png;base64,…"
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A picture without its pixels, and where they came from. ``part`` is the client's, as it is in the body."""
+
+    part: Mapping[str, Any]
+    width: int
+    height: int
+    digest: bytes  # of the pixels
+
+    @property
+    def n_bytes(self) -> int:
+        return 3 * self.width * self.height
 
 
 class Pictures:
@@ -50,8 +69,10 @@ class Pictures:
         self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-pictures")
         self._idle: list[Child] = []
         self._busy: set[Child] = set()
-        self._flights: dict[bytes, _Flight] = {}
-        self._cache = _Cache(self.limits.cache_bytes)
+        self._flights: dict[tuple[str, bytes], _Flight] = {}  # by namespace and encoded bytes, like both caches
+        self._cache: NamespacedLru[Picture] = NamespacedLru(self.limits.cache_bytes)
+        self._sizes: NamespacedLru[tuple[int, int, bytes]] = NamespacedLru(_N_SIGHTS)
+        self.lending = Lending(self.limits.max_lent_bytes, self.limits.max_waiting)
         self._is_closed = False
         self.n_decoded = self.n_remembered = self.n_deaths = 0
 
@@ -59,44 +80,39 @@ class Pictures:
     def child_pids(self) -> list[int]:
         return [child.pid for child in (*self._idle, *self._busy) if child.pid is not None]
 
-    async def from_parts(self, parts: Sequence[Mapping[str, Any]]) -> list[Picture]:
-        """All pictures of one request, one after the other: so requests take turns, however many pictures they bring."""
+    async def from_parts(self, parts: Sequence[Mapping[str, Any]], namespace: str = "") -> list[Sight]:
+        """All pictures of one request, one after the other: so requests take turns, however many pictures they bring. Each
+        is decoded unless it is known, and its pixels are kept by the cache alone."""
         limits = self.limits
         if len(parts) > limits.max_pictures_per_request:
             raise BadRequest(f"there are {len(parts)} pictures; send at most {limits.max_pictures_per_request}")
-        pictures: list[Picture] = []
+        sights: list[Sight] = []
         n_pixels = 0
         for part in parts:
-            pictures.append(await self.from_part(part))
-            n_pixels += pictures[-1].width * pictures[-1].height
+            sights.append(Sight(part, *await self._size(await self._encoded(part), namespace)))
+            n_pixels += sights[-1].width * sights[-1].height
             if n_pixels > limits.max_pixels_per_request:
                 most = limits.max_pixels_per_request
                 raise BadRequest(f"the pictures have more than {most:,} pixels together; send fewer or smaller ones")
-        return pictures
+        return sights
 
-    async def from_part(self, part: Mapping[str, Any]) -> Picture:
+    @contextlib.asynccontextmanager
+    async def lent(self, sights: Sequence[Sight], namespace: str = "") -> AsyncIterator[list[Picture]]:
+        """Their pixels, each picture once, as soon as there is room for all of them. Who waits for it holds none."""
+        each = {sight.digest: sight for sight in sights}.values()
+        async with self.lending.of(namespace, sum(sight.n_bytes for sight in each)):
+            yield [await self._seen_again(sight, namespace) for sight in each]
+
+    async def from_part(self, part: Mapping[str, Any], namespace: str = "") -> Picture:
         """A content part of OpenAI's chat completions or responses."""
-        url = address_of(part)
-        if url[:5].lower() == "data:":
-            return await self.from_base64(url, _data_start(url))
-        if url[:7].lower() == "http://" or url[:8].lower() == "https://":
-            return await self.decode(await self._fetched(url))
-        raise BadRequest(f"image_url begins with {url[:12]!r}: send the picture itself, as {_EXAMPLE}")
+        return await self.decode(await self._encoded(part), namespace)
 
-    async def from_base64(self, text: str, start: int = 0) -> Picture:
-        """A picture as text, from that character on."""
-        if len(text) - start <= _INLINE_BYTES:
-            return await self.decode(read_base64(text, start, self.limits.max_bytes))
-        return await self.decode(await asyncio.to_thread(read_base64, text, start, self.limits.max_bytes))
+    async def decode(self, data: bytes, namespace: str = "") -> Picture:
+        """The same bytes are decoded once in each namespace, also when several ask at the same time."""
+        return await self._decoded_once(data, (namespace, await self._key(data)))
 
-    async def decode(self, data: bytes) -> Picture:
-        """The same bytes are decoded once, also when several ask at the same time."""
-        if not data:
-            raise BadRequest(f"the picture is empty: send it as {_EXAMPLE}")
-        if len(data) > self.limits.max_bytes:
-            raise _too_large(self.limits.max_bytes)
-        key = _digest(data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(_digest, data)
-        known = self._cache.get(key)
+    async def _decoded_once(self, data: bytes, key: tuple[str, bytes]) -> Picture:
+        known = self._cache.get(*key)
         if known is not None:
             self.n_remembered += 1
             return known
@@ -131,6 +147,35 @@ class Pictures:
 
     # inside
 
+    async def _encoded(self, part: Mapping[str, Any]) -> bytes:
+        url = address_of(part)
+        if url[:5].lower() == "data:":
+            start, most = _data_start(url), self.limits.max_bytes
+            if len(url) - start <= _INLINE_BYTES:
+                return read_base64(url, start, most)
+            return await asyncio.to_thread(read_base64, url, start, most)
+        if url[:7].lower() == "http://" or url[:8].lower() == "https://":
+            return await self._fetched(url)
+        raise BadRequest(f"image_url begins with {url[:12]!r}: send the picture itself, as {_EXAMPLE}")
+
+    async def _key(self, data: bytes) -> bytes:
+        if not data:
+            raise BadRequest(f"the picture is empty: send it as {_EXAMPLE}")
+        if len(data) > self.limits.max_bytes:
+            raise _too_large(self.limits.max_bytes)
+        return _digest(data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(_digest, data)
+
+    async def _size(self, data: bytes, namespace: str) -> tuple[int, int, bytes]:
+        key = namespace, await self._key(data)
+        known = self._sizes.get(*key)
+        return _size_of(await self._decoded_once(data, key)) if known is None else known
+
+    async def _seen_again(self, sight: Sight, namespace: str) -> Picture:
+        picture = await self.from_part(sight.part, namespace)
+        if picture.digest != sight.digest:
+            raise BadRequest("a picture changed at its address while the request was waiting: send it again")
+        return picture
+
     async def _fetched(self, url: str) -> bytes:
         if self._fetcher is None:
             raise BadRequest(
@@ -139,18 +184,19 @@ class Pictures:
         async with self._fetching.place():
             return await self._fetcher.fetch(url)
 
-    async def _fly(self, flight: _Flight, key: bytes, data: bytes) -> Picture:
+    async def _fly(self, flight: _Flight, key: tuple[str, bytes], data: bytes) -> Picture:
         try:
             async with self._decoding.place():
                 flight.has_begun = True
                 picture = await self._decoded(data)
             self.n_decoded += 1
-            self._cache.put(key, picture)
+            self._cache.put(*key, picture, len(picture.rgb))
+            self._sizes.put(*key, _size_of(picture), 1)
             return picture
         finally:
             self._forget(key, flight)
 
-    def _forget(self, key: bytes, flight: _Flight) -> None:
+    def _forget(self, key: tuple[str, bytes], flight: _Flight) -> None:
         if self._flights.get(key) is flight:
             del self._flights[key]
 
@@ -223,6 +269,66 @@ class Gate:
             self._places.release()
 
 
+@dataclass(slots=True, eq=False)
+class _Borrower:
+    namespace: str
+    n_bytes: int
+    turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Lending:
+    """How many bytes of pixels are on their way to engines or with them, in all and for each namespace. Whoever comes first
+    is first, but one namespace has half of it at most, and who waits for that holds up nobody else."""
+
+    def __init__(self, max_bytes: int, max_waiting: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_waiting = max_waiting
+        self._lent: dict[str, int] = {}
+        self._waiting: deque[_Borrower] = deque()
+        self.n_bytes = 0
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def of(self, namespace: str, n_bytes: int) -> AsyncIterator[None]:
+        borrower = _Borrower(namespace, min(n_bytes, self._max_bytes))
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(f"{len(self._waiting)} requests with pictures are waiting already; try again in a moment")
+        self._waiting.append(borrower)
+        self._serve()
+        try:
+            await borrower.turn
+            yield
+        finally:
+            self._give_back(borrower)
+
+    def _serve(self) -> None:
+        for borrower in list(self._waiting):
+            if borrower.turn.done():  # it is about to leave
+                continue
+            own = self._lent.get(borrower.namespace, 0)
+            if self.n_bytes + borrower.n_bytes > self._max_bytes:
+                return
+            if own and own + borrower.n_bytes > self._max_bytes // 2:
+                continue
+            self._waiting.remove(borrower)
+            self._lent[borrower.namespace] = own + borrower.n_bytes
+            self.n_bytes += borrower.n_bytes
+            borrower.turn.set_result(None)
+
+    def _give_back(self, borrower: _Borrower) -> None:
+        if borrower in self._waiting:
+            self._waiting.remove(borrower)
+        elif borrower.turn.done():
+            self.n_bytes -= borrower.n_bytes
+            self._lent[borrower.namespace] -= borrower.n_bytes
+            if not self._lent[borrower.namespace]:
+                del self._lent[borrower.namespace]
+        self._serve()
+
+
 class _Flight:
     """A picture on its way, and how many wait for it. When nobody does any more it is dropped, unless it is being decoded
     already: then it lands in the cache."""
@@ -248,30 +354,6 @@ class _Flight:
             raise
         finally:
             self._n_waiting -= 1
-
-
-class _Cache:
-    """Decoded pictures by the digest of their encoded bytes; the one unused for longest goes first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
-        self.n_bytes = 0
-
-    def get(self, key: bytes) -> Picture | None:
-        picture = self._pictures.get(key)
-        if picture is not None:
-            self._pictures.move_to_end(key)
-        return picture
-
-    def put(self, key: bytes, picture: Picture) -> None:
-        if len(picture.rgb) > self._max_bytes or key in self._pictures:
-            return
-        self._pictures[key] = picture
-        self.n_bytes += len(picture.rgb)
-        while self.n_bytes > self._max_bytes:
-            _, oldest = self._pictures.popitem(last=False)
-            self.n_bytes -= len(oldest.rgb)
 
 
 # reading what clients send
@@ -325,6 +407,10 @@ def read_base64(text: str, start: int, max_bytes: int) -> bytes:
 
 def _too_large(max_bytes: int) -> BadRequest:
     return BadRequest(f"the picture is larger than {max_bytes:,} bytes: send it smaller or more compressed")
+
+
+def _size_of(picture: Picture) -> tuple[int, int, bytes]:
+    return picture.width, picture.height, picture.digest
 
 
 def _digest(data: bytes) -> bytes:

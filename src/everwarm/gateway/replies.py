@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from everwarm.errors import EverwarmError, Forbidden
+from everwarm.gateway.limits import Place
 
 _encode = msgspec.json.Encoder().encode
 
@@ -54,7 +55,7 @@ class EventStream(Response):
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
-        admitted: AbstractContextManager[None],
+        admitted: AbstractContextManager[Place | None],
         error_frame: Callable[[EverwarmError], bytes],
         limit_s: float | None = None,
         *,
@@ -70,8 +71,8 @@ class EventStream(Response):
         self._keep_alive_frame = keep_alive_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        with self._admitted, contextlib.suppress(Hangup):
-            await unless_gone(receive, self._stream(send))
+        with self._admitted as place, contextlib.suppress(Hangup):
+            await unless_gone(receive, self._stream(send if place is None else _noting(place, send)))
 
     async def _stream(self, send: Send) -> None:
         opening = _Opening(send, self.raw_headers, self._keep_alive_frame)
@@ -87,6 +88,16 @@ class EventStream(Response):
         finally:
             idle.cancel()
         await opening.close()
+
+
+def _noting(place: Place, send: Send) -> Send:
+    """A response whose place knows for how long its client has taken nothing."""
+
+    async def noted(message: Message) -> None:
+        with place.sending():
+            await send(message)
+
+    return noted
 
 
 class _Opening:

@@ -56,9 +56,9 @@ class Responses:
         turn = _Turn(self._service, self._kept, request, body)
         if body.stream:
             limit_s = self._service.settings.request_timeout_s or None
-            admitted = self._service.limits.admitted(len(data))
+            admitted = self._service.admitted(request, len(data))
             return EventStream(turn.frames(), admitted, turn.error_frame, limit_s)
-        with self._service.limits.admitted(len(data)):
+        with self._service.admitted(request, len(data)):
             return json_response(await self._service.within_time(request, turn.whole()))
 
     async def get(self, request: Request) -> Response:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 from rich.console import Console
@@ -15,6 +18,7 @@ from everwarm import __version__
 from everwarm.config import log_to_stderr
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
+from everwarm.gateway.connection import Connection, ConnectionLimits, Crowd
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.catalog import Catalog
 from everwarm.router.plan import Limits
@@ -22,6 +26,7 @@ from everwarm.router.pool import Pool, Standing
 from everwarm.router.supervisor import State
 
 _MIB = 1 << 20
+RESERVED_FILES = 128  # for engines, picture decoders and files: connections never take these
 
 
 def serve(
@@ -73,9 +78,11 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
 
         pool.on_loading = show
         gateway = build_gateway(pool, settings)
+        limits = connection_limits(settings)
         config = uvicorn.Config(
             gateway.app,
-            http="httptools",
+            http=partial(Connection, limits=limits, crowd=Crowd(limits.max_connections)),  # type: ignore[arg-type]
+            ws="none",
             lifespan="on",
             access_log=False,
             log_level="warning",
@@ -97,6 +104,20 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
     await running
     ready.cancel()
     return code
+
+
+def connection_limits(settings: ServerSettings) -> ConnectionLimits:
+    """As many connections as were asked for, or as the system allows files to be open."""
+    n_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + RESERVED_FILES
+    if n_files != resource.RLIM_INFINITY and n_files < wanted:
+        more = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, most))
+        n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    allowed = wanted if n_files == resource.RLIM_INFINITY else max(RESERVED_FILES + 8, n_files)
+    n_connections = min(settings.max_connections, allowed - RESERVED_FILES)
+    return ConnectionLimits(max_connections=n_connections, client_timeout_s=settings.client_timeout_s)
 
 
 async def _first_loaded(pool: Pool) -> None:

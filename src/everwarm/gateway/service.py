@@ -9,7 +9,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -23,21 +23,22 @@ from everwarm.gateway.ahead import Ahead, NextTurn
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.canonical import canonical
 from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.connection import network_of
 from everwarm.gateway.contents import breakpoint_in
 from everwarm.gateway.forms import chat_form, completion_form
 from everwarm.gateway.generate import Event, events
 from everwarm.gateway.guard import error_body
-from everwarm.gateway.limits import Limits
+from everwarm.gateway.limits import Limits, Place, estimated_tokens
 from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.notation import Notation
-from everwarm.gateway.pictures import Pictures
+from everwarm.gateway.pictures import Pictures, Sight
 from everwarm.gateway.recent import Caller, Follow, Recent
 from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
 from everwarm.gateway.reply import ReplyReader
 from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervisor import Question
+from everwarm.router.supervisor import Lend, Question
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -56,6 +57,8 @@ class Asked:
     follow: Follow
     reader: Callable[[], ReplyReader] = ReplyReader
     next_turn: NextTurn | None = None
+    lend: Lend | None = None  # its pictures' pixels; None: it has none
+    place: Place | None = None  # what it counts among all requests
 
     @property
     def first(self) -> Asked:
@@ -112,7 +115,7 @@ class Service:
         messages, parts = illustrated(in_known_roles(self.canonical(body.messages), template), self.marker)
         if parts and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
-        pictures = await self.pictures.from_parts(parts) if parts else []
+        sights = await self.pictures.from_parts(parts, self.namespace(body.cache_salt)) if parts else []
         rendered = await asyncio.to_thread(template.conversation, messages, **template_options(body))
         notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
@@ -127,17 +130,27 @@ class Service:
             "n_probs": body.n_probs,
             "form": chat_form(body, notation, rendered.text),
         }
-        if pictures:
-            sent = tuple(m.Picture(p.digest, p.width, p.height, p.rgb) for p in pictures)
-            common |= {"marker": self.marker, "pictures": sent}
+        if sights:
+            shown = tuple(m.Picture(sight.digest, sight.width, sight.height) for sight in sights)
+            common |= {"marker": self.marker, "pictures": shown}
         thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
         told = {"with_thinking": thinks, "one_call": body.parallel_tool_calls is False}
         reader = partial(ReplyReader.of, notation, rendered.text, tools, **told)
         after = partial(_text_after, template, messages, template_options(body))
         spot = common["add_special"], common["namespace"], common["session"]
-        plain = not pictures and not body.deterministic and body.uses_cache
+        plain = not sights and not body.deterministic and body.uses_cache
         next_turn = NextTurn(reader, after, *spot) if plain and common["max_tokens"] else None
-        return Asked(_choices(common, body), self.follow(request, body, served), reader, next_turn)
+        lend = partial(self._lent, sights, common["namespace"]) if sights else None
+        place = _recounted(request, estimated_tokens(len(rendered.text)))
+        return Asked(_choices(common, body), self.follow(request, body, served), reader, next_turn, lend, place)
+
+    @contextlib.asynccontextmanager
+    async def _lent(self, sights: list[Sight], namespace: str) -> AsyncIterator[tuple[m.Picture, ...]]:
+        """A picture for each place in the prompt. One that has several brings its pixels to the first."""
+        async with self.pictures.lent(sights, namespace) as pictures:
+            pixels = {picture.digest: picture.rgb for picture in pictures}
+            del pictures[:]
+            yield tuple(m.Picture(s.digest, s.width, s.height, pixels.pop(s.digest, None)) for s in sights)
 
     def canonical(self, messages: list[Json]) -> list[Json]:
         """Without the noise that some clients put into system text, unless the server is to leave it there."""
@@ -158,7 +171,8 @@ class Service:
             "n_probs": body.wanted_probs,
             "form": completion_form(body),
         }
-        return Asked(_choices(common, body), self.follow(request, body, served))
+        place = _recounted(request, len(tokens) if tokens is not None else estimated_tokens(len(text or "")))
+        return Asked(_choices(common, body), self.follow(request, body, served), place=place)
 
     def follow(self, request: Request, body: Body, served: Served) -> Follow:
         """What becomes of the request is written down under the id that the answer bears."""
@@ -190,16 +204,35 @@ class Service:
 
     # answering
 
+    @contextlib.contextmanager
+    def admitted(self, request: Request, n_body_bytes: int) -> Iterator[Place]:
+        """A place for a request: until its answer is over or, if that is sooner, the engine has done its part."""
+        n_context = max((spec.settings.n_ctx for spec in self.pool.catalog.specs.values()), default=None)
+        cut_off = getattr(request.state, "abort", None)
+        client = client_of(request, has_key=self.settings.api_key is not None)
+        with self.limits.admitted(n_body_bytes, client, n_context=n_context, cut_off=cut_off) as place:
+            request.state.place = place
+            yield place
+
     async def run(self, served: Served, asked: Asked) -> AsyncGenerator[Event, None]:
         """The engine's replies to all choices, as they come. After a lone one idle time may go to the next turn."""
-        supervisor, said = served.supervisor, []
-        async with contextlib.aclosing(events(supervisor, asked.submits, asked.follow)) as heard:
-            async for event in heard:
-                if isinstance(event.message, m.Piece | m.Done):
-                    said.append(event.message.text)
-                if isinstance(event.message, m.Done):
-                    self.metrics.finished(event.message)
-                yield event
+        supervisor, said, place, n_done = served.supervisor, [], asked.place, 0
+        try:
+            async with contextlib.aclosing(events(supervisor, asked.submits, asked.follow, asked.lend)) as heard:
+                async for event in heard:
+                    if place is not None and isinstance(event.message, m.Begun):
+                        place.recount(event.message.n_prompt)
+                    if isinstance(event.message, m.Piece | m.Done):
+                        said.append(event.message.text)
+                    if isinstance(event.message, m.Done):
+                        self.metrics.finished(event.message)
+                        n_done += 1
+                    if place is not None and n_done == len(asked.submits):
+                        place.release()  # before its last words are taken
+                    yield event
+        finally:
+            if place is not None:
+                place.release()
         if len(asked.submits) == 1:
             self._ahead.offer(supervisor, asked.next_turn, "".join(said))
 
@@ -233,8 +266,23 @@ class Service:
         def openai_error(error: EverwarmError) -> bytes:
             return sse(error_body(error, request.state.request_id))
 
-        limit_s, admitted = self.settings.request_timeout_s or None, self.limits.admitted(n_body_bytes)
+        limit_s, admitted = self.settings.request_timeout_s or None, self.admitted(request, n_body_bytes)
         return EventStream(frames, admitted, error_frame or openai_error, limit_s, keep_alive_frame=keep_alive_frame)
+
+
+def client_of(request: Request, *, has_key: bool) -> str:
+    """Who asks, as far as that can be known: the address, and the key where one was checked."""
+    address = network_of(request.client.host if request.client is not None else "")
+    key = (request.headers.get("authorization") or request.headers.get("x-api-key") or "") if has_key else ""
+    return f"{address} {hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _recounted(request: Request, n_tokens: int) -> Place | None:
+    """The request's place, now that its prompt is there."""
+    place: Place | None = getattr(request.state, "place", None)
+    if place is not None:
+        place.recount(n_tokens)
+    return place
 
 
 def _text_after(template: ChatTemplate, messages: list[Json], options: Json, reply: Json) -> str | None:

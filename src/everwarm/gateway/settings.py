@@ -20,6 +20,8 @@ class ServerSettings:
     max_body_bytes: int = 32 << 20
     max_requests: int = 256  # running and waiting
     max_waiting_tokens: int = 4_000_000  # prompt tokens of all of them, estimated from their text
+    max_connections: int = 1024  # open at once, whether they ask for something or not
+    client_timeout_s: float = 30.0  # how long a client may send or take nothing while it is to
     request_timeout_s: float = 0.0  # 0: none
     grace_s: float = 10.0
     picture_hosts: tuple[
@@ -41,6 +43,8 @@ class ServerSettings:
         require(self.max_requests >= 1, f"max_requests is {self.max_requests}; give at least 1")
         require(self.max_waiting_tokens >= 1, f"max_waiting_tokens is {self.max_waiting_tokens}; give at least 1")
         require(self.request_timeout_s >= 0, f"request_timeout_s is {self.request_timeout_s}; give 0 (none) or more")
+        require(self.max_connections >= 8, f"max_connections is {self.max_connections}; give at least 8")
+        require(self.client_timeout_s > 0, f"client_timeout_s is {self.client_timeout_s}; give more than 0")
         require(self.grace_s >= 0, f"grace_s is {self.grace_s}; give 0 or more")
         require(self.api_key is None or len(self.api_key) >= 1, "the API key is empty; leave it out or give one")
         require(

@@ -5,7 +5,6 @@ Compiling is for any thread but the loop's. Knows tokens and masks; knows no req
 
 from __future__ import annotations
 
-import collections
 import functools
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from everwarm.llama.closing import Closing
 from everwarm.llama.formtrial import LIMITS, STACK_BYTES, Trial
 from everwarm.llama.grammar import Words
 from everwarm.llama.vocab import Vocab
+from everwarm.lru import NamespacedLru
 
 _MAX_KNOWN = 16
 _SPECIAL = b"\xff"  # llguidance's mark of a token that no text matches
@@ -85,17 +85,17 @@ class Forms(Closing):
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._known: collections.OrderedDict[Form, CompiledForm] = collections.OrderedDict()
+        self._known: NamespacedLru[CompiledForm] = NamespacedLru(_MAX_KNOWN)
         self._lock = threading.Lock()
         self._trial: Trial | None = None
 
-    def compile(self, form: Form) -> CompiledForm:
-        """Or BadRequest, in the library's words."""
+    def compile(self, form: Form, namespace: str = "") -> CompiledForm:
+        """Or BadRequest, in the library's words. Each namespace has its own: else time would tell what others ask for."""
         with self._lock:
-            known = self._known.pop(form, None) or self._compiled(form)
-            self._known[form] = known
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
+            known = self._known.get(namespace, form)
+            if known is None:
+                known = self._compiled(form)
+                self._known.put(namespace, form, known, 1)
             return known
 
     def _compiled(self, form: Form) -> CompiledForm:

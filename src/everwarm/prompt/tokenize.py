@@ -8,9 +8,9 @@ protocol only, so it needs no libllama.
 from __future__ import annotations
 
 import bisect
+import copy
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from everwarm.lru import NamespacedLru
 from everwarm.prompt.prompt import Prompt
 
 Tokens = NDArray[np.int32]
@@ -53,17 +54,22 @@ _EMPTY = _Beginning("", np.empty(0, np.int32), ((0, 0),))
 
 
 class Tokenizer:
-    """Thread-safe. ``memory_bytes`` bounds what is remembered."""
+    """Thread-safe. ``memory_bytes`` bounds what is remembered, in all namespaces together."""
 
     def __init__(self, vocab: Vocabulary, memory_bytes: int = 64 << 20, n_beginnings: int = 32) -> None:
         self._vocab = vocab
         self._splitter = _splitter(vocab)
-        self._n_beginnings = n_beginnings
-        self._room = memory_bytes
+        self._namespace = ""
         self._lock = threading.Lock()
-        self._fragments: OrderedDict[str, Tokens] = OrderedDict()
-        self._fragment_bytes = 0
-        self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
+        self._fragments: NamespacedLru[Tokens] = NamespacedLru(memory_bytes)
+        self._beginnings: NamespacedLru[_Beginning] = NamespacedLru(memory_bytes, n_beginnings)
+
+    def within(self, namespace: str) -> Tokenizer:
+        """The same memory, of which only what this namespace had tokenized is found: else time would tell what others
+        have sent."""
+        view = copy.copy(self)
+        view._namespace = namespace
+        return view
 
     def tokenize(self, text: str, *, add_special: bool = False) -> Prompt:
         """The tokens of ``text``; control tokens written out in it are parsed."""
@@ -126,38 +132,29 @@ class Tokenizer:
     def _fragment(self, text: str) -> Tokens:
         """A fragment runs up to and including a control token: text that no neighbour can change."""
         with self._lock:
-            tokens = self._fragments.get(text)
-            if tokens is not None:
-                self._fragments.move_to_end(text)
-                return tokens
-        tokens = self._vocab.tokenize(text, add_special=False, parse_special=True)
-        with self._lock:
-            if text not in self._fragments:
-                self._fragments[text] = tokens
-                self._fragment_bytes += _cost(text, tokens)
-            while self._fragment_bytes > self._room and self._fragments:
-                self._fragment_bytes -= _cost(*self._fragments.popitem(last=False))
+            tokens = self._fragments.get(self._namespace, text)
+        if tokens is None:
+            tokens = self._vocab.tokenize(text, add_special=False, parse_special=True)
+            with self._lock:
+                self._fragments.put(self._namespace, text, tokens, _cost(text, tokens))
         return tokens
 
     def _longest_beginning(self, text: str) -> _Beginning:
         best = _EMPTY
         with self._lock:
-            for known in reversed(self._beginnings.values()):
+            for known in self._beginnings.values(self._namespace):
                 if len(known.text) > len(best.text) and text.startswith(known.text):
                     best = known
         return best
 
     def _remember(self, beginning: _Beginning) -> _Beginning:
         with self._lock:
-            for text in [t for t in self._beginnings if beginning.text.startswith(t)][1:]:
-                del self._beginnings[text]  # one shorter one may stay: the history others branch from
-            self._beginnings[beginning.text] = beginning
-            while len(self._beginnings) > self._n_beginnings or self._beginning_bytes() > self._room:
-                self._beginnings.popitem(last=False)
+            shorter = [k.text for k in self._beginnings.values(self._namespace) if beginning.text.startswith(k.text)]
+            for text in shorter[:-1]:  # the oldest may stay: the history others branch from
+                self._beginnings.remove(self._namespace, text)
+            n_bytes = _cost(beginning.text, beginning.tokens)
+            self._beginnings.put(self._namespace, beginning.text, beginning, n_bytes)
         return beginning
-
-    def _beginning_bytes(self) -> int:
-        return sum(_cost(known.text, known.tokens) for known in self._beginnings.values())
 
     def _with_special(self, tokens: Tokens) -> Tokens:
         vocab = self._vocab

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 
-import msgspec
-
 from everwarm.engine import messages as m
+from everwarm.lru import NamespacedLru
 
 MAX_SEEN = 4096
 
 
 class Seen:
     def __init__(self) -> None:
-        self._digests: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self._digests: NamespacedLru[bool] = NamespacedLru(MAX_SEEN)
 
-    def without_pixels(self, pictures: Sequence[m.Picture]) -> tuple[m.Picture, ...]:
-        return tuple(msgspec.structs.replace(p, rgb=None) if p.digest in self._digests else p for p in pictures)
+    def knows(self, namespace: str, pictures: Sequence[m.Picture]) -> bool:
+        """Whether it has seen all of them, in this namespace: what it knows of others it will not use."""
+        return all(self._digests.get(namespace, picture.digest) for picture in pictures)
 
-    def add(self, pictures: Sequence[m.Picture]) -> None:
+    def add(self, namespace: str, pictures: Sequence[m.Picture]) -> None:
         for picture in pictures:
-            self._digests[picture.digest] = None
-            self._digests.move_to_end(picture.digest)
-        while len(self._digests) > MAX_SEEN:
-            self._digests.popitem(last=False)
+            self._digests.put(namespace, picture.digest, True, 1)

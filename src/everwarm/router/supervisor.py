@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import http
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +33,12 @@ log = logging.getLogger("everwarm.router")
 
 PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
 MAX_DEATHS = 5
+MAX_UNREAD_BYTES, MAX_ALL_UNREAD_BYTES = 8 << 20, 128 << 20  # of a reply that nobody takes, and of all of them
+
+SLOW_CLIENT = http.HTTPStatus.REQUEST_TIMEOUT
 
 Question = m.Question
+Lend = Callable[[], AbstractAsyncContextManager[tuple[m.Picture, ...]]]  # a request's pictures with their pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,29 @@ class Pending:
     inbox: asyncio.Queue[m.ToGateway] = field(default_factory=asyncio.Queue)
     has_streamed: bool = False
     was_replayed: bool = False
+    n_unread: int = 0  # bytes of the reply that wait in the inbox
+
+    def put(self, message: m.ToGateway) -> None:
+        self.n_unread += weight_of(message)
+        self.inbox.put_nowait(message)
+
+    async def get(self) -> m.ToGateway:
+        message = await self.inbox.get()
+        self.n_unread -= weight_of(message)
+        return message
+
+
+def weight_of(message: m.ToGateway) -> int:
+    """About how many bytes a piece of a reply takes while it waits."""
+    if not isinstance(message, m.Piece):
+        return 0
+    n_probs = sum(1 + len(prob.top) for prob in message.probs or ())
+    return 200 + len(message.text) + 8 * len(message.tokens) + 160 * n_probs
+
+
+def unread_limit(n_pending: int) -> int:
+    """How far behind a client may be before its reply is ended. The more replies, the less for each."""
+    return max(MAX_UNREAD_BYTES // 16, min(MAX_UNREAD_BYTES, MAX_ALL_UNREAD_BYTES // max(1, n_pending)))
 
 
 class Supervisor:
@@ -144,36 +173,45 @@ class Supervisor:
             raise self._down()
         return self.info
 
-    async def stream(self, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
+    async def stream(self, lend: Lend | None = None, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
         """Submit a prompt; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the engine.
 
-        Pictures that the engine has seen go without their pixels; where it needs them after all, they follow."""
-        light, has_begun = submit | {"pictures": self._seen.without_pixels(submit.get("pictures", ()))}, False
-        async with contextlib.aclosing(self._stream(**light)) as messages:
-            async for message in messages:
-                if isinstance(message, m.Failed) and message.code == PixelsMissing.code:
-                    break
-                has_begun = has_begun or isinstance(message, m.Begun)
-                yield message
-            else:
-                self._seen.add(submit.get("pictures", ()))
-                return
-        async with contextlib.aclosing(self._stream(**submit)) as messages:
-            async for message in messages:
-                if not (has_begun and isinstance(message, m.Begun)):
+        Pictures that the engine has seen go without their pixels; where it needs them after all, they are lent to it for
+        as long as the request lasts."""
+        namespace, pictures, has_begun = submit.get("namespace", ""), submit.get("pictures", ()), False
+        if lend is None or self._seen.knows(namespace, pictures):
+            async with contextlib.aclosing(self._stream(m.Submit(self._new_id(), **submit))) as messages:
+                async for message in messages:
+                    if lend is not None and isinstance(message, m.Failed) and message.code == PixelsMissing.code:
+                        break
+                    has_begun = has_begun or isinstance(message, m.Begun)
                     yield message
+                else:
+                    return
+        assert lend is not None, "only who has pixels is asked for them"
+        async with lend() as submit["pictures"]:
+            stream = self._stream(m.Submit(self._new_id(), **submit))
+            del submit["pictures"]  # from here on only the frame has them
+            async with contextlib.aclosing(stream) as messages:
+                async for message in messages:
+                    if isinstance(message, m.Piece | m.Done):
+                        self._seen.add(namespace, pictures)
+                    if not (has_begun and isinstance(message, m.Begun)):
+                        yield message
 
-    async def _stream(self, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
-        with self._asking(m.Submit(self._new_id(), **submit)) as pending:
+    async def _stream(self, submit: m.Submit) -> AsyncGenerator[m.ToGateway, None]:
+        asking = self._asking(submit)
+        del submit
+        with asking as pending:
             while True:
-                message = await pending.inbox.get()
+                message = await pending.get()
                 yield message
                 if isinstance(message, m.Done | m.Failed):
                     return
 
     async def ask(self, question: type[Question], **fields: Any) -> Any:
         with self._asking(question(self._new_id(), **fields)) as pending:
-            message = await pending.inbox.get()
+            message = await pending.get()
         if isinstance(message, m.Failed):
             raise failure(message)
         assert isinstance(message, m.Answer)
@@ -218,14 +256,16 @@ class Supervisor:
             pending = Pending(message.id, m.frame(message), was_replayed=is_of_one_life)
         except OverflowError:
             raise BadRequest("a number is too large; give at most 64 bits") from None
-        self._pending[message.id] = pending
+        id = message.id
+        del message  # it may have pixels, and the frame has them, too
+        self._pending[id] = pending
         if self.state is State.READY:
             self._write(pending.frame)
         try:
             yield pending
         finally:
-            if self._pending.pop(message.id, None) is not None:
-                self._send(m.Cancel(message.id))
+            if self._pending.pop(id, None) is not None:
+                self._send(m.Cancel(id))
 
     def tell(self, message: m.Prewarm) -> None:
         """Something that needs no answer, and nobody misses if it is lost."""
@@ -341,11 +381,21 @@ class Supervisor:
             return
         if isinstance(message, m.Piece):
             pending.has_streamed = True
+            pending.frame = b""  # it will not be sent again
         if isinstance(message, m.Done):
             self._n_deaths = 0
         if isinstance(message, m.Done | m.Failed | m.Answer):
             del self._pending[message.id]
-        pending.inbox.put_nowait(message)
+        pending.put(message)
+        if pending.n_unread > unread_limit(len(self._pending)) and message.id in self._pending:
+            self._end_unread(message.id, pending)
+
+    def _end_unread(self, id: int, pending: Pending) -> None:
+        """Its client takes less than the engine writes. What it has written is kept, as for any request that ends early."""
+        del self._pending[id]
+        self._send(m.Cancel(id))
+        reason = f"the reply was ended: its client was {pending.n_unread:,} bytes behind; read faster or ask for less"
+        pending.put(m.Failed(id, SLOW_CLIENT.value, "client_too_slow", reason))
 
     async def _watch(self) -> None:
         """Kill a process that neither beats nor finishes a step."""

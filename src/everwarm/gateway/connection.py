@@ -1,0 +1,356 @@
+"""One client's TCP connection, bounded before anything of Everwarm sees it: how many there are, how long heads, how slow.
+
+A request's head is counted while it is parsed, so that nobody without a key takes memory or time with it. One request at a
+time: what is pipelined behind one that is being answered is left unanswered, and the client sends it again. A client that
+neither sends nor takes anything for a stated time is cut off. Knows HTTP's framing; knows no paths, keys or bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import ipaddress
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+PIECE_BYTES = 16 << 10  # fed to the parser between two looks at what came of it
+LINGER_S = 2.0  # after a refusal: until the client has heard it
+SEND_BUFFER_BYTES = 256 << 10  # of the kernel, for each connection; more is kept by nobody but the reply itself
+MAX_IGNORED_BYTES = 64 << 20  # of a body that was answered before it was there
+MIN_BODY_BYTES = 4096  # within one client_timeout_s; a slower body is none
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    max_connections: int = 1024
+    max_head_bytes: int = 64 << 10  # request line and headers, or trailers
+    max_headers: int = 128
+    max_url_bytes: int = 8 << 10
+    head_timeout_s: float = 10.0  # from its first byte, or from the connection's first moment
+    client_timeout_s: float = 30.0  # without a byte of a body that is awaited, or without taking what is written
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that is answered here and goes no further."""
+
+    status: HTTPStatus
+    message: str
+
+    def as_bytes(self) -> bytes:
+        code = self.status.phrase.lower().replace(" ", "_").replace("-", "_")
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        about = {"message": self.message, "type": kind, "param": None, "code": code}
+        body = json.dumps({"error": about}, ensure_ascii=False).encode()
+        retry = "retry-after: 1\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+INVALID = Refusal(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 request")
+
+
+class Phase(enum.Enum):
+    """What a client is sending."""
+
+    NOTHING = 1
+    HEAD = 2
+    BODY = 3
+
+
+class Crowd:
+    """All open connections. When every place is taken, the one that has asked for nothing for longest goes, of the address
+    that has most of these; if everybody is being answered, the newcomer is refused."""
+
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        self._idle: dict[str, dict[Connection, None]] = {}  # by address, longest first
+        self.n_open = 0
+
+    def has_room(self) -> bool:
+        """True also where somebody had to go for it."""
+        if self.n_open < self._max_connections:
+            return True
+        if not self._idle:
+            return False
+        most = max(self._idle.values(), key=len)
+        next(iter(most)).cut_off()
+        return True
+
+    def add_idle(self, connection: Connection) -> None:
+        """As the one that was idle for the shortest time."""
+        mates = self._idle.setdefault(connection.address, {})
+        mates.pop(connection, None)
+        mates[connection] = None
+
+    def drop_idle(self, connection: Connection) -> None:
+        mates = self._idle.get(connection.address, {})
+        mates.pop(connection, None)
+        if not mates:
+            self._idle.pop(connection.address, None)
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ConnectionLimits,
+        crowd: Crowd,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.limits = limits
+        self.address = ""
+        self._crowd = crowd
+        self._is_counted = False
+        self._phase = Phase.NOTHING
+        self._is_deaf = False  # nothing more is parsed: the connection ends with what is being said
+        self._wrong: Refusal | None = None
+        self._n_fed = self._n_head = self._n_headers = 0  # bytes fed of this head, and what was found in it
+        self._n_body = self._n_framing = self._n_silent = 0  # bytes of this body, around it, and since its last one
+        self._n_body_before = 0
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # coming and going
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = network_of(self.client[0] if self.client else "")
+        bound_send_buffer(transport)
+        if not self._crowd.has_room():
+            message = "every connection that this server allows is in use; try again later"
+            transport.write(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message).as_bytes())
+            self._is_deaf = True
+            return transport.close()
+        self._is_counted = True
+        self._crowd.n_open += 1
+        self._crowd.add_idle(self)
+        self._await_client(self.limits.head_timeout_s, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def cut_off(self) -> None:
+        """At once; whatever was still to be said is lost."""
+        self._leave()
+        self.transport.abort()
+
+    def _leave(self) -> None:
+        self._is_deaf = True
+        self._stop_timers()
+        self._crowd.drop_idle(self)
+        self._crowd.n_open -= self._is_counted
+        self._is_counted = False
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Say so, then listen a little without understanding: a client that is still sending would lose the answer."""
+        self._is_deaf = True
+        self._unset_keepalive_if_required()
+        if self._is_answering:
+            self.cycle.keep_alive = False
+            if self.cycle.response_started:
+                return self.cut_off()
+            self.cycle.disconnected = True  # its handler is told that the client has gone
+            self.cycle.message_event.set()
+        if self.transport.is_closing():
+            return None
+        self.transport.write(refusal.as_bytes())
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        return self._await_client(LINGER_S, self.cut_off)
+
+    # reading
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        for at in range(0, len(data), PIECE_BYTES):
+            if self._is_deaf:
+                return
+            self._feed(data[at : at + PIECE_BYTES])
+
+    def _feed(self, piece: bytes) -> None:
+        before, n_body = self._phase, self._n_body
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # not offered here: the request is answered as it is, and is the last one
+            self._is_deaf = True
+            if self._is_answering:
+                self.cycle.keep_alive = False
+            return
+        except httptools.HttpParserError:
+            if not self._is_deaf:
+                self._refuse(self._wrong or INVALID)
+            return
+        if self._phase is Phase.HEAD or self._phase is before is Phase.NOTHING:  # empty lines may stand before a head
+            self._n_fed += len(piece)
+            if self._n_fed > self.limits.max_head_bytes + PIECE_BYTES:
+                self._refuse(self._too_long())
+        elif self._phase is before is Phase.BODY:
+            n_new = self._n_body - n_body
+            self._n_framing += len(piece) - n_new
+            self._n_silent = 0 if n_new else self._n_silent + len(piece)
+            most = self.limits.max_head_bytes
+            if self._n_silent > most or self._n_framing > most + self._n_body:
+                message = (
+                    f"chunk extensions and trailers may have {most:,} bytes, and no more than the body beside them"
+                )
+                self._refuse(Refusal(HTTPStatus.BAD_REQUEST, message))
+
+    def _too_long(self) -> Refusal:
+        if self._phase is Phase.HEAD and not self._n_headers and len(self.url) > self.limits.max_url_bytes:
+            most = f"the address of a request may have {self.limits.max_url_bytes:,} bytes"
+            return Refusal(HTTPStatus.REQUEST_URI_TOO_LONG, most)
+        most = f"a request may have {self.limits.max_headers} headers of {self.limits.max_head_bytes:,} bytes together"
+        return Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, most)
+
+    # what the parser finds; an exception ends the parsing
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["abort"] = self.cut_off
+        self._phase = Phase.HEAD
+        self._n_fed = self._n_head = self._n_headers = 0
+        self._n_body = self._n_framing = self._n_silent = self._n_body_before = 0
+        if not self._is_answering:
+            self._await_client(self.limits.head_timeout_s, self._head_is_late)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self.limits.max_url_bytes:
+            self._stop_parsing(self._too_long())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._n_headers += 1
+        self._n_head += len(name) + len(value) + 4
+        if self._n_headers > self.limits.max_headers or self._n_head > self.limits.max_head_bytes:
+            self._stop_parsing(self._too_long())
+        if self._phase is Phase.HEAD:  # what comes behind a body changes nothing of what was said before it
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._is_answering:  # pipelined: this answer is the connection's last
+            self.cycle.keep_alive = False
+            self._is_deaf = True
+            self._stop_parsing(INVALID)
+        self._phase = Phase.BODY
+        self._crowd.add_idle(self)  # until its body is there, too
+        self._await_client(self.limits.client_timeout_s, self._body_is_late)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._n_body += len(body)
+        if self.cycle.response_complete and self._n_body > MAX_IGNORED_BYTES:
+            self._stop_parsing(INVALID)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase = Phase.NOTHING
+        self._n_fed = 0
+        self._stop_reading_timer()
+        super().on_message_complete()
+        if self._is_answering:
+            self._crowd.drop_idle(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_counted:
+            self._crowd.add_idle(self)
+        if self._phase is Phase.HEAD:
+            self._await_client(self.limits.head_timeout_s, self._head_is_late)
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self.pause_writing()
+
+    def _stop_parsing(self, wrong: Refusal) -> None:
+        self._wrong = wrong
+        raise ValueError(wrong.message)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # waiting for the client
+
+    def _await_client(self, limit_s: float, late: Callable[[], None]) -> None:
+        self._stop_reading_timer()
+        self._read_timer = self.loop.call_later(limit_s, late)
+
+    def _head_is_late(self) -> None:
+        if self._phase is Phase.NOTHING:
+            return self.cut_off()
+        limit_s = self.limits.head_timeout_s
+        return self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers took longer than {limit_s:g} s"))
+
+    def _body_is_late(self) -> None:
+        """Not while we are the ones who do not read."""
+        limit_s, n_new = self.limits.client_timeout_s, self._n_body - self._n_body_before
+        self._n_body_before = self._n_body
+        if self.flow.read_paused or n_new >= MIN_BODY_BYTES:
+            return self._await_client(limit_s, self._body_is_late)
+        message = f"less than {MIN_BODY_BYTES} bytes of the body came within {limit_s:g} s"
+        return self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, message))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.client_timeout_s, self.cut_off)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_writing_timer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Also one that has not taken its last answer: closing would wait for it."""
+        if self.transport.get_write_buffer_size():
+            self.cut_off()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _stop_timers(self) -> None:
+        self._stop_reading_timer()
+        self._stop_writing_timer()
+
+    def _stop_reading_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _stop_writing_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def network_of(address: str) -> str:
+    """Who is one client by its address: a whole /64 where addresses are cheap."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    return str(ip.ipv4_mapped or ipaddress.IPv6Network((ip, 64), strict=False))
+
+
+def bound_send_buffer(transport: asyncio.Transport) -> None:
+    """Else the kernel takes megabytes for a client that reads none."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
