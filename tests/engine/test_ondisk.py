@@ -39,8 +39,8 @@ def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace:
     found: list[m.NodeSeen] = []
     after, lookup = None, Lookup(core)
     while True:
-        question = m.AskTree(1, limit, after, namespace, with_words)
-        seen = lookup.finish(turn_page(core, question, lambda id: id), with_words=with_words)
+        question = m.AskTree(1, limit, after, namespace, "" if with_words else None)
+        seen = lookup.finish(turn_page(core, question, lambda id: id))
         assert len(seen.nodes) <= limit
         found += seen.nodes
         after = seen.next
@@ -160,14 +160,14 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
         talk(core)
     with kept_core(tmp_path) as core:
         lookup = Lookup(core)
-        page = lookup.finish(turn_page(core, m.AskTree(1, 2), int), with_words=False)
+        page = lookup.finish(turn_page(core, m.AskTree(1, 2), int))
         assert page.next is not None and page.next < 0
         for after in (page.next - 1, -1):
             with pytest.raises(Forbidden) as refused:
-                lookup.finish(turn_page(core, m.AskTree(1, 2, after), int), with_words=False)
+                lookup.finish(turn_page(core, m.AskTree(1, 2, after), int))
             assert refused.value.status == 409
     with kept_core(tmp_path) as core:
-        rest = Lookup(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int), with_words=False)
+        rest = Lookup(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int))
         assert rest.nodes[0].id == page.next and rest.nodes[0].parent == page.nodes[-1].id
 
 
@@ -180,7 +180,7 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
         monkeypatch.setattr(Reader, "read", lambda _, name: read.append(name))
         lookup, before = Lookup(core), core.archive.disk.counts.n_read
         for _ in range(3):
-            lookup.finish(turn_page(core, m.AskTree(1, 100), int), with_words=True)
+            lookup.finish(turn_page(core, m.AskTree(1, 100, words_of=""), int))
         assert not read and core.archive.disk.counts.n_read - before == 3
 
 
@@ -196,7 +196,7 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         names = {kept.n_items: kept.name for kept in core.archive.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
-        at_once = Lookup(core).finish(turn_page(core, m.AskTree(1, 100), int), with_words=False).nodes
+        at_once = Lookup(core).finish(turn_page(core, m.AskTree(1, 100), int)).nodes
         for nodes in (at_once, pages(core)):
             assert [node.end for node in nodes] == [node.end for node in whole if node.id != second.id]
             assert nodes[-1].parent == second.parent and nodes[-1].start == second.start

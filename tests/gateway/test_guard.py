@@ -215,7 +215,7 @@ def test_every_answer_has_a_request_id_of_its_own(server):
 class Broken:
     """A pool with a bug."""
 
-    def lease(self, *_: Any, **__: Any) -> Any:
+    def look(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("/a/path of ours")
 
 
@@ -255,14 +255,10 @@ def test_a_session_or_cache_key_hides_nothing(server):
 
 
 def test_a_key_and_a_salt_cannot_be_confused():
-    from everwarm.gateway.limits import Limits
-    from everwarm.gateway.metrics import Metrics
-    from everwarm.gateway.service import Service
-    from everwarm.gateway.settings import ServerSettings
-
     def namespace(key: str | None, salt: str | None) -> str:
-        settings = ServerSettings(api_key=key)
-        return Service(None, settings, Limits(settings), Metrics()).namespace(salt)  # type: ignore[arg-type]
+        caller = ServerSettings(api_key=key).access().identify([(key or "").encode()])
+        assert caller is not None
+        return caller.namespace(salt)
 
     pairs = [(None, None), ("a", None), ("a", "b"), ("ab", None), ("a:b", None), ("a", ":b"), (None, "a"), ("b", "a")]
     assert len({namespace(*pair) for pair in pairs}) == len(pairs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import secrets
 import time
@@ -18,7 +17,8 @@ from starlette.requests import Request
 
 from everwarm.engine import messages as m
 from everwarm.engine.messages import ModelInfo
-from everwarm.errors import BadRequest, EverwarmError
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError
+from everwarm.gateway.access import principal_of
 from everwarm.gateway.ahead import Ahead, NextTurn
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.canonical import canonical
@@ -100,6 +100,13 @@ class Service:
 
         return await self.within_time(request, asked())
 
+    def awake(self, name: str | None) -> Served:
+        """A model whose engine runs or starts, for whoever only looks: nobody's model is loaded or moved for that."""
+        served = self.pool.look(name)
+        if not served.supervisor.is_running:
+            raise EngineStopped(f"{served.id} is not loaded; it is when somebody asks it for a reply")
+        return served
+
     @contextlib.asynccontextmanager
     async def borrowed(self, name: str | None) -> AsyncIterator[Served]:
         with self.pool.lease(name) as lease:
@@ -163,7 +170,8 @@ class Service:
     def follow(self, request: Request, body: Body, served: Served) -> Follow:
         """What becomes of the request is written down under the id that the answer bears."""
         about = (request.state.request_id, served.id, request.url.path, bool(body.stream))
-        return self.recent.follow(Caller(*about, request.headers.get("traceparent")))
+        namespace = self.namespace(request, body.cache_salt)
+        return self.recent.follow(Caller(*about, request.headers.get("traceparent"), namespace))
 
     def _common(self, request: Request, body: Body, info: ModelInfo) -> dict[str, Any]:
         slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
@@ -173,7 +181,7 @@ class Service:
             "sampling": body.sampling(),
             "max_tokens": body.reply_tokens(info.n_ctx),
             "stop": body.stops(),
-            "namespace": self.namespace(body.cache_salt),
+            "namespace": self.namespace(request, body.cache_salt),
             "use_cache": body.uses_cache,
             "deterministic": bool(body.deterministic),
             "ignore_eos": bool(body.ignore_eos),
@@ -183,10 +191,14 @@ class Service:
             "wants_diagnostics": bool(body.prompt_cache_diagnostics),
         }
 
-    def namespace(self, salt: str | None) -> str:
+    @staticmethod
+    def namespace(request: Request, salt: str | None) -> str:
         """What one key and salt has read is invisible to others."""
-        key = self.settings.api_key or ""
-        return hashlib.sha256(f"{len(key)}:{key}:{salt or ''}".encode()).hexdigest()[:32]
+        return principal_of(request).namespace(salt)
+
+    def forget_next_turns(self, namespace: str) -> None:
+        """What namespaces that begin so are about to have read ahead is dropped."""
+        self._ahead.forget(namespace)
 
     # answering
 

@@ -16,6 +16,7 @@ import msgspec
 
 from everwarm.errors import EverwarmError, Overloaded
 from everwarm.gateway import cacheshapes
+from everwarm.gateway.access import Sight
 from everwarm.gateway.recent import Recent, Row
 from everwarm.router.pool import Pool
 
@@ -33,6 +34,7 @@ _encode = msgspec.json.Encoder().encode
 @dataclass(slots=True, eq=False)
 class Watcher:
     model: str
+    sight: Sight
     unread: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
 
     def tell(self, frame: bytes) -> bool:
@@ -90,6 +92,9 @@ class Hub:
     def close(self) -> None:
         """Whoever watches is let go, so that the server can stop."""
         self.is_closed = True
+        self.let_everybody_go()
+
+    def let_everybody_go(self) -> None:
         for watcher in self._watchers:
             watcher.let_go()
 
@@ -101,7 +106,14 @@ class Hub:
                 watcher.let_go()
 
     def _tell_of_request(self, row: Row) -> None:
-        self._tell(frame("request", cacheshapes.request(row)))
+        """To whom it belongs with its words, to whoever else may see it without."""
+        namespace, frames = row.caller.namespace, dict[bool, bytes]()
+        for watcher in [each for each in self._watchers if each.sight.shows(namespace)]:
+            with_words = watcher.sight.shows_words(namespace)
+            if with_words not in frames:
+                frames[with_words] = frame("request", cacheshapes.request(row, with_words=with_words))
+            if not watcher.tell(frames[with_words]):
+                watcher.let_go()
 
     async def _run(self) -> None:
         n = 0
