@@ -6,7 +6,7 @@ Everything that touches the tree happens on the loop's thread, a bounded piece a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -225,9 +225,10 @@ def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
     node = _find(core, order)
     if not node.is_pinned:
         pinned = [*pinned_below(node.root()), node]
-        _require_quota(order, core, Held(len(pinned), _weight(*pinned)))
+        on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
+        _require_quota(order, core, Held(len(pinned), _full_weight(core, on_the_way)))
     new = [n for n in node.lineage() if not n.n_pinned]
-    return PinWish(node.is_pinned, core.tree.namespace(node), _weight_of(new))
+    return PinWish(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
 
 
 def _require_quota(order: m.CacheOrder, core: Core, held: Held) -> None:
@@ -240,12 +241,14 @@ def _require_quota(order: m.CacheOrder, core: Core, held: Held) -> None:
         raise Forbidden(403, "pin_quota_exceeded", message)
 
 
-def _weight(*ends: Node) -> int:
-    """Bytes in RAM of everything on the way to these nodes."""
-    return _weight_of({id(n): n for end in ends for n in end.lineage()}.values())
+def _weight(node: Node) -> int:
+    """Bytes in RAM of everything on the way to a node; a segment that several share counts once."""
+    segments = {id(n.segment): n.segment.blob.nbytes for n in node.lineage() if n.segment is not None}
+    return sum(segments.values()) + sum(n.checkpoint.size_bytes for n in node.lineage() if n.checkpoint is not None)
 
 
-def _weight_of(nodes: Collection[Node]) -> int:
-    """A segment that several share counts once."""
-    segments = {id(n.segment): n.segment.blob.nbytes for n in nodes if n.segment is not None}
-    return sum(segments.values()) + sum(n.checkpoint.size_bytes for n in nodes if n.checkpoint is not None)
+def _full_weight(core: Core, nodes: Iterable[Node]) -> int:
+    """Bytes that these nodes take once all of them is in RAM; now some may be on the device only."""
+    shape, kept = core.sizes.shape, [node for node in nodes if node.parent is not None]
+    n_tokens = sum(int(n.mark.n_tokens) - int(n.parent.mark.n_tokens) for n in kept if n.parent is not None)
+    return n_tokens * shape.kv_bytes_per_token + shape.state_bytes * sum(n.checkpoint is not None for n in kept)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine import messages as m
+from everwarm.engine.ondisk import SHORT_NAMESPACE
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
 from everwarm.gateway import cacheshapes
 from everwarm.gateway.access import principal_of, reach_of, sight_of
@@ -57,7 +58,7 @@ class Cache:
 
     async def overview(self, request: Request) -> Response:
         overview = self._overview_of(self._model(request).spec.id)
-        return json_response(await self._service.within_time(request, overview))
+        return json_response(await self._service.within_time(request, overview) | _caller(request))
 
     async def _overview_of(self, model: str) -> Json:
         standings = self._service.pool.standings()
@@ -90,7 +91,7 @@ class Cache:
         return json_response({"requests": shown})
 
     async def events(self, request: Request) -> Response:
-        watcher = Watcher(self._model(request).spec.id, sight_of(request))
+        watcher = Watcher(self._model(request).spec.id, sight_of(request), _caller(request))
 
         def error_frame(error: EverwarmError) -> bytes:
             return frame("error", error_body(error, request.state.request_id))
@@ -141,6 +142,13 @@ class Cache:
             name = next((each.spec.id for each in standings if each.supervisor.is_running), None)
         wanted = pool.look(name).id
         return next(each for each in standings if each.spec.id == wanted)
+
+
+def _caller(request: Request) -> Json:
+    """Who asks, so that a page can say what its key may do."""
+    principal = principal_of(request)
+    namespace = principal.namespace(request.query_params.get("cache_salt"))
+    return {"caller": {"role": principal.role.name.lower(), "namespace": namespace[:SHORT_NAMESPACE]}}
 
 
 def _running(standing: Standing) -> Supervisor:

@@ -35,6 +35,7 @@ _encode = msgspec.json.Encoder().encode
 class Watcher:
     model: str
     sight: Sight
+    about: Json  # who it is, for its first event
     unread: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
 
     def tell(self, frame: bytes) -> bool:
@@ -85,7 +86,7 @@ class Hub:
         self._task = None
 
     async def frames(self, watcher: Watcher) -> AsyncGenerator[bytes, None]:
-        yield frame("hello", await self._overview(watcher.model))
+        yield frame("hello", await self._overview(watcher.model) | watcher.about)
         while not self.is_closed and (told := await watcher.unread.get()) is not None:
             yield told
 
