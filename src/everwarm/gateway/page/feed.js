@@ -29,6 +29,14 @@ export class Feed extends EventTarget {
     this._settle();
   }
 
+  /** With another key other things may be seen. */
+  again() {
+    this.role = "";
+    this.overview = null;
+    this._close();
+    this._settle();
+  }
+
   get isOpen() {
     return this._stop !== null;
   }
