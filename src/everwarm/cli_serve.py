@@ -36,10 +36,16 @@ class ServeOptions:
     """The flags of ``serve``; llama-server's short names where it has them."""
 
     host: Annotated[
-        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key")
+        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key or --key-file")
     ] = "127.0.0.1"
     port: Annotated[int, Parameter(group=_NETWORK, help="0 takes any free port")] = 8080
-    api_key: Annotated[str | None, Parameter(group=_NETWORK, help="required from clients as a Bearer token")] = None
+    api_key: Annotated[
+        str | None,
+        Parameter(
+            group=_NETWORK,
+            help="required from clients as a Bearer token; without --admin-key and --key-file it may do everything",
+        ),
+    ] = None
     admin_key: Annotated[
         str | None,
         Parameter(

@@ -35,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 class Watcher:
     model: str
     sight: Sight
-    about: Json  # who it is, for its first event
+    about: Json  # who it is
     unread: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
 
     def tell(self, frame: bytes) -> bool:
@@ -125,7 +125,12 @@ class Hub:
             if n % LOOKS_PER_STATS == 0:
                 for model in {watcher.model for watcher in self._watchers}:
                     with contextlib.suppress(EverwarmError):
-                        self._tell(frame("stats", await self._overview(model)), model)
+                        self._tell_stats(model, await self._overview(model))
+
+    def _tell_stats(self, model: str, overview: Json) -> None:
+        for watcher in [each for each in self._watchers if each.model == model]:
+            if not watcher.tell(frame("stats", overview | watcher.about)):
+                watcher.let_go()
 
     def _look(self) -> None:
         """Tell what is different from the last time."""
