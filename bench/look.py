@@ -77,9 +77,9 @@ def _show_pages(core: Core) -> None:
     on_loop, aside, after = [], [], None
     while True:
         began = time.perf_counter()
-        page = turn_page(core, m.AskTree(1, 1000, after), int)
+        page = turn_page(core, m.AskTree(1, 1000, after, words_of=""), int)
         turned = time.perf_counter()
-        seen = Lookup(core).finish(page, with_words=True)
+        seen = Lookup(core).finish(page)
         aside.append(time.perf_counter() - turned)
         on_loop.append(turned - began)
         assert len(seen.nodes) == len(page.rows)
@@ -107,8 +107,8 @@ def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, lookup:
         page_turned.clear()
 
         def turn(core: Core) -> None:
-            page = turn_page(core, m.AskTree(1, 1000), int)
-            threading.Thread(target=lambda: (lookup.finish(page, with_words=True), page_turned.set())).start()
+            page = turn_page(core, m.AskTree(1, 1000, words_of=""), int)
+            threading.Thread(target=lambda: (lookup.finish(page), page_turned.set())).start()
 
         loop.post(turn)
         page_turned.wait(5)

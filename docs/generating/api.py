@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
+from everwarm.gateway.access import OPEN_PATHS, role_of
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.body import Body
-from everwarm.gateway.guard import OPEN_PATHS, Guard
+from everwarm.gateway.guard import Guard
 from everwarm.gateway.ollama_body import Options
 from everwarm.gateway.settings import ServerSettings
 from generating.markdown import code, table, written_by
@@ -28,6 +29,7 @@ class Wire:
     module: str
     handler: str
     bodies: tuple[type[msgspec.Struct], ...]
+    role: str
 
 
 def wires() -> list[Wire]:
@@ -40,7 +42,8 @@ def wires() -> list[Wire]:
         for method in sorted((route.methods or set()) - ({"HEAD"} if "GET" in (route.methods or ()) else set())):
             handler = route.endpoint
             module = handler.__module__.rpartition(".")[2]
-            found.append(Wire(method, _path(route.path), module, handler.__name__, tuple(_bodies(handler))))
+            role, bodies = role_of(method, route.path).name.lower(), tuple(_bodies(handler))
+            found.append(Wire(method, _path(route.path), module, handler.__name__, bodies, role))
     return found
 
 
@@ -67,14 +70,15 @@ def page() -> str:
         "# Routes and fields\n",
         "Every route of the server, and every field that it looks at. Other fields are ignored. A value of the wrong type or out of "
         "bounds is a 400 that names the field. `POST` needs `Content-Type: application/json`. With `--api-key` everything needs the key "
-        f"but {', '.join(code(path) for path in sorted(OPEN_PATHS))}.\n",
+        f"but {', '.join(code(path) for path in sorted(OPEN_PATHS))}. Who may call is said by [role](../operating.md#keys-and-roles): "
+        "users reach what is of their own namespace.\n",
     ]
     shown: dict[type, str] = {}
     for dialect, wired in by_dialect.items():
         if not wired:
             continue
         parts += [f"## {dialect}\n", f"{DIALECTS.get(dialect, '')}\n"]
-        parts.append(table(["route", "", "body"], [_row(wire, wired) for wire in wired]))
+        parts.append(table(["route", "", "role", "body"], [_row(wire, wired) for wire in wired]))
         for kind in dict.fromkeys(kind for wire in wired for kind in wire.bodies):
             if kind not in shown:
                 shown[kind] = kind.__name__
@@ -101,6 +105,7 @@ def _row(wire: Wire, wired: list[Wire]) -> list[str]:
     return [
         code(f"{wire.method} {wire.path}"),
         same or ROUTES.get(f"{wire.method} {wire.path}", _REFUSED.get(wire.handler, "")),
+        wire.role,
         bodies,
     ]
 

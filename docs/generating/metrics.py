@@ -29,7 +29,7 @@ def _text() -> str:
 
     supervisor = SimpleNamespace(is_ready=True, is_running=True, n_restarts=0, load=None, ask=ask)
     standing = SimpleNamespace(supervisor=supervisor)
-    pool = SimpleNamespace(standings=list, catalog=SimpleNamespace(find=lambda _: standing), find=lambda _: standing)
+    pool = SimpleNamespace(standings=list, catalog=SimpleNamespace(find=lambda _: standing), look=lambda _: standing)
     service = SimpleNamespace(pool=pool, metrics=Metrics())
     request = SimpleNamespace(query_params={})
     answer = asyncio.run(Status(service).metrics(request))  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ _PLAIN = {  # what no comment says, because the flag of the same meaning does
     "min_tokens": "none before this many tokens",
     "min_gap": "none closer than this to the one before",
     "api_key": "required from clients",
+    "admin_key": "needed for what changes or shows more than the caller's namespace",
     "host": "address to listen on",
     "port": "0: any free one",
     "max_body_bytes": "the largest request",

@@ -59,6 +59,7 @@ for _name in _LATER:
     app.command(f"everwarm.cli_{_name}:{_name}", name=_name)
 
 VARIABLES = "EVERWARM_SERVE_"
+SECRET = ("api_key", "admin_key", "keys")
 DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
@@ -166,7 +167,7 @@ def config(
     for title, settings in (("engine", engine), ("server", server)) if show else ():
         print(f"[{title}]")
         for name, value in dataclasses.asdict(settings).items():
-            print(f"{name} = {'(hidden)' if name == 'api_key' and value else _toml(value)}")
+            print(f"{name} = {'(hidden)' if name in SECRET and value else _toml(value)}")
         print()
 
 

@@ -19,6 +19,7 @@ from everwarm.config import (
     require,
 )
 from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, StoreSettings
+from everwarm.gateway.access import read_key_file
 from everwarm.gateway.notation import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.catalog import Catalog
@@ -35,10 +36,27 @@ class ServeOptions:
     """The flags of ``serve``; llama-server's short names where it has them."""
 
     host: Annotated[
-        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key")
+        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key or --key-file")
     ] = "127.0.0.1"
     port: Annotated[int, Parameter(group=_NETWORK, help="0 takes any free port")] = 8080
-    api_key: Annotated[str | None, Parameter(group=_NETWORK, help="required from clients as a Bearer token")] = None
+    api_key: Annotated[
+        str | None,
+        Parameter(
+            group=_NETWORK,
+            help="required from clients as a Bearer token; without --admin-key and --key-file it may do everything",
+        ),
+    ] = None
+    admin_key: Annotated[
+        str | None,
+        Parameter(
+            group=_NETWORK,
+            help="needed to load and unload models and to see, pin or drop what others read; default: every client may",
+        ),
+    ] = None
+    key_file: Annotated[
+        str | None,
+        Parameter(group=_NETWORK, help="TOML with many keys, each with a namespace and a role; read again on SIGHUP"),
+    ] = None
     allowed_host: Annotated[
         tuple[str, ...], Parameter(group=_NETWORK, help="another name clients may call this server by; repeatable")
     ] = ()
@@ -125,6 +143,9 @@ class ServeOptions:
     namespace_share: Annotated[
         float, Parameter(group=_MEMORY, help="the most of RAM and disk that one API key and cache_salt may fill")
     ] = 1.0
+    pin_quota: Annotated[
+        float, Parameter(group=_MEMORY, help="the most of RAM that pins of one namespace may hold; admins pin beyond")
+    ] = 0.1
     slot_save_path: Annotated[
         str | None, Parameter(group=_MEMORY, help="directory for files of POST /slots/N?action=save and restore")
     ] = None
@@ -243,6 +264,10 @@ class ServeOptions:
             host=self.host,
             port=self.port,
             api_key=self.api_key,
+            admin_key=self.admin_key,
+            keys=() if self.key_file is None else read_key_file(self.key_file),
+            key_file=self.key_file,
+            pin_quota=self.pin_quota,
             allowed_hosts=self.allowed_host,
             max_requests=self.max_requests,
             max_body_bytes=parse_bytes(self.max_body),

@@ -116,7 +116,9 @@ def _slots(slots: list[Json], n_queued: int) -> Table:
     for slot in slots:
         busy = slot["is_processing"]
         said = "idle"
-        if busy:
+        if slot.get("is_others"):
+            said = "busy for others" if busy else "holds others' conversation"
+        elif busy:
             n_written = slot["next_token"][0]["n_decoded"]
             n_read = slot["n_prompt_tokens_processed"]
             reused = f"{slot['n_prompt_tokens_cache']:,} reused, {n_read:,} read"

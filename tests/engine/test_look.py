@@ -26,7 +26,7 @@ def pages(core: Core, limit: int) -> list[m.NodeSeen]:
     after = None
     while True:
         page = turn_page(core, m.AskTree(1, limit, after), lambda id: id)
-        found += Lookup(core).finish(page, with_words=False).nodes
+        found += Lookup(core).finish(page).nodes
         after = page.next
         if after is None:
             return found

@@ -33,9 +33,9 @@ TO_ENGINE = [
     m.AskStats(8),
     m.SlotAction(9, 1, "restore", "a.bin", "n"),
     m.AskCache(10),
-    m.AskTree(11, 5, after=1 << 52, namespace="ab", with_words=True),
+    m.AskTree(11, 5, after=1 << 52, namespace="ab", words_of="ab", alone=True),
     m.CacheOrder(12, "pin", 7),
-    m.CacheOrder(13, "drop"),
+    m.CacheOrder(13, "drop", namespace="ab", pin_quota=0.5),
     m.Stop(),
 ]
 TO_GATEWAY = [

@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 
-from engine.drive import EVERY_KIND, GUARD, check, run, text
+from engine.drive import EVERY_KIND, GUARD, check, drain, run, step_until, submit, text
 from engine.test_archive import files, kept_core, put_away
+from everwarm.engine import discard
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
 from everwarm.engine.curator import Curator
+from everwarm.engine.fetch import Fetch
 from everwarm.engine.look import Lookup, turn_page
+from everwarm.engine.pins import N_SPACE, pinned_on_disk
+from everwarm.engine.request import Ask, NewToken
+from everwarm.engine.why import Reason, Why
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
@@ -39,8 +44,8 @@ def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace:
     found: list[m.NodeSeen] = []
     after, lookup = None, Lookup(core)
     while True:
-        question = m.AskTree(1, limit, after, namespace, with_words)
-        seen = lookup.finish(turn_page(core, question, lambda id: id), with_words=with_words)
+        question = m.AskTree(1, limit, after, namespace, "" if with_words else None)
+        seen = lookup.finish(turn_page(core, question, lambda id: id))
         assert len(seen.nodes) <= limit
         found += seen.nodes
         after = seen.next
@@ -49,7 +54,7 @@ def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace:
             return found
 
 
-def order(core: Core, action: Any, node: int | None) -> Any:
+def order(core: Core, action: Any, node: int | None, **more: Any) -> Any:
     """What whoever gives an order hears."""
     heard: list[m.Message] = []
     done = threading.Event()
@@ -62,7 +67,7 @@ def order(core: Core, action: Any, node: int | None) -> Any:
         def post(self, job: Any) -> None:
             job(core)
 
-    Curator(core, send, lambda id: id).handle(m.CacheOrder(1, action, node), Now())  # type: ignore[arg-type]
+    Curator(core, send, lambda id: id).handle(m.CacheOrder(1, action, node, **more), Now())  # type: ignore[arg-type]
     assert done.wait(20)
     return heard[0].data if isinstance(heard[0], m.Answer) else heard[0]
 
@@ -160,14 +165,14 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
         talk(core)
     with kept_core(tmp_path) as core:
         lookup = Lookup(core)
-        page = lookup.finish(turn_page(core, m.AskTree(1, 2), int), with_words=False)
+        page = lookup.finish(turn_page(core, m.AskTree(1, 2), int))
         assert page.next is not None and page.next < 0
         for after in (page.next - 1, -1):
             with pytest.raises(Forbidden) as refused:
-                lookup.finish(turn_page(core, m.AskTree(1, 2, after), int), with_words=False)
+                lookup.finish(turn_page(core, m.AskTree(1, 2, after), int))
             assert refused.value.status == 409
     with kept_core(tmp_path) as core:
-        rest = Lookup(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int), with_words=False)
+        rest = Lookup(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int))
         assert rest.nodes[0].id == page.next and rest.nodes[0].parent == page.nodes[-1].id
 
 
@@ -180,7 +185,7 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
         monkeypatch.setattr(Reader, "read", lambda _, name: read.append(name))
         lookup, before = Lookup(core), core.archive.disk.counts.n_read
         for _ in range(3):
-            lookup.finish(turn_page(core, m.AskTree(1, 100), int), with_words=True)
+            lookup.finish(turn_page(core, m.AskTree(1, 100, words_of=""), int))
         assert not read and core.archive.disk.counts.n_read - before == 3
 
 
@@ -196,7 +201,7 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         names = {kept.n_items: kept.name for kept in core.archive.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
-        at_once = Lookup(core).finish(turn_page(core, m.AskTree(1, 100), int), with_words=False).nodes
+        at_once = Lookup(core).finish(turn_page(core, m.AskTree(1, 100), int)).nodes
         for nodes in (at_once, pages(core)):
             assert [node.end for node in nodes] == [node.end for node in whole if node.id != second.id]
             assert nodes[-1].parent == second.parent and nodes[-1].start == second.start
@@ -260,6 +265,107 @@ def test_a_root_on_disk_goes_with_all_its_states(tmp_path: Path):
         order(core, "drop", roots[0].id)
         assert [node.id for node in pages(core) if node.parent is None] == [roots[1].id]
         assert order(core, "drop", None)["dropped"] > 0 and not files(tmp_path)
+
+
+def test_one_namespace_goes_and_the_others_stay_also_after_a_restart(tmp_path: Path):
+    """Nobody has used either since the start: the disk knows both by stand-ins only."""
+    other = "cd" * 16
+    with kept_core(tmp_path) as core:
+        talk(core)
+        talk(core, namespace=other)
+    with kept_core(tmp_path) as core:
+        mine, whole = pages(core, namespace=NAMESPACE), pages(core)
+        assert len(mine) == 4 and len(whole) == 8 and pages(core, namespace=other) != mine
+        alone = m.AskTree(1, 100, namespace=NAMESPACE, alone=True)
+        assert Lookup(core).finish(turn_page(core, alone, int)).n_total == len(mine)
+        doomed = next(node.id for node in mine if node.parent is not None)
+        for action in ("drop", "pin", "unpin"):
+            assert order(core, action, doomed, namespace=other).status == 404
+        assert order(core, "drop", None, namespace=NAMESPACE)["dropped"] > 0
+        assert not pages(core, namespace=NAMESPACE) and len(pages(core)) == len(pages(core, namespace=other)) == 4
+        assert run(core, [*talk_of(2), *text(9, 30)], namespace=NAMESPACE).n_cached == 0
+        assert run(core, [*talk_of(2), *text(9, 30)], namespace=other).n_cached > 400
+        assert order(core, "drop", None, namespace="ef" * 16)["dropped"] == 0 and files(tmp_path)
+
+
+def talk_of(seed: int) -> list[int]:
+    """The last prompt of a talk."""
+    return [*SHARED, *(token for turn in range(3) for token in text(100 * seed + turn, 80))]
+
+
+def test_what_is_dropped_is_quoted_to_nobody_neither_later_nor_while_it_runs(tmp_path):
+    """Control: what leaves the tree for want of room is known on, so that somebody can be told of it."""
+    known, beside = [*SHARED, *text(2, 60)], "cd" * 16
+    parting = [*SHARED, *text(3, 60)]
+    with kept_core(tmp_path) as core:
+        run(core, known, namespace=NAMESPACE)
+        discard.drop(core, core.tree.root(NAMESPACE))
+        why = run(core, parting, namespace=NAMESPACE).why
+        assert why is not None and why.first_different is not None
+        assert list(why.first_different.known.codes[:8]) == known[200:208]
+    with kept_core(tmp_path / "other") as core:
+        run(core, known, namespace=NAMESPACE)
+        run(core, known, namespace=beside)
+        running = submit(core, parting, max_tokens=20, namespace=NAMESPACE)
+        step_until(core, NewToken)
+        assert running.why is not None and running.why.first_different is not None
+        core.prewarm.offer(Ask(Prompt.of_tokens([*known, *text(4, 30)]), max_tokens=0, namespace=NAMESPACE, ahead=True))
+        order(core, "drop", None, namespace=NAMESPACE)
+        assert not core.prewarm.waiting
+        assert all(slot.namespace != NAMESPACE or not len(slot.content) for slot in core.slots)
+        why = drain(core)[running.id].why
+        assert why is not None and why.first_different is None
+        order(core, "drop", None, namespace=NAMESPACE)
+        assert run(core, parting, namespace=NAMESPACE).why == Why(Reason.NEW, n_kv=0)
+        beside_why = run(core, parting, namespace=beside).why
+        assert beside_why is not None and beside_why.first_different is not None
+        check(core)
+
+
+def test_what_is_being_read_ahead_or_brought_from_disk_does_not_come_back(tmp_path):
+    with kept_core(tmp_path) as core:
+        prompt = talk(core)
+    with kept_core(tmp_path) as core:
+        core.prewarm.offer(Ask(Prompt.of_tokens(text(7, 900)), max_tokens=0, namespace=NAMESPACE, ahead=True))
+        assert core.prewarm.begin(core)
+        core.step()
+        core.step()
+        assert any(slot.request is not None and slot.n_fed for slot in core.slots)
+        order(core, "drop", None, namespace=NAMESPACE)
+        assert core.prewarm.running is None and not core.has_work and not pages(core)
+    with kept_core(tmp_path / "fetch") as core:
+        prompt = talk(core)
+    with kept_core(tmp_path / "fetch") as core:
+        waiting = submit(core, [*prompt, *text(9, 30)], namespace=NAMESPACE)
+        core.admission.judge(waiting)
+        assert isinstance(core.admission._fetches[waiting.id], Fetch), "else nothing was on its way"
+        order(core, "drop", None, namespace=NAMESPACE)
+        result = drain(core)[waiting.id]
+        assert result.n_cached == 0 and result.why is not None and result.why.n_shared == 0
+
+
+def test_users_pin_within_their_quota(tmp_path):
+    with kept_core(tmp_path) as core:
+        talk(core)
+        *_, first, last = [node for node in pages(core) if node.kind is not None]
+        shape = core.sizes.shape
+        least = first.end * shape.kv_bytes_per_token + shape.state_bytes
+        share = least / core.keeper.ram_budget
+        for node in (first, last):
+            assert order(core, "pin", node.id, pin_quota=share / 2).code == "pin_quota_exceeded"
+        assert order(core, "pin", last.id, pin_quota=20 * share)["pinned"] is True
+        assert order(core, "pin", last.id, pin_quota=share / 2)["pinned"] is True, "it is already"
+        talk(core, seed=3)
+    with kept_core(tmp_path) as core:
+        assert core.archive is not None and core.archive.disk is not None
+        held = pinned_on_disk(core.archive.disk, root_key(core.archive.fingerprint, NAMESPACE)[:N_SPACE])
+        assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
+        other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
+        assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.keeper.ram_budget).status == 403
+        run(core, [*SHARED, *text(300, 50)], namespace=NAMESPACE)
+        fresh = next(node for node in pages(core) if node.id > 0 and node.kind is not None and not node.pinned)
+        assert order(core, "pin", fresh.id, pin_quota=held.n_bytes / core.keeper.ram_budget).status == 403
+        assert order(core, "pin", fresh.id)["pinned"] is True, "an admin's has no bound"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -118,6 +118,50 @@ def test_pages_from_elsewhere_may_not(server, origin):
     assert_refused(server.get("/v1/models", Origin=origin), 403, "forbidden")
 
 
+FOREIGN = [
+    {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "image"},
+    {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"},  # another port
+    {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "iframe"},
+    {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"},
+    {"Sec_Fetch_Site": "cross-site"},
+    {"Sec_Fetch_Site": "something-new", "Sec_Fetch_Mode": "cors"},
+]
+LINK = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_browsers_say_when_another_site_asks_and_are_believed(server, headers):
+    for path in (*GETS, *OPEN, "/cache/requests", "/page/main.js", "/nowhere"):
+        assert_refused(server.get(path, **headers), 403, "forbidden")
+    assert server.call("HEAD", "/props", **headers).status == 403
+    assert_refused(server.call("DELETE", "/cache", **headers), 403, "forbidden")
+    for path, body in POSTS.items():
+        assert_refused(server.post(path, body, **headers), 403, "forbidden")
+        assert_refused(server.post(path, body, Content_Type="text/plain", **headers), 403)
+        assert_refused(server.post(path, body, Origin="https://evil.example", **headers), 403)
+        assert_refused(server.post(path, body, Origin="null", **headers), 403)
+
+
+def test_a_link_leads_to_the_page_and_to_nothing_else(server):
+    assert server.get("/", Accept="text/html", **LINK).status == 200
+    for path in (*GETS, "/health", "/page/main.js"):
+        assert_refused(server.get(path, **LINK), 403, "forbidden")
+    assert_refused(server.post("/", {}, **LINK), 403, "forbidden")
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+def test_the_page_itself_and_people_may_ask(server, site):
+    for path in (*GETS, *OPEN):
+        assert server.get(path, Sec_Fetch_Site=site).status == 200
+    assert server.post("/tokenize", {"content": "x"}, Sec_Fetch_Site=site, Origin=server.url).status == 200
+
+
+def test_an_allowed_origin_may_ask_from_its_own_site(server):
+    headers = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "cors", "Sec_Fetch_Dest": "empty"}
+    assert server.get("/v1/models", Origin="https://models.example", **headers).status == 200
+    assert server.post("/tokenize", {"content": "x"}, Origin="https://models.example", **headers).status == 200
+
+
 def test_a_request_without_a_name_is_refused(server):
     assert raw(server.port, b"GET /v1/models HTTP/1.0\r\n\r\n").split(b"\r\n")[0].split()[1] in (b"400", b"403")
 
@@ -215,7 +259,7 @@ def test_every_answer_has_a_request_id_of_its_own(server):
 class Broken:
     """A pool with a bug."""
 
-    def lease(self, *_: Any, **__: Any) -> Any:
+    def look(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("/a/path of ours")
 
 
@@ -255,14 +299,10 @@ def test_a_session_or_cache_key_hides_nothing(server):
 
 
 def test_a_key_and_a_salt_cannot_be_confused():
-    from everwarm.gateway.limits import Limits
-    from everwarm.gateway.metrics import Metrics
-    from everwarm.gateway.service import Service
-    from everwarm.gateway.settings import ServerSettings
-
     def namespace(key: str | None, salt: str | None) -> str:
-        settings = ServerSettings(api_key=key)
-        return Service(None, settings, Limits(settings), Metrics()).namespace(salt)  # type: ignore[arg-type]
+        caller = ServerSettings(api_key=key).access().identify([(key or "").encode()])
+        assert caller is not None
+        return caller.namespace(salt)
 
     pairs = [(None, None), ("a", None), ("a", "b"), ("ab", None), ("a:b", None), ("a", ":b"), (None, "a"), ("b", "a")]
     assert len({namespace(*pair) for pair in pairs}) == len(pairs)

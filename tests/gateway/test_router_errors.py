@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from everwarm.gateway.access import ROLES
 from gateway.server import GUARD, Reply, Server, frozen, run_cli, serving_models, until
 from models import tiny_model
 
@@ -103,6 +104,29 @@ def test_an_unknown_name_is_a_404_with_the_list(server):
             assert told in message(reply) and "there are: other, small" in message(reply)
     for path in ("/slots", "/slots?model=nobody", "/props?model=nobody", "/metrics?model=nobody"):
         assert server.get(path).status == 404
+
+
+def test_looking_loads_and_unloads_nothing(server, folder):
+    """Whatever is asked by GET or HEAD: a page of another site can have its visitor's browser ask that."""
+    assert post(server, "small").status == 200
+    until(lambda: server.status_of("other") == "unloaded", "one of two is in memory")
+    engines, n_loads = server.engine_pids, server.n_loads
+    paths = [
+        route.split(" ")[1].replace("{id:path}", "other").replace("{id}", "0") for route in ROLES if route[0] == "G"
+    ]
+    for path in paths:
+        for query in ("", "?model=other", "?model=small", "?model=nobody"):
+            for method in ("GET", "HEAD"):
+                if not (path == "/cache/events" and method == "GET"):
+                    assert server.call(method, path + query).status < 504
+    assert server.engine_pids == engines and server.n_loads == n_loads
+    assert (server.status_of("small"), server.status_of("other")) == ("loaded", "unloaded")
+    asleep, awake = server.get("/props?model=other").json, server.get("/props?model=small").json
+    assert asleep["is_sleeping"] is True and awake["is_sleeping"] is False and asleep.keys() <= awake.keys()
+    assert asleep["default_generation_settings"] == awake["default_generation_settings"]
+    refused = server.get("/slots?model=other")
+    assert refused.status == 503 and "other is not loaded" in message(refused)
+    assert post(server, "other").status == 200, "asking for a reply does load it"
 
 
 # files that come, go and are bad

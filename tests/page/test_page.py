@@ -552,6 +552,39 @@ def test_a_locked_server_asks_for_the_key_and_keeps_it_in_the_tab(browser):
         _overflow_and_crowd(tab, server)
 
 
+def test_a_users_key_sees_its_own_and_is_told_what_it_may_not(browser, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(f'[keys.{name}]\nkey = "{name}-{KEY}"\nrole = "{name}"\n' for name in ("user", "admin")))
+    keys.chmod(0o600)
+    with (
+        serving("--key-file", str(keys), n_ctx=2048) as server,
+        opened(browser, server.url, setup=setup(""), refusals=(401,)) as tab,
+    ):
+        page = tab.page
+
+        def enter(key: str) -> None:
+            page.wait_for_selector("#key-dialog[open]")
+            page.fill("#key", key)
+            page.keyboard.press("Enter")
+            page.wait_for_selector("#key-dialog", state="hidden")
+
+        body = {"prompt": words(40, 6), "n_predict": 1}
+        assert server.post("/completion", body, Authorization=f"Bearer admin-{KEY}").status == 200
+        enter(f"user-{KEY}")
+        tab.ask("What is 3 plus 4?")
+        page.wait_for_function("() => everwarm.tree.picture.places.size > 1 && everwarm.feed.role === 'user'")
+        assert (
+            page.evaluate("new Set([...everwarm.tree.picture.places.values()].map((p) => p.node.namespace)).size") == 1
+        )
+        tab.go("models")
+        page.wait_for_selector("#models-limits:not([hidden])")
+        assert page.locator(".model button").is_disabled()
+        page.click("#other-key")
+        enter(f"admin-{KEY}")
+        page.wait_for_selector("#models-limits", state="hidden")
+        assert page.locator(".model button").is_enabled()
+
+
 def _overflow_and_crowd(tab: Tab, server: Server) -> None:
     page = tab.page
     tab.send(words(900, 5))

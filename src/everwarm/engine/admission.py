@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from everwarm.engine.fetch import Brought, Fetch, Fetcher
 from everwarm.engine.gallery import Gallery
@@ -80,6 +80,12 @@ class Admission:
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)
+
+    def drop_fetches(self, requests: Iterable[Request]) -> None:
+        """What was read from other tiers for these is not laid into the tree: somebody wants it forgotten."""
+        for request in requests:
+            if request.id in self._fetches:
+                self._fetches[request.id] = Brought()
 
     def wait_for_disk(self, seconds: float) -> None:
         """When there is nothing else to do."""

@@ -103,8 +103,8 @@ class Conversation:
                 self._slot_files.handle(message, loop)
             case m.AskCache() | m.AskTree() | m.CacheOrder():
                 self._curator.handle(message, loop)
-            case m.AskSlots(id=id):
-                loop.post(lambda core: self._send(m.Answer(id, slots(core))))
+            case m.AskSlots(id=id, namespace=namespace):
+                loop.post(lambda core: self._send(m.Answer(id, slots(core, namespace))))
             case m.AskStats(id=id):
                 loop.post(lambda core: self._send(m.Answer(id, stats(core))))
             case _:
@@ -275,11 +275,15 @@ def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple
     return tokenizer.tokenize(text, add_special=message.add_special), Hints.counted(message, count, sure)
 
 
-def slots(core: Core) -> list[dict[str, Any]]:
-    """Each slot as llama-server shows it, without anybody's text."""
+def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
+    """Each slot as llama-server shows it, without anybody's text; of others' only whether they are busy."""
     shown = []
     for slot in core.slots:
         request = slot.request
+        if (request or slot.n_fed) and not core.tree.namespace(slot.node).startswith(namespace):
+            busy = {"is_processing": request is not None and not request.ask.ahead, "is_prewarming": False}
+            shown.append({"id": slot.seq, "n_ctx": core.context.n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
+            continue
         is_ahead = request is not None and request.ask.ahead
         about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx}
         about |= {"is_processing": request is not None and not is_ahead, "is_prewarming": is_ahead}

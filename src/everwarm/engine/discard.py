@@ -1,4 +1,5 @@
-"""Forgetting what somebody wants forgotten: a node with everything below it, in RAM, on the device and on disk.
+"""Forgetting what somebody wants forgotten: a node with everything below it, or all of a namespace, in RAM, on the device
+and on disk, with everything that could still quote it.
 
 The tree's part runs on the loop's thread; the disk's on the disk's own, after everything that is still on its way there.
 What is being read or written just now stays where it is, and is kept anew when it ends.
@@ -6,8 +7,8 @@ What is being read or written just now stays where it is, and is kept anew when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
@@ -45,6 +46,21 @@ def lineages(core: Core, node: Node) -> Lineages:
     return Lineages(core.tree.namespace(node), tuple(n.path.first(n.n_items) for n in ends), node.start)
 
 
+def forget_ahead(core: Core, namespace: str) -> None:
+    """Before anything is dropped in namespaces that begin so: nothing of them is on its way into the tree."""
+    core.prewarm.drop(core, namespace)
+    core.admission.drop_fetches(request for request in core.queue if request.ask.namespace.startswith(namespace))
+
+
+def forget_words(core: Core, namespace: str) -> None:
+    """After everything was dropped: nothing quotes it, neither to a later request nor to one that runs."""
+    core.tree.forgotten.clear(namespace)
+    for slot in core.slots:
+        request = slot.request
+        if request is not None and request.why is not None and request.ask.namespace.startswith(namespace):
+            request.why = replace(request.why, first_different=None)
+
+
 def drop(core: Core, node: Node) -> Dropped:
     """Out of the tree, with everything below it."""
     doomed = list(node.below())
@@ -67,7 +83,7 @@ def drop(core: Core, node: Node) -> Dropped:
 
 def _leave(core: Core, node: Node, inside: set[int]) -> None:
     """No idle sequence stands at or below the node; the KV that those above it need is in RAM before."""
-    keeper = core.keeper
+    keeper, namespace = core.keeper, core.tree.namespace(node)
     for spare, end in keeper.spares.items():
         if end is not None and id(end) in inside and end.checkpoint is not None:
             _save_above(core, spare, node)
@@ -80,8 +96,10 @@ def _leave(core: Core, node: Node, inside: set[int]) -> None:
             core.context.drop(slot.seq)
             keeper.seat(slot, slot.node.root())
             slot.clear()
-            if int(slot.content.common_prefix(node.path)) > node.start:
-                slot.content = Prompt.of_tokens([])
+    for slot in core.slots:  # also of conversations that have left the context
+        is_on_the_way = int(slot.content.common_prefix(node.path)) > node.start or node.parent is None
+        if slot.namespace == namespace and is_on_the_way:
+            slot.content = Prompt.of_tokens([])
 
 
 def _save_above(core: Core, seq: SeqId, node: Node) -> None:
@@ -128,13 +146,14 @@ def _remove_states(archive: Archive, disk: Disk, states: Sequence[Kept]) -> Drop
     return _weight(states) + _remove(archive, [kept for kept in kept_still if kept.name in freed])
 
 
-def drop_all_on_disk(archive: Archive) -> Dropped:
+def drop_spaces_on_disk(archive: Archive, spaces: Collection[str] | None) -> Dropped:
+    """Everything that is whose, by the names that headers have for namespaces; None: everybody's."""
     if archive.remote is not None:
-        archive.remote.forget("", None, 0)
+        archive.remote.forget_spaces(spaces)
     if archive.disk is None:
         return Dropped()
-    archive.disk.unpin({pin.key for pin in archive.disk.pins.all()})
-    return _remove(archive, archive.disk.objects())
+    archive.disk.unpin({pin.key for pin in archive.disk.pins.all() if spaces is None or pin.space in spaces})
+    return _remove(archive, [kept for kept in archive.disk.objects() if spaces is None or kept.space in spaces])
 
 
 def _remove(archive: Archive, objects: Sequence[Kept]) -> Dropped:

@@ -120,6 +120,7 @@ class Row(msgspec.Struct, frozen=True):  # made by the thousand on the loop's th
     path: Prompt
     span: tuple[int, int]  # in items
     segment_name: str | None
+    with_words: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +149,23 @@ def turn_page(core: Core, question: m.AskTree, number: Number) -> Page:
     census, moment = core.tree.census, _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
     first = None if question.after is None else census.by_id.get(question.after)
-    if question.after is not None and first is None and not is_on_disk:
+    is_hidden = first is not None and not core.tree.namespace(first).startswith(question.namespace)
+    if question.after is not None and (first is None or is_hidden) and not is_on_disk:
         raise tree_changed()
     shown = {name: root for name, root in core.tree.namespaces().items() if root.children or root.id in moment.running}
     view = view_of(core, shown)
-    n_hidden = len(core.tree.roots()) - len(shown)
+    n_total = len(census.by_id) - (len(core.tree.roots()) - len(shown))
     roots = [root for name, root in shown.items() if name.startswith(question.namespace)]
     nodes = [] if is_on_disk else list(islice(walk(roots, first), question.limit + 1))
     following = nodes.pop().id if len(nodes) > question.limit else None
     name, rows = "" if first is None else core.tree.namespace(first), []
     for node in nodes:
         name = view.names.get(node.id, name)
-        rows.append(_row(node, name, moment))
-    return Page(version_of(core), len(census.by_id) - n_hidden, following, rows, view, question)
+        with_words = question.words_of is not None and name.startswith(question.words_of)
+        rows.append(_row(node, name, moment, with_words=with_words))
+    if question.alone:
+        n_total = sum(1 for root in roots for _ in root.below())
+    return Page(version_of(core), n_total, following, rows, view, question)
 
 
 def view_of(core: Core, shown: dict[str, Node] | None = None) -> View:
@@ -208,7 +213,7 @@ def _moment(core: Core, number: Number) -> _Moment:
     return _Moment(time.time() - time.monotonic(), resident, running)
 
 
-def _row(node: Node, namespace: str, moment: _Moment) -> Row:
+def _row(node: Node, namespace: str, moment: _Moment, *, with_words: bool) -> Row:
     parent, checkpoint, segment = node.parent, node.checkpoint, node.segment
     kv_tiers = _TIERS[node.id in moment.resident, segment is not None]
     n_end, n_start = node.mark.n_tokens, 0 if parent is None else parent.mark.n_tokens
@@ -235,7 +240,7 @@ def _row(node: Node, namespace: str, moment: _Moment) -> Row:
         moment.running.get(node.id),
     )
     span = (0 if parent is None else parent.n_items, node.n_items)
-    return Row(seen, node.path, span, None if segment is None else segment.name_at(node.n_items))
+    return Row(seen, node.path, span, None if segment is None else segment.name_at(node.n_items), with_words)
 
 
 # on another thread
@@ -251,16 +256,19 @@ class Lookup:
     def __post_init__(self) -> None:
         self.disk = OnDisk(self.core)
 
-    def finish(self, page: Page, *, with_words: bool) -> m.TreeSeen:
+    def finish(self, page: Page) -> m.TreeSeen:
         """``Forbidden`` (409) as for ``turn_page``."""
         shelf = self.disk.look(page.view)
         found = page.rows if shelf is None else [self._with_disk(row, shelf) for row in politely(page.rows)]
-        nodes = [self._with_words(row) for row in politely(found)] if with_words else [row.seen for row in found]
+        rows = found if page.question.words_of is None else politely(found)
+        nodes = [self._with_words(row) if row.with_words else row.seen for row in rows]
         if shelf is None:
             if page.question.after is not None and page.question.after < 0:
                 raise tree_changed()
             return m.TreeSeen(page.version, page.n_total, page.next, nodes)
-        n_total, following = page.n_total + len(shelf.forest.twigs), page.next
+        following, asked = page.next, page.question
+        twigs = [t for t in shelf.forest.twigs if not asked.alone or shelf.is_in(t.space, asked.namespace)]
+        n_total = page.n_total + len(twigs)
         if following is None:
             more = self.disk.rows(shelf, page.question, page.question.limit - len(nodes))
             if more is None:

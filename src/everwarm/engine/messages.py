@@ -109,7 +109,10 @@ class Detokenize(Message, frozen=True, tag=True):
 
 
 class AskSlots(Message, frozen=True, tag=True):
+    """``namespace``: of slots that others use only whether they are busy is said; "": everything is."""
+
     id: int
+    namespace: str = ""
 
 
 class AskStats(Message, frozen=True, tag=True):
@@ -142,7 +145,8 @@ class AskTree(Message, frozen=True, tag=True):
     limit: int
     after: int | None = None
     namespace: str = ""  # only those that begin so
-    with_words: bool = False
+    words_of: str | None = None  # words of those that begin so; None: of none
+    alone: bool = False  # as if there were no others
 
 
 class CacheOrder(Message, frozen=True, tag=True):
@@ -151,6 +155,8 @@ class CacheOrder(Message, frozen=True, tag=True):
     id: int
     action: Literal["pin", "unpin", "drop"]
     node: int | None = None
+    namespace: str = ""  # only in those that begin so
+    pin_quota: float | None = None  # the share of RAM that a namespace's pins may hold; None: any
 
 
 class NodeSeen(msgspec.Struct, frozen=True, array_like=True):

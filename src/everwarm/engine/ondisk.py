@@ -78,6 +78,7 @@ class Shelf:
     forest: Forest
     here: dict[int, Kept]  # states on disk at nodes in RAM, by the nodes' ids
     spaces: dict[str, str]  # known namespaces, by the names that headers have for them
+    fingerprint: str
 
     def state_at(self, id: int) -> Kept | None:
         return self.here.get(id)
@@ -88,6 +89,10 @@ class Shelf:
     def namespace(self, space: str) -> str:
         """The beginning of a hash that nobody has used since the start stands for what it is the hash of."""
         return self.spaces.get(space, space)
+
+    def is_in(self, space: str, namespace: str) -> bool:
+        """Whether a space is that of a namespace that begins so, or of the very one."""
+        return self.namespace(space).startswith(namespace) or root_key(self.fingerprint, namespace)[:N_SPACE] == space
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +147,28 @@ class OnDisk:
         forest = plant(files.states, files.kv_sizes, spots, roots, partial(politely, breath=LONG_BREATH))
         named = ((spots.get(point_of(each.key, each.n_items)), each) for each in files.states)
         here = {spot.id: each for spot, each in named if spot is not None}
-        return Shelf(files, forest, here, dict(self._spaces))
+        return Shelf(files, forest, here, dict(self._spaces), fingerprint)
 
-    def below(self, view: View, ids: Iterable[int]) -> list[Kept]:
-        """The states that are only on disk, at or below these nodes."""
+    def below(self, view: View, ids: Iterable[int], namespace: str = "") -> list[Kept]:
+        """The states that are only on disk, at or below these nodes, in namespaces that begin so."""
         shelf = self.look(view)
-        return [] if shelf is None else shelf.forest.below(ids)
+        found = [] if shelf is None else shelf.forest.below(ids)
+        return [kept for kept in found if shelf is not None and shelf.is_in(kept.space, namespace)]
 
-    def find(self, view: View, id: int) -> Twig | None:
+    def find(self, view: View, id: int, namespace: str = "") -> Twig | None:
         shelf = self.look(view)
         at = None if shelf is None else shelf.forest.place.get(id)
-        return None if shelf is None or at is None else shelf.forest.twigs[at]
+        found = None if shelf is None or at is None else shelf.forest.twigs[at]
+        return found if found is not None and shelf is not None and shelf.is_in(found.space, namespace) else None
+
+    def spaces(self, view: View, namespace: str) -> frozenset[str] | None:
+        """Those of namespaces that begin so, whether or not there is a state of theirs; None: all there are."""
+        shelf = self.look(view) if namespace else None
+        if shelf is None:
+            return None if not namespace else frozenset()
+        disk = self.core.archive.disk if self.core.archive is not None else None
+        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()} if disk else set()
+        return frozenset(space for space in (*there, *shelf.spaces) if shelf.is_in(space, namespace))
 
     # rows
 
@@ -167,7 +183,7 @@ class OnDisk:
         found: list[m.NodeSeen] = []
         gone: dict[int, Twig] = {}
         for twig in politely(twigs[at:]):
-            if not shelf.namespace(twig.space).startswith(question.namespace):
+            if not shelf.is_in(twig.space, question.namespace):
                 continue
             if len(found) == room:
                 return Rows(found, twig.id)
@@ -175,7 +191,8 @@ class OnDisk:
             if twig.kept is not None and about is None:
                 gone[twig.id] = twig
             else:
-                found.append(_seen(_above(twig, gone), about, shelf, with_words=question.with_words))
+                with_words = question.words_of is not None and shelf.is_in(twig.space, question.words_of)
+                found.append(_seen(_above(twig, gone), about, shelf, with_words=with_words))
         return Rows(found, None)
 
     def about(self, name: str) -> About | None:

@@ -18,6 +18,7 @@ from everwarm.state.pins import Pin
 from everwarm.state.tree import Node, Tree
 
 N_SPACE = 16  # of a root's name: what headers say of it
+MOST_PINS = 256  # of one namespace, unless an admin pins
 
 Job = Callable[[], None]
 
@@ -28,6 +29,24 @@ class Home:
 
     disk: Disk
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What somebody's pins keep."""
+
+    n_pins: int
+    n_bytes: int
+
+
+def pinned_on_disk(disk: Disk, space: str, *also: Pin) -> Held:
+    """The pins of a space, with the states at their points and the KV that those need."""
+    pins = {pin.key: pin for pin in (*disk.pins.all(), *also) if pin.space == space}
+    points = {point for pin in pins.values() for point in pin.points}
+    kept = {each.name: each for each in disk.objects() if each.space == space}
+    states = [each for each in kept.values() if each.kind == "state" and point_of(each.key, each.n_items) in points]
+    names = {name for state in states for name in (state.name, *state.needs)}
+    return Held(len(pins), sum(kept[name].size for name in names if name in kept))
 
 
 class PinBoard:

@@ -81,6 +81,15 @@ class Prewarm:
         fits = not core.context.kind.has_attention or core.context.cells.free > n_cells
         return len(ask.prompt) - n_known > GUARD and fits
 
+    def drop(self, core: Core, namespace: str) -> None:
+        """Nothing is read ahead in namespaces that begin so; what is being read ends now."""
+        self.waiting = [w for w in self.waiting if not w.ask.namespace.startswith(namespace)]
+        if self.running is not None and self.running[0].ask.namespace.startswith(namespace):
+            request, _ = self.running
+            self.running = None
+            core.cancel(request.id)
+            core.stop(request.id)
+
     def forget(self, core: Core, end: Node) -> list[Node]:
         """Nothing more is read ahead in this lineage's namespace; returns the branches off it that were, to be dropped."""
         root, lineage = end.root(), end.lineage()

@@ -40,13 +40,18 @@ class Ahead:
     def __init__(self, limits: Limits, *, is_on: bool) -> None:
         self._limits = limits
         self._is_on = is_on
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}  # with the namespaces they are for
 
     def offer(self, supervisor: Supervisor, turn: NextTurn | None, reply: str) -> None:
         if self._is_on and turn is not None:
             task = asyncio.create_task(self._offer(supervisor, turn, reply))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = turn.namespace
+            task.add_done_callback(self._tasks.pop)
+
+    def forget(self, namespace: str) -> None:
+        """Offer nothing more of what was said so far in namespaces that begin so."""
+        for task in [task for task, own in self._tasks.items() if own.startswith(namespace)]:
+            task.cancel()
 
     async def _offer(self, supervisor: Supervisor, turn: NextTurn, reply: str) -> None:
         await asyncio.sleep(SETTLE_S)

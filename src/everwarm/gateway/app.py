@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from everwarm.errors import EverwarmError, Forbidden
+from everwarm.gateway.access import with_roles
 from everwarm.gateway.anthropic import anthropic_routes
 from everwarm.gateway.cache import Cache, cache_routes
 from everwarm.gateway.guard import Guard, error_response
@@ -47,14 +48,16 @@ class Gateway:
     app: ASGIApp
     drain: Callable[[], Awaitable[None]]
     service: Service
+    reload_keys: Callable[[], None]
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     service = Service(pool, settings, Limits(settings), Metrics(), pictures=Pictures(PICTURES, _remote(settings)))
-    cache = Cache(service)
+    access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     service.recent.ended = None if traces is None else traces.ended
-    responses = Responses(service, KeptResponses(settings.state_dir))
+    kept = KeptResponses(settings.state_dir)
+    responses, cache = Responses(service, kept), Cache(service, kept)
     routes = [
         *page_routes(),
         *status_routes(service),
@@ -66,6 +69,10 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *anthropic_routes(service),
         *cache_routes(cache),
     ]
+
+    def reload_keys() -> None:
+        if access.reload():
+            cache.hub.let_everybody_go()  # they come back with the keys that they have
 
     async def drain() -> None:
         service.limits.is_draining = True
@@ -90,8 +97,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         Hangup: _on_hangup,
         Exception: _on_accident,
     }
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Gateway(Guard(app, settings), drain, service)
+    app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Gateway(Guard(app, settings, access), drain, service, reload_keys)
 
 
 def _remote(settings: ServerSettings) -> RemotePolicy | None:

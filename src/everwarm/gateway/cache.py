@@ -1,10 +1,11 @@
 """The cache API: what is kept, where, of which conversations; what the last requests cost; and orders to pin or forget.
 
-Looking never loads a model: one that is not running says so.
+Looking never loads a model: one that is not running says so. A user sees and changes its own namespace; see ``access``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from typing import Any
@@ -15,9 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine import messages as m
+from everwarm.engine.ondisk import SHORT_NAMESPACE
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
 from everwarm.gateway import cacheshapes
+from everwarm.gateway.access import principal_of, reach_of, sight_of
 from everwarm.gateway.guard import error_body
+from everwarm.gateway.kept_responses import KeptResponses
 from everwarm.gateway.recent import MOST_KEPT
 from everwarm.gateway.replies import EventStream, json_response
 from everwarm.gateway.service import Service
@@ -29,7 +33,6 @@ Json = dict[str, Any]
 
 MAX_PAGE = 1000
 _NUMBER = re.compile(r"-?[0-9]{1,16}")  # exact in JavaScript; of what is only on disk it is negative
-_NAMESPACE = re.compile(r"[0-9a-f]{1,32}")
 
 
 def cache_routes(cache: Cache) -> list[Route]:
@@ -46,15 +49,16 @@ def cache_routes(cache: Cache) -> list[Route]:
 
 
 class Cache:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, kept: KeptResponses) -> None:
         self._service = service
+        self._kept = kept
         self.hub = Hub(service.pool, service.recent, self._overview_of)
 
     # looking
 
     async def overview(self, request: Request) -> Response:
         overview = self._overview_of(self._model(request).spec.id)
-        return json_response(await self._service.within_time(request, overview))
+        return json_response(await self._service.within_time(request, overview) | _caller(request))
 
     async def _overview_of(self, model: str) -> Json:
         standings = self._service.pool.standings()
@@ -69,25 +73,25 @@ class Cache:
         return cacheshapes.overview(standing, standings, totals, seen, text=text)
 
     async def tree(self, request: Request) -> Response:
-        standing, query = self._model(request), request.query_params
-        after = query.get("after")
+        standing, sight = self._model(request), sight_of(request)
+        after = request.query_params.get("after")
         if after is not None and _NUMBER.fullmatch(after) is None:
             raise BadRequest("after is not what an earlier answer gave as next; leave it out to start at the beginning")
-        namespace = query.get("namespace") or ""
-        if namespace and _NAMESPACE.fullmatch(namespace) is None:
-            raise BadRequest("namespace is not one that GET /cache/tree shows")
         fields = {"limit": _limit(request, MAX_PAGE, MAX_PAGE), "after": None if after is None else int(after)}
-        with_words = self._service.settings.cache_text
-        asked = _running(standing).ask(m.AskTree, namespace=namespace, with_words=with_words, **fields)
+        words_of = sight.words if self._service.settings.cache_text else None
+        whose = {"namespace": sight.shown, "words_of": words_of, "alone": not principal_of(request).is_admin}
+        asked = _running(standing).ask(m.AskTree, **fields, **whose)
         seen = msgspec.convert(await self._service.within_time(request, asked), m.TreeSeen)
         return json_response(cacheshapes.tree(seen, standing.spec.id, self._service.recent))
 
     async def requests(self, request: Request) -> Response:
-        rows = self._service.recent.rows(_limit(request, 100, MOST_KEPT))
-        return json_response({"requests": [cacheshapes.request(row) for row in rows]})
+        limit, sight = _limit(request, 100, MOST_KEPT), sight_of(request)
+        rows = [(row, row.caller.namespace) for row in self._service.recent.rows(limit, sight.shown)]
+        shown = [cacheshapes.request(row, with_words=sight.shows_words(namespace)) for row, namespace in rows]
+        return json_response({"requests": shown})
 
     async def events(self, request: Request) -> Response:
-        watcher = Watcher(self._model(request).spec.id)
+        watcher = Watcher(self._model(request).spec.id, sight_of(request), _caller(request))
 
         def error_frame(error: EverwarmError) -> bytes:
             return frame("error", error_body(error, request.state.request_id))
@@ -97,22 +101,38 @@ class Cache:
     # orders
 
     async def pin(self, request: Request) -> Response:
-        return await self._order(request, "pin", _node(request))
+        quota = None if principal_of(request).is_admin else self._service.settings.pin_quota
+        return json_response(await self._order(request, "pin", _node(request), pin_quota=quota))
 
     async def unpin(self, request: Request) -> Response:
-        return await self._order(request, "unpin", _node(request))
+        return json_response(await self._order(request, "unpin", _node(request)))
 
     async def drop(self, request: Request) -> Response:
-        return await self._order(request, "drop", _node(request))
+        return json_response(await self._forget(request, _node(request)))
 
     async def drop_all(self, request: Request) -> Response:
+        """Kept responses are documents with an address of their own: they go only if that is said."""
         if request.query_params.get("model") is None and len(self._service.pool.standings()) > 1:
             raise BadRequest("say whose: give the model as ?model=")
-        return await self._order(request, "drop", None)
+        said = await self._forget(request, None)
+        if request.query_params.get("responses", "false") in ("true", "1"):
+            said["responses"] = await asyncio.to_thread(self._kept.delete_all, reach_of(request))
+        return json_response(said)
 
-    async def _order(self, request: Request, action: str, node: int | None) -> Response:
-        asked = _running(self._model(request)).ask(m.CacheOrder, action=action, node=node)
-        return json_response(await self._service.within_time(request, asked))
+    async def _forget(self, request: Request, node: int | None) -> Json:
+        """In the engine, and whatever here could quote it."""
+        model = self._model(request).spec.id
+        self._service.forget_next_turns(reach_of(request))
+        said = await self._order(request, "drop", node)
+        self._service.recent.forget_words(model, said.pop("namespace"))
+        return said
+
+    async def _order(self, request: Request, action: str, node: int | None, **more: Any) -> Json:
+        asked = _running(self._model(request)).ask(
+            m.CacheOrder, action=action, node=node, namespace=reach_of(request), **more
+        )
+        said: Json = await self._service.within_time(request, asked)
+        return said
 
     def _model(self, request: Request) -> Standing:
         """The one that is named, or the only one, or the first that is loaded."""
@@ -120,8 +140,15 @@ class Cache:
         standings = pool.standings()
         if name is None and pool.catalog.find(None) is None:
             name = next((each.spec.id for each in standings if each.supervisor.is_running), None)
-        wanted = pool.find(name).id
+        wanted = pool.look(name).id
         return next(each for each in standings if each.spec.id == wanted)
+
+
+def _caller(request: Request) -> Json:
+    """Who asks, so that a page can say what its key may do."""
+    principal = principal_of(request)
+    namespace = principal.namespace(request.query_params.get("cache_salt"))
+    return {"caller": {"role": principal.role.name.lower(), "namespace": namespace[:SHORT_NAMESPACE]}}
 
 
 def _running(standing: Standing) -> Supervisor:

@@ -12,8 +12,12 @@ from everwarm.router.pool import Standing
 Json = dict[str, Any]
 
 
-def request(row: Row) -> Json:
+def request(row: Row, *, with_words: bool) -> Json:
+    """Without words: what an error says and where a prompt differs are told by their code and place only."""
     done, caller, first_s = row.done, row.caller, row.first_s()
+    cache = None if done is None else shapes.timings(done)["cache"]
+    if cache is not None and cache["diverged"] is not None and not with_words:
+        cache["diverged"] = {"at": cache["diverged"]["at"]}
     return {
         "id": row.id,
         "at": row.at,
@@ -21,13 +25,13 @@ def request(row: Row) -> Json:
         "path": caller.path,
         "stream": caller.stream,
         "status": row.status,
-        "error": row.error,
+        "error": row.error if with_words else row.error_code,
         "n_prompt": row.n_prompt,
         "n_cached": row.n_cached,
         "n_read": row.n_read,
         "n_reply": row.n_reply,
         "reason": None if done is None else done.why.reason,
-        "cache": None if done is None else shapes.timings(done)["cache"],
+        "cache": cache,
         "phases": [{"name": name, "ms": 1e3 * seconds} for name, seconds in row.phases()],
         "ttft_ms": None if first_s is None else 1e3 * first_s,
         "slot": row.slot,

@@ -6,7 +6,6 @@ a request id, and everything else into a plain 500: never a traceback, a path or
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 from urllib.parse import urlsplit
@@ -17,21 +16,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.errors import EverwarmError, Forbidden, Refused
 from everwarm.gateway import anthropic_shapes
+from everwarm.gateway.access import NOBODY, OPEN_PATHS, PAGE, Access, Principal
 from everwarm.gateway.replies import json_response
 from everwarm.gateway.settings import ServerSettings
 
 log = logging.getLogger("everwarm.gateway")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/v1/health", "/"})
-PAGE = "/page/"  # files without data
 OLLAMA = "/api/"
 ANTHROPIC = "/v1/messages"
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, access: Access | None = None) -> None:
         self._app = app
         self._settings = settings
+        self._access = access or settings.access()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +63,11 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self._check_names(headers)
-        self._check_key(scope["path"], headers)
+        if is_foreign(scope["method"], scope["path"], headers):
+            raise Forbidden(
+                403, "forbidden", "pages of other sites may not use this server; start with --allowed-host NAME"
+            )
+        scope["state"]["principal"] = self._identify(scope["path"], headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get(b"content-type", "").split(";")[0].strip().lower()
             if kind != "application/json":
@@ -82,15 +85,14 @@ class Guard:
                 403, "forbidden", "requests from that origin are not allowed; start with --allowed-host NAME"
             )
 
-    def _check_key(self, path: str, headers: dict[bytes, str]) -> None:
-        key = self._settings.api_key
-        if key is None or path in OPEN_PATHS or path.startswith(PAGE):
-            return
+    def _identify(self, path: str, headers: dict[bytes, str]) -> Principal:
         given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
-        if not any(hmac.compare_digest(each.encode("latin-1"), key.encode()) for each in given):
+        found = self._access.identify(each.encode("latin-1") for each in given)
+        if found is None and not (path in OPEN_PATHS or path.startswith(PAGE)):
             raise Forbidden(
                 401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY or x-api-key"
             )
+        return found or NOBODY
 
     def _check_length(self, length: str | None) -> None:
         if length is not None and (not length.isdigit() or int(length) > self._settings.max_body_bytes):
@@ -113,6 +115,15 @@ class Guard:
     def _too_large(self) -> Forbidden:
         limit = self._settings.max_body_bytes
         return Forbidden(413, "request_too_large", f"the body is larger than {limit} bytes")
+
+
+def is_foreign(method: str, path: str, headers: dict[bytes, str]) -> bool:
+    """Whether a browser says that another site's page asks (another port is another site), and that page is not allowed:
+    its Origin, where there is one, was checked before. A link to the page itself may be followed from anywhere."""
+    if headers.get(b"sec-fetch-site", "none") in ("none", "same-origin") or b"origin" in headers:
+        return False
+    how = (method, path, headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
+    return how != ("GET", "/", "navigate", "document")
 
 
 def error_response(error: EverwarmError, request_id: str, path: str) -> Response:

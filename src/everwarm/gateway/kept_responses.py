@@ -154,6 +154,19 @@ class KeptResponses:
             raise EverwarmError(f"the response cannot be deleted now: {error}") from None
         return was_there
 
+    def delete_all(self, namespace: str) -> int:
+        """Those of namespaces that begin so; how many there were."""
+        try:
+            with self._transaction() as database:
+                rows = database.execute("SELECT id, namespace FROM responses").fetchall()
+                gone = [id for id, own in rows if own.startswith(namespace)]
+                _drop(database, gone)
+            with self._lock:
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # nothing of them stays in the log
+        except (sqlite3.Error, OSError) as error:
+            raise EverwarmError(f"the responses cannot be deleted now: {error}") from None
+        return len(gone)
+
     def size(self) -> tuple[int, int]:
         """How many, and their bytes."""
         with self._transaction() as database:

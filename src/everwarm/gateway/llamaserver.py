@@ -14,6 +14,7 @@ from starlette.routing import Route
 from everwarm.engine import messages as m
 from everwarm.errors import BadRequest
 from everwarm.gateway import shapes
+from everwarm.gateway.access import principal_of
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect
 from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
@@ -127,11 +128,13 @@ class LlamaServer:
         if name is None and self._service.pool.catalog.find(None) is None:
             models = [standing.spec.id for standing in self._service.pool.standings()]
             return json_response({"role": "router", "models": models, "modalities": _TEXT_ONLY})
-        return await self._service.within_time(request, self._props(name))
+        served = self._service.pool.look(name)
+        if not served.supervisor.is_running:
+            return json_response(_asleep(served))
+        return await self._service.within_time(request, self._props(served))
 
-    async def _props(self, name: str | None) -> Response:
-        async with self._service.borrowed(name) as served:
-            info = await served.supervisor.wait_ready()
+    async def _props(self, served: Served) -> Response:
+        info = await served.supervisor.wait_ready()
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": info.n_ctx, "params": {}},
@@ -155,7 +158,10 @@ class LlamaServer:
         )
 
     async def slots(self, request: Request) -> Response:
-        return json_response(await self._service.ask(request, request.query_params.get("model"), m.AskSlots))
+        principal, query = principal_of(request), request.query_params
+        namespace = "" if principal.is_admin else principal.namespace(query.get("cache_salt"))
+        asked = self._service.awake(query.get("model")).supervisor.ask(m.AskSlots, namespace=namespace)
+        return json_response(await self._service.within_time(request, asked))
 
     async def slot_action(self, request: Request) -> Response:
         """llama-server's ``POST /slots/N?action=save|restore|erase``."""
@@ -166,17 +172,33 @@ class LlamaServer:
         if not re.fullmatch(r"[0-9]{1,4}", number):
             raise BadRequest("the slot in the path is not a number")
         body = read(data or b"{}", SlotBody)
-        service, namespace = self._service, self._service.namespace(body.cache_salt)
+        service = self._service
+        namespace = service.namespace(request, body.cache_salt)
         fields: dict[str, Any] = {"slot": int(number), "action": action, "namespace": namespace}
         shown = {}
         if action != "erase":
-            is_default = namespace == service.namespace(None)
             shown["filename"] = body.filename
-            fields |= slot_file_fields(request, service.settings, body.filename, namespace, is_default=is_default)
-        with self._service.admitted(request, len(data)):
+            fields |= slot_file_fields(request, service.settings, body.filename, namespace)
+        with service.admitted(request, len(data)):
             name = body.model or request.query_params.get("model")
-            answer = await self._service.ask(request, name, m.SlotAction, **fields)
+            answer = await service.ask(request, name, m.SlotAction, **fields)
         return json_response({"id_slot": answer["id_slot"], **shown, **answer})
+
+
+def _asleep(served: Served) -> Json:
+    """What the catalog knows of a model that is not loaded. As in llama-server, looking does not wake it."""
+    settings = served.spec.settings
+    return {
+        "default_generation_settings": {"n_ctx": settings.n_ctx, "params": {}},
+        "total_slots": settings.n_slots,
+        "model_alias": served.id,
+        "modalities": _TEXT_ONLY | {"vision": served.spec.mmproj is not None},
+        "endpoint_slots": True,
+        "endpoint_props": False,
+        "endpoint_metrics": True,
+        "chat_template": served.spec.template or "",
+        "is_sleeping": True,
+    }
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.errors import ModelNotFound
+from everwarm.gateway.access import admin_only, principal_of
 from everwarm.gateway.body import ModelBody, read
 from everwarm.gateway.replies import json_response
 from everwarm.gateway.service import Service
@@ -46,6 +47,8 @@ class Models:
         """One body that satisfies OpenAI's, Anthropic's and llama-server's clients."""
         pool = self._service.pool
         if request.query_params.get("reload") in ("1", "true"):
+            if not principal_of(request).is_admin:
+                raise admin_only("GET /models?reload=1")
             pool.refresh(now=True)
         models = self._models()
         first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)

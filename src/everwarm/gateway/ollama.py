@@ -17,6 +17,7 @@ from starlette.routing import Route
 from everwarm.engine import messages as m
 from everwarm.errors import EverwarmError, Forbidden
 from everwarm.gateway import ollama_shapes as shapes
+from everwarm.gateway.access import admin_only, principal_of
 from everwarm.gateway.body import CompletionBody, read
 from everwarm.gateway.generate import collect
 from everwarm.gateway.guard import ollama_error
@@ -79,7 +80,10 @@ class Ollama:
         body = read(data, kind)
         if body.ignored:
             log.debug("options that change nothing here: %s", ", ".join(body.ignored)[:500])
-        turn = Turn(body, speech, body.model or self._service.pool.find(None).id, body.unloads, time.monotonic())
+        unloads = body.unloads and principal_of(request).is_admin
+        if body.unloads and body.only_loads and not unloads:
+            raise admin_only("unloading a model (keep_alive 0)")  # in a chat it is only a wish: the model stays
+        turn = Turn(body, speech, body.model or self._service.pool.find(None).id, unloads, time.monotonic())
         if body.streams and not body.only_loads:
             return self._stream(request, turn, len(data))
         with self._service.admitted(request, len(data)):

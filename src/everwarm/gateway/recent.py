@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from everwarm.engine import messages as m
 
 MOST_KEPT = 512
@@ -31,6 +33,7 @@ class Caller:
     path: str
     stream: bool
     traceparent: str | None = None  # W3C's name for the span it belongs to
+    namespace: str = ""  # whose it is
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +45,8 @@ class Row:
     at: float = field(default_factory=time.time)
     number: int | None = None  # the engine's, while it runs
     status: Status = "running"
-    error: str | None = None
+    error: str | None = None  # in words, which may quote the request
+    error_code: str | None = None
     done: m.Done | None = None
     n_prompt: int = 0
     n_cached: int = 0
@@ -68,8 +72,13 @@ class Row:
                 self.status, self.done, self.slot = _status(done), done, done.slot
                 self.n_prompt, self.n_cached, self.n_reply = done.n_prompt, done.n_cached, done.n_reply
                 self.n_read = done.n_prompt - done.n_cached
-            case m.Failed(message=text):
-                self.status, self.error = "failed", text
+            case m.Failed(message=text, code=code):
+                self.status, self.error, self.error_code = "failed", text, code
+
+    def forget_words(self) -> None:
+        """Nothing of it quotes a prompt any more."""
+        self.error = self.error_code
+        self.done = None if self.done is None else _without_words(self.done)
 
     def phases(self) -> list[tuple[str, float]]:
         """Where the time went, in seconds. Until the engine tells them apart, restoring is part of the queue."""
@@ -86,6 +95,13 @@ class Row:
         if self.done is not None:
             return self.done.queue_s + self.done.restore_s + self.done.prefill_s
         return None if self.first_at is None else self.first_at - self.asked_at
+
+
+def _without_words(done: m.Done) -> m.Done:
+    if done.why.diverged is None:
+        return done
+    why = msgspec.structs.replace(done.why, diverged=m.Diverged(done.why.diverged.at))
+    return msgspec.structs.replace(done, why=why)
 
 
 def _status(done: m.Done) -> Status:
@@ -123,10 +139,16 @@ class Recent:
         self.tell: Callable[[Row], None] | None = None  # whoever watches; None: nobody does
         self.ended: Callable[[Row], None] | None = None  # whoever traces
 
-    def rows(self, limit: int) -> Iterator[Row]:
-        """The newest first."""
-        newest = reversed(self._rows)
+    def rows(self, limit: int, namespace: str = "") -> Iterator[Row]:
+        """The newest first, of namespaces that begin so."""
+        newest = (row for row in reversed(self._rows) if row.caller.namespace.startswith(namespace))
         return (row for row, _ in zip(newest, range(limit), strict=False))
+
+    def forget_words(self, model: str, namespace: str) -> None:
+        """What a model's requests in namespaces that begin so came to is known on, but no words of them."""
+        for row in self._rows:
+            if row.caller.model == model and row.caller.namespace.startswith(namespace):
+                row.forget_words()
 
     def totals(self, model: str) -> Totals:
         return self._totals.setdefault(model, Totals())

@@ -85,7 +85,7 @@ class Responses:
         return kept
 
     def _namespace(self, request: Request) -> str:
-        return self._service.namespace(request.query_params.get("cache_salt"))
+        return self._service.namespace(request, request.query_params.get("cache_salt"))
 
 
 class _Turn:
@@ -93,7 +93,7 @@ class _Turn:
 
     def __init__(self, service: Service, kept: KeptResponses, request: Request, body: ResponsesBody) -> None:
         self._service, self._kept, self._request, self._body = service, kept, request, body
-        self._namespace = service.namespace(body.cache_salt)
+        self._namespace = service.namespace(request, body.cache_salt)
         self._id = f"resp_{secrets.token_hex(12)}"
         self._teller: Teller | None = None
 

@@ -140,7 +140,7 @@ def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) 
         console.print(_about(standing), markup=False, highlight=False)
     for note in (*pool.catalog.notes, *(f"{b.id} cannot be served: {b.reason}" for b in pool.catalog.broken)):
         console.print(f"  {note}", style="yellow", markup=False, highlight=False)
-    access = "API key required" if settings.api_key else "open to this machine only"
+    access = "API key required" if settings.api_key or settings.keys else "open to this machine only"
     console.print(f"  {url} · page at /, API at /v1 · {access}", highlight=False)
     return 0
 
@@ -179,3 +179,5 @@ def _stop_on_signals(server: uvicorn.Server, gateway: Gateway) -> None:
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, on_signal)
+    if gateway.service.settings.key_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, gateway.reload_keys)

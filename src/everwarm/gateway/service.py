@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import secrets
 import time
@@ -18,7 +17,8 @@ from starlette.requests import Request
 
 from everwarm.engine import messages as m
 from everwarm.engine.messages import ModelInfo
-from everwarm.errors import BadRequest, EverwarmError
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError
+from everwarm.gateway.access import principal_of
 from everwarm.gateway.ahead import Ahead, NextTurn
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.canonical import canonical
@@ -103,6 +103,13 @@ class Service:
 
         return await self.within_time(request, asked())
 
+    def awake(self, name: str | None) -> Served:
+        """A model whose engine runs or starts, for whoever only looks: nobody's model is loaded or moved for that."""
+        served = self.pool.look(name)
+        if not served.supervisor.is_running:
+            raise EngineStopped(f"{served.id} is not loaded; it is when somebody asks it for a reply")
+        return served
+
     @contextlib.asynccontextmanager
     async def borrowed(self, name: str | None) -> AsyncIterator[Served]:
         with self.pool.lease(name) as lease:
@@ -115,7 +122,7 @@ class Service:
         messages, parts = illustrated(in_known_roles(self.canonical(body.messages), template), self.marker)
         if parts and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
-        sights = await self.pictures.from_parts(parts, self.namespace(body.cache_salt)) if parts else []
+        sights = await self.pictures.from_parts(parts, self.namespace(request, body.cache_salt)) if parts else []
         rendered = await asyncio.to_thread(template.conversation, messages, **template_options(body))
         notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
@@ -177,7 +184,8 @@ class Service:
     def follow(self, request: Request, body: Body, served: Served) -> Follow:
         """What becomes of the request is written down under the id that the answer bears."""
         about = (request.state.request_id, served.id, request.url.path, bool(body.stream))
-        return self.recent.follow(Caller(*about, request.headers.get("traceparent")))
+        namespace = self.namespace(request, body.cache_salt)
+        return self.recent.follow(Caller(*about, request.headers.get("traceparent"), namespace))
 
     def _common(self, request: Request, body: Body, info: ModelInfo) -> dict[str, Any]:
         slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
@@ -187,7 +195,7 @@ class Service:
             "sampling": body.sampling(),
             "max_tokens": body.reply_tokens(info.n_ctx),
             "stop": body.stops(),
-            "namespace": self.namespace(body.cache_salt),
+            "namespace": self.namespace(request, body.cache_salt),
             "use_cache": body.uses_cache,
             "deterministic": bool(body.deterministic),
             "ignore_eos": bool(body.ignore_eos),
@@ -197,10 +205,14 @@ class Service:
             "wants_diagnostics": bool(body.prompt_cache_diagnostics),
         }
 
-    def namespace(self, salt: str | None) -> str:
+    @staticmethod
+    def namespace(request: Request, salt: str | None) -> str:
         """What one key and salt has read is invisible to others."""
-        key = self.settings.api_key or ""
-        return hashlib.sha256(f"{len(key)}:{key}:{salt or ''}".encode()).hexdigest()[:32]
+        return principal_of(request).namespace(salt)
+
+    def forget_next_turns(self, namespace: str) -> None:
+        """What namespaces that begin so are about to have read ahead is dropped."""
+        self._ahead.forget(namespace)
 
     # answering
 
@@ -209,7 +221,7 @@ class Service:
         """A place for a request: until its answer is over or, if that is sooner, the engine has done its part."""
         n_context = max((spec.settings.n_ctx for spec in self.pool.catalog.specs.values()), default=None)
         cut_off = getattr(request.state, "abort", None)
-        client = client_of(request, has_key=self.settings.api_key is not None)
+        client = client_of(request)
         with self.limits.admitted(n_body_bytes, client, n_context=n_context, cut_off=cut_off) as place:
             request.state.place = place
             yield place
@@ -270,11 +282,10 @@ class Service:
         return EventStream(frames, admitted, error_frame or openai_error, limit_s, keep_alive_frame=keep_alive_frame)
 
 
-def client_of(request: Request, *, has_key: bool) -> str:
-    """Who asks, as far as that can be known: the address, and the key where one was checked."""
+def client_of(request: Request) -> str:
+    """Who asks, as far as that can be known: the address, and whose key it is."""
     address = network_of(request.client.host if request.client is not None else "")
-    key = (request.headers.get("authorization") or request.headers.get("x-api-key") or "") if has_key else ""
-    return f"{address} {hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return f"{address} {principal_of(request).namespace(None)}"
 
 
 def _recounted(request: Request, n_tokens: int) -> Place | None:

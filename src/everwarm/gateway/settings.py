@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from everwarm.config import require
+from everwarm.gateway.access import Access, Key, check_keys
 from everwarm.gateway.notation import ThinkingTags, ToolFormat
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -16,6 +17,12 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
+    admin_key: str | None = (
+        None  # what changes or shows more than a caller's namespace needs it; None: no key of its own
+    )
+    keys: tuple[Key, ...] = ()  # each bound to a namespace; the key file's
+    key_file: str | None = None  # where they are read again on SIGHUP
+    pin_quota: float = 0.1  # the most of RAM that the pins of one namespace may hold; admins pin beyond
     allowed_hosts: tuple[str, ...] = ()  # names clients may call this server by, besides loopback and ``host``
     max_body_bytes: int = 32 << 20
     max_requests: int = 256  # running and waiting
@@ -46,11 +53,15 @@ class ServerSettings:
         require(self.max_connections >= 8, f"max_connections is {self.max_connections}; give at least 8")
         require(self.client_timeout_s > 0, f"client_timeout_s is {self.client_timeout_s}; give more than 0")
         require(self.grace_s >= 0, f"grace_s is {self.grace_s}; give 0 or more")
-        require(self.api_key is None or len(self.api_key) >= 1, "the API key is empty; leave it out or give one")
+        require(0.0 <= self.pin_quota <= 1.0, f"pin_quota is {self.pin_quota}; give a share from 0 to 1")
+        check_keys(self.api_key, self.admin_key, self.keys)
         require(
-            self.api_key is not None or is_loopback(self.host),
+            self.api_key is not None or bool(self.keys) or is_loopback(self.host),
             f"{self.host} can be reached from other machines: give --api-key, or bind to 127.0.0.1",
         )
+
+    def access(self) -> Access:
+        return Access(self.api_key, self.admin_key, self.keys, self.key_file)
 
     @property
     def host_names(self) -> frozenset[str]:

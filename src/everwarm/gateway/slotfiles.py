@@ -8,25 +8,27 @@ from typing import Any
 from starlette.requests import Request
 
 from everwarm.errors import Forbidden
+from everwarm.gateway.access import own_namespace, principal_of
 from everwarm.gateway.settings import ServerSettings
 from everwarm.state.slotfile import checked_name, namespace_folder
 
 
-def slot_file_fields(
-    request: Request, settings: ServerSettings, filename: str, namespace: str, *, is_default: bool
-) -> dict[str, Any]:
-    """What an engine is told of a file. ``is_default``: the caller asks in the namespace that the directory itself belongs
-    to, as it does where nobody ever gives a ``cache_salt``; every other one has a folder in it."""
+def slot_file_fields(request: Request, settings: ServerSettings, filename: str, namespace: str) -> dict[str, Any]:
+    """What an engine is told of a file. The directory itself belongs to callers with the server's one key, or with none where
+    it has none, who give no ``cache_salt``; every other namespace has a folder in it."""
     name, directory = checked_name(filename), _directory(settings)
+    is_default = namespace == own_namespace(settings.api_key)
     where = directory if is_default else directory / namespace_folder(namespace)
-    trusts = may_trust_slot_files(request, settings)
-    return {"path": str(where / name), "owns_unbound": is_default, "trusts_origin": trusts}
+    return {
+        "path": str(where / name),
+        "owns_unbound": is_default,
+        "trusts_origin": may_trust_slot_files(request, settings),
+    }
 
 
 def may_trust_slot_files(request: Request, settings: ServerSettings) -> bool:
     """Whether the caller's word is enough for a file without a companion. It takes the start flag, and an admin."""
-    del request  # whoever reaches this server counts as its admin, until there are roles
-    return settings.trust_slot_files
+    return settings.trust_slot_files and principal_of(request).is_admin
 
 
 def _directory(settings: ServerSettings) -> Path:

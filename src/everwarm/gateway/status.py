@@ -58,7 +58,7 @@ class Status:
         engine: dict[str, Any] = {}
         counters: dict[str, tuple[str, float]] = {}
         if name is not None or pool.catalog.find(None) is not None:
-            supervisor = pool.find(name).supervisor
+            supervisor = pool.look(name).supervisor
             with contextlib.suppress(EngineStopped):  # it may be put to sleep just now
                 engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
             gauges |= _engine_gauges(supervisor)

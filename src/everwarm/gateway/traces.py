@@ -51,7 +51,7 @@ def _say(tracer: Any, row: Row) -> None:
         at += int(seconds * 1e9)
         child.end(at)
     if row.status == "failed":
-        span.set_status(Status(StatusCode.ERROR, row.error))
+        span.set_status(Status(StatusCode.ERROR, row.error_code))  # its words may quote the request
     span.end(at)
 
 

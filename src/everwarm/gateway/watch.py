@@ -16,6 +16,7 @@ import msgspec
 
 from everwarm.errors import EverwarmError, Overloaded
 from everwarm.gateway import cacheshapes
+from everwarm.gateway.access import Sight
 from everwarm.gateway.recent import Recent, Row
 from everwarm.router.pool import Pool
 
@@ -33,6 +34,8 @@ _encode = msgspec.json.Encoder().encode
 @dataclass(slots=True, eq=False)
 class Watcher:
     model: str
+    sight: Sight
+    about: Json  # who it is
     unread: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
 
     def tell(self, frame: bytes) -> bool:
@@ -83,13 +86,16 @@ class Hub:
         self._task = None
 
     async def frames(self, watcher: Watcher) -> AsyncGenerator[bytes, None]:
-        yield frame("hello", await self._overview(watcher.model))
+        yield frame("hello", await self._overview(watcher.model) | watcher.about)
         while not self.is_closed and (told := await watcher.unread.get()) is not None:
             yield told
 
     def close(self) -> None:
         """Whoever watches is let go, so that the server can stop."""
         self.is_closed = True
+        self.let_everybody_go()
+
+    def let_everybody_go(self) -> None:
         for watcher in self._watchers:
             watcher.let_go()
 
@@ -101,7 +107,14 @@ class Hub:
                 watcher.let_go()
 
     def _tell_of_request(self, row: Row) -> None:
-        self._tell(frame("request", cacheshapes.request(row)))
+        """To whom it belongs with its words, to whoever else may see it without."""
+        namespace, frames = row.caller.namespace, dict[bool, bytes]()
+        for watcher in [each for each in self._watchers if each.sight.shows(namespace)]:
+            with_words = watcher.sight.shows_words(namespace)
+            if with_words not in frames:
+                frames[with_words] = frame("request", cacheshapes.request(row, with_words=with_words))
+            if not watcher.tell(frames[with_words]):
+                watcher.let_go()
 
     async def _run(self) -> None:
         n = 0
@@ -112,7 +125,12 @@ class Hub:
             if n % LOOKS_PER_STATS == 0:
                 for model in {watcher.model for watcher in self._watchers}:
                     with contextlib.suppress(EverwarmError):
-                        self._tell(frame("stats", await self._overview(model)), model)
+                        self._tell_stats(model, await self._overview(model))
+
+    def _tell_stats(self, model: str, overview: Json) -> None:
+        for watcher in [each for each in self._watchers if each.model == model]:
+            if not watcher.tell(frame("stats", overview | watcher.about)):
+                watcher.let_go()
 
     def _look(self) -> None:
         """Tell what is different from the last time."""

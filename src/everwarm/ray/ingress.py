@@ -65,10 +65,11 @@ class Ingress:
         named = named or next(iter(parse_qs(query.decode("latin-1")).get("model", [])), None)
         if path.startswith(MODELS):
             named = unquote(path.removeprefix(MODELS))
+        own = scope["state"]["principal"].namespace(None)  # which replica knows a beginning tells nobody about others
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
         picked = next((value.decode("latin-1") for name, value in headers if name == REPLICA_HEADER), "")
         asked = Asked(
-            scope["state"]["request_id"], scope["method"], path, query, headers, raw, _prefixes(path, body), picked
+            scope["state"]["request_id"], scope["method"], path, query, headers, raw, _prefixes(path, body, own), picked
         )
         return asked, named if isinstance(named, str) else None
 
@@ -135,10 +136,10 @@ class Ingress:
         return Answer(status, body)
 
 
-def _prefixes(path: str, body: Any) -> Prefixes:
+def _prefixes(path: str, body: Any, namespace: str) -> Prefixes:
     if path.startswith(RESPONSES):
         return Prefixes(bound=response_key(unquote(path.removeprefix(RESPONSES)).partition("/")[0]))
-    return NOTHING if body is None else prefixes_of(body)
+    return NOTHING if body is None else prefixes_of(body, namespace)
 
 
 def _decoded(raw: bytes) -> Any:

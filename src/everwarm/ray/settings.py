@@ -16,6 +16,7 @@ import msgspec
 from everwarm.config import cache_directory, require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings, RemoteSettings, RestorePolicy
+from everwarm.gateway.access import read_key_file
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.names import LATEST
 from everwarm.router.tables import ModelTable, Text, below, convert, did_you_mean, parsed, place, speaking_of
@@ -43,6 +44,9 @@ class ServerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     host: Text = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 8000
     api_key_file: Text | None = None
+    admin_key_file: Text | None = None
+    key_file: Text | None = None  # many keys; read when the cluster is deployed
+    pin_quota: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     allowed_hosts: tuple[Text, ...] = ()
     ingresses: Count = 1
     grace: Seconds = 10.0
@@ -167,11 +171,17 @@ def _remote(table: RemoteTable | None, path: Path) -> RemoteSettings | None:
 
 
 def _server(table: ServerTable, path: Path) -> ServerSettings:
-    key = None if table.api_key_file is None else below(path.parent, table.api_key_file).read_text().strip()
+    def secret(name: str | None) -> str | None:
+        return None if name is None else below(path.parent, name).read_text().strip()
+
+    keys = () if table.key_file is None else read_key_file(str(below(path.parent, table.key_file)))
     return ServerSettings(
         host=table.host,
         port=table.port,
-        api_key=key,
+        api_key=secret(table.api_key_file),
+        admin_key=secret(table.admin_key_file),
+        keys=keys,
+        pin_quota=table.pin_quota,
         allowed_hosts=table.allowed_hosts,
         grace_s=table.grace,
         prewarm=table.prewarm,

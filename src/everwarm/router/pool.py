@@ -159,9 +159,13 @@ class Pool:
 
     def find(self, name: str | None) -> Served:
         """The model of that name. A name nobody knows may be that of a file that has just come."""
+        if self.catalog.find(name) is None:
+            self.refresh()
+        return self.look(name)
+
+    def look(self, name: str | None) -> Served:
+        """The same among the models that are known: looking changes nothing."""
         spec = self.catalog.find(name)
-        if spec is None and self.refresh():
-            spec = self.catalog.find(name)
         if spec is None:
             names = ", ".join(sorted(self.catalog.specs)) or "none"
             told = "no model was named" if not name else f"there is no model {name[:100]!r}"

@@ -44,8 +44,8 @@ class Forgotten:
             self._drop(next(iter(self._lineages)))
 
     def clear(self, namespace: str) -> None:
-        """Somebody wants it forgotten."""
-        for key in [key for key in self._lineages if key[0] == namespace]:
+        """Somebody wants it forgotten, in namespaces that begin so."""
+        for key in [key for key in self._lineages if key[0].startswith(namespace)]:
             self._drop(key)
 
     def parting(self, namespace: str, prompt: Prompt) -> Parting | None:

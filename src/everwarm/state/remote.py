@@ -18,7 +18,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -97,7 +97,8 @@ class Remote:
         self.answer_s = 0.02  # how long a round trip takes, until measured
         self._known: dict[str, float] = {}  # names, and until when they are taken to be there
         self._missed: dict[str, float] = {}
-        self._announced: dict[str, tuple[int, tuple[str, ...]]] = {}  # lineage → its items, where this process said so
+        # lineage → its items, where this process said so, and whose it is
+        self._announced: dict[str, tuple[int, tuple[str, ...], str]] = {}
         self._lock = threading.RLock()
         self._n_waiting = 0
         self._writing: set[Future[None]] = set()
@@ -281,7 +282,8 @@ class Remote:
             self.counts.n_given_up += 1
             log.warning("a turn is not shared: %s", error)
             return
-        self._announced[parcel.signpost.key] = (parcel.signpost.n_items, parcel.names)
+        space = parcel.objects[-1][0].space
+        self._announced[parcel.signpost.key] = (parcel.signpost.n_items, parcel.names, space)
         while len(self._announced) > MAX_REMEMBERED:
             del self._announced[next(iter(self._announced))]
 
@@ -324,17 +326,21 @@ class Remote:
         if is_new:
             self.counts.n_bytes_written += size
 
-    def forget(self, root: str, prompt: Prompt | None, beyond: int) -> None:
-        """Take away by and by the states on the way of a prompt (None: all) after ``beyond`` items, as far as this process
-        has announced them. KV may be somebody else's and stays."""
+    def forget(self, root: str, prompt: Prompt, beyond: int) -> None:
+        """Take away by and by the states on the way of a prompt after ``beyond`` items, as far as this process has
+        announced them. KV may be somebody else's and stays."""
 
         def on_the_way() -> set[str]:
-            if prompt is None:
-                return set(self._announced)
-            lengths = {n_items for n_items, _ in self._announced.values() if beyond < n_items <= len(prompt)}
+            lengths = {n_items for n_items, _, _ in self._announced.values() if beyond < n_items <= len(prompt)}
             return set(keys(root, prompt, lengths).values())
 
         self._forget_later(on_the_way)
+
+    def forget_spaces(self, spaces: Collection[str] | None) -> None:
+        """The same for everything that is whose; None: everybody's."""
+        self._forget_later(
+            lambda: {key for key, (*_, space) in self._announced.items() if spaces is None or space in spaces}
+        )
 
     def forget_states(self, named: frozenset[str]) -> None:
         """The same for the states with these keys."""
@@ -348,7 +354,7 @@ class Remote:
     async def _forget(self, gone: Callable[[], set[str]], first: list[asyncio.Future[None]]) -> None:
         await asyncio.gather(*first, return_exceptions=True)  # what is still on its way would come back
         for key in gone() & self._announced.keys():
-            n_items, names = self._announced.pop(key)
+            n_items, names, _ = self._announced.pop(key)
             for name in (*names, Signpost(key, n_items, 1).name):
                 self._known.pop(name, None)
                 await self._drop(name)

@@ -8,6 +8,7 @@ export class Feed extends EventTarget {
     this.model = null;
     this.isWanted = false;
     this.overview = null;
+    this.role = ""; // of whoever's key this page has; empty: not known yet
     this.requests = new Map(); // by id, in order of their beginning
     this._stop = null;
     this._wait = 500;
@@ -23,6 +24,14 @@ export class Feed extends EventTarget {
   choose(model) {
     if (this.model === model) return;
     this.model = model;
+    this.overview = null;
+    this._close();
+    this._settle();
+  }
+
+  /** With another key other things may be seen. */
+  again() {
+    this.role = "";
     this.overview = null;
     this._close();
     this._settle();
@@ -73,6 +82,7 @@ export class Feed extends EventTarget {
 
   _hear(event, data) {
     if (event === "hello" || event === "stats") this.overview = data;
+    if (event === "hello") this.role = data.caller?.role ?? "";
     if (event === "tree" && this.overview) this.overview.version = data.version;
     if (event === "engine" && this.overview) Object.assign(this.overview.engine, data);
     if (event === "request") this._keep(data);

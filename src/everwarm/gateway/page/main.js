@@ -111,6 +111,7 @@ async function opened(event) {
   find("key").value = "";
   find("key-dialog").close();
   await models.refresh();
+  feed.again();
   settle();
 }
 

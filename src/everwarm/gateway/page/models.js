@@ -1,6 +1,6 @@
 // The models: which there are, which are in memory, loading and unloading them.
 
-import { json } from "./api.js";
+import { json, link } from "./api.js";
 import { button, find, h, say } from "./dom.js";
 import { bytes, count, trouble } from "./words.js";
 
@@ -14,11 +14,15 @@ export class Models extends EventTarget {
     this.isShown = false;
     this.wrong = h("p", { class: "wrong", role: "alert" });
     this.list = h("ul", { class: "model-list" });
+    this.feed = feed;
+    this.limits = h("p", { class: "about", id: "models-limits", hidden: true }, "This key may use models; loading and unloading needs an admin key. ",
+      button("Use another key", { id: "other-key" }, () => link.dispatchEvent(new Event("locked"))));
     this.select = find("model");
     this._again = 0;
-    root.append(h("div", { class: "page-inner" }, h("h2", {}, "Models"), this.wrong, this.list));
+    root.append(h("div", { class: "page-inner" }, h("h2", {}, "Models"), this.limits, this.wrong, this.list));
     this.select.addEventListener("change", () => this.choose(this.select.value));
     feed.addEventListener("model", () => this.refresh());
+    feed.addEventListener("stats", () => { if (feed.role !== this._role) { this._role = feed.role; this._show(); } });
     feed.addEventListener("engine", ({ detail }) => { if (detail.state !== this._state) this.refresh(); this._state = detail.state; });
   }
 
@@ -65,6 +69,7 @@ export class Models extends EventTarget {
     this.select.replaceChildren(...options);
     this.select.value = this.chosen ?? "";
     this.select.disabled = this.all.length < 2;
+    this.limits.hidden = this.feed.role !== "user";
     const focused = this.list.contains(document.activeElement) ? document.activeElement.dataset.key : null;
     this.list.replaceChildren(...this.all.map((model) => this._card(model)));
     if (focused) [...this.list.querySelectorAll("button")].find((each) => each.dataset.key === focused)?.focus();
@@ -74,7 +79,7 @@ export class Models extends EventTarget {
     const { value, progress, failed, reason } = model.status;
     const state = failed ? "failed" : value;
     const order = value === "unloaded" ? "load" : "unload";
-    const act = button(order === "load" ? "Load" : "Unload", { disabled: value === "loading", "data-key": `${order} ${model.id}` }, () => this._order(order, model.id));
+    const act = button(order === "load" ? "Load" : "Unload", { disabled: value === "loading" || this.feed.role === "user", "data-key": `${order} ${model.id}` }, () => this._order(order, model.id));
     const bar = value === "loading" ? h("div", { class: "bar", role: "progressbar", "aria-label": `loading ${model.id}`, "aria-valuenow": Math.round(100 * (progress ?? 0)) },
       h("i", { style: { width: `${100 * (progress ?? 0)}%` } })) : null;
     return h("li", { class: "card model", "data-status": state, "data-model": model.id },

@@ -1,0 +1,374 @@
+"""Who calls and what they may do: keys, roles, namespaces, and one table with the role of every route.
+
+A caller is a ``Principal``, found by its key. What it has read lies in namespaces of its own, one for each ``cache_salt``.
+The guard asks for the principal, every route for its role, and the cache API for what of it a caller may see. Knows no
+engine; reads one file, the key file.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from everwarm.config import require
+from everwarm.errors import BadRequest, Forbidden
+
+log = logging.getLogger("everwarm.gateway")
+
+MAX_FILE_BYTES = 1 << 20
+MAX_KEYS = 4096
+MIN_KEY, MAX_KEY = 16, 512  # characters of a key in the key file
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAMESPACE = re.compile(r"[0-9a-f]{1,32}")
+
+
+class Role(enum.IntEnum):
+    """Each may do what the ones before it may."""
+
+    PUBLIC = 0
+    USER = 1  # what is its own: its namespaces
+    ADMIN = 2  # whatever changes or shows more than that
+
+
+# Every route, by method and path as the application has them; HEAD is as GET. A test fails on a route that is not here.
+# Whatever comes later and changes more than the caller's namespace (downloads, removing models, adapters, properties of the
+# server) is for admins.
+_PUBLIC = ("GET /", "GET /page/{name}", "GET /health", "GET /v1/health", "GET /ready")
+_USER = (
+    "GET /metrics",  # numbers of the whole server, no words
+    "POST /v1/chat/completions",
+    "POST /chat/completions",
+    "POST /v1/completions",
+    "POST /v1/responses",
+    "POST /responses",
+    "GET /v1/responses/{id}",
+    "DELETE /v1/responses/{id}",
+    "GET /v1/responses/{id}/input_items",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "GET /v1/models",
+    "GET /v1/models/{id:path}",
+    "GET /models",  # ?reload= is for admins
+    "POST /completion",
+    "POST /completions",
+    "POST /tokenize",
+    "POST /detokenize",
+    "POST /apply-template",
+    "GET /props",
+    "GET /slots",  # of others only whether they are busy
+    "POST /slots/{id}",  # its own conversations and files
+    "POST /api/chat",  # unloading by keep_alive is for admins
+    "POST /api/generate",
+    "GET /api/tags",
+    "POST /api/show",
+    "GET /api/ps",
+    "GET /api/version",
+    "POST /api/embed",
+    "POST /api/embeddings",
+    "GET /cache",
+    "DELETE /cache",  # its own namespace; an admin's order is for all
+    "GET /cache/tree",
+    "GET /cache/requests",
+    "GET /cache/events",
+    "DELETE /cache/nodes/{id}",
+    "POST /cache/nodes/{id}/pin",  # within the quota
+    "POST /cache/nodes/{id}/unpin",
+)
+_ADMIN = (
+    "POST /models/load",
+    "POST /models/unload",
+    "POST /api/pull",
+    "POST /api/push",
+    "POST /api/create",
+    "POST /api/copy",
+    "POST /api/blobs/{digest}",
+    "HEAD /api/blobs/{digest}",
+    "DELETE /api/delete",
+)
+ROLES = {route: role for role, routes in enumerate((_PUBLIC, _USER, _ADMIN)) for route in routes}
+OPEN_PATHS = frozenset(route.removeprefix("GET ") for route in _PUBLIC if "{" not in route)
+PAGE = "/page/"  # files without data
+
+
+def role_of(method: str, path: str) -> Role:
+    """Of a route; ``KeyError``: nobody has decided."""
+    found = ROLES.get(f"{method} {path}")
+    if found is None and method == "HEAD":
+        found = ROLES.get(f"GET {path}")
+    if found is None:
+        raise KeyError(f"nobody has decided who may use {method} {path}: name it in gateway.access")
+    return Role(found)
+
+
+def with_roles(routes: Iterable[Route]) -> list[Route]:
+    """The same routes, each open to its role only."""
+    return [_with_role(route) for route in routes]
+
+
+def _with_role(route: Route) -> Route:
+    roles = {method: role_of(method, route.path) for method in route.methods or ()}
+    answer = route.app
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        principal: Principal = scope["state"]["principal"]
+        if principal.role < roles.get(scope["method"], Role.PUBLIC):  # another method is answered with 405
+            raise admin_only(f"{scope['method']} {scope['path']}")
+        await answer(scope, receive, send)
+
+    route.app = checked
+    return route
+
+
+def admin_only(what: str) -> Forbidden:
+    return Forbidden(
+        403, "admin_required", f"{what[:200]} needs an admin key of this server (--admin-key, or a key file)"
+    )
+
+
+# who calls
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """``origin``: what its namespaces are named after."""
+
+    role: Role
+    origin: str = field(repr=False)
+
+    @property
+    def is_admin(self) -> bool:
+        return self.role is Role.ADMIN
+
+    def namespace(self, salt: str | None) -> str:
+        """What one origin and salt has read is invisible to others."""
+        return hashlib.sha256(f"{self.origin}:{salt or ''}".encode()).hexdigest()[:32]
+
+
+def principal_of(request: Request) -> Principal:
+    found: Principal = request.state.principal
+    return found
+
+
+def _of_key(key: str) -> str:
+    """Callers with the key itself; without any key, the empty one. These names are on disk: they never change."""
+    return f"{len(key)}:{key}"
+
+
+def own_namespace(api_key: str | None) -> str:
+    """Of callers with the server's one key, or none where it has none, who give no salt."""
+    return Principal(Role.USER, _of_key(api_key or "")).namespace(None)
+
+
+def _of_name(name: str) -> str:
+    """Callers whose key is bound to a namespace: no key is spelt like this."""
+    return f"namespace:{len(name)}:{name}"
+
+
+NOBODY = Principal(Role.PUBLIC, "nobody")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A line of the key file; of the key only its SHA-256."""
+
+    name: str
+    digest: bytes = field(repr=False)
+    namespace: str
+    role: Role = Role.USER
+
+    @property
+    def principal(self) -> Principal:
+        return Principal(self.role, _of_name(self.namespace))
+
+
+class Access:
+    """Which principal a key belongs to. Only ``reload`` changes it."""
+
+    def __init__(
+        self, api_key: str | None, admin_key: str | None, keys: Sequence[Key] = (), key_file: str | None = None
+    ) -> None:
+        self._single = (api_key, admin_key)
+        self._key_file = key_file
+        self._known, self._without_key = _principals(api_key, admin_key, keys)
+        if not any(each.is_admin for each in (*self._known.values(), self._without_key or NOBODY)):
+            log.warning('nobody is an admin of this server: give --admin-key, or a key with role = "admin"')
+
+    def identify(self, given: Iterable[bytes]) -> Principal | None:
+        """The one with any of these keys; without a right one, whoever needs none. Every known key is compared."""
+        found = None
+        for digest in [_digest(each) for each in given]:
+            for known, principal in self._known.items():
+                if hmac.compare_digest(digest, known):
+                    found = principal
+        return found or self._without_key
+
+    def reload(self) -> bool:
+        """Read the key file again. A wrong one changes nothing."""
+        if self._key_file is None:
+            return False
+        try:
+            keys = read_key_file(self._key_file)
+            check_keys(*self._single, keys)
+        except BadRequest as error:
+            log.warning("the keys stay as they were: %s", error)
+            return False
+        self._known, self._without_key = _principals(*self._single, keys)
+        log.info("the key file was read again: %d keys", len(keys))
+        return True
+
+
+def _principals(
+    api_key: str | None, admin_key: str | None, keys: Sequence[Key]
+) -> tuple[dict[bytes, Principal], Principal | None]:
+    """By digest, and whoever has no key; None: one is needed. Without an admin key and a key file everybody is admin."""
+    usual = Role.USER if admin_key is not None or keys else Role.ADMIN
+    known = {key.digest: key.principal for key in keys}
+    if api_key is not None:
+        known[_digest(api_key.encode())] = Principal(usual, _of_key(api_key))
+    if admin_key is not None:
+        known[_digest(admin_key.encode())] = Principal(Role.ADMIN, _of_key(admin_key))
+    is_open = api_key is None and not keys
+    return known, Principal(usual, _of_key("")) if is_open else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def check_keys(api_key: str | None, admin_key: str | None, keys: Sequence[Key]) -> None:
+    """No key means two things."""
+    require(api_key is None or len(api_key) >= 1, "the API key is empty; leave it out or give one")
+    require(admin_key is None or len(admin_key) >= 1, "the admin key is empty; leave it out or give one")
+    require(api_key is None or api_key != admin_key, "the admin key is the API key; give another one")
+    single = {_digest(key.encode()): name for key, name in ((api_key, "--api-key"), (admin_key, "--admin-key")) if key}
+    for key in keys:
+        require(key.digest not in single, f"the key of {key.name!r} is also {single.get(key.digest)}; give another one")
+
+
+# the key file
+
+
+class _KeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[keys.NAME]``."""
+
+    key: Annotated[str, msgspec.Meta(min_length=MIN_KEY, max_length=MAX_KEY)] | None = None
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")] | None = None
+    namespace: str | None = None
+    role: Literal["user", "admin"] = "user"
+
+
+class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: dict[str, dict[str, Any]] = {}
+
+
+def read_key_file(path: str) -> tuple[Key, ...]:
+    """Whatever is wrong with the file is a ``BadRequest`` that says where and quotes no key."""
+    text, mode = _read(Path(path).expanduser())
+    try:
+        tables = msgspec.convert(tomllib.loads(text), _KeysFile).keys
+    except (tomllib.TOMLDecodeError, RecursionError):
+        raise BadRequest(
+            f'the key file {path} is not valid TOML; give tables like [keys.alice] with key = "…"'
+        ) from None
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the key file {path}: {error}; give tables like [keys.alice]") from None
+    require(1 <= len(tables) <= MAX_KEYS, f"the key file {path} has {len(tables)} keys; give 1 to {MAX_KEYS}")
+    keys = tuple(_key(path, name, fields) for name, fields in tables.items())
+    _check_mode(path, mode, has_secrets=any("key" in fields for fields in tables.values()))
+    names: dict[bytes, str] = {}
+    for key in keys:
+        other = names.setdefault(key.digest, key.name)
+        require(other == key.name, f"the key file {path}: {other!r} and {key.name!r} have the same key")
+    return keys
+
+
+def _read(path: Path) -> tuple[str, int]:
+    try:
+        with path.open("rb") as file:
+            mode, data = os.fstat(file.fileno()).st_mode, file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise BadRequest(f"the key file {path} cannot be read: {error.strerror}") from None
+    require(len(data) <= MAX_FILE_BYTES, f"the key file {path} has more than {MAX_FILE_BYTES} bytes")
+    try:
+        return data.decode(), mode
+    except UnicodeDecodeError:
+        raise BadRequest(f"the key file {path} is not UTF-8") from None
+
+
+def _check_mode(path: str, mode: int, *, has_secrets: bool) -> None:
+    """Who can change the file is admin; who can read the keys in it can use them."""
+    require(not mode & 0o002, f"everybody can write the key file {path}; `chmod 600` it")
+    instead = "`chmod 600` it, or give sha256 instead of key"
+    require(not (has_secrets and mode & 0o004), f"everybody can read the keys in {path}; {instead}")
+    if mode & 0o070 and has_secrets:
+        log.warning("others can read the key file %s; `chmod 600` it", path)
+
+
+def _key(path: str, name: str, fields: dict[str, Any]) -> Key:
+    where = f"the key file {path}: [keys.{name[:64]}]"
+    require(_NAME.fullmatch(name) is not None, f"{where} is no name; give letters, digits, '.', '_' and '-'")
+    try:
+        table = msgspec.convert(fields, _KeyTable)
+    except msgspec.ValidationError as error:  # it names the field and what would be right, never a value
+        raise BadRequest(f"{where} {error}") from None
+    require((table.key is None) != (table.sha256 is None), f"{where} needs key, or sha256 of it, and not both")
+    namespace = name if table.namespace is None else table.namespace
+    require(_NAME.fullmatch(namespace) is not None, f"{where} has a namespace that is no name; give one like team-a")
+    digest = _digest(table.key.encode()) if table.key is not None else bytes.fromhex(table.sha256 or "")
+    return Key(name, digest, namespace, Role.ADMIN if table.role == "admin" else Role.USER)
+
+
+# what of the cache a caller may see
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Of which namespaces somebody sees what is kept, and of which the words: what these begin with; "" is all."""
+
+    shown: str
+    words: str
+
+    def shows(self, namespace: str) -> bool:
+        return namespace.startswith(self.shown)
+
+    def shows_words(self, namespace: str) -> bool:
+        return self.shows(namespace) and namespace.startswith(self.words)
+
+
+def sight_of(request: Request) -> Sight:
+    """A user sees its own namespace: that of its key and of ``?cache_salt=``. An admin sees everybody's numbers, but words
+    only of its own, of ``?namespace=``, or with ``?all=true``."""
+    principal, query = principal_of(request), request.query_params
+    own, named = principal.namespace(query.get("cache_salt")), query.get("namespace") or ""
+    wants_all = query.get("all", "false")
+    if wants_all not in ("true", "false", "0", "1"):
+        raise BadRequest(f"all is {wants_all[:20]!r}; give true or false")
+    if named and _NAMESPACE.fullmatch(named) is None:
+        raise BadRequest("namespace is not one that GET /cache/tree shows")
+    if not principal.is_admin:
+        if wants_all in ("true", "1") or not own.startswith(named):
+            raise admin_only("looking into other namespaces")
+        return Sight(own, own)
+    if named:
+        return Sight(named, named)
+    return Sight("", "" if wants_all in ("true", "1") else own)
+
+
+def reach_of(request: Request) -> str:
+    """Which namespaces an order without a node is for: a user's own; of an admin, all, unless it names one."""
+    sight = sight_of(request)
+    return sight.words if request.query_params.get("cache_salt") is not None else sight.shown
