@@ -14,8 +14,8 @@ from everwarm.state.slotfile import checked_name, namespace_folder
 
 
 def slot_file_fields(request: Request, settings: ServerSettings, filename: str, namespace: str) -> dict[str, Any]:
-    """What an engine is told of a file. The directory itself belongs to callers with the server's one key, or with none where
-    it has none, who give no ``cache_salt``; every other namespace has a folder in it."""
+    """What an engine is told of a file. The directory itself belongs to callers with the server's one key, or with none
+    where it has none, who give no ``cache_salt``; every other namespace has a folder in it."""
     name, directory = checked_name(filename), _directory(settings)
     is_default = namespace == own_namespace(settings.api_key)
     where = directory if is_default else directory / namespace_folder(namespace)
