@@ -258,3 +258,20 @@ def test_a_slot_action_while_the_engine_dies_is_a_503_that_says_when_to_try_agai
         assert replies[0].status == 503 and int(replies[0].headers["retry-after"]) > 0, replies[0].data
         until(lambda pid=pid: server.is_ready() and server.engine_pid != pid, "it is back")
     assert act(server, "restore", filename="dying.bin")["n_restored"] == len(PROMPT) + 1
+
+
+def test_only_an_admin_vouches_for_a_file_that_says_nothing(tmp_path):
+    keys = {who: {"authorization": f"Bearer {who}-{'x' * 16}"} for who in ("user", "admin")}
+    given = ("--api-key", f"user-{'x' * 16}", "--admin-key", f"admin-{'x' * 16}")
+    with serving("--slot-save-path", str(tmp_path), "--trust-slot-files", *given) as server:
+        body = {"prompt": words(60, 5), "n_predict": 2, "id_slot": 0}
+        for who in ("user", "admin"):
+            assert server.post("/completion", body, **keys[who]).status == 200
+            saved = server.post("/slots/0?action=save", {"filename": "a.bin"}, **keys[who])
+            assert saved.status == 200, saved.data
+        for companion in tmp_path.rglob("*.checkpoints"):
+            companion.unlink()
+        statuses = {}
+        for who in ("user", "admin"):
+            statuses[who] = server.post("/slots/1?action=restore", {"filename": "a.bin"}, **keys[who]).status
+        assert statuses == {"user": 400, "admin": 200}
