@@ -168,4 +168,5 @@ class SlotFiles:
         self._answer(message, lambda: {"n_erased": slotio.erase(core, slot, message.namespace)})
 
     def _fingerprint(self) -> str:
-        return self._core.settings.fingerprint(self._core.model.fingerprint)
+        model = self._core.model
+        return self._core.settings.fingerprint(model.fingerprint, model.rope_limit)

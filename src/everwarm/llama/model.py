@@ -18,6 +18,7 @@ from everwarm.llama import abi
 from everwarm.llama.closing import Closing
 from everwarm.llama.digest import file_digest, file_identity, parts_of
 from everwarm.llama.lib import Lib, lib
+from everwarm.llama.rope import rope_limit_of
 from everwarm.llama.vocab import Vocab
 
 GGUF_MAGIC = b"GGUF"
@@ -78,6 +79,7 @@ class Model(Closing):
         self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only)
         try:
             self._read_facts()
+            self.rope_limit = None if vocab_only else rope_limit_of(path)
             self.adapters = [(self._open_adapter(Path(file)), scale) for file, scale in self.options.lora]
         except BaseException:
             self.close()
