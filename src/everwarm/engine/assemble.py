@@ -64,7 +64,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         os.close(fd)  # the mapping holds on to it
     arena = left.arena
     tree = Tree()
-    ram = Ram(arena, tree, model.memory_kind, left.pinning)
+    watched = [model.files, *([] if gallery is None else [gallery.media.files])]
+
+    def is_right() -> bool:
+        return all(files.is_right() for files in watched)
+
+    ram = Ram(arena, tree, model.memory_kind, left.pinning, is_right)
+    model.files.on_same = lambda: arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
     context.place = ram.place
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
@@ -78,7 +84,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     kept = settings.store or settings.remote
     if kept is not None:
         words, print_of = partial(words_of, model.vocab), partial(_fingerprint, model, settings)
-        archive = Archive(settings.store, print_of, keeper, ram, words, settings.remote)
+        archive = Archive(settings.store, print_of, keeper, ram, words, settings.remote, is_right)
         keeper.leaving = archive.offer
         fetcher = Fetcher(archive, keeper, ram, kept.restore_policy)
     restorer = Restorer(keeper, ram)

@@ -15,7 +15,7 @@ from everwarm.engine import slotio
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.slots import Slot
-from everwarm.errors import BadRequest, EverwarmError
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.object import Damaged
 
@@ -103,7 +103,10 @@ class SlotFiles:
         self._files.submit(self._answer, message, lambda: self._write(saved, message, began))
 
     def _write(self, saved: slotio.Saved, message: m.SlotAction, began: float) -> dict[str, Any]:
-        n_bytes = slotio.write(Path(message.path), saved, self._fingerprint())
+        fingerprint = self._fingerprint()
+        if not self._core.is_right():
+            raise EngineStopped("a file of the model was changed: the engine starts again, and nothing was saved")
+        n_bytes = slotio.write(Path(message.path), saved, fingerprint)
         return {
             "n_saved": saved.n_tokens,
             "n_written": n_bytes,
