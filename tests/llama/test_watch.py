@@ -116,6 +116,7 @@ def test_what_leaves_the_bytes_alone_changes_nothing(files, paths, tmp_path, how
 def test_another_size_needs_no_reading(files, paths, monkeypatch, size: int) -> None:
     monkeypatch.setattr(watch_module, "read_digest", None)
     os.truncate(paths[1], size)
+    files.look()
     assert files.is_changed and not files.is_right() and "another size" in files.reason
 
 
@@ -137,8 +138,10 @@ class Slow:
 def test_until_it_is_known_a_written_file_is_not_used_and_a_renamed_one_is(files, paths, monkeypatch) -> None:
     slow = Slow(monkeypatch)
     os.link(paths[0], paths[0].with_name("another name"))
+    files.look()
     assert files.may_be_used and not files.is_changed
     os.utime(paths[0])
+    files.look()
     assert not files.may_be_used and not files.is_changed
     slow.go_on.set()
     assert files.is_right() and files.may_be_used
@@ -148,9 +151,11 @@ def test_used_in_doubt_and_touched_again_is_changed(files, paths, monkeypatch) -
     """What ran after the first time may have seen anything: the second time hides what the first had done."""
     slow = Slow(monkeypatch)
     overwrite(paths[0], OTHER, keep_time=True)
+    files.look()
     assert files.may_be_used
     files.before_use()
     overwrite(paths[0], CONTENT, keep_time=True)
+    files.look()
     assert files.is_changed
     slow.go_on.set()
     assert not files.is_right()
@@ -210,6 +215,17 @@ def test_a_file_that_was_written_just_now_is_waited_for(paths: list[Path], monke
         digest_module.wait_settled(fd)
     os.close(fd)
     assert len(slept) == 2 and slept[0] > slept[1] > 0
+
+
+@pytest.mark.parametrize("is_put_back", [False, True])
+def test_a_file_that_changes_while_it_is_opened_is_opened_again(files, paths, is_put_back: bool) -> None:
+    """Parts of it may have been copied meanwhile: that it is right afterwards proves nothing about those."""
+    files.require_same_names()
+    overwrite(paths[1], OTHER)
+    if is_put_back:
+        overwrite(paths[1], CONTENT)
+    with pytest.raises(ModelChanged, match="was changed while it was opened"):
+        files.require_same_names()
 
 
 def test_names_that_lead_elsewhere_after_opening_are_noticed(paths: list[Path], tmp_path: Path) -> None:

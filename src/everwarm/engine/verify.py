@@ -63,6 +63,7 @@ class Opening:
     path: Path
     ways: tuple[Way, ...]
     known: bool
+    fingerprint: str  # of the states
 
 
 def find_model(folder: Folder, given: Path | None) -> Opening:
@@ -83,7 +84,7 @@ def find_model(folder: Folder, given: Path | None) -> Opening:
     if not own:
         told = "or has other adapters, or the environment has other switches of libllama (GGML_…, LLAMA_…)"
         raise BadRequest(f"{path} is another model than the one they belong to, {told}")
-    return Opening(path, own, known)
+    return Opening(path, own, known, folder.fingerprint or "")
 
 
 def _fingerprint(path: Path, way: Way, rope_limit: int | None) -> str:
@@ -116,8 +117,16 @@ def replay_states(opening: Opening, lineages: Sequence[Lineage], tick: Tick) -> 
                 for finding in _compare(context, lineage, tick):
                     if finding.verdict == "exact" or finding.name not in found:
                         found[finding.name] = finding
+            _require_same_model(opening, model, way)
         pending = [lineage for lineage in pending if _is_open(lineage, found)]
     return [finding if opening.known else _doubted(finding) for finding in found.values()]
+
+
+def _require_same_model(opening: Opening, model: Model, way: Way) -> None:
+    """Otherwise nothing was found out about any state."""
+    own = state_fingerprint(model.fingerprint, way.context, model.rope_limit, os.environ)
+    if own != opening.fingerprint or not model.files.is_right():
+        raise BadRequest(f"{opening.path} was changed while its states were read again; try again")
 
 
 def _doubted(finding: Finding) -> Finding:

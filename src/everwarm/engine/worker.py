@@ -113,6 +113,8 @@ class Pulse:
 
     def _look_at_files(self, core: Core, loop: Loop) -> None:
         """Also while nobody asks for anything."""
+        for files in core.files:
+            files.look()
         if any(files.is_changed for files in core.files):
             loop.post(Core.require_same_model)
 

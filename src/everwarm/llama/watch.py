@@ -93,12 +93,12 @@ class FileWatch(Closing):
         return self._digests[self.paths.index(path)]
 
     def require_same_names(self) -> None:
-        """Whoever opened the files by their names just now has these."""
+        """Whoever opened the files by their names since this was made has read these, as they were then."""
         try:
             named = _marks(tuple(path.stat() for path in self.paths))
         except OSError as error:
             raise ModelChanged(f"a file was taken away while it was opened: {error.strerror}") from None
-        if named != self.look():
+        if not named == self._right == self.look():
             raise ModelChanged(f"{self.paths[0].name} was changed while it was opened")
 
     # questions, from any thread
@@ -108,26 +108,24 @@ class FileWatch(Closing):
             return self._look()
 
     def before_use(self) -> Marks:
-        """The same, by somebody who computes with them now. What comes out is right if ``look`` says the same then."""
+        """What was seen last, by somebody who computes with them now. What comes out is right if ``look`` says the same
+        afterwards: one look for each step is enough."""
         with self._lock:
-            found = self._look()
             self._used_in_doubt |= self._verdict is _Verdict.DOUBTED
-            return found
+            return self._seen
 
     @property
     def is_changed(self) -> bool:
-        self.look()
+        """As far as anybody has looked."""
         return self._verdict is _Verdict.CHANGED
 
     @property
     def may_be_used(self) -> bool:
         """While it is not known whether they changed: only if nobody seems to have written to them."""
-        with self._lock:
-            found = self._look()
-            if self._verdict is not _Verdict.DOUBTED:
-                return self._verdict is _Verdict.RIGHT
-            pairs = zip(found, self._right, strict=True)
-            return all((a.size, a.written_ns) == (b.size, b.written_ns) for a, b in pairs)
+        if self._verdict is not _Verdict.DOUBTED:
+            return self._verdict is _Verdict.RIGHT
+        pairs = zip(self._seen, self._right, strict=True)
+        return all((a.size, a.written_ns) == (b.size, b.written_ns) for a, b in pairs)
 
     def is_right(self) -> bool:
         """Whether everything that was computed until now is right. Waits until that is known."""
