@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from diagrams import conversation, processes, tiers, turn
-from generating import api, commands, families, metrics, models_file, reasons, settings
+from generating import api, commands, families, fingerprint, metrics, models_file, reasons, settings
 
 HERE = Path(__file__).parent
 
@@ -24,6 +24,7 @@ WRITERS: Mapping[str, Callable[[], str]] = {
     "reference/metrics.md": metrics.page,
     "reference/reasons.md": reasons.page,
     "reference/families.md": families.page,
+    "reference/fingerprint.md": fingerprint.page,
     "diagrams/conversation.svg": conversation.draw,
     "diagrams/processes.svg": processes.draw,
     "diagrams/tiers.svg": tiers.draw,

@@ -23,6 +23,7 @@ FlashAttention = Literal["auto", "on", "off"]
 log = logging.getLogger("everwarm.config")
 
 MAX_CTX = 1 << 26
+CELLS_STEP = 256  # a context has a multiple of this
 MAX_FORM_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
 MIN_KEY_BYTES, MAX_KEY_BYTES = 32, 1 << 16
@@ -149,6 +150,11 @@ class ContextOptions:
         require(1 <= self.n_seq_max <= 255, f"n_seq_max is {self.n_seq_max}; give 1 to 255 (one more is needed inside)")
         require(1 <= self.n_threads <= 1024, f"n_threads is {self.n_threads}; give 1 to 1024")
         require(1 <= self.n_threads_batch <= 1024, f"n_threads_batch is {self.n_threads_batch}; give 1 to 1024")
+
+    @property
+    def n_cells(self) -> int:
+        """What libllama makes of ``n_ctx``: it rounds up."""
+        return -(-self.n_ctx // CELLS_STEP) * CELLS_STEP
 
 
 def _finite(name: str, value: float, low: float, high: float) -> None:

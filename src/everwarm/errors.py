@@ -8,12 +8,14 @@ EverwarmError
 ├── ModelError                 500  the model or the library cannot be used
 │   ├── LibraryMismatch             libllama is missing or another build
 │   ├── ModelFileError              missing, not a GGUF, damaged, or unknown architecture
+│   ├── ModelChanged                a file was overwritten while it was served: open it anew
 │   └── ContextTooBig               the context does not fit the memory of this machine
 ├── MemoryFault                500  libllama refused; the engine recovers, a request never sees these
 │   ├── ContextFull                 no free cell; nothing changed
 │   ├── TrimRefused                 the tail cannot be cut here; nothing changed
 │   ├── StateRejected               a state was not accepted; the sequence has none now
 │   └── DecodeFailed                the sequences of the batch are empty now
+│       └── WeightsTouched          nothing was wrong with them, but perhaps with the weights
 ├── ModelNotFound              404  no model of that name
 ├── ReplicaNotFound            404  of many machines, the one that was meant is gone
 ├── ResponseNotFound           404  not kept, or not any more
@@ -69,6 +71,10 @@ class ModelFileError(ModelError):
     pass
 
 
+class ModelChanged(ModelError):
+    pass
+
+
 class ContextTooBig(ModelError):
     pass
 
@@ -90,6 +96,10 @@ class StateRejected(MemoryFault):
 
 
 class DecodeFailed(MemoryFault):
+    pass
+
+
+class WeightsTouched(DecodeFailed):
     pass
 
 

@@ -152,7 +152,7 @@ def test_an_engine_says_what_it_is_and_how_fast_it_reads(tmp_path):
         about, speed = read_about(place), core.keeper.seconds_per_token
         assert about.path == str(core.model.path) and about.model == core.model.path.name
         assert about.description == core.model.description
-        assert about.fingerprint == core.settings.fingerprint(core.model.fingerprint)
+        assert about.fingerprint == core.settings.fingerprint(core.model.fingerprint, core.model.rope_limit)
         assert about.ways[0].context == core.context.options and about.ways[0].model == core.model.options
         assert about.seconds_per_token == pytest.approx(speed, rel=0.11)
         assert speed == pytest.approx(sum(steps) / len(steps), rel=0.25), "measured, and no guess among it"

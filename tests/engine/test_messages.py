@@ -41,6 +41,7 @@ TO_ENGINE = [
 TO_GATEWAY = [
     m.Loading(0.5),
     m.Ready(INFO),
+    m.Changed("m.gguf was changed"),
     m.Fatal("why"),
     m.Beat(None, 0, 0),
     m.Beat(1.5, 2, 3),

@@ -72,7 +72,9 @@ def test_a_gemma_projector_is_neither(gemma: Sight) -> None:
 
 def test_the_fingerprint_is_the_files_digest(both: Sight) -> None:
     media = both[1]
-    assert media.fingerprint == file_digest(media.path) and media.identity == file_identity(media.path)
+    assert media.fingerprint == file_digest(media.path) and media.files.identity(media.path) == file_identity(
+        media.path
+    )
 
 
 def test_a_file_that_changed_while_open_has_no_fingerprint(qwen: Sight, tmp_path: Path) -> None:

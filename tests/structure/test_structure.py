@@ -39,6 +39,7 @@ PURE = (
     "state/segment.py",
     "llama/cutting.py",
     "engine/scheduler.py",
+    "engine/fingerprint.py",
     "engine/why.py",
     "gateway/difference.py",
     "gateway/hints.py",

@@ -34,6 +34,7 @@ from everwarm.state.object import are_sound, name_of
 from everwarm.state.policy import CutKind
 from everwarm.state.remote import Remote
 from everwarm.state.tree import Node
+from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.archive")
 
@@ -56,11 +57,14 @@ class Archive:
         ram: Ram,
         words: Callable[[Prompt], str] = lambda _: "",
         remote: RemoteSettings | None = None,
+        is_right: Callable[[], bool] = lambda: True,
     ) -> None:
+        """``is_right`` says whether everything that was captured until now may be written down, for any process to use."""
         self._settings = settings
         self._remote_settings = remote
         self._keeper = keeper
         self._ram = ram
+        self._is_right = is_right
         self._packing = Packing(keeper, words)
         self.pins = PinBoard(keeper.tree, ram, lambda: None if self.disk is None else Home(self.disk, self.fingerprint))
         self._is_always = settings is not None and settings.restore_policy == "always"
@@ -318,17 +322,21 @@ class Archive:
 
     def _put(self, disk: Disk, job: Job) -> None:
         try:
-            if are_sound(job.parts.values(), self._ram.arena.is_sound):
+            if are_sound(job.parts.values(), self._is_sound):
                 disk.put(job.header, job.parts)
         except Exception:
             log.exception("an object was not kept")  # whoever waits for a flush must not wait for ever
         self._n_done += job.size
         self._on_the_way.discard(name_of(job.header))
 
+    def _is_sound(self, blob: Blob) -> bool:
+        """Whether a part of an object may leave this process."""
+        return self._ram.arena.is_sound(blob) and self._is_right()
+
     def _open_remote(self, fingerprint: str) -> None:
         if self._remote_settings is not None:
             self._packing.fingerprint = fingerprint
-            self.sharer = Sharer(self._remote_settings, self._packing, self._keeper, self._ram.arena.is_sound)
+            self.sharer = Sharer(self._remote_settings, self._packing, self._keeper, self._is_sound)
 
     def _open(self, fingerprint: str) -> None:
         if self._settings is None:

@@ -24,12 +24,14 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes, decide_sizes
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import words_of
+from everwarm.errors import ModelFileError
 from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media import MediaModel
 from everwarm.llama.memory import gpu_free_bytes, host_free_bytes, is_on_gpu
 from everwarm.llama.model import Model, Progress, identity_of
 from everwarm.llama.pinned import loaded_runtime
+from everwarm.llama.rope import rope_limit_of
 from everwarm.state.arena import Arena, memory_file
 from everwarm.state.joining import most_joined
 from everwarm.state.tree import Tree
@@ -62,7 +64,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         os.close(fd)  # the mapping holds on to it
     arena = left.arena
     tree = Tree()
-    ram = Ram(arena, tree, model.memory_kind, left.pinning)
+    watched = [model.files, *([] if gallery is None else [gallery.media.files])]
+
+    def is_right() -> bool:
+        return all(files.is_right() for files in watched)
+
+    ram = Ram(arena, tree, model.memory_kind, left.pinning, is_right)
+    model.files.on_same = lambda: arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
     context.place = ram.place
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
@@ -75,8 +83,8 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     archive = fetcher = None
     kept = settings.store or settings.remote
     if kept is not None:
-        words, print_of = partial(words_of, model.vocab), lambda: settings.fingerprint(model.fingerprint)
-        archive = Archive(settings.store, print_of, keeper, ram, words, settings.remote)
+        words, print_of = partial(words_of, model.vocab), partial(_fingerprint, model, settings)
+        archive = Archive(settings.store, print_of, keeper, ram, words, settings.remote, is_right)
         keeper.leaving = archive.offer
         fetcher = Fetcher(archive, keeper, ram, kept.restore_policy)
     restorer = Restorer(keeper, ram)
@@ -84,6 +92,10 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
     parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, budget, ram, archive, fetcher, gallery)
     return Core(model, settings, sizes, context, tree, *parts)
+
+
+def _fingerprint(model: Model, settings: EngineSettings) -> str:
+    return settings.fingerprint(model.fingerprint, model.rope_limit)
 
 
 def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> Gallery:
@@ -108,20 +120,21 @@ class Memory:
 def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
     """What an earlier engine left is pinned and looked at while the model loads. None: nothing was left, or whether it will
     be needed on a GPU shows only later."""
-    layers = settings.model.n_gpu_layers
+    if settings.model.n_gpu_layers >= 0 or gpu_free_bytes(lib()) == 0:
+        return None
     try:
         identity = identity_of(path, settings.model)
-    except OSError:
+        owner = settings.fingerprint(identity, rope_limit_of(path))
+    except (OSError, ModelFileError):
         return None  # opening the model will say it
-    owner = settings.fingerprint(identity)
-    if layers >= 0 or not Arena.is_left(fd, owner, settings.ram_bytes) or gpu_free_bytes(lib()) == 0:
+    if not Arena.is_left(fd, owner, settings.ram_bytes):
         return None
     arena = Arena(fd, owner, settings.ram_bytes, 0)
     return Memory(identity, arena, _pinning(arena, settings, on_gpu=True))
 
 
 def _open_memory(model: Model, settings: EngineSettings, sizes: Sizes, fd: int) -> Memory:
-    arena = Arena(fd, settings.fingerprint(model.identity), settings.ram_bytes, sizes.ram_bytes)
+    arena = Arena(fd, settings.fingerprint(model.identity, model.rope_limit), settings.ram_bytes, sizes.ram_bytes)
     is_large = sizes.shape.context_bytes(settings.n_ctx, 1) >= LARGE_BYTES
     return Memory(model.identity, arena, _pinning(arena, settings, on_gpu=is_on_gpu(model), at_once=is_large))
 

@@ -35,11 +35,12 @@ from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
 from everwarm.engine.trouble import lose_numbers, start_over, suspend_or_finish, with_room
 from everwarm.engine.unverified import Unverified
-from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, StateRejected
+from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, ModelChanged, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
+from everwarm.llama.watch import FileWatch
 from everwarm.state import policy
 from everwarm.state.history import record
 from everwarm.state.policy import CutKind
@@ -49,6 +50,7 @@ log = logging.getLogger("everwarm.engine")
 
 OPEN_WAIT_S = 20.0  # for the disk tier to open, before stopping
 NAP_S = 0.25  # between looks at whether it has opened
+FILES_WAIT_S = 0.01  # at once, while a file is read again
 DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: somebody may want to cancel
 _SPEED_MEMORY = 0.8
 
@@ -93,6 +95,30 @@ class Core:
         for part in (self.fetcher, self.archive, self.ram, self.gallery, self.context, self.model):
             if part is not None:
                 part.close()
+
+    # the files it was opened from
+
+    @property
+    def files(self) -> list[FileWatch]:
+        return [self.model.files, *([] if self.gallery is None else [self.gallery.media.files])]
+
+    def require_same_model(self) -> None:
+        """``ModelChanged``: a file was overwritten. Nothing that is here is right any more for what the file is now."""
+        for files in self.files:
+            if files.is_changed:
+                raise ModelChanged(files.reason)
+
+    def is_right(self) -> bool:
+        """Whether everything that was computed until now is what the files say. Takes time while that is not known."""
+        return all(files.is_right() for files in self.files)
+
+    def _may_compute(self) -> bool:
+        """False: somebody seems to have written to a file, and it is being read again."""
+        self.require_same_model()
+        held = [files for files in self.files if not files.may_be_used]
+        for files in held:
+            files.wait_decided(FILES_WAIT_S)
+        return not held
 
     def put_away(self) -> None:
         """Before stopping: everything worth keeping is durable when this returns, also of what still runs."""
@@ -182,6 +208,8 @@ class Core:
             self._drop_cancelled(events)
         if self.queue:
             self._admit(events)
+        if not self._may_compute():
+            return events
         if self.gallery is not None:
             see_next(self, self.gallery, events)
         grants = plan(self._lanes(), self.budget)

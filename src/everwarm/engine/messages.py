@@ -229,6 +229,12 @@ class Ready(Message, frozen=True, tag=True):
     info: ModelInfo
 
 
+class Changed(Message, frozen=True, tag=True):
+    """A file of the model was overwritten: this engine ends, and another should be started on what the file is now."""
+
+    message: str
+
+
 class Fatal(Message, frozen=True, tag=True):
     """The model cannot be served; trying again would not help."""
 
@@ -351,7 +357,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
 CacheQuestion = AskCache | AskTree | CacheOrder
 Question = Tokenize | Count | Detokenize | AskSlots | AskStats | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
-ToGateway = Loading | Ready | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
+ToGateway = Loading | Ready | Changed | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -93,7 +93,16 @@ _decoder = msgspec.msgpack.Decoder(About)
 
 
 class Ram:
-    def __init__(self, arena: Arena, tree: Tree, kind: MemoryKind, pinning: Pinning | None = None) -> None:
+    """``is_right`` says whether everything that was captured until now may be left to the next engine."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        tree: Tree,
+        kind: MemoryKind,
+        pinning: Pinning | None = None,
+        is_right: Callable[[], bool] = lambda: True,
+    ) -> None:
         tree.watcher = self
         self.arena = arena
         self._tree = tree
@@ -103,6 +112,7 @@ class Ram:
         self.n_unsound = 0
         self._pins: dict[int, Blob] = {}  # an object for each pinned node, by its id
         self._pinning = pinning
+        self._is_right = is_right
         self._thread = threading.Thread(target=self._run, name="everwarm-ram", daemon=True)
         self._thread.start()
 
@@ -274,6 +284,8 @@ class Ram:
         rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
         pieces = tuple(dataclasses.astuple(piece) for piece in note.pieces)
         about = About(note.namespace, *span, *rest, note.path.rows(note.n_start, note.n_items), pieces)
+        if not self._is_right():
+            return
         self.arena.keep(blob, _encoder.encode(about))
         if self._pinning is not None:
             self._pinning.start_if_worth_it()

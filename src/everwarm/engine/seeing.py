@@ -34,6 +34,7 @@ def _see(core: Core, gallery: Gallery, slot: Slot, request: Request, item: Media
     except ContextFull as error:
         suspend_or_finish(core, error, events)
     except DecodeFailed as error:
+        core.context.drop(slot.seq)  # it is not empty yet if the picture was not even encoded
         start_over(core, [slot], error, events)
     except EverwarmError as error:
         core.finish(slot, request, Finish.ERROR, events, error)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
+from everwarm.engine.fingerprint import state_fingerprint
 from everwarm.state.bucket import require_bucket
 from everwarm.state.params import CheckpointParams
 
@@ -15,11 +17,6 @@ MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
 
 RestorePolicy = Literal["auto", "always"]
 PinRam = Literal["auto", "on", "off"]
-
-
-def state_fingerprint(model: str, options: ContextOptions) -> str:
-    """What a state depends on besides the weights: kept states of other settings are never offered."""
-    return f"{model}|{options.cache_type_k}|{options.cache_type_v}|{options.flash_attention}|unified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +91,9 @@ class EngineSettings:
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         self.context(0)  # the same limits as the context's own
 
-    def fingerprint(self, model: str) -> str:
-        return state_fingerprint(model, self.context(0))
+    def fingerprint(self, model: str, rope_limit: int | None) -> str:
+        """What kept states of an engine with these settings are recognised by."""
+        return state_fingerprint(model, self.context(0), rope_limit, os.environ)
 
     def context(self, n_spares: int) -> ContextOptions:
         return ContextOptions(

@@ -14,7 +14,7 @@ from everwarm.engine import slotio
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.slots import Slot
-from everwarm.errors import BadRequest, EverwarmError
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.state.namespace import owner_of
 from everwarm.state.object import Damaged
 from everwarm.state.slotfile import Claim
@@ -85,7 +85,10 @@ class SlotFiles:
         self._files.submit(self._answer, message, lambda: self._write(saved, message, began))
 
     def _write(self, saved: slotio.Saved, message: m.SlotAction, began: float) -> dict[str, Any]:
-        n_bytes = slotio.write(Path(message.path), saved, self._claim(message))
+        claim = self._claim(message)  # the digest of a large model may take its time
+        if not self._core.is_right():
+            raise EngineStopped("a file of the model was changed: the engine starts again, and nothing was saved")
+        n_bytes = slotio.write(Path(message.path), saved, claim)
         return {
             "n_saved": saved.n_tokens,
             "n_written": n_bytes,
@@ -134,5 +137,6 @@ class SlotFiles:
         self._answer(message, lambda: {"n_erased": slotio.erase(core, slot, message.namespace)})
 
     def _claim(self, message: m.SlotAction) -> Claim:
-        fingerprint = self._core.settings.fingerprint(self._core.model.fingerprint)
+        model = self._core.model
+        fingerprint = self._core.settings.fingerprint(model.fingerprint, model.rope_limit)
         return Claim(fingerprint, message.namespace, message.owns_unbound, message.trusts_origin)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from everwarm.engine.request import Event, Finish
 from everwarm.engine.scheduler import Grant
 from everwarm.engine.slots import Slot
-from everwarm.errors import ContextFull, DecodeFailed, MemoryFault
+from everwarm.errors import ContextFull, DecodeFailed, MemoryFault, WeightsTouched
 from everwarm.state.policy import CutKind
 
 if TYPE_CHECKING:
@@ -68,18 +68,20 @@ def lose_numbers(core: Core, slot: Slot, error: DecodeFailed, events: list[Event
 def start_over(
     core: Core, slots: list[Slot], error: MemoryFault, events: list[Event], guilty: Slot | None = None
 ) -> None:
-    """libllama failed and the sequences are empty: what they started from is suspect. Without a guilty one all are."""
+    """libllama failed and the sequences are empty: what they started from is suspect. Without a guilty one all are. Where
+    only the weights may have been wrong during this step nobody is."""
+    is_innocent = isinstance(error, WeightsTouched)
     core.counts.n_decode_failures += 1
     log.warning("a request starts over: %s", error)
     for slot in slots:
         request = slot.request
         assert request is not None
-        if slot.node.checkpoint is not None:
+        if slot.node.checkpoint is not None and not is_innocent:
             core.keeper.quarantine(slot.node, error)
         core.keeper.seat(slot, slot.node.root())
         slot.request = None
         slot.clear()
-        request.attempts += guilty in (None, slot)
+        request.attempts += guilty in (None, slot) and not is_innocent
         if request.attempts < MAX_ATTEMPTS:
             core.queue.appendleft(request)
         else:

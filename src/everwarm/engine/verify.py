@@ -8,6 +8,7 @@ tried in every way that engines of its folder are known to have used.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +19,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from everwarm.config import ContextOptions, ModelOptions
+from everwarm.config import CELLS_STEP, ContextOptions, ModelOptions
+from everwarm.engine.fingerprint import state_fingerprint
 from everwarm.engine.replay import cold_state, is_same_state, replay
-from everwarm.engine.settings import state_fingerprint
 from everwarm.engine.stored import Reading, Stored, is_plausible, load_stored, n_cells_of, n_chunk_of, reading_of
-from everwarm.errors import BadRequest, MemoryFault
+from everwarm.errors import BadRequest, MemoryFault, ModelFileError
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model, fingerprint_of
+from everwarm.llama.rope import rope_limit_of
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.about import Way
 from everwarm.state.inventory import Folder, Lineage, Tick
@@ -36,7 +38,6 @@ Verdict = Literal["exact", "differs", "refused", "close", "skipped"]
 Logits = NDArray[np.float32]
 
 _SEQ = SeqId(0)
-_ROUND = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Opening:
     path: Path
     ways: tuple[Way, ...]
     known: bool
+    fingerprint: str  # of the states
 
 
 def find_model(folder: Folder, given: Path | None) -> Opening:
@@ -73,27 +75,30 @@ def find_model(folder: Folder, given: Path | None) -> Opening:
     if not path.is_file():
         raise BadRequest(f"there is no model file {path}; name it with --model")
     known = about is not None and bool(about.ways)
-    ways = about.ways if about is not None and known else _way_of(folder.fingerprint or "")
     try:
-        own = tuple(way for way in ways if _fingerprint(path, way) == folder.fingerprint)
-    except OSError as error:
+        rope_limit = rope_limit_of(path)
+        ways = about.ways if about is not None and known else _ways_of(folder.fingerprint or "", rope_limit)
+        own = tuple(way for way in ways if _fingerprint(path, way, rope_limit) == folder.fingerprint)
+    except (OSError, ModelFileError) as error:
         raise BadRequest(f"a file of the model cannot be read: {error}") from None
     if not own:
-        raise BadRequest(f"{path} is another model than the one they belong to, or has other adapters")
-    return Opening(path, own, known)
+        told = "or has other adapters, or the environment has other switches of libllama (GGML_…, LLAMA_…)"
+        raise BadRequest(f"{path} is another model than the one they belong to, {told}")
+    return Opening(path, own, known, folder.fingerprint or "")
 
 
-def _fingerprint(path: Path, way: Way) -> str:
-    return state_fingerprint(fingerprint_of(path, way.model), way.context)
+def _fingerprint(path: Path, way: Way, rope_limit: int | None) -> str:
+    return state_fingerprint(fingerprint_of(path, way.model), way.context, rope_limit, os.environ)
 
 
-def _way_of(fingerprint: str) -> tuple[Way, ...]:
-    """What a fingerprint itself says of the settings; whoever uses it makes sure that it comes out again."""
+def _ways_of(fingerprint: str, rope_limit: int | None) -> tuple[Way, ...]:
+    """What a fingerprint itself says of the settings; whoever uses them makes sure that it comes out again."""
     names = ("cache_type_k", "cache_type_v", "flash_attention")
     values = dict(zip(names, fingerprint.split("|")[1:], strict=False))
+    sizes = [{}] if rope_limit is None else [{"n_ctx": max(1, rope_limit)}, {"n_ctx": rope_limit + 1}]
     try:
-        return (Way(ModelOptions(), msgspec.convert(values, ContextOptions)),)
-    except msgspec.ValidationError:
+        return tuple(Way(ModelOptions(), msgspec.convert(values | size, ContextOptions)) for size in sizes)
+    except (msgspec.ValidationError, BadRequest):
         return ()
 
 
@@ -112,8 +117,16 @@ def replay_states(opening: Opening, lineages: Sequence[Lineage], tick: Tick) -> 
                 for finding in _compare(context, lineage, tick):
                     if finding.verdict == "exact" or finding.name not in found:
                         found[finding.name] = finding
+            _require_same_model(opening, model, way)
         pending = [lineage for lineage in pending if _is_open(lineage, found)]
     return [finding if opening.known else _doubted(finding) for finding in found.values()]
+
+
+def _require_same_model(opening: Opening, model: Model, way: Way) -> None:
+    """Otherwise nothing was found out about any state."""
+    own = state_fingerprint(model.fingerprint, way.context, model.rope_limit, os.environ)
+    if own != opening.fingerprint or not model.files.is_right():
+        raise BadRequest(f"{opening.path} was changed while its states were read again; try again")
 
 
 def _doubted(finding: Finding) -> Finding:
@@ -136,7 +149,9 @@ def _options(way: Way, model: Model, lineages: Sequence[Lineage]) -> ContextOpti
     options = replace(way.context, n_ubatch=n_ubatch, n_batch=max(way.context.n_batch, n_ubatch))
     if model.memory_kind.has_window:
         return replace(options, n_ctx=max(options.n_ctx, n_cells))
-    return replace(options, n_ctx=-(-n_cells // _ROUND) * _ROUND, n_seq_max=1)
+    if model.rope_limit is not None and options.n_cells > model.rope_limit:
+        n_cells = max(n_cells, model.rope_limit + 1)  # a smaller context would choose the other factors
+    return replace(options, n_ctx=-(-n_cells // CELLS_STEP) * CELLS_STEP, n_seq_max=1)
 
 
 # one state

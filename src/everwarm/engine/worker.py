@@ -3,7 +3,8 @@
     reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches libllama
     writer thread   what the socket did not take at once      beat thread    says "alive" whatever the loop is doing
 
-Exits 0 after ``Stop``, 2 when the model cannot be served, and at once when the gateway is gone.
+Exits 0 after ``Stop``, 2 when the model cannot be served, 3 when a file of it was overwritten, and at once when the gateway
+is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
 from everwarm.engine.look import version_of
 from everwarm.engine.loop import Loop
-from everwarm.errors import EverwarmError
+from everwarm.errors import EverwarmError, ModelChanged
 from everwarm.llama.abi import BUILD
 from everwarm.llama.process import collect_rarely, die_with_parent
 
@@ -34,6 +35,9 @@ log = logging.getLogger("everwarm.worker")
 
 BEAT_S = 0.25
 EXIT_FATAL = 2
+EXIT_CHANGED = 3
+REST_S = 0.5  # before a model is opened again that was changed while it was opened
+STILL_S = 60.0  # at most, for somebody to finish writing a model file
 
 
 class Wire:
@@ -103,7 +107,16 @@ class Pulse:
     def _run(self) -> None:
         while True:
             self._wire.send(self._beat())
+            if self._watched is not None:
+                self._look_at_files(*self._watched)
             time.sleep(BEAT_S)
+
+    def _look_at_files(self, core: Core, loop: Loop) -> None:
+        """Also while nobody asks for anything."""
+        for files in core.files:
+            files.look()
+        if any(files.is_changed for files in core.files):
+            loop.post(Core.require_same_model)
 
     def _beat(self) -> m.Beat:
         if self._watched is None:
@@ -142,6 +155,11 @@ def _open(message: m.Open, wire: Wire, memory: int) -> Core:
 
     try:
         return assemble(Path(message.model), message.settings, progress, memory)
+    except ModelChanged as error:
+        wire.send(m.Changed(str(error)))
+        wire.flush()
+        time.sleep(REST_S)
+        sys.exit(EXIT_CHANGED)
     except EverwarmError as error:
         wire.send(m.Fatal(str(error)))
         wire.flush()
@@ -162,12 +180,25 @@ def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     loop = Loop(core, conversation.deliver)
     pulse.watch(core, loop)
     threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
-    loop.run()
+    try:
+        loop.run()
+    except ModelChanged as error:
+        return _leave(core, wire, error)
     began = time.monotonic()
     core.put_away()
     log.info("put away what is worth keeping in %.3f s: %.1f MiB in RAM", time.monotonic() - began, _mib_kept(core))
     wire.flush()
     core.close()
+
+
+def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
+    """Nothing is put away: what is not kept yet may have been computed with anything. Whoever writes may finish first."""
+    log.error("%s; nothing more is kept of it", error)
+    wire.send(m.Changed(str(error)))
+    wire.flush()
+    for files in core.files:
+        files.wait_still(STILL_S)
+    os._exit(EXIT_CHANGED)
 
 
 def _mib_kept(core: Core) -> float:

@@ -73,6 +73,7 @@ def _condition(supervisor: Supervisor) -> dict[str, Any]:
         "loaded": supervisor.loaded,
         "restarts": supervisor.n_restarts,
         "reason": supervisor.reason,
+        "last_restart": supervisor.last_restart,
     }
 
 

@@ -27,6 +27,7 @@ GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 LOAD_MODE_NONE, LOAD_MODE_MMAP = 0, 1
 VOCAB_SPM, VOCAB_BPE = 1, 2
+GGUF_UINT32, GGUF_STRING = 4, 8
 
 ATTR_UNKNOWN, ATTR_UNUSED, ATTR_CONTROL, ATTR_USER_DEFINED = 1 << 0, 1 << 1, 1 << 3, 1 << 4
 ATTR_LSTRIP, ATTR_RSTRIP = 1 << 7, 1 << 8
@@ -130,6 +131,10 @@ class SamplerChainParams(c.Structure):
     _fields_ = [("no_perf", c.c_bool)]
 
 
+class GgufInitParams(c.Structure):
+    _fields_ = [("no_alloc", c.c_bool), ("ctx", handle)]
+
+
 class BufferOverride(c.Structure):
     _fields_ = [("pattern", c.c_char_p), ("buffer_type", handle)]
 
@@ -151,6 +156,9 @@ EXPECTED_CONTEXT_DEFAULTS = {
     "kv_unified": False,
 }
 
+# What the tag's sources are called. Another tag may have the same layouts and other numbers.
+EXPECTED_VERSIONS = {"llama_version": "0.6.0", "ggml_version": "0.26.0"}
+
 Signature = tuple[Any, tuple[Any, ...]]
 
 FUNCTIONS: dict[str, Signature] = {
@@ -159,6 +167,16 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_sampler_chain_default_params": (SamplerChainParams, ()),
     "llama_backend_init": (None, ()),
     "llama_log_set": (None, (LOG_CALLBACK, handle)),
+    "llama_version": (c.c_char_p, ()),
+    "ggml_version": (c.c_char_p, ()),
+    # a file's header
+    "gguf_init_from_file": (handle, (c.c_char_p, GgufInitParams)),
+    "gguf_free": (None, (handle,)),
+    "gguf_find_tensor": (c.c_int64, (handle, c.c_char_p)),
+    "gguf_find_key": (c.c_int64, (handle, c.c_char_p)),
+    "gguf_get_kv_type": (c.c_int32, (handle, c.c_int64)),
+    "gguf_get_val_u32": (c.c_uint32, (handle, c.c_int64)),
+    "gguf_get_val_str": (handle, (handle, c.c_int64)),
     # model
     "llama_model_load_from_file": (handle, (c.c_char_p, ModelParams)),
     "llama_model_free": (None, (handle,)),
@@ -197,6 +215,7 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_init_from_model": (handle, (handle, ContextParams)),
     "llama_free": (None, (handle,)),
     "llama_n_ctx": (c.c_uint32, (handle,)),
+    "llama_n_ctx_seq": (c.c_uint32, (handle,)),
     "llama_n_batch": (c.c_uint32, (handle,)),
     "llama_n_ubatch": (c.c_uint32, (handle,)),
     "llama_n_seq_max": (c.c_uint32, (handle,)),

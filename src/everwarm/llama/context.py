@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.config import ContextOptions
-from everwarm.errors import ContextFull, DecodeFailed, StateRejected
+from everwarm.errors import ContextFull, DecodeFailed, StateRejected, WeightsTouched
 from everwarm.llama import abi
 from everwarm.llama.batch import BatchArrays, Feed
 from everwarm.llama.blobs import (
@@ -53,6 +53,7 @@ class Context(Sequences):
         n, rows = self._fill(feeds)
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
+        files, before = self.model.files, self.model.files.before_use()
         code = int(self._lib.decode(self._ptr, self._batch.struct(n)))
         if code == 1:
             raise ContextFull(f"libllama found no room for {n} tokens beside {self.cells.used} of {self.n_ctx} cells")
@@ -60,6 +61,8 @@ class Context(Sequences):
             for feed in feeds:
                 self.drop(feed.seq)
             raise DecodeFailed(f"libllama could not decode {n} tokens (code {code}): {self._lib.last_words()}")
+        if files.look() != before:
+            self._distrust([feed.seq for feed in feeds])
         self._rows = rows
         self.n_decodes, self.n_fed = self.n_decodes + 1, self.n_fed + len(feeds)
         alone = len(feeds) == 1
@@ -74,6 +77,7 @@ class Context(Sequences):
         assert end.n_tokens == start.n_tokens + n and end.pos == start.pos + embedding.shape.n_pos
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"a picture of {n} cells does not fit into {self.cells.free}")
+        files, before = self.model.files, self.model.files.before_use()
         code = decode_image(
             self._lib,
             self.native,
@@ -91,12 +95,20 @@ class Context(Sequences):
         if code != 0:
             self.drop(seq)
             raise DecodeFailed(f"libllama could not read a picture (code {code}): {self._lib.last_words()}")
+        if files.look() != before:
+            self._distrust([seq])
         self._rows = [_LAST_ROW] if wants_logits else []
         alone = self.cells.append(seq, n, clean=True) if self._has_attention else True
         self._state_clean[seq] &= alone
         if not alone:
             self._disturb_windows()
         self._end[seq] = end
+
+    def _distrust(self, seqs: Sequence[SeqId]) -> None:
+        """Somebody may have written to the weights during a step: nobody sees what came out."""
+        for seq in seqs:
+            self.drop(seq)
+        raise WeightsTouched(f"a file of {self.model.path.name} was touched during a step")
 
     def _fill(self, feeds: Sequence[Feed]) -> tuple[int, list[int]]:
         """Returns how many tokens there are, and which of them will have logits."""

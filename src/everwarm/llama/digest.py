@@ -1,7 +1,7 @@
-"""What a model file is: its identity (path, inode, time and size), and its digest, computed once and remembered by that.
+"""What a model file is: its identity (path, inode, times and size), and its digest, computed once and remembered by that.
 
 Reading 28 GB takes seconds; reading it at every start would be felt. The memory is a small JSON file in the user's cache
-directory and may be deleted at any time.
+directory and may be deleted at any time. A file is read, not mapped: one that is cut short meanwhile ends nobody.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import blake3
@@ -19,6 +20,8 @@ from everwarm.config import cache_directory
 
 _MAX_REMEMBERED = 256
 _PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+_CHUNK = 16 << 20
+_TICK_NS, _COARSE_TICK_NS = 30_000_000, 2_000_000_000  # how long two writes may have the same time
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -31,21 +34,63 @@ def parts_of(path: Path) -> list[Path]:
 
 def file_identity(path: Path) -> str:
     """Another whenever the file is another."""
-    stat = path.stat()
-    return f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_size}"
+    return identity_text(path.resolve(), path.stat())
+
+
+def identity_text(resolved: Path, stat: os.stat_result) -> str:
+    return f"{resolved}|{stat.st_dev}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_size}"
 
 
 def file_digest(path: Path, memory: Path | None = None) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return open_file_digest(fd, path.resolve(), memory)
+    finally:
+        os.close(fd)
+
+
+def open_file_digest(fd: int, resolved: Path, memory: Path | None = None) -> str:
+    """The digest of a file that is open, whatever its name leads to now. One that changes meanwhile is not remembered."""
     memory = memory or cache_directory() / "digests.json"
-    key = file_identity(path)
-    known = _read(memory)
-    found = known.get(key)
-    if isinstance(found, str) and len(found) == 64:
+    found = remembered(identity_text(resolved, os.fstat(fd)), memory)
+    if found is not None:
         return found
-    digest = blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest()
-    kept = dict(list(known.items())[-_MAX_REMEMBERED + 1 :]) | {key: digest}
-    _write(memory, kept)
+    wait_settled(fd)
+    key = identity_text(resolved, os.fstat(fd))
+    digest = read_digest(fd)
+    if identity_text(resolved, os.fstat(fd)) == key:
+        remember(key, digest, memory)
     return digest
+
+
+def wait_settled(fd: int) -> None:
+    """A file system's clock ticks: until its next tick another write could leave every time as it is."""
+    changed_ns = os.fstat(fd).st_ctime_ns
+    tick_ns = _TICK_NS if changed_ns % 1_000_000_000 else _COARSE_TICK_NS
+    age_ns = time.time_ns() - changed_ns
+    if 0 <= age_ns < tick_ns:
+        time.sleep((tick_ns - age_ns) / 1e9)
+
+
+def read_digest(fd: int) -> str:
+    hasher, at = blake3.blake3(max_threads=blake3.blake3.AUTO), 0
+    buffer = memoryview(bytearray(min(_CHUNK, max(1, os.fstat(fd).st_size))))
+    while n := os.preadv(fd, [buffer], at):
+        hasher.update(buffer[:n])
+        at += n
+    return hasher.hexdigest()
+
+
+def remembered(key: str, memory: Path | None = None) -> str | None:
+    """The digest of a file with this identity, if it was ever computed."""
+    found = _read(memory or cache_directory() / "digests.json").get(key)
+    return found if isinstance(found, str) and len(found) == 64 else None
+
+
+def remember(key: str, digest: str, memory: Path | None = None) -> None:
+    memory = memory or cache_directory() / "digests.json"
+    known = _read(memory)
+    _write(memory, dict(list(known.items())[-_MAX_REMEMBERED + 1 :]) | {key: digest})
 
 
 def _read(memory: Path) -> dict[str, object]:

@@ -36,6 +36,7 @@ class Lib:
         self._said: collections.deque[str] = collections.deque(maxlen=_RECENT_LINES)
         self._cdll = _load(path)
         _bind(self, self._cdll, abi.FUNCTIONS, "llama_", path)
+        _check_versions(self, path)
         _check_defaults(self.model_default_params(), abi.EXPECTED_MODEL_DEFAULTS, path)
         _check_defaults(self.context_default_params(), abi.EXPECTED_CONTEXT_DEFAULTS, path)
         self._log_callback = abi.LOG_CALLBACK(self._on_log)  # kept: C holds only the pointer
@@ -135,6 +136,15 @@ def _bind(target: object, cdll: ctypes.CDLL, functions: dict[str, abi.Signature]
             raise LibraryMismatch(f"{path.name} has no function {name}: {ADVICE}") from None
         function.restype, function.argtypes = result, arguments
         setattr(target, name.removeprefix(prefix), function)
+
+
+def _check_versions(loaded: Lib, path: Path) -> None:
+    for name, wanted in abi.EXPECTED_VERSIONS.items():
+        found = getattr(loaded, name.removeprefix("llama_"))().decode("utf-8", "replace")
+        if found.partition("-")[0] != wanted:
+            raise LibraryMismatch(
+                f"{path.name} is not libllama {abi.BUILD} ({name} is {found}, not {wanted}): {ADVICE}"
+            )
 
 
 def _check_defaults(params: ctypes.Structure, expected: Mapping[str, object], path: Path) -> None:

@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from everwarm.errors import BadRequest, ModelError, ModelFileError
+from everwarm.errors import BadRequest, ModelError, ModelFileError, WeightsTouched
 from everwarm.llama import abi, mtmd_abi, projector_rules
 from everwarm.llama.closing import Closing
-from everwarm.llama.digest import file_digest, file_identity
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
 from everwarm.llama.projector import Projector
+from everwarm.llama.watch import FileWatch
 
 MIN_SIDE = 2
 MAX_SIDE = 1 << 14
@@ -76,19 +76,21 @@ class MediaModel(Closing):
         self._model = model
         self._mtmd = model.lib.mtmd
         self._encoding = threading.Lock()
-        self.identity = self._identity()
-        file = Projector(path, self._size_of)
-        projector_rules.check(file)
-        self._ptr: int | None = self._open(n_threads, use_gpu)
+        self.files = self._watch()
+        self._ptr: int | None = None
         try:
+            file = Projector(path, self._size_of)
+            projector_rules.check(file)
+            self._ptr = self._open(n_threads, use_gpu)
             self._read_facts(file.style)
+            self.files.require_same_names()
         except BaseException:
             self.close()
             raise
 
-    def _identity(self) -> str:
+    def _watch(self) -> FileWatch:
         try:
-            return file_identity(self.path)
+            return FileWatch([self.path])
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise ModelFileError(f"cannot open projector {self.path}: {reason}") from None
@@ -161,10 +163,7 @@ class MediaModel(Closing):
     @functools.cached_property
     def fingerprint(self) -> str:
         """The digest of the file. Embeddings of one fingerprint are never taken for another's."""
-        found = file_digest(self.path)
-        if self._identity() != self.identity:
-            raise ModelFileError(f"{self.path.name} was changed while it was open")
-        return found
+        return self.files.digest(self.path)
 
     # images
 
@@ -182,12 +181,14 @@ class MediaModel(Closing):
             raise BadRequest(f"an image of {width}×{height} pixels has {3 * width * height} bytes, not {len(pixels)}")
         with self._encoding, self._chunks(width, height, pixels.ctypes.data) as chunks:
             image = self._only_image(chunks, width, height)
-            shape = self._shape_of(image)
+            shape, before = self._shape_of(image), self.files.before_use()
             if self._mtmd.encode_chunk(self._ptr, image) != 0:
                 reason = self._model.lib.last_words()
                 raise ModelError(f"an image of {width}×{height} pixels could not be encoded: {reason}")
             address = self._mtmd.get_output_embd(self._ptr)
             values = np.ctypeslib.as_array(address, (shape.n_tokens, self.n_embd)).copy()  # the next one overwrites it
+        if self.files.look() != before:
+            raise WeightsTouched(f"{self.path.name} was touched while it encoded an image")
         if not np.isfinite(values).all():  # as KV they would spoil whoever comes near
             raise ModelError(f"{self.path.name} gave no numbers for an image of {width}×{height} pixels (NaN)")
         return Embedding(shape, values)
@@ -253,6 +254,7 @@ class MediaModel(Closing):
             if self._ptr:
                 self._mtmd.free(self._ptr)
                 self._ptr = None
+            self.files.close()
 
 
 def decode_image(

@@ -18,7 +18,9 @@ from everwarm.llama import abi
 from everwarm.llama.closing import Closing
 from everwarm.llama.digest import file_digest, file_identity, parts_of
 from everwarm.llama.lib import Lib, lib
+from everwarm.llama.rope import rope_limit_of
 from everwarm.llama.vocab import Vocab
+from everwarm.llama.watch import FileWatch
 
 GGUF_MAGIC = b"GGUF"
 
@@ -74,11 +76,14 @@ class Model(Closing):
         self.options = options or ModelOptions()
         for file in (path, *(Path(file) for file, _ in self.options.lora)):
             _check_file(file)
-        self.identity = self._identity()
-        self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only)
+        self.files = self._watch()
+        self.ptr: int | None = None
         try:
+            self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only)
             self._read_facts()
+            self.rope_limit = None if vocab_only else rope_limit_of(path)
             self.adapters = [(self._open_adapter(Path(file)), scale) for file, scale in self.options.lora]
+            self.files.require_same_names()
         except BaseException:
             self.close()
             raise
@@ -125,15 +130,16 @@ class Model(Closing):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identity of weights, adapters and build. A state of one fingerprint is never offered to another."""
-        found = fingerprint_of(self.path, self.options)
-        if self._identity() != self.identity:
-            raise ModelFileError(f"{self.path.name} was changed while it was loaded")
-        return found
+        return _over_files(self.path, self.options, self.files.digest)
 
-    def _identity(self) -> str:
+    @property
+    def identity(self) -> str:
         """The same for a process that opens the same files, without reading them."""
+        return _over_files(self.path, self.options, self.files.identity)
+
+    def _watch(self) -> FileWatch:
         try:
-            return identity_of(self.path, self.options)
+            return FileWatch([*parts_of(self.path), *(Path(file) for file, _ in self.options.lora)])
         except OSError as error:
             raise ModelFileError(f"a file of {self.path.name} cannot be read: {error.strerror or error}") from None
 
@@ -150,6 +156,7 @@ class Model(Closing):
         if self.ptr:
             self.lib.model_free(self.ptr)
             self.ptr = None
+        self.files.close()
 
 
 def identity_of(path: Path, options: ModelOptions) -> str:

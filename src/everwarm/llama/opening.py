@@ -32,6 +32,8 @@ def open_context(model: Model, options: ContextOptions, n_seqs: int) -> int:
             f"a context of {options.n_ctx} tokens and {n_seqs} sequences could not be made "
             f"({model.lib.last_words()}); give fewer tokens, slots or spares"
         )
+    n_cells = int(model.lib.n_ctx_seq(ptr))
+    assert n_cells == options.n_cells, f"libllama made {n_cells} cells of {options.n_ctx}, not {options.n_cells}"
     _apply_adapters(model, ptr)
     return ptr
 

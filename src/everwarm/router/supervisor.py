@@ -119,6 +119,8 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._kill_reason = ""
+        self._is_outdated = False  # the engine that runs has said that a file of its model was overwritten
+        self.last_restart: str | None = None  # why the engine was started again last
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._seen = Seen()
@@ -301,17 +303,24 @@ class Supervisor:
                 why = f"its process could not be started: {error}"
             if self._is_over:
                 return None
+            if self._is_outdated:
+                self._is_outdated = False
+                continue  # it did not fail
             self._n_deaths += 1
             log.error("the engine died (%s); death %d without a served request", why, self._n_deaths)
             if self._n_deaths >= MAX_DEATHS:
                 return await self._give_up(f"the engine died {self._n_deaths} times in a row: {why}")
-            self.n_restarts += 1
-            await self._set(State.RESTARTING, why)
-            self._keep_for_replay(why)
+            await self._begin_again(why)
             back_off = (
                 self._patience.first_back_off_s if served_before else min(2 * back_off, self._patience.most_back_off_s)
             )
             await asyncio.sleep(back_off)
+
+    async def _begin_again(self, why: str) -> None:
+        self.n_restarts += 1
+        self.last_restart = why
+        await self._set(State.RESTARTING, why)
+        self._keep_for_replay(why)
 
     async def _live_once(self) -> str:
         """One engine process from its start to its end; returns why it ended."""
@@ -341,7 +350,7 @@ class Supervisor:
                 self._writer = None
                 self._kill(self._kill_reason or "its connection ended")
             code = await self._process.wait()
-            return why or f"exit code {code}"
+            return why or _ending(code)
 
     async def _listen(self, reader: asyncio.StreamReader) -> str:
         """Messages until the connection ends; returns a reason if one is known."""
@@ -370,6 +379,10 @@ class Supervisor:
                 await self._set(State.READY, None)
                 for pending in self._pending.values():
                     self._write(pending.frame)
+            case m.Changed(message=text):
+                self._is_outdated = True
+                log.warning("%s: the engine is started again on what it is now", text)
+                await self._begin_again(text)
             case m.Fatal(message=text):
                 await self._give_up(text)
             case _:
@@ -441,6 +454,12 @@ class Supervisor:
         async with self._changed:
             self.state, self.reason = state, reason
             self._changed.notify_all()
+
+
+def _ending(code: int) -> str:
+    if code == -signal.SIGBUS:
+        return f"exit code {code}: a model file was cut short while it was mapped, or its disk failed"
+    return f"exit code {code}"
 
 
 def failure(message: m.Failed) -> Refused:

@@ -117,6 +117,10 @@ class Arena:
         self._lay_out_free(size)
         _SUPER.pack_into(self._map, 0, MAGIC, VERSION, size, self.budget_bytes, name)
 
+    def hand_to(self, owner: str) -> None:
+        """What is kept here is recognised by another name from now on."""
+        _SUPER.pack_into(self._map, 0, MAGIC, VERSION, len(self._map), self.budget_bytes, _name_of(owner))
+
     @classmethod
     def is_left(cls, fd: int, owner: str, budget_bytes: int | None) -> bool:
         """Whether an earlier process of the same owner and budget left something in this file."""

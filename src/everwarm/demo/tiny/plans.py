@@ -10,8 +10,10 @@ from typing import Literal
 
 from everwarm.demo.tiny.spec import TinySpec
 
-Kind = Literal["embedding", "output", "matrix", "small_matrix", "norm", "conv", "bias", "step_bias", "decay", "skip"]
-Value = int | float | tuple[int, ...] | tuple[bool, ...]
+Kind = Literal[
+    "embedding", "output", "matrix", "small_matrix", "norm", "conv", "bias", "step_bias", "decay", "skip", "factors"
+]
+Value = int | float | str | tuple[int, ...] | tuple[bool, ...]
 Hyper = dict[str, Value]
 
 CONV_KERNEL = 4
@@ -329,6 +331,8 @@ def _gemma3(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
 
 def _llama(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
     hyper = _attention_hyper(s, s.n_kv_heads) | {"feed_forward_length": s.feed_forward}
+    if spec.long_rope is not None:
+        hyper |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": spec.long_rope}
 
     def block(i: int) -> _Block:
         norms = _norms(i, s, "attn_norm.weight", "ffn_norm.weight")
@@ -370,7 +374,12 @@ def plan_tiny(spec: TinySpec) -> Plan:
     return Plan(
         arch=spec.arch,
         hyper=shared | hyper,
-        tensors=outer + tuple(tensor for block in blocks for tensor in block.tensors),
+        tensors=outer + _rope_factors(spec) + tuple(tensor for block in blocks for tensor in block.tensors),
         attention_layers=tuple(i for i, block in enumerate(blocks) if block.attends),
         recurrent_layers=tuple(i for i, block in enumerate(blocks) if block.recurs),
     )
+
+
+def _rope_factors(spec: TinySpec) -> tuple[Tensor, ...]:
+    names = ("long", "short") if spec.long_rope is not None else ()
+    return tuple(Tensor(f"rope_factors_{name}.weight", (_sizes(spec.width).head // 2,), "factors") for name in names)

@@ -32,7 +32,8 @@ _MAX_WIDTH = 16384  # beyond it the Q8_0 scales would leave the normal half-prec
 @dataclass(frozen=True, slots=True)
 class TinySpec:
     """One model file: the same spec always gives the same bytes. `n_vocab` only adds unused tokens to the base ones;
-    `vision` adds the tokens around an image, and says that a projector belongs to the model."""
+    `vision` adds the tokens around an image, and says that a projector belongs to the model; `long_rope` gives it two sets
+    of RoPE factors, and contexts of more than so many tokens use the second."""
 
     arch: str = "qwen35"
     n_layers: int = 8
@@ -42,6 +43,7 @@ class TinySpec:
     dtype: DType = "f32"
     context_length: int = 262144
     vision: bool = False
+    long_rope: int | None = None
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:
@@ -54,6 +56,8 @@ class TinySpec:
             raise ValueError(f"width is {self.width}; it must be {wanted}")
         if self.vision and self.arch not in IMAGE_MARKERS:
             raise ValueError(f"no projector is known for {self.arch}; known: {', '.join(IMAGE_MARKERS)}")
+        if self.long_rope is not None and (self.arch != "llama" or self.long_rope < 1):
+            raise ValueError(f"long_rope is {self.long_rope} for {self.arch}; only llama can have it, from 1 on")
         if self.n_vocab is not None and self.n_vocab < self._n_named_tokens:
             wanted = f"at least {self._n_named_tokens} (the base tokens), or None for exactly those"
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {wanted}")

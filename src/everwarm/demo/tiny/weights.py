@@ -36,6 +36,7 @@ _RANGES: dict[Kind, tuple[float, float]] = {
     "step_bias": (-5.5, -3.0),
     "decay": (-2.0, -0.25),
     "skip": (0.8, 1.2),
+    "factors": (1.0, 8.0),
 }
 
 

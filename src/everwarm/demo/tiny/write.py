@@ -61,6 +61,8 @@ def add_value(writer: GGUFWriter, key: str, value: Value) -> None:
         writer.add_array(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     else:
         writer.add_uint32(key, value)
 

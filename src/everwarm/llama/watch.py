@@ -1,0 +1,257 @@
+"""Files that somebody may write to while they are in use: whether what was computed with them is what they say.
+
+Weights are mapped: who overwrites a model file in place changes the numbers of the next step. Every write changes a file's
+times before its bytes, so a step is right if ``look`` says the same before and after it. Once something has changed, a
+thread reads the files again. The same digests: they were only touched, linked or renamed, and all goes on from there.
+Others, or nothing to compare with: ``is_changed``, for good, and whoever uses the files should open them anew.
+
+What was computed may leave the process when ``is_right`` says so afterwards: then nothing had changed until that moment, or
+was proved to be the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from everwarm.errors import ModelChanged, ModelFileError
+from everwarm.llama.closing import Closing
+from everwarm.llama.digest import identity_text, open_file_digest, read_digest, remember, remembered, wait_settled
+
+log = logging.getLogger("everwarm.files")
+
+MAX_TRIES = 5  # to read files that are written to all the time
+STILL_S, STILL_STEP_S = 0.5, 0.05  # so long nothing may happen before a file is taken to be written
+
+Stats = tuple[os.stat_result, ...]
+
+
+class FileMark(NamedTuple):
+    """What a write changes: ``written_ns`` can be set by anybody, ``changed_ns`` by the system only."""
+
+    device: int
+    inode: int
+    size: int
+    written_ns: int
+    changed_ns: int
+
+
+Marks = tuple[FileMark, ...]
+
+
+class _Verdict(enum.Enum):
+    RIGHT = enum.auto()
+    DOUBTED = enum.auto()
+    CHANGED = enum.auto()
+
+
+class FileWatch(Closing):
+    """Make it before anybody else opens the files, and ask ``require_same_names`` when they have."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(dict.fromkeys(paths))
+        self._fds: list[int] = []
+        try:
+            self._fds.extend(os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self.paths)
+            for fd in self._fds:
+                wait_settled(fd)
+            self._resolved = [path.resolve() for path in self.paths]
+        except BaseException:
+            self.close()
+            raise
+        self._lock = threading.Lock()
+        stats = self._stats()
+        self._seen = self._right = _marks(stats)
+        self._identities = self._identify(stats)
+        self._digests: list[str] | None = None
+        self._verdict = _Verdict.RIGHT
+        self._used_in_doubt = False
+        self._is_decided = threading.Event()
+        self.reason = ""  # of a change
+        self.on_same: Callable[[], None] = lambda: None  # hears that they were touched and are the same
+
+    # what they are
+
+    def identity(self, path: Path) -> str:
+        return self._identities[self.paths.index(path)]
+
+    def digest(self, path: Path) -> str:
+        """Of the file that was opened, which may have lost its name. ``ModelFileError``: it has changed since."""
+        if self._digests is None:
+            digests = [open_file_digest(fd, name) for fd, name in zip(self._fds, self._resolved, strict=True)]
+            with self._lock:
+                if self._look() == self._right:
+                    self._digests = digests
+        if self._digests is None:
+            raise ModelFileError(f"{path.name} was changed while it was open")
+        return self._digests[self.paths.index(path)]
+
+    def require_same_names(self) -> None:
+        """Whoever opened the files by their names since this was made has read these, as they were then."""
+        try:
+            named = _marks(tuple(path.stat() for path in self.paths))
+        except OSError as error:
+            raise ModelChanged(f"a file was taken away while it was opened: {error.strerror}") from None
+        if not named == self._right == self.look():
+            raise ModelChanged(f"{self.paths[0].name} was changed while it was opened")
+
+    # questions, from any thread
+
+    def look(self) -> Marks:
+        with self._lock:
+            return self._look()
+
+    def before_use(self) -> Marks:
+        """What was seen last, by somebody who computes with them now. What comes out is right if ``look`` says the same
+        afterwards: one look for each step is enough."""
+        with self._lock:
+            self._used_in_doubt |= self._verdict is _Verdict.DOUBTED
+            return self._seen
+
+    @property
+    def is_changed(self) -> bool:
+        """As far as anybody has looked."""
+        return self._verdict is _Verdict.CHANGED
+
+    @property
+    def may_be_used(self) -> bool:
+        """While it is not known whether they changed: only if nobody seems to have written to them."""
+        if self._verdict is not _Verdict.DOUBTED:
+            return self._verdict is _Verdict.RIGHT
+        pairs = zip(self._seen, self._right, strict=True)
+        return all((a.size, a.written_ns) == (b.size, b.written_ns) for a, b in pairs)
+
+    def is_right(self) -> bool:
+        """Whether everything that was computed until now is right. Waits until that is known."""
+        while True:
+            with self._lock:
+                self._look()
+                if self._verdict is not _Verdict.DOUBTED:
+                    return self._verdict is _Verdict.RIGHT
+            self._is_decided.wait()
+
+    def wait_decided(self, seconds: float) -> None:
+        if self._verdict is _Verdict.DOUBTED:
+            self._is_decided.wait(seconds)
+
+    def wait_still(self, seconds: float) -> None:
+        """Until nobody has written to what their names lead to for a moment."""
+        now = time.monotonic()
+        until, still_until = now + seconds, now + STILL_S
+        before = self._named()
+        while (now := time.monotonic()) < min(until, still_until):
+            time.sleep(STILL_STEP_S)
+            after = self._named()
+            if after != before:
+                before, still_until = after, time.monotonic() + STILL_S
+
+    def _named(self) -> list[FileMark | None]:
+        found: list[FileMark | None] = []
+        for path in self.paths:
+            try:
+                found.append(_mark(path.stat()))
+            except OSError:
+                found.append(None)
+        return found
+
+    # inside: with the lock held
+
+    def _look(self) -> Marks:
+        found = _marks(self._stats()) if self._fds else self._seen  # closed: nothing is computed any more
+        if found != self._seen and self._verdict is not _Verdict.CHANGED:
+            self._doubt(found)
+        return found
+
+    def _stats(self) -> Stats:
+        return tuple(map(os.fstat, self._fds))
+
+    def _identify(self, stats: Stats) -> list[str]:
+        return [identity_text(name, stat) for name, stat in zip(self._resolved, stats, strict=True)]
+
+    def _doubt(self, found: Marks) -> None:
+        self._seen = found
+        names = ", ".join(p.name for p, a, b in zip(self.paths, found, self._right, strict=True) if a != b)
+        if any(a.size != b.size for a, b in zip(found, self._right, strict=True)):
+            return self._decide(_Verdict.CHANGED, f"{names} was changed while it was in use: it has another size")
+        if self._used_in_doubt:
+            return self._decide(_Verdict.CHANGED, f"{names} was changed more than once while it was in use")
+        if self._verdict is _Verdict.RIGHT:
+            self._verdict = _Verdict.DOUBTED
+            self._is_decided.clear()
+            log.warning("somebody has touched %s: nothing is kept until it is known whether it changed", names)
+            threading.Thread(target=self._examine, name="everwarm-files", daemon=True).start()
+
+    def _decide(self, verdict: _Verdict, reason: str = "") -> None:
+        self._verdict, self.reason, self._used_in_doubt = verdict, reason, False
+        self._is_decided.set()
+
+    # the thread
+
+    def _examine(self) -> None:
+        with self._lock:
+            fds = [os.dup(fd) for fd in self._fds]  # else a number could be another file's once we are closed
+        try:
+            before = self._known_digests()
+            if before is None:
+                return self._give_up("was touched while it was in use, and what it was is not known")
+            for _ in range(MAX_TRIES):
+                if self._is_examined(fds, before):
+                    return None
+            self._give_up("is written to all the time")
+        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+            self._give_up(f"cannot be read again ({error})")
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _known_digests(self) -> list[str] | None:
+        if self._digests is not None:
+            return self._digests
+        known = [remembered(identity) for identity in self._identities]
+        return [digest for digest in known if digest is not None] if None not in known else None
+
+    def _is_examined(self, fds: list[int], before: list[str]) -> bool:
+        """False: somebody has touched them again meanwhile."""
+        for fd in fds:
+            wait_settled(fd)
+        target = self.look()
+        if [read_digest(fd) for fd in fds] != before:
+            self._give_up("was changed while it was in use")
+            return True
+        with self._lock:
+            if self._look() != target or self._verdict is _Verdict.CHANGED:
+                return self._verdict is _Verdict.CHANGED
+            self._right, self._identities, self._digests = target, self._identify(tuple(map(os.fstat, fds))), before
+        for identity, digest in zip(self._identities, before, strict=True):
+            remember(identity, digest)
+        self.on_same()
+        with self._lock:
+            if self._verdict is _Verdict.DOUBTED and self._look() == target:
+                log.warning("%s is what it was", ", ".join(path.name for path in self.paths))
+                self._decide(_Verdict.RIGHT)
+            return self._verdict is not _Verdict.DOUBTED
+
+    def _give_up(self, what: str) -> None:
+        with self._lock:
+            if self._verdict is not _Verdict.CHANGED:
+                self._decide(_Verdict.CHANGED, f"{', '.join(path.name for path in self.paths)} {what}")
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+
+
+def _mark(stat: os.stat_result) -> FileMark:
+    return FileMark(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _marks(stats: Stats) -> Marks:
+    return tuple(map(_mark, stats))
