@@ -10,7 +10,7 @@ from everwarm.engine.fetch import Brought, Fetch, Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import Ask, Request
-from everwarm.engine.restore import Restorer, Source
+from everwarm.engine.restore import Goal, Restorer, Source
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, PromptTooLong
 from everwarm.llama.context import Context
@@ -91,7 +91,8 @@ class Admission:
     # room and readers
 
     def _fits_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
-        """Whether its new cells fit beside those of the running ones, once everybody else has made room."""
+        """Whether its new cells fit beside those of the running ones, once everybody else has made room. What would share most
+        is asked first, for that is cheap; then what bringing it back will really share."""
         if not self._context.kind.has_attention:
             return True
         shared = 0
@@ -101,7 +102,13 @@ class Admission:
             shared = max((int(prompt.common_prefix(slot.resident())) for slot in kin), default=0)
         used = self._context.cells.used_by(slot.seq for slot in running)
         new = prompt.n_tokens(len(prompt)) - prompt.n_tokens(shared)
-        return used + new + len(running) + 1 <= self._context.n_ctx
+        room = self._context.n_ctx - len(running) - 1
+        return used + new <= room and (not shared or self._n_cells_beside(request, prompt, running) <= room)
+
+    def _n_cells_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> int:
+        slot = self.seat(request, self._restorer.sources(prompt, request.ask.namespace))
+        goal = Goal(prompt, request.ask.namespace)
+        return self._restorer.n_cells_beside(slot, goal, [other.seq for other in running])
 
     def _is_being_read(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
         """Whether waiting for another request's reading saves reading the same twice. If so, that one stops where the

@@ -81,6 +81,7 @@ class Core:
     ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
+    n_admitted: int = 0  # requests, each once
 
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
@@ -134,6 +135,8 @@ class Core:
         for slot in self.slots:
             if slot.request is not None and slot.request.id == request_id:
                 self.finish(slot, slot.request, Finish.STOP, events)
+        for request in [r for r in self.queue if r.id == request_id]:  # suspended right after it said so
+            self._drop_waiting(request, Finish.STOP, events)
         return events
 
     @property
@@ -172,24 +175,43 @@ class Core:
             self._admit(events)
         if self.gallery is not None:
             see_next(self, self.gallery, events)
-        grants = plan(self._lanes(), self.budget)
-        grants = with_room(self, grants, events)
-        if grants:
+        if not self._decode(events) and self.queue:
+            self.admission.wait_for_disk(DISK_WAIT_S)
+        return events
+
+    def _decode(self, events: list[Event]) -> bool:
+        """Decode what is planned. Whoever is in the way of the oldest request is suspended until something fits, so a step
+        with a running request never ends in vain. False: nobody has text to read or to write."""
+        while grants := with_room(self, self.plan(), events):
             started = time.monotonic()
             feeds = [self._feed(grant) for grant in grants]
             try:
                 self.context.decode(feeds)
             except ContextFull as error:
                 suspend_or_finish(self, error, events)
-                return events
+                continue
             except DecodeFailed as error:
                 start_over(self, [self.slots[grant.slot] for grant in grants], error, events)
-                return events
+                return True
             self._learn_speed(feeds, time.monotonic() - started)
             self._commit(grants, feeds, events)
-        elif self.queue:
-            self.admission.wait_for_disk(DISK_WAIT_S)
-        return events
+            return True
+        return False
+
+    def plan(self) -> list[Grant]:
+        order = self.oldest_first()
+        return plan(self._lanes(), self.budget, order[0] if order else None)
+
+    def oldest_first(self) -> list[int]:
+        """The slots of the running requests, by admission."""
+        running = [(slot.request.admitted or 0, i) for i, slot in enumerate(self.slots) if slot.request is not None]
+        return [i for _, i in sorted(running)]
+
+    def requeue(self, request: Request) -> None:
+        """A request that was admitted before waits again: before those that never were, in the order of admission."""
+        waiting = [*self.queue, request]
+        waiting.sort(key=lambda r: (r.admitted is None, r.admitted or 0))
+        self.queue = collections.deque(waiting)
 
     def keep_ends(self) -> None:
         """Park the ends of prompts that the last step reached: after their first tokens left, for nobody waits for this."""
@@ -323,12 +345,15 @@ class Core:
     def _drop_cancelled(self, events: list[Event]) -> None:
         self.has_cancelled = False
         for request in [r for r in self.queue if r.cancelled]:
-            self.queue.remove(request)
-            self.admission.forget(request)
-            self.close_request(request, Finish.CANCELLED, events)
+            self._drop_waiting(request, Finish.CANCELLED, events)
         for slot in self.slots:
             if slot.request is not None and slot.request.cancelled:
                 self.finish(slot, slot.request, Finish.CANCELLED, events)
+
+    def _drop_waiting(self, request: Request, finish: Finish, events: list[Event]) -> None:
+        self.queue.remove(request)
+        self.admission.forget(request)
+        self.close_request(request, finish, events)
 
     def _admit(self, events: list[Event]) -> None:
         """In order, but whoever waits for a particular slot or for another's reading lets others pass."""
@@ -341,6 +366,9 @@ class Core:
                 self._start(request, events)
 
     def _start(self, request: Request, events: list[Event]) -> None:
+        if request.admitted is None:
+            self.n_admitted += 1
+            request.admitted = self.n_admitted
         is_first = request.started_at is None
         request.started_at = request.started_at or time.monotonic()
         if request.ask.deterministic:
