@@ -18,6 +18,8 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, CutKind
 
+RETURN_STEPS = 32  # that everybody can take once a suspended request has come back
+
 
 class Verdict(enum.Enum):
     START = "start"
@@ -81,6 +83,10 @@ class Admission:
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)
 
+    @property
+    def is_waiting_for_disk(self) -> bool:
+        return any(isinstance(fetch, Fetch) and not fetch.is_done for fetch in self._fetches.values())
+
     def wait_for_disk(self, seconds: float) -> None:
         """When there is nothing else to do."""
         reading = (fetch for fetch in self._fetches.values() if isinstance(fetch, Fetch) and not fetch.is_done)
@@ -102,8 +108,15 @@ class Admission:
             shared = max((int(prompt.common_prefix(slot.resident())) for slot in kin), default=0)
         used = self._context.cells.used_by(slot.seq for slot in running)
         new = prompt.n_tokens(len(prompt)) - prompt.n_tokens(shared)
-        room = self._context.n_ctx - len(running) - 1
+        room = self._context.n_ctx - self._n_to_grow(request, len(running))
         return used + new <= room and (not shared or self._n_cells_beside(request, prompt, running) <= room)
+
+    def _n_to_grow(self, request: Request, n_running: int) -> int:
+        """Cells that stay free for the next steps. One that was suspended does not come back for a few tokens only: moving it
+        costs as much as many of them."""
+        if request.admitted is None:
+            return n_running + 1
+        return RETURN_STEPS * n_running + min(RETURN_STEPS, request.n_left + 1)
 
     def _n_cells_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> int:
         slot = self.seat(request, self._restorer.sources(prompt, request.ask.namespace))

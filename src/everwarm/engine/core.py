@@ -33,6 +33,7 @@ from everwarm.engine.seeing import see_next
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
+from everwarm.engine.stall import Stall
 from everwarm.engine.trouble import lose_numbers, start_over, suspend_or_finish, with_room
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, StateRejected
 from everwarm.llama.batch import Feed
@@ -78,6 +79,7 @@ class Core:
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
     prewarm: Prewarm = field(default_factory=Prewarm)
+    stall: Stall = field(default_factory=Stall)
     ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
@@ -136,7 +138,7 @@ class Core:
             if slot.request is not None and slot.request.id == request_id:
                 self.finish(slot, slot.request, Finish.STOP, events)
         for request in [r for r in self.queue if r.id == request_id]:  # suspended right after it said so
-            self._drop_waiting(request, Finish.STOP, events)
+            self.drop_waiting(request, Finish.STOP, events)
         return events
 
     @property
@@ -169,6 +171,11 @@ class Core:
         """What it leaves to keep is kept by ``keep_ends``: call that next, once the events are on their way."""
         self.keep_ends()
         events: list[Event] = []
+        self._step(events)
+        self.stall.note(self, events)
+        return events
+
+    def _step(self, events: list[Event]) -> None:
         if self.has_cancelled:
             self._drop_cancelled(events)
         if self.queue:
@@ -177,7 +184,6 @@ class Core:
             see_next(self, self.gallery, events)
         if not self._decode(events) and self.queue:
             self.admission.wait_for_disk(DISK_WAIT_S)
-        return events
 
     def _decode(self, events: list[Event]) -> bool:
         """Decode what is planned. Whoever is in the way of the oldest request is suspended until something fits, so a step
@@ -345,15 +351,17 @@ class Core:
     def _drop_cancelled(self, events: list[Event]) -> None:
         self.has_cancelled = False
         for request in [r for r in self.queue if r.cancelled]:
-            self._drop_waiting(request, Finish.CANCELLED, events)
+            self.drop_waiting(request, Finish.CANCELLED, events)
         for slot in self.slots:
             if slot.request is not None and slot.request.cancelled:
                 self.finish(slot, slot.request, Finish.CANCELLED, events)
 
-    def _drop_waiting(self, request: Request, finish: Finish, events: list[Event]) -> None:
+    def drop_waiting(
+        self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
+    ) -> None:
         self.queue.remove(request)
         self.admission.forget(request)
-        self.close_request(request, finish, events)
+        self.close_request(request, finish, events, error)
 
     def _admit(self, events: list[Event]) -> None:
         """In order, but whoever waits for a particular slot or for another's reading lets others pass."""
