@@ -33,15 +33,17 @@ from everwarm.engine.seeing import see_next
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
+from everwarm.engine.pausing import can_pause, is_as_before, seats_window
 from everwarm.engine.stall import Stall
-from everwarm.engine.trouble import lose_numbers, start_over, suspend_or_finish, with_room
+from everwarm.engine.trouble import lose_numbers, start_over, suspend, suspend_or_finish, with_room
+from everwarm.engine.turns import Turns, next_side
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 from everwarm.state import policy
-from everwarm.state.history import record
+from everwarm.state.history import SEATED, chunk_at, n_items_of, record
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Match, Tree
 
@@ -80,6 +82,7 @@ class Core:
     counts: Counts = field(default_factory=Counts)
     prewarm: Prewarm = field(default_factory=Prewarm)
     stall: Stall = field(default_factory=Stall)
+    turns: Turns = field(default_factory=Turns)
     ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
@@ -214,10 +217,13 @@ class Core:
         return [i for _, i in sorted(running)]
 
     def requeue(self, request: Request) -> None:
-        """A request that was admitted before waits again: before those that never were, in the order of admission."""
-        waiting = [*self.queue, request]
-        waiting.sort(key=lambda r: (r.admitted is None, r.admitted or 0))
-        self.queue = collections.deque(waiting)
+        """A request that was admitted before waits again: before those that never were, in the order of admission. One that
+        runs alone waits behind the others that do, so that each of them has its turn."""
+        assert request.admitted is not None
+        together = [] if request.ask.deterministic else [r for r in self.queue if not r.ask.deterministic]
+        younger = (r for r in together if r.admitted is None or r.admitted > request.admitted)
+        first = next(younger, None)
+        self.queue.insert(len(self.queue) if first is None else self.queue.index(first), request)
 
     def keep_ends(self) -> None:
         """Park the ends of prompts that the last step reached: after their first tokens left, for nobody waits for this."""
@@ -233,7 +239,7 @@ class Core:
         return [Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt) for i, s, r in ready]
 
     def _n_wanted(self, slot: Slot, request: Request) -> int:
-        n = slot.next_stop() - slot.n_fed
+        n = (chunk_at(request.chunks, slot.n_fed) if request.chunks else None) or slot.next_stop() - slot.n_fed
         return min(n, self.settings.prefill_beside_decode) if request.ask.ahead else n  # somebody may come any moment
 
     def _feed(self, grant: Grant) -> Feed:
@@ -267,12 +273,25 @@ class Core:
         """So many items more are read. ``row``: where the logits after the last are."""
         slot.n_fed += n_items
         record(slot.chunks, n_items)
+        if request.ask.deterministic and not self._seat(slot, request):
+            return start_over(self, [slot], StateRejected("its window was lost while it was seated anew"), events)
         if slot.n_fed <= request.n_prompt:
             events.append(Progress(request.id, request.n_tokens(slot.n_fed), request.n_prompt_tokens))
         if slot.cuts and slot.n_fed == slot.cuts[-1].at and not self._take(slot, slot.cuts.pop().kind):
             start_over(self, [slot], StateRejected("its state was lost while it was being kept"), events)
         elif row is not None:
             self._advance(slot, request, row, events)
+
+    def _seat(self, slot: Slot, request: Request) -> bool:
+        """Where a deterministic request with a window can be suspended, its window is seated anew in any case."""
+        if seats_window(self, slot, request):
+            try:
+                self.context.touch(slot.seq)
+            except StateRejected as error:
+                log.warning("a window could not be seated anew: %s", error)
+                return False
+            record(slot.chunks, SEATED)
+        return True
 
     def _advance(self, slot: Slot, request: Request, row: int, events: list[Event]) -> None:
         """Everything a request has is decoded: pick what comes next."""
@@ -364,14 +383,35 @@ class Core:
         self.close_request(request, finish, events, error)
 
     def _admit(self, events: list[Event]) -> None:
-        """In order, but whoever waits for a particular slot or for another's reading lets others pass."""
+        """In order, but whoever waits for a particular slot, for another's reading or for its turn lets others pass."""
+        self._take_turns()
+        is_full = sum(r.ask.deterministic and r.admitted is not None for r in self.queue) >= len(self.slots)
         for request in list(self.queue):
+            if request.ask.deterministic != self.turns.is_alone:
+                continue
+            if request.ask.deterministic and is_full and request.admitted is None:
+                continue  # no more of them take turns than there are slots: each keeps a state in RAM
             verdict = self.admission.judge(request)
             if verdict is Verdict.FULL:
                 return
             if verdict is Verdict.START:
                 self.queue.remove(request)
                 self._start(request, events)
+
+    def _take_turns(self) -> None:
+        """A deterministic request and all the others do not run together: when one side's time is over it is suspended."""
+        now, waiting, running = time.monotonic(), [r.ask.deterministic for r in self.queue], self.oldest_first()
+        if not running:
+            return self.turns.begin(is_alone=next_side(self.turns.is_alone, waiting), now=now)
+        self.turns.note_waiting(waiting, now)
+        oldest = self.slots[running[0]]
+        assert oldest.request is not None
+        has_advanced = oldest.n_fed > oldest.request.n_furthest
+        if self.turns.is_over(now, has_advanced=has_advanced) and can_pause(self, oldest):
+            self.counts.n_turns += 1
+            for i in reversed(running):
+                suspend(self, self.slots[i], "its turn is over")
+            self.turns.begin(is_alone=not self.turns.is_alone, now=now)
 
     def _start(self, request: Request, events: list[Event]) -> None:
         if request.admitted is None:
@@ -391,6 +431,8 @@ class Core:
             restored = self.restorer.bring(slot, goal, match, sources)
         else:
             restored = self.restorer.start_cold(slot, goal)
+        if not is_as_before(self, slot, request):  # what it was suspended with is lost: read it again in the same way
+            restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
         slot.request, slot.stable, slot.n_settled = request, request.ask.stable, restored.n_items
         if not request.ask.ahead:
@@ -399,8 +441,8 @@ class Core:
         for other in self.slots:
             if slot.session is not None and other.session == slot.session:
                 other.used_at = time.monotonic()
-        request.restored_at = time.monotonic()
         if is_first:
+            request.restored_at = time.monotonic()
             self.counts.add(request, self.keeper, match, restored, brought)
             n_cached = request.n_tokens(request.n_cached)
             events.append(Started(request.id, request.n_prompt_tokens, n_cached, slot.seq))
@@ -425,7 +467,12 @@ class Core:
             breakpoints=request.ask.breakpoints,
         )
         needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
-        slot.cuts = [cut for cut in reversed(found) if needed and cut.at > restored.n_items]
+        if request.chunks:
+            found = request.cuts  # as before it was suspended
+        elif request.ask.deterministic:
+            request.cuts = tuple(found)
+        n_passed = max(restored.n_items, n_items_of(request.chunks))
+        slot.cuts = [cut for cut in reversed(found) if needed and cut.at > n_passed]
 
     def move_everybody_out(self) -> None:
         """A deterministic request runs alone, from the first cell on."""

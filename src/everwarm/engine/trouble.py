@@ -54,6 +54,8 @@ def suspend(core: Core, slot: Slot, why: str) -> None:
     log.info("request %d waits at %d tokens: %s", request.id, slot.n_fed, why)
     core.keep_end(slot, CutKind.CANCEL)
     request.n_furthest = max(request.n_furthest, slot.n_fed)
+    if request.ask.deterministic:
+        request.chunks = tuple(slot.chunks)
     slot.items = request.items(slot.n_fed)
     slot.request, slot.cuts = None, []
     core.keeper.move_out_slot(slot)
