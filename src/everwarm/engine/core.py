@@ -18,6 +18,7 @@ import numpy as np
 
 from everwarm.engine.admission import Admission, Verdict, require_possible
 from everwarm.engine.archive import Archive
+from everwarm.engine.backlog import Pace
 from everwarm.engine.counts import Counts
 from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
@@ -83,6 +84,7 @@ class Core:
     prewarm: Prewarm = field(default_factory=Prewarm)
     stall: Stall = field(default_factory=Stall)
     turns: Turns = field(default_factory=Turns)
+    pace: Pace = field(default_factory=Pace)
     ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
@@ -256,6 +258,8 @@ class Core:
             memory = min(_SPEED_MEMORY, 1 - 1 / (self.n_measured + 1))  # the first replaces what was only guessed
             self.keeper.seconds_per_token = memory * self.keeper.seconds_per_token + (1 - memory) * seconds / n
             self.n_measured += 1
+        else:
+            self.pace.wrote(n, seconds)
 
     # after decoding
 
@@ -363,6 +367,7 @@ class Core:
         self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
     ) -> None:
         request.sampler.close()
+        self.pace.ended(request, finish)
         events.append(Finished(request.id, request.result(finish, error)))
 
     # starting

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+from everwarm.engine.messages import Backlog
 from everwarm.errors import Draining, Overloaded
+from everwarm.gateway.retry_after import Told, retry_after_s
 from everwarm.gateway.settings import ServerSettings
 
 _BYTES_PER_TOKEN = 3  # a guess on the safe side
@@ -17,6 +20,8 @@ class Limits:
         self.n_requests = 0
         self.n_tokens = 0
         self.is_draining = False
+        self.backlogs: Callable[[], Sequence[Backlog]] = tuple  # of the engines that run
+        self._told = Told()
 
     @contextlib.contextmanager
     def admitted(self, n_body_bytes: int) -> Iterator[None]:
@@ -25,9 +30,9 @@ class Limits:
         if self.is_draining:
             raise Draining("the server is stopping; try another one or later")
         if self.n_requests >= self._settings.max_requests:
-            raise Overloaded(f"{self.n_requests} requests are running or waiting already; try again later")
+            raise self._overloaded(f"{self.n_requests} requests are running or waiting already")
         if self.n_requests and self.n_tokens + n_tokens > self._settings.max_waiting_tokens:
-            raise Overloaded(f"prompts of about {self.n_tokens} tokens are waiting already; try again later")
+            raise self._overloaded(f"prompts of about {self.n_tokens} tokens are waiting already")
         self.n_requests += 1
         self.n_tokens += n_tokens
         try:
@@ -35,3 +40,9 @@ class Limits:
         finally:
             self.n_requests -= 1
             self.n_tokens -= n_tokens
+
+    def _overloaded(self, why: str) -> Overloaded:
+        now = time.monotonic()
+        wait_s = retry_after_s(self.backlogs(), self.n_requests, self.n_tokens, self._told.n_ahead(now))
+        self._told.add(now, wait_s)
+        return Overloaded(f"{why}; try again in about {wait_s} s", wait_s)
