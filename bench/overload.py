@@ -29,7 +29,9 @@ class Client:
 
 def run() -> None:
     print("### What overload does\n")
-    print(f"{N_CLIENTS} clients at once, 2 slots, 4 requests at most, replies of {N_TOKENS} tokens; each obeys Retry-After.\n")
+    print(
+        f"{N_CLIENTS} clients at once, 2 slots, 4 requests at most, replies of {N_TOKENS} tokens; each obeys Retry-After.\n"
+    )
     with everwarm("--demo", *SIZE) as server:
         alone_s = _alone(server)
         began = time.monotonic()
@@ -37,7 +39,7 @@ def run() -> None:
             clients = list(pool.map(lambda i: _obey(server, i), range(N_CLIENTS)))
         total_s = time.monotonic() - began
         _print(clients, alone_s, total_s)
-        _print_beside_deterministic(server, alone_s)
+        _print_beside_deterministic(server)
 
 
 def _print(clients: list[Client], alone_s: float, total_s: float) -> None:
@@ -56,7 +58,7 @@ def _print(clients: list[Client], alone_s: float, total_s: float) -> None:
     print(f"| all answered after | {total_s:.1f} s |")
 
 
-def _print_beside_deterministic(server: Server, alone_s: float) -> None:
+def _print_beside_deterministic(server: Server) -> None:
     """One that runs alone and writes much: how long somebody else waits beside it."""
     long = {"prompt": "Once upon a time", "n_predict": 3000, "deterministic": True}
     thread = threading.Thread(target=_post, args=(server, long))
@@ -68,7 +70,9 @@ def _print_beside_deterministic(server: Server, alone_s: float) -> None:
         _post(server, {"prompt": f"{len(waits)}: hello", "n_predict": 1})
         waits.append(time.monotonic() - began)
     if waits:
-        print(f"| a short one beside a long deterministic one, median / most | {statistics.median(waits):.1f} / {max(waits):.1f} s |")
+        print(
+            f"| a short one beside a long deterministic one, median / most | {statistics.median(waits):.1f} / {max(waits):.1f} s |"
+        )
     thread.join()
 
 

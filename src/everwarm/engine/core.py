@@ -24,6 +24,7 @@ from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.joining import Joiner
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.pausing import can_pause, is_as_before, seats_window
 from everwarm.engine.prewarm import Prewarm
 from everwarm.engine.probs import probabilities
 from everwarm.engine.ram import Ram
@@ -34,7 +35,6 @@ from everwarm.engine.seeing import see_next
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
-from everwarm.engine.pausing import can_pause, is_as_before, seats_window
 from everwarm.engine.stall import Stall
 from everwarm.engine.trouble import lose_numbers, start_over, suspend, suspend_or_finish, with_room
 from everwarm.engine.turns import Turns, next_side

@@ -57,7 +57,7 @@ def fit(grants: Sequence[Grant], oldest_first: Sequence[int], n_free: int) -> li
     if not one cell is free. ``oldest_first``: the slots of all running requests by admission."""
     wanted = {grant.slot: grant.n_tokens for grant in grants}
     order = [slot for slot in oldest_first if slot in wanted]
-    given = {slot: 1 for slot in order[:n_free]}
+    given = dict.fromkeys(order[:n_free], 1)
     n_free -= len(given)
     for slot in given:
         more = min(wanted[slot] - 1, n_free)

@@ -44,7 +44,9 @@ class Stall:
             _end_oldest(core, events)
 
     def _has_moved(self, core: Core, events: list[Event]) -> bool:
-        if core.context.n_fed != self.n_fed or any(isinstance(event, NewToken | Progress | Finished) for event in events):
+        if core.context.n_fed != self.n_fed or any(
+            isinstance(event, NewToken | Progress | Finished) for event in events
+        ):
             return True
         return not core.has_work or core.admission.is_waiting_for_disk
 
