@@ -70,9 +70,8 @@ def _print_beside_deterministic(server: Server) -> None:
         _post(server, {"prompt": f"{len(waits)}: hello", "n_predict": 1})
         waits.append(time.monotonic() - began)
     if waits:
-        print(
-            f"| a short one beside a long deterministic one, median / most | {statistics.median(waits):.1f} / {max(waits):.1f} s |"
-        )
+        name = "a short one beside a long deterministic one, median / most"
+        print(f"| {name} | {statistics.median(waits):.1f} / {max(waits):.1f} s |")
     thread.join()
 
 

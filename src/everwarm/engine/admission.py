@@ -97,8 +97,8 @@ class Admission:
     # room and readers
 
     def _fits_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
-        """Whether its new cells fit beside those of the running ones, once everybody else has made room. What would share most
-        is asked first, for that is cheap; then what bringing it back will really share."""
+        """Whether its new cells fit beside those of the running ones, once everybody else has made room. What would
+        share most is asked first, for that is cheap; then what bringing it back will really share."""
         if not self._context.kind.has_attention:
             return True
         shared = 0
@@ -112,8 +112,8 @@ class Admission:
         return used + new <= room and (not shared or self._n_cells_beside(request, prompt, running) <= room)
 
     def _n_to_grow(self, request: Request, n_running: int) -> int:
-        """Cells that stay free for the next steps. One that was suspended does not come back for a few tokens only: moving it
-        costs as much as many of them."""
+        """Cells that stay free for the next steps. One that was suspended does not come back for a few tokens only:
+        moving it costs as much as many of them."""
         if request.admitted is None:
             return n_running + 1
         return RETURN_STEPS * n_running + min(RETURN_STEPS, request.n_left + 1)

@@ -1,8 +1,8 @@
 """Where a deterministic request can be suspended, and how it goes on as if it had never been.
 
-Bits depend on the chunks that a sequence was decoded in and, with a sliding window, on where the window was seated anew. So it is
-suspended only where an uninterrupted run would seat its window, too, and it goes on with the chunks it had: from its own state, or,
-if that was lost, by reading everything again in the same chunks.
+Bits depend on the chunks that a sequence was decoded in and, with a sliding window, on where the window was seated anew. So
+it is suspended only where an uninterrupted run would seat its window, too, and it goes on with the chunks it had: from its
+own state, or, if that was lost, by reading everything again in the same chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def can_pause(core: Core, slot: Slot) -> bool:
 
 
 def seats_window(core: Core, slot: Slot, request: Request) -> bool:
-    """Whether the window is seated anew after what was just decoded: at fixed places of a reply, and where it was before."""
+    """Whether the window is seated anew after what was just decoded: at fixed places of a reply, or where it was."""
     if not core.context.kind.has_window:
         return False
     if slot.n_fed <= n_items_of(request.chunks):

@@ -106,8 +106,8 @@ class Restorer:
     # how much room that takes
 
     def n_cells_beside(self, slot: Slot, goal: Goal, running: Sequence[SeqId]) -> int:
-        """Cells that these sequences and ``slot`` will hold once the prompt has been brought there and the rest is read. Only
-        what the way back really shares with a running one counts once: an equal prefix in other cells does not."""
+        """Cells that these sequences and ``slot`` will hold once the prompt has been brought there and the rest is read.
+        Only what the way back really shares with a running one counts once: an equal prefix in other cells does not."""
         sources = self.sources(goal.prompt, goal.namespace)
         found = self._found(slot, goal.prompt, self.match(goal.prompt, goal.namespace, sources), sources)
         n_found = goal.prompt.n_tokens(found.n_common)

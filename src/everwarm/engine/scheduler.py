@@ -1,9 +1,9 @@
 """Who may decode how many tokens in the next step, and who makes room when there is none. Pure: lanes in, grants out.
 
-**The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at least one
-token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one (``next_to_suspend``). So it ends
-after at most as many steps as it has items, then the next one is the oldest, and every request ends. Admission and step shares
-may be ordered in any other way as long as these three functions keep that.
+**The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at least
+one token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one (``next_to_suspend``).
+So it ends after at most as many steps as it has items, then the next one is the oldest, and every request ends. Admission
+and step shares may be ordered in any other way as long as these three functions keep that.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Budget(NamedTuple):
 
 
 def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> list[Grant]:
-    """Every reply gets its token; prompts share what is left, evenly, so that nobody waits for the longest one. ``oldest`` is
-    the slot of the request that was admitted first: it gets a token even if there are fewer of them than requests."""
+    """Every reply gets its token; prompts share what is left, evenly, so that nobody waits for the longest one. ``oldest``
+    is the slot of the request that was admitted first: it gets a token even if there are fewer of them than requests."""
     reading = [lane for lane in lanes if not lane.is_writing]
     n_kept = any(lane.slot == oldest for lane in reading)
     writing = sorted((lane for lane in lanes if lane.is_writing), key=lambda lane: lane.slot != oldest)

@@ -1,7 +1,7 @@
 """A watch over the steps: if nothing moves although somebody waits, it says once who waits for what, and clears the way.
 
-The scheduler's rule excludes this (see ``scheduler``). It is here for the mistake that nobody has thought of: a loop that turns
-without end is the worst thing that an engine can do, because it looks alive from outside.
+The scheduler's rule excludes this (see ``scheduler``). It is here for the mistake that nobody has thought of: a loop that
+turns without end is the worst thing that an engine can do, because it looks alive from outside.
 """
 
 from __future__ import annotations

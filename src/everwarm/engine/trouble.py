@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 3
 
 
 def with_room(core: Core, grants: list[Grant], events: list[Event]) -> list[Grant]:
-    """What of a plan has room, after as many of the youngest as need be were suspended. Empty only if nobody runs any more."""
+    """What of a plan has room, once as many of the youngest as need be were suspended. Empty only if nobody runs."""
     while grants and not core.keeper.make_room(sum(grant.n_tokens for grant in grants)):
         kept = fit(grants, core.oldest_first(), core.context.cells.free)
         if kept:

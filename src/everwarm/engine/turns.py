@@ -1,7 +1,7 @@
 """Taking turns: a deterministic request runs alone, all others run together, and neither keeps the other waiting for long.
 
-What is suspended at the end of a turn comes back bit for bit, so turns change when a reply comes and never what it says. Pure:
-knows no slots and no clock.
+What is suspended at the end of a turn comes back bit for bit, so turns change when a reply comes and never what it says.
+Pure: knows no slots and no clock.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Turns:
             self.others_since = now
 
     def is_over(self, now: float, *, has_advanced: bool) -> bool:
-        """Whether the other side's turn has come. Never before the oldest of this side is further than it ever was: else one
-        whose state was lost while it was suspended would read the same again in every turn."""
+        """Whether the other side's turn has come. Never before the oldest of this side is further than it ever was: else
+        one whose state was lost while it was suspended would read the same again in every turn."""
         if self.others_since is None or not has_advanced:
             return False
         return now - max(self.began_at, self.others_since) >= self.turn_s

@@ -1,4 +1,4 @@
-"""When somebody who is refused now should come back: from what the engine says is ahead, at the speed that was measured. Pure."""
+"""When somebody who is refused should come back: from what is ahead, at the speed that was measured. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def all_done_s(backlog: Backlog) -> float:
 
 
 def with_unseen(backlog: Backlog, n_unseen: int, n_read: float) -> Backlog:
-    """The same with requests that were admitted and of which no engine has spoken yet: each with so much to read, and a reply
-    of the average length."""
+    """The same with requests that were admitted and of which no engine has spoken yet: each with so much to read, and
+    a reply of the average length."""
     more: dict[str, float] = {
         "n_to_read": backlog.n_to_read + n_unseen * n_read,
         "n_to_write": backlog.n_to_write + n_unseen * backlog.n_reply,
@@ -40,8 +40,8 @@ def with_unseen(backlog: Backlog, n_unseen: int, n_read: float) -> Backlog:
 
 
 def retry_after_s(backlogs: Sequence[Backlog], n_admitted: int, n_tokens: float, n_told: int) -> int:
-    """Whole seconds until there is a place, while so many requests with so many prompt tokens are admitted. Whoever was told
-    to come back before stands before, as far as a few rounds: the refused may never come, or come too often."""
+    """Whole seconds until there is a place, while so many requests with so many prompt tokens are admitted. Whoever was
+    told to come back before stands before, as far as a few rounds: the refused may never come, or come too often."""
     if not backlogs:
         return LEAST_S
     n_unseen = max(0, n_admitted - sum(backlog.n_running + backlog.n_waiting for backlog in backlogs))
