@@ -174,3 +174,24 @@ def test_a_loop_that_turns_in_vain_is_named_once_and_cleared(monkeypatch, caplog
         said = [record.message for record in caplog.records if "nothing has moved" in record.message]
         assert len(said) == core.counts.n_stalls < 8
         assert "of 256 cells are in use" in said[0] and said[0].count("request") == 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("arch", ["qwen35", "gemma3", "llama"])
+def test_a_restore_takes_just_the_cells_that_admission_counted(arch, seed):
+    with open_core(arch, width=64, n_ctx=512, n_slots=4, n_spares=4) as core:
+        counted, bring, cells = [], core.restorer.bring, core.context.cells
+
+        def checked(slot, goal, match, sources):
+            running = [other.seq for other in core.slots if other.request is not None]
+            expected = core.restorer.n_cells_beside(slot, goal, running)
+            restored = bring(slot, goal, match, sources)
+            n_left = goal.prompt.n_tokens(len(goal.prompt)) - goal.prompt.n_tokens(restored.n_items)
+            counted.append((expected, cells.used_by([*running, slot.seq]) + n_left, restored.n_items))
+            return restored
+
+        core.restorer.bring = checked
+        play(seed, Watched(core))
+        play(seed + 100, Watched(core))
+        assert [expected for expected, _, _ in counted] == [really for _, really, _ in counted]
+        assert sum(n_items > 0 for _, _, n_items in counted) >= 2
