@@ -27,6 +27,7 @@ NAMES = (
     "http",
     "page",
     "routing",
+    "overload",
 )
 ALONE = ("suite", "scaling", "remote", "ray")  # these write reports or need more, and run only where they are named
 

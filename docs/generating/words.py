@@ -78,7 +78,7 @@ FIELDS = {
     "prompt_cache_key": "whose conversation it is: says which slots to give up last, never what may be reused",
     "prompt_cache_options": '`mode: "off"` is `cache_prompt: false`; `ttl` is read and not used',
     "prompt_cache_diagnostics": "asks for the words where the prompt left what was known; see [reasons](reasons.md)",
-    "deterministic": "runs alone and from reproducible states only: the same bits every time",
+    "deterministic": "runs alone and from reproducible states only: the same bits every time; takes turns with other requests",
     "id_slot": "which slot; -1: any",
     "grammar": "a [form](../server.md#forced-forms): GBNF or Lark",
     "json_schema": "a [form](../server.md#forced-forms): a schema",

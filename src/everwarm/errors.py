@@ -111,6 +111,10 @@ class EngineStopped(EverwarmError):
     status = 503
     code = "unavailable_error"
 
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class ModelNotFound(EverwarmError):
     status = 404
@@ -141,7 +145,10 @@ class NoRoom(EverwarmError):
 class Overloaded(EverwarmError):
     status = 429
     code = "rate_limit_error"
-    retry_after_s = 1
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Draining(EverwarmError):
@@ -161,10 +168,17 @@ class Refused(EverwarmError):
     """An engine's own error, as the gateway hands it on."""
 
     def __init__(
-        self, status: int, code: str, message: str, n_prompt: int | None = None, n_context: int | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        n_prompt: int | None = None,
+        n_context: int | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.n_prompt = n_prompt
         self.n_context = n_context
+        self.retry_after_s = retry_after_s

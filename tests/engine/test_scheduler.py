@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everwarm.engine.scheduler import Budget, Grant, Lane, plan
+from everwarm.engine.scheduler import Budget, Grant, Lane, fit, next_to_suspend, plan
 
 readers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 3000), is_writing=st.just(False))
 writers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 5), is_writing=st.just(True))
@@ -98,3 +98,43 @@ def test_what_a_short_prompt_leaves_over_goes_to_the_long_one():
 
 def test_no_lanes_no_grants():
     assert plan([], Budget(512, 128)) == []
+
+
+# the rule that keeps the engine moving
+
+
+@settings(max_examples=400, deadline=None)
+@given(lanes.filter(bool), budgets, st.data())
+def test_the_oldest_gets_a_token_however_few_there_are(found, budget, data):
+    oldest = data.draw(st.sampled_from(found)).slot
+    grants = sizes(plan(found, budget, oldest))
+    wanted = {lane.slot: lane.n_wanted for lane in found}
+    assert grants[oldest] >= 1 and sum(grants.values()) <= budget.n_step
+    assert all(1 <= n <= wanted[slot] for slot, n in grants.items())
+
+
+@settings(max_examples=400, deadline=None)
+@given(lanes.filter(bool), budgets, st.integers(0, 3000), st.randoms(use_true_random=False))
+def test_what_fits_begins_with_the_oldest_and_leaves_no_cell_that_somebody_wants(found, budget, n_free, rng):
+    order = [lane.slot for lane in found]
+    rng.shuffle(order)
+    planned = plan(found, budget, order[0])
+    kept, wanted = sizes(fit(planned, order, n_free)), sizes(planned)
+    assert (order[0] in kept) == bool(n_free)
+    assert sum(kept.values()) == min(n_free, sum(wanted.values()))
+    assert all(1 <= n <= wanted[slot] for slot, n in kept.items())
+    left_out = [order.index(slot) for slot in wanted if slot not in kept]
+    assert all(order.index(slot) < min(left_out) for slot in kept) if left_out else True
+
+
+@given(st.lists(st.integers(0, 63), unique=True))
+def test_the_youngest_makes_room_and_the_oldest_never_does(order):
+    chosen = next_to_suspend(order)
+    assert chosen == (order[-1] if len(order) > 1 else None)
+    assert not order or chosen != order[0]
+
+
+def test_the_control_a_plan_that_does_not_know_the_oldest_may_leave_it_out():
+    found = [*(Lane(i, 1, True) for i in range(4)), Lane(4, 100, False)]
+    assert 4 not in sizes(plan(found, Budget(4, 128)))
+    assert sizes(plan(found, Budget(4, 128), oldest=4))[4] == 1

@@ -154,6 +154,18 @@ def test_under_more_load_than_it_takes_it_refuses_politely(server):
     assert rss_bytes(pid) < MAX_RSS_BYTES and rss_bytes(server.process.pid) < MAX_RSS_BYTES
 
 
+def test_whoever_is_refused_is_told_when_to_come_back(server):
+    with contextlib.ExitStack() as stack:
+        for _ in range(32):
+            stack.enter_context(asking(server, "/completion", ENDLESS))
+        until(lambda: server.post("/completion", ENDLESS | {"n_predict": 1}).status == 429, "nobody more is admitted")
+        refused = [server.post("/completion", ENDLESS) for _ in range(40)]
+        waits = [int(reply.headers["retry-after"]) for reply in refused]
+        assert {reply.status for reply in refused} == {429} and 1 <= min(waits) < max(waits) <= 600
+        assert all(f"in about {s} s" in r.json["error"]["message"] for r, s in zip(refused, waits, strict=True))
+    until(server.is_idle, "nobody runs or waits", 10)
+
+
 def test_a_reader_that_does_not_read_holds_up_nobody_else(server):
     wide = ENDLESS | {"stream": True, "n_probs": 100, "n_predict": 1500}
     with socket.socket() as sock:

@@ -10,13 +10,15 @@ from everwarm.engine.fetch import Brought, Fetch, Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.keeper import Keeper
 from everwarm.engine.request import Ask, Request
-from everwarm.engine.restore import Restorer, Source
+from everwarm.engine.restore import Goal, Restorer, Source
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, PromptTooLong
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, CutKind
+
+RETURN_STEPS = 32  # that everybody can take once a suspended request has come back
 
 
 class Verdict(enum.Enum):
@@ -87,6 +89,10 @@ class Admission:
             if request.id in self._fetches:
                 self._fetches[request.id] = Brought()
 
+    @property
+    def is_waiting_for_disk(self) -> bool:
+        return any(isinstance(fetch, Fetch) and not fetch.is_done for fetch in self._fetches.values())
+
     def wait_for_disk(self, seconds: float) -> None:
         """When there is nothing else to do."""
         reading = (fetch for fetch in self._fetches.values() if isinstance(fetch, Fetch) and not fetch.is_done)
@@ -97,7 +103,8 @@ class Admission:
     # room and readers
 
     def _fits_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
-        """Whether its new cells fit beside those of the running ones, once everybody else has made room."""
+        """Whether its new cells fit beside those of the running ones, once everybody else has made room. What would
+        share most is asked first, for that is cheap; then what bringing it back will really share."""
         if not self._context.kind.has_attention:
             return True
         shared = 0
@@ -107,7 +114,20 @@ class Admission:
             shared = max((int(prompt.common_prefix(slot.resident())) for slot in kin), default=0)
         used = self._context.cells.used_by(slot.seq for slot in running)
         new = prompt.n_tokens(len(prompt)) - prompt.n_tokens(shared)
-        return used + new + len(running) + 1 <= self._context.n_ctx
+        room = self._context.n_ctx - self._n_to_grow(request, len(running))
+        return used + new <= room and (not shared or self._n_cells_beside(request, prompt, running) <= room)
+
+    def _n_to_grow(self, request: Request, n_running: int) -> int:
+        """Cells that stay free for the next steps. One that was suspended does not come back for a few tokens only:
+        moving it costs as much as many of them."""
+        if request.admitted is None:
+            return n_running + 1
+        return RETURN_STEPS * n_running + min(RETURN_STEPS, request.n_left + 1)
+
+    def _n_cells_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> int:
+        slot = self.seat(request, self._restorer.sources(prompt, request.ask.namespace))
+        goal = Goal(prompt, request.ask.namespace)
+        return self._restorer.n_cells_beside(slot, goal, [other.seq for other in running])
 
     def _is_being_read(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
         """Whether waiting for another request's reading saves reading the same twice. If so, that one stops where the

@@ -18,11 +18,13 @@ import numpy as np
 
 from everwarm.engine.admission import Admission, Verdict, require_possible
 from everwarm.engine.archive import Archive
+from everwarm.engine.backlog import Pace
 from everwarm.engine.counts import Counts
 from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.joining import Joiner
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.pausing import can_pause, is_as_before, seats_window
 from everwarm.engine.prewarm import Prewarm
 from everwarm.engine.probs import probabilities
 from everwarm.engine.ram import Ram
@@ -33,7 +35,9 @@ from everwarm.engine.seeing import see_next
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.sizes import Sizes
 from everwarm.engine.slots import Slot
-from everwarm.engine.trouble import lose_numbers, start_over, suspend_or_finish, with_room
+from everwarm.engine.stall import Stall
+from everwarm.engine.trouble import lose_numbers, start_over, suspend, suspend_or_finish, with_room
+from everwarm.engine.turns import Turns, next_side
 from everwarm.engine.unverified import Unverified
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, ModelChanged, StateRejected
 from everwarm.llama.batch import Feed
@@ -42,7 +46,7 @@ from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 from everwarm.llama.watch import FileWatch
 from everwarm.state import policy
-from everwarm.state.history import record
+from everwarm.state.history import SEATED, chunk_at, n_items_of, record
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Match, Tree
 
@@ -81,9 +85,13 @@ class Core:
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
     prewarm: Prewarm = field(default_factory=Prewarm)
+    stall: Stall = field(default_factory=Stall)
+    turns: Turns = field(default_factory=Turns)
+    pace: Pace = field(default_factory=Pace)
     ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
     n_measured: int = 0  # steps that taught a speed
+    n_admitted: int = 0  # requests, each once
     unverified: Unverified = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,6 +174,8 @@ class Core:
         for slot in self.slots:
             if slot.request is not None and slot.request.id == request_id:
                 self.finish(slot, slot.request, Finish.STOP, events)
+        for request in [r for r in self.queue if r.id == request_id]:  # suspended right after it said so
+            self.drop_waiting(request, Finish.STOP, events)
         return events
 
     @property
@@ -204,32 +214,60 @@ class Core:
         """What it leaves to keep is kept by ``keep_ends``: call that next, once the events are on their way."""
         self.keep_ends()
         events: list[Event] = []
+        if self._step(events):
+            self.stall.note(self, events)
+        return events
+
+    def _step(self, events: list[Event]) -> bool:
+        """False: nothing may be computed now, and that is nobody's stall."""
         if self.has_cancelled:
             self._drop_cancelled(events)
         if self.queue:
             self._admit(events)
         if not self._may_compute():
-            return events
+            return False
         if self.gallery is not None:
             see_next(self, self.gallery, events)
-        grants = plan(self._lanes(), self.budget)
-        grants = with_room(self, grants, events)
-        if grants:
+        if not self._decode(events) and self.queue:
+            self.admission.wait_for_disk(DISK_WAIT_S)
+        return True
+
+    def _decode(self, events: list[Event]) -> bool:
+        """Decode what is planned. Whoever is in the way of the oldest request is suspended until something fits, so a step
+        with a running request never ends in vain. False: nobody has text to read or to write."""
+        while grants := with_room(self, self.plan(), events):
             started = time.monotonic()
             feeds = [self._feed(grant) for grant in grants]
             try:
                 self.context.decode(feeds)
             except ContextFull as error:
                 suspend_or_finish(self, error, events)
-                return events
+                continue
             except DecodeFailed as error:
                 start_over(self, [self.slots[grant.slot] for grant in grants], error, events)
-                return events
+                return True
             self._learn_speed(feeds, time.monotonic() - started)
             self._commit(grants, feeds, events)
-        elif self.queue:
-            self.admission.wait_for_disk(DISK_WAIT_S)
-        return events
+            return True
+        return False
+
+    def plan(self) -> list[Grant]:
+        order = self.oldest_first()
+        return plan(self._lanes(), self.budget, order[0] if order else None)
+
+    def oldest_first(self) -> list[int]:
+        """The slots of the running requests, by admission."""
+        running = [(slot.request.admitted or 0, i) for i, slot in enumerate(self.slots) if slot.request is not None]
+        return [i for _, i in sorted(running)]
+
+    def requeue(self, request: Request) -> None:
+        """A request that was admitted before waits again: before those that never were, in the order of admission. One that
+        runs alone waits behind the others that do, so that each of them has its turn."""
+        assert request.admitted is not None
+        together = [] if request.ask.deterministic else [r for r in self.queue if not r.ask.deterministic]
+        younger = (r for r in together if r.admitted is None or r.admitted > request.admitted)
+        first = next(younger, None)
+        self.queue.insert(len(self.queue) if first is None else self.queue.index(first), request)
 
     def keep_ends(self) -> None:
         """Park the ends of prompts that the last step reached: after their first tokens left, for nobody waits for this."""
@@ -245,7 +283,7 @@ class Core:
         return [Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt) for i, s, r in ready]
 
     def _n_wanted(self, slot: Slot, request: Request) -> int:
-        n = slot.next_stop() - slot.n_fed
+        n = (chunk_at(request.chunks, slot.n_fed) if request.chunks else None) or slot.next_stop() - slot.n_fed
         return min(n, self.settings.prefill_beside_decode) if request.ask.ahead else n  # somebody may come any moment
 
     def _feed(self, grant: Grant) -> Feed:
@@ -262,6 +300,8 @@ class Core:
             memory = min(_SPEED_MEMORY, 1 - 1 / (self.n_measured + 1))  # the first replaces what was only guessed
             self.keeper.seconds_per_token = memory * self.keeper.seconds_per_token + (1 - memory) * seconds / n
             self.n_measured += 1
+        else:
+            self.pace.wrote(n, seconds)
 
     # after decoding
 
@@ -279,12 +319,25 @@ class Core:
         """So many items more are read. ``row``: where the logits after the last are."""
         slot.n_fed += n_items
         record(slot.chunks, n_items)
+        if request.ask.deterministic and not self._seat(slot, request):
+            return start_over(self, [slot], StateRejected("its window was lost while it was seated anew"), events)
         if slot.n_fed <= request.n_prompt:
             events.append(Progress(request.id, request.n_tokens(slot.n_fed), request.n_prompt_tokens))
         if slot.cuts and slot.n_fed == slot.cuts[-1].at and not self._take(slot, slot.cuts.pop().kind):
             start_over(self, [slot], StateRejected("its state was lost while it was being kept"), events)
         elif row is not None:
             self._advance(slot, request, row, events)
+
+    def _seat(self, slot: Slot, request: Request) -> bool:
+        """Where a deterministic request with a window can be suspended, its window is seated anew in any case."""
+        if seats_window(self, slot, request):
+            try:
+                self.context.touch(slot.seq)
+            except StateRejected as error:
+                log.warning("a window could not be seated anew: %s", error)
+                return False
+            record(slot.chunks, SEATED)
+        return True
 
     def _advance(self, slot: Slot, request: Request, row: int, events: list[Event]) -> None:
         """Everything a request has is decoded: pick what comes next."""
@@ -356,6 +409,7 @@ class Core:
         self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
     ) -> None:
         request.sampler.close()
+        self.pace.ended(request, finish)
         events.append(Finished(request.id, request.result(finish, error)))
 
     # starting
@@ -363,16 +417,27 @@ class Core:
     def _drop_cancelled(self, events: list[Event]) -> None:
         self.has_cancelled = False
         for request in [r for r in self.queue if r.cancelled]:
-            self.queue.remove(request)
-            self.admission.forget(request)
-            self.close_request(request, Finish.CANCELLED, events)
+            self.drop_waiting(request, Finish.CANCELLED, events)
         for slot in self.slots:
             if slot.request is not None and slot.request.cancelled:
                 self.finish(slot, slot.request, Finish.CANCELLED, events)
 
+    def drop_waiting(
+        self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
+    ) -> None:
+        self.queue.remove(request)
+        self.admission.forget(request)
+        self.close_request(request, finish, events, error)
+
     def _admit(self, events: list[Event]) -> None:
-        """In order, but whoever waits for a particular slot or for another's reading lets others pass."""
+        """In order, but whoever waits for a particular slot, for another's reading or for its turn lets others pass."""
+        self._take_turns()
+        is_full = sum(r.ask.deterministic and r.admitted is not None for r in self.queue) >= len(self.slots)
         for request in list(self.queue):
+            if request.ask.deterministic != self.turns.is_alone:
+                continue
+            if request.ask.deterministic and is_full and request.admitted is None:
+                continue  # no more of them take turns than there are slots: each keeps a state in RAM
             verdict = self.admission.judge(request)
             if verdict is Verdict.FULL:
                 return
@@ -380,7 +445,25 @@ class Core:
                 self.queue.remove(request)
                 self._start(request, events)
 
+    def _take_turns(self) -> None:
+        """A deterministic request and all the others do not run together: when one side's time is over it is suspended."""
+        now, waiting, running = time.monotonic(), [r.ask.deterministic for r in self.queue], self.oldest_first()
+        if not running:
+            return self.turns.begin(is_alone=next_side(self.turns.is_alone, waiting), now=now)
+        self.turns.note_waiting(waiting, now)
+        oldest = self.slots[running[0]]
+        assert oldest.request is not None
+        has_advanced = oldest.n_fed > oldest.request.n_furthest
+        if self.turns.is_over(now, has_advanced=has_advanced) and can_pause(self, oldest):
+            self.counts.n_turns += 1
+            for i in reversed(running):
+                suspend(self, self.slots[i], "its turn is over")
+            self.turns.begin(is_alone=not self.turns.is_alone, now=now)
+
     def _start(self, request: Request, events: list[Event]) -> None:
+        if request.admitted is None:
+            self.n_admitted += 1
+            request.admitted = self.n_admitted
         is_first = request.started_at is None
         request.started_at = request.started_at or time.monotonic()
         if request.ask.deterministic:
@@ -395,6 +478,8 @@ class Core:
             restored = self.restorer.bring(slot, goal, match, sources)
         else:
             restored = self.restorer.start_cold(slot, goal)
+        if not is_as_before(self, slot, request):  # what it was suspended with is lost: read it again in the same way
+            restored = self.restorer.start_cold(slot, goal)
         self._plan_cuts(slot, request, match, restored)
         slot.request, slot.stable, slot.n_settled = request, request.ask.stable, restored.n_items
         if not request.ask.ahead:
@@ -403,8 +488,8 @@ class Core:
         for other in self.slots:
             if slot.session is not None and other.session == slot.session:
                 other.used_at = time.monotonic()
-        request.restored_at = time.monotonic()
         if is_first:
+            request.restored_at = time.monotonic()
             self.counts.add(request, self.keeper, match, restored, brought)
             n_cached = request.n_tokens(request.n_cached)
             events.append(Started(request.id, request.n_prompt_tokens, n_cached, slot.seq))
@@ -429,7 +514,12 @@ class Core:
             breakpoints=request.ask.breakpoints,
         )
         needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
-        slot.cuts = [cut for cut in reversed(found) if needed and cut.at > restored.n_items]
+        if request.chunks:
+            found = request.cuts  # as before it was suspended
+        elif request.ask.deterministic:
+            request.cuts = tuple(found)
+        n_passed = max(restored.n_items, n_items_of(request.chunks))
+        slot.cuts = [cut for cut in reversed(found) if needed and cut.at > n_passed]
 
     def move_everybody_out(self) -> None:
         """A deterministic request runs alone, from the first cell on."""

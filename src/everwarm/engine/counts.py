@@ -26,6 +26,8 @@ class Counts:
     n_avoidable: int = 0  # prompt tokens read again although somebody had read them before
     n_full_rereads: int = 0
     n_suspended: int = 0
+    n_turns: int = 0  # times a deterministic request and the others gave way to each other
+    n_stalls: int = 0  # times that nothing moved although somebody waited
     n_decode_failures: int = 0
     n_prewarms: int = 0  # turns read before anybody asked
     n_prewarms_interrupted: int = 0

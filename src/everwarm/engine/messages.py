@@ -241,6 +241,21 @@ class Fatal(Message, frozen=True, tag=True):
     message: str
 
 
+class Backlog(Message, frozen=True):
+    """What is ahead of a new request, in tokens, and the seconds that each takes."""
+
+    n_slots: int
+    n_running: int
+    n_waiting: int
+    n_reply: float  # of a reply, on average
+    n_to_read: float  # of prompts, running and waiting
+    n_to_write: float  # of replies; as many as replies have had lately, unless they are limited to fewer
+    n_next_read: float  # of the running request that will end first
+    n_next_write: float
+    read_s: float
+    write_s: float  # each, of all replies that are written together
+
+
 class Beat(Message, frozen=True, tag=True):
     """I am alive. ``step_age_s``: how long the running step has been running."""
 
@@ -249,6 +264,7 @@ class Beat(Message, frozen=True, tag=True):
     n_queued: int
     version: int = 0  # of the tree
     degraded: dict[str, str] = {}  # tiers, and why each does not do all that was asked of it
+    backlog: Backlog | None = None  # None: no model is loaded yet
 
 
 class Begun(Message, frozen=True, tag=True):
@@ -341,6 +357,7 @@ class Failed(Message, frozen=True, tag=True):
     message: str
     n_prompt: int | None = None
     n_context: int | None = None
+    retry_after_s: int | None = None
 
 
 class Answer(Message, frozen=True, tag=True):

@@ -19,7 +19,8 @@ from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.forms import CompiledForm
 from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import MediaItem, Prompt
-from everwarm.state.policy import CutKind
+from everwarm.state.history import Chunks
+from everwarm.state.policy import Cut, CutKind
 
 MAX_PROBS = 100
 
@@ -124,6 +125,10 @@ class Request:
     why: Why | None = None
     used: CheckpointUse | None = None
     attempts: int = 0
+    admitted: int | None = None  # which one it was to be admitted; kept when it is suspended
+    n_furthest: int = 0  # items it had decoded when it was suspended, at most
+    chunks: Chunks = ()  # how they were decoded, of a deterministic one: it goes on in the same way
+    cuts: tuple[Cut, ...] = ()  # where its prompt is cut, of a deterministic one
     started_at: float | None = None
     restored_at: float | None = None
     first_token_at: float | None = None

@@ -119,6 +119,37 @@ class Restorer:
         self._stand(slot, goal, [], 0)
         return Restored(0)
 
+    # how much room that takes
+
+    def n_cells_beside(self, slot: Slot, goal: Goal, running: Sequence[SeqId]) -> int:
+        """Cells that these sequences and ``slot`` will hold once the prompt has been brought there and the rest is read.
+        Only what the way back really shares with a running one counts once: an equal prefix in other cells does not."""
+        sources = self.sources(goal.prompt, goal.namespace)
+        found = self._found(slot, goal.prompt, self.match(goal.prompt, goal.namespace, sources), sources)
+        n_found = goal.prompt.n_tokens(found.n_common)
+        n_read = goal.prompt.n_tokens(len(goal.prompt)) - n_found
+        return self._context.cells.used_with(running, found.seq, n_found) + n_read
+
+    def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sequence[Source]) -> Source:
+        """Whose cells a restore starts with, as ``bring`` would; what comes from RAM takes new ones."""
+        own, n_items = _common(slot, sources), self._n_restorable(prompt, match)
+        if 0 < own == slot.n_fed and n_items <= own:
+            return Source(slot.seq, own)
+        node = next((node for node in match.usable if node.n_items == n_items), None)
+        if node is not None and node.checkpoint is not None and node.checkpoint.parked is not None:
+            return Source(node.checkpoint.parked, n_items)
+        best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
+        if own >= n_items or best.n_common <= own or not self._context.kind.can_share_cells:
+            return Source(slot.seq, min(own, n_items))
+        chunks = self._keeper.history(best.seq)
+        return Source(best.seq, entry(match.path, min(best.n_common, n_items), n_items, chunks))
+
+    def _n_restorable(self, prompt: Prompt, match: Match) -> int:
+        """The deepest point that can be restored and leaves something to decode, or its logits."""
+        if not self._context.kind.needs_checkpoints:
+            return min(match.n_kv, len(prompt) - 1)
+        return max((node.n_items for node in match.usable if _leaves_work(node, prompt)), default=0)
+
     # ways to a point, cheapest first
 
     def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored | None:
@@ -129,11 +160,7 @@ class Restorer:
             return None
         if own == len(goal.prompt):
             return self._stay_at_end(slot, goal)
-        if self._context.kind.needs_checkpoints:
-            deeper = any(node.n_items > own and _leaves_work(node, goal.prompt) for node in match.usable)
-        else:
-            deeper = min(match.n_kv, len(goal.prompt) - 1) > own
-        if deeper:
+        if self._n_restorable(goal.prompt, match) > own:
             return None
         slot.items = goal.prompt.first(own)
         note_used(self._keeper, slot.node)

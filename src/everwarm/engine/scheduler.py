@@ -1,4 +1,10 @@
-"""Who may decode how many tokens in the next step. Pure: lanes in, grants out."""
+"""Who may decode how many tokens in the next step, and who makes room when there is none. Pure: lanes in, grants out.
+
+**The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at least
+one token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one (``next_to_suspend``).
+So it ends after at most as many steps as it has items, then the next one is the oldest, and every request ends. Admission
+and step shares may be ordered in any other way as long as these three functions keep that.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +32,41 @@ class Budget(NamedTuple):
     n_beside: int
 
 
-def plan(lanes: Sequence[Lane], budget: Budget) -> list[Grant]:
-    """Every reply gets its token; prompts share what is left, evenly, so that nobody waits for the longest one."""
-    writing = [lane for lane in lanes if lane.is_writing][: budget.n_step]
-    grants = [Grant(lane.slot, 1) for lane in writing]
-    if len(grants) == len(lanes):
-        return grants
+def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> list[Grant]:
+    """Every reply gets its token; prompts share what is left, evenly, so that nobody waits for the longest one. ``oldest``
+    is the slot of the request that was admitted first: it gets a token even if there are fewer of them than requests."""
+    reading = [lane for lane in lanes if not lane.is_writing]
+    n_kept = any(lane.slot == oldest for lane in reading)
+    writing = sorted((lane for lane in lanes if lane.is_writing), key=lambda lane: lane.slot != oldest)
+    grants = [Grant(lane.slot, 1) for lane in writing[: budget.n_step - n_kept]]
     room = budget.n_step - len(grants)
     if grants:
         room = min(room, budget.n_beside)
-    reading = sorted((lane for lane in lanes if not lane.is_writing), key=lambda lane: lane.n_wanted)
+    is_scarce = room < len(reading)
+    reading.sort(key=lambda lane: (is_scarce and lane.slot != oldest, lane.n_wanted))
     for i, lane in enumerate(reading):  # the smallest wish first: what it leaves over goes to the others
         share = min(lane.n_wanted, -(-room // (len(reading) - i)))
         if share > 0:
             grants.append(Grant(lane.slot, share))
             room -= share
     return grants
+
+
+def fit(grants: Sequence[Grant], oldest_first: Sequence[int], n_free: int) -> list[Grant]:
+    """What of a plan fits into so many cells: one token each, the oldest first, then the rest in the same order. Empty only
+    if not one cell is free. ``oldest_first``: the slots of all running requests by admission."""
+    wanted = {grant.slot: grant.n_tokens for grant in grants}
+    order = [slot for slot in oldest_first if slot in wanted]
+    given = dict.fromkeys(order[:n_free], 1)
+    n_free -= len(given)
+    for slot in given:
+        more = min(wanted[slot] - 1, n_free)
+        given[slot] += more
+        n_free -= more
+    return [Grant(grant.slot, given[grant.slot]) for grant in grants if grant.slot in given]
+
+
+def next_to_suspend(oldest_first: Sequence[int]) -> int | None:
+    """Whose slot is emptied when the running requests fill the context: that of the one admitted last. None: only one runs,
+    and that one is never suspended for want of room."""
+    return oldest_first[-1] if len(oldest_first) > 1 else None

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def see_next(core: Core, gallery: Gallery, events: list[Event]) -> None:
-    """One picture, for the first request that has come to one."""
-    for slot in core.slots:
+    """One picture, for the oldest request that has come to one."""
+    for i in core.oldest_first():
+        slot = core.slots[i]
         request = slot.request
         item = None if request is None else request.media_at(slot.n_fed)
         if request is not None and item is not None:
@@ -26,9 +27,11 @@ def see_next(core: Core, gallery: Gallery, events: list[Event]) -> None:
 
 def _see(core: Core, gallery: Gallery, slot: Slot, request: Request, item: MediaItem, events: list[Event]) -> None:
     end, wants_logits = request.ask.prompt.mark(slot.n_fed + 1), slot.n_fed + 1 == request.n_items
+    while slot.request is request and not core.keeper.make_room(item.n_tokens, keep=slot):
+        suspend_or_finish(core, ContextFull(f"a picture needs {item.n_tokens} cells"), events)
+    if slot.request is not request:
+        return
     try:
-        if not core.keeper.make_room(item.n_tokens, keep=slot):
-            raise ContextFull(f"a picture needs {item.n_tokens} cells")
         embedding = gallery.embedding(item, request.ask.pictures, request.ask.namespace)
         core.context.see(slot.seq, gallery.media, embedding, end, wants_logits=wants_logits)
     except ContextFull as error:

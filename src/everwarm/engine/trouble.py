@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from everwarm.engine.request import Event, Finish
-from everwarm.engine.scheduler import Grant
+from everwarm.engine.scheduler import Grant, fit, next_to_suspend
 from everwarm.engine.slots import Slot
-from everwarm.errors import ContextFull, DecodeFailed, MemoryFault, WeightsTouched
+from everwarm.errors import ContextFull, DecodeFailed, MemoryFault, PromptTooLong, WeightsTouched
 from everwarm.state.policy import CutKind
 
 if TYPE_CHECKING:
@@ -20,37 +20,46 @@ MAX_ATTEMPTS = 3
 
 
 def with_room(core: Core, grants: list[Grant], events: list[Event]) -> list[Grant]:
-    n = sum(grant.n_tokens for grant in grants)
-    if not grants or core.keeper.make_room(n):
-        return grants
-    free = core.context.cells.free
-    kept: list[Grant] = []
-    for grant in grants:  # what fits goes on; replies come first in a plan
-        size = min(grant.n_tokens, free)
-        if size > 0:
-            kept.append(Grant(grant.slot, size))
-            free -= size
-    if not kept:
+    """What of a plan has room, once as many of the youngest as need be were suspended. Empty only if nobody runs."""
+    while grants and not core.keeper.make_room(sum(grant.n_tokens for grant in grants)):
+        kept = fit(grants, core.oldest_first(), core.context.cells.free)
+        if kept:
+            return kept
         suspend_or_finish(core, ContextFull("every cell is taken by running requests"), events)
-    return kept
+        grants = core.plan()
+    return grants
 
 
 def suspend_or_finish(core: Core, error: ContextFull, events: list[Event]) -> None:
     """The context is full of running requests: the youngest waits in RAM; a lone one has reached its length."""
-    running = [slot for slot in core.slots if slot.request is not None]
-    youngest = max(running, key=lambda slot: slot.request.id if slot.request else 0)
-    request = youngest.request
+    order = core.oldest_first()
+    youngest = next_to_suspend(order)
+    if youngest is not None:
+        core.counts.n_suspended += 1
+        return suspend(core, core.slots[youngest], str(error))
+    slot = core.slots[order[0]]
+    request = slot.request
     assert request is not None
-    if len(running) == 1:
-        log.info("request %d ends at %d tokens: %s", request.id, youngest.n_fed, error)
-        return core.finish(youngest, request, Finish.LENGTH, events)
-    log.info("request %d waits: %s", request.id, error)
-    core.counts.n_suspended += 1
-    core.keep_end(youngest, CutKind.CANCEL)
-    youngest.items = request.items(youngest.n_fed)
-    youngest.request, youngest.cuts = None, []
-    core.keeper.move_out_slot(youngest)
-    core.queue.appendleft(request)
+    log.info("request %d ends at %d tokens: %s", request.id, slot.n_fed, error)
+    if slot.n_fed < request.n_prompt:  # it holds nothing that could be an answer
+        too_long = PromptTooLong(request.n_prompt_tokens, request.n_tokens(slot.n_fed))
+        return core.finish(slot, request, Finish.ERROR, events, too_long)
+    core.finish(slot, request, Finish.LENGTH, events)
+
+
+def suspend(core: Core, slot: Slot, why: str) -> None:
+    """Move a running request to RAM. It comes back in the order of admission and goes on where it was."""
+    request = slot.request
+    assert request is not None
+    log.info("request %d waits at %d tokens: %s", request.id, slot.n_fed, why)
+    core.keep_end(slot, CutKind.CANCEL)
+    request.n_furthest = max(request.n_furthest, slot.n_fed)
+    if request.ask.deterministic:
+        request.chunks = tuple(slot.chunks)
+    slot.items = request.items(slot.n_fed)
+    slot.request, slot.cuts = None, []
+    core.keeper.move_out_slot(slot)
+    core.requeue(request)
 
 
 def lose_numbers(core: Core, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
@@ -83,6 +92,6 @@ def start_over(
         slot.clear()
         request.attempts += guilty in (None, slot) and not is_innocent
         if request.attempts < MAX_ATTEMPTS:
-            core.queue.appendleft(request)
+            core.requeue(request)
         else:
             core.close_request(request, Finish.ERROR, events, error)

@@ -23,6 +23,7 @@ from pathlib import Path
 from everwarm.config import log_to_stderr
 from everwarm.engine import messages as m
 from everwarm.engine.assemble import assemble
+from everwarm.engine.backlog import backlog_of
 from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
 from everwarm.engine.look import version_of
@@ -124,7 +125,8 @@ class Pulse:
         core, loop = self._watched
         running = [request for slot in core.slots if (request := slot.request) is not None]
         n_running = sum(not request.ask.ahead for request in running)
-        return m.Beat(loop.step_age_s(), n_running, len(core.queue), version_of(core), core.degraded)
+        about = (loop.step_age_s(), n_running, len(core.queue), version_of(core))
+        return m.Beat(*about, core.degraded, backlog_of(core))
 
 
 def main() -> None:

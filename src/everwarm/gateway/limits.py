@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from everwarm.engine.messages import Backlog
 from everwarm.errors import Draining, Overloaded
+from everwarm.gateway.retry_after import Told, retry_after_s
 from everwarm.gateway.settings import ServerSettings
 
 _BYTES_PER_TOKEN = 3  # a guess on the safe side
@@ -75,6 +77,8 @@ class Limits:
         self._n_of_client: Counter[str] = Counter()
         self.n_tokens = 0
         self.is_draining = False
+        self.backlogs: Callable[[], Sequence[Backlog]] = tuple  # of the engines that run
+        self._told = Told()
 
     @property
     def n_requests(self) -> int:
@@ -120,7 +124,7 @@ class Limits:
             elif self._may_be_reserved_for(client):
                 break
             else:
-                raise Overloaded(lack)
+                raise self._overloaded(lack)
         place = Place(self, client, n_tokens, cut_off)
         self._places[place] = None
         self._n_of_client[client] += 1
@@ -130,10 +134,16 @@ class Limits:
     def _lack(self, n_tokens: int) -> str | None:
         """Why there is no ordinary place."""
         if self.n_requests >= self._settings.max_requests:
-            return f"{self.n_requests} requests are running or waiting already; try again later"
+            return f"{self.n_requests} requests are running or waiting already"
         if self.n_requests and self.n_tokens + n_tokens > self._settings.max_waiting_tokens:
-            return f"prompts of about {self.n_tokens} tokens are waiting already; try again later"
+            return f"prompts of about {self.n_tokens} tokens are waiting already"
         return None
 
     def _may_be_reserved_for(self, client: str) -> bool:
         return not self._n_of_client[client] and self.n_requests < self._settings.max_requests + self.n_reserved
+
+    def _overloaded(self, why: str) -> Overloaded:
+        now = time.monotonic()
+        wait_s = retry_after_s(self.backlogs(), self.n_requests, self.n_tokens, self._told.n_ahead(now))
+        self._told.add(now, wait_s)
+        return Overloaded(f"{why}; try again in about {wait_s} s", wait_s)

@@ -39,13 +39,14 @@ class Status:
     async def ready(self, _request: Request) -> Response:
         """Of one model: whether it can be used now. With several, whoever is needed is loaded: the server is ready."""
         standings = self._service.pool.standings()
-        is_ready, about = True, {"status": "ready", "models": len(standings)}
+        is_ready, wait_s, about = True, 1, {"status": "ready", "models": len(standings)}
         if len(standings) == 1:
             (one,) = standings
             sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it wakes when it is asked for
             is_ready = one.supervisor.is_ready or (sleeps and not self._service.pool.is_stopping)
             about = _condition(one.supervisor)
-        return json_response(about, 200 if is_ready else 503, {} if is_ready else {"retry-after": "1"})
+            wait_s = one.supervisor.back_in_s or 1
+        return json_response(about, 200 if is_ready else 503, {} if is_ready else {"retry-after": str(wait_s)})
 
     async def metrics(self, request: Request) -> Response:
         """The gateway's own, and the engine's of one model: the only one, or the one that is named."""

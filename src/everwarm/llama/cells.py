@@ -44,12 +44,11 @@ class Cells:
 
     def used_by(self, seqs: Iterable[int]) -> int:
         """Cells held by any of these sequences, shared ones counted once."""
-        longest: dict[int, int] = {}
-        for seq in seqs:
-            for span in self._spans[seq]:
-                key = id(span.run)
-                longest[key] = max(longest.get(key, 0), span.n)
-        return sum(longest.values())
+        return _n_distinct(span for seq in seqs for span in self._spans[seq])
+
+    def used_with(self, seqs: Iterable[int], other: int, n: int) -> int:
+        """The same with the first ``n`` cells of one more sequence."""
+        return _n_distinct([*(span for seq in seqs for span in self._spans[seq]), *_first(self._spans[other], n)])
 
     @property
     def free(self) -> int:
@@ -118,3 +117,11 @@ def _first(spans: list[Span], n: int) -> list[Span]:
         kept.append(Span(span.run, min(span.n, n)))
         n -= span.n
     return kept
+
+
+def _n_distinct(spans: Iterable[Span]) -> int:
+    longest: dict[int, int] = {}
+    for span in spans:
+        key = id(span.run)
+        longest[key] = max(longest.get(key, 0), span.n)
+    return sum(longest.values())

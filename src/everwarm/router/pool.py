@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from everwarm.engine.messages import Backlog
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
 from everwarm.router.catalog import Catalog, ModelSpec
@@ -185,6 +186,11 @@ class Pool:
             if status is not None:
                 found.append(Standing(served.spec, status, served.supervisor))
         return found
+
+    def backlogs(self) -> list[Backlog]:
+        """What is ahead of a new request, of every engine that has said so."""
+        loads = (served.supervisor.load for served in self._served.values())
+        return [load.backlog for load in loads if load is not None and load.backlog is not None]
 
     def load(self, name: str) -> None:
         served = self.find(name)

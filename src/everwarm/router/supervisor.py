@@ -11,6 +11,7 @@ import contextlib
 import enum
 import http
 import logging
+import math
 import os
 import signal
 import socket
@@ -112,6 +113,8 @@ class Supervisor:
         self.n_restarts = 0
         self.load: m.Beat | None = None
         self.loaded = 0.0
+        self.load_s: float | None = None  # that the last load took
+        self._began_at = 0.0
         self._n_deaths = 0
         self._last_beat = time.monotonic()
         self._pending: dict[int, Pending] = {}
@@ -136,6 +139,12 @@ class Supervisor:
     @property
     def is_running(self) -> bool:
         return not self._is_over
+
+    @property
+    def back_in_s(self) -> int | None:
+        """When it will be ready again, as long as the last load took; None: nobody knows."""
+        is_coming = self.state in (State.STARTING, State.RESTARTING)
+        return max(1, math.ceil(self.load_s)) if is_coming and self.load_s is not None else None
 
     @property
     def pid(self) -> int | None:
@@ -285,7 +294,7 @@ class Supervisor:
             self._writer.write(frame)
 
     def _down(self) -> EngineStopped:
-        return EngineStopped(self.reason or "the engine is not running")
+        return EngineStopped(self.reason or "the engine is not running", self.back_in_s)
 
     @property
     def _is_over(self) -> bool:
@@ -340,6 +349,7 @@ class Supervisor:
             theirs.close()
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
             self._last_beat, self._kill_reason = time.monotonic(), ""
+            self._began_at = self._last_beat
             self._send(self._open)
             watch = asyncio.create_task(self._watch())
             try:
@@ -376,6 +386,7 @@ class Supervisor:
                     self._on_loading(fraction)
             case m.Ready(info=info):
                 self.info = info
+                self.load_s = time.monotonic() - self._began_at
                 await self._set(State.READY, None)
                 for pending in self._pending.values():
                     self._write(pending.frame)
@@ -447,7 +458,8 @@ class Supervisor:
             self._fail(id, pending, reason)
 
     def _fail(self, id: int, pending: Pending, reason: str) -> None:
-        pending.inbox.put_nowait(m.Failed(id, EngineStopped.status, EngineStopped.code, reason))
+        about = (EngineStopped.status, EngineStopped.code, reason)
+        pending.inbox.put_nowait(m.Failed(id, *about, retry_after_s=self.back_in_s))
         self._pending.pop(id, None)
 
     async def _set(self, state: State, reason: str | None) -> None:
@@ -464,4 +476,5 @@ def _ending(code: int) -> str:
 
 def failure(message: m.Failed) -> Refused:
     """An engine's refusal as an error to raise."""
-    return Refused(message.status, message.code, message.message, message.n_prompt, message.n_context)
+    about = (message.n_prompt, message.n_context, message.retry_after_s)
+    return Refused(message.status, message.code, message.message, *about)

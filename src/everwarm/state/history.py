@@ -43,3 +43,37 @@ def history_over(chunks: Chunks | list[tuple[int, int]], n_items: int) -> Chunks
             kept.append((size, n))
             left -= n * size
     return tuple(kept) if left <= 0 else None
+
+
+def is_begun_by(chunks: Chunks, first: Chunks | list[tuple[int, int]]) -> bool:
+    """Whether a reading in ``chunks`` began in just these ones. Seating a window twice is seating it once."""
+    whole, begun = _seated_once(chunks), _seated_once(first)
+    if not begun:
+        return True
+    if len(begun) > len(whole) or begun[:-1] != whole[: len(begun) - 1]:
+        return False
+    (size, times), (size_then, times_then) = begun[-1], whole[len(begun) - 1]
+    return size == size_then and times <= times_then
+
+
+def chunk_at(chunks: Chunks, n_items: int) -> int | None:
+    """The size of the chunk that begins there; None at the end and inside a chunk."""
+    at = 0
+    for size, times in chunks:
+        if size and at <= n_items < at + size * times:
+            return size if (n_items - at) % size == 0 else None
+        at += size * times
+    return None
+
+
+def is_seated_at(chunks: Chunks, n_items: int) -> bool:
+    at = 0
+    for size, times in chunks:
+        at += size * times
+        if size == SEATED and at == n_items:
+            return True
+    return False
+
+
+def _seated_once(chunks: Chunks | list[tuple[int, int]]) -> Chunks:
+    return tuple((size, 1 if size == SEATED else times) for size, times in chunks)
