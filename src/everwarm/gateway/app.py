@@ -53,7 +53,7 @@ class Gateway:
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     service = Service(pool, settings, Limits(settings), Metrics(), pictures=Pictures(PICTURES, _remote(settings)))
-    service.limits.backlogs = pool.backlogs  # asked only when somebody is refused
+    service.limits.backlogs = lambda: pool.backlogs()  # asked only when somebody is refused
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     service.recent.ended = None if traces is None else traces.ended
