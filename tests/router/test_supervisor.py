@@ -16,7 +16,8 @@ from everwarm.config import GREEDY
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, Refused
-from everwarm.router.supervisor import MAX_DEATHS, Patience, State, Supervisor
+from everwarm.router.deaths import MAX_DEATHS, Patience
+from everwarm.router.supervisor import State, Supervisor
 from gateway.server import children, is_alive
 from models import EMBEDDED
 

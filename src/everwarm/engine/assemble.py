@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,11 +37,15 @@ from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.ram")
 
+_MIB = 1 << 20
+SECONDS_PER_TOKEN = 1e-3  # until it is measured
 LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
 
 
 def assemble(path: Path, settings: EngineSettings, progress: Progress | None = None, memory: int | None = None) -> Core:
-    """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start."""
+    """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start, and
+    what of it has no room any more goes before the context asks for memory."""
+    tree = Tree()
     with contextlib.ExitStack() as undo:
         fd = memory_file() if memory is None else memory
         undo.callback(os.close, fd)
@@ -52,25 +56,39 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         gallery = None if settings.mmproj is None else _open_gallery(Path(settings.mmproj), model, settings)
         if gallery is not None:
             undo.callback(gallery.close)
-        sizes = decide_sizes(model, settings)
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
-        left = left or _open_memory(model, settings, sizes, fd)
+        left = left or _open_left_on_host(model, settings, fd)
+        ram = None if left is None else _take_up(left, tree, model, undo)
+        sizes = decide_sizes(model, settings, 0 if left is None else left.arena.n_used)
+        if left is None or ram is None:
+            left = _open_memory(model, settings, sizes, fd)
+            ram = _take_up(left, tree, model, undo)
+        _warn_of_limits(left.arena.budget_bytes, sizes)
         context = Context(model, settings.context(sizes.n_spares))
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
-    arena = left.arena
-    tree = Tree()
-    ram = Ram(arena, tree, model.memory_kind, left.pinning)
+    return _core(model, settings, replace(sizes, ram_bytes=left.arena.budget_bytes), context, tree, ram, gallery)
+
+
+def _core(
+    model: Model,
+    settings: EngineSettings,
+    sizes: Sizes,
+    context: Context,
+    tree: Tree,
+    ram: Ram,
+    gallery: Gallery | None,
+) -> Core:
     context.place = ram.place
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
         tree.hold(slot.node)
-    keeper = Keeper(context, tree, slots, sizes.spacing, arena.budget_bytes, 1e-3, settings.namespace_share)
-    keeper.most_joined = most_joined(arena.budget_bytes, sizes.shape.kv_bytes_per_token)
+    budget = sizes.ram_bytes
+    keeper = Keeper(context, tree, slots, sizes.spacing, budget, SECONDS_PER_TOKEN, settings.namespace_share)
+    keeper.most_joined = most_joined(budget, sizes.shape.kv_bytes_per_token)
     keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
-    ram.adopt()
     keeper.enforce_budget()
     archive = fetcher = None
     kept = settings.store or settings.remote
@@ -81,9 +99,28 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         fetcher = Fetcher(archive, keeper, ram, kept.restore_policy)
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, fetcher)
-    budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, budget, ram, archive, fetcher, gallery)
+    step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
+    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, archive, fetcher, gallery)
     return Core(model, settings, sizes, context, tree, *parts)
+
+
+def _take_up(left: Memory, tree: Tree, model: Model, undo: contextlib.ExitStack) -> Ram:
+    """Lay what an earlier engine left into the tree, as far as the budget goes."""
+    ram = Ram(left.arena, tree, model.memory_kind, left.pinning)
+    undo.callback(ram.close)
+    ram.adopt()
+    ram.shrink(SECONDS_PER_TOKEN)
+    return ram
+
+
+def _warn_of_limits(budget_bytes: int, sizes: Sizes) -> None:
+    if budget_bytes > sizes.ram_room:
+        shown = (budget_bytes / _MIB, sizes.ram_room / _MIB)
+        log.warning(
+            "--cache-ram is %.0f MiB, but the memory limit of this process leaves %.0f MiB beside weights and context: "
+            "the kernel will kill the engine when it is filled; give less, or raise the limit",
+            *shown,
+        )
 
 
 def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> Gallery:
@@ -118,6 +155,14 @@ def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
         return None
     arena = Arena(fd, owner, settings.ram_bytes, 0)
     return Memory(identity, arena, _pinning(arena, settings, on_gpu=True))
+
+
+def _open_left_on_host(model: Model, settings: EngineSettings, fd: int) -> Memory | None:
+    """The same where no GPU copies from it: then nothing is pinned, and it can be opened before sizes are decided."""
+    owner = settings.fingerprint(model.identity)
+    if is_on_gpu(model) or not Arena.is_left(fd, owner, settings.ram_bytes):
+        return None
+    return Memory(model.identity, Arena(fd, owner, settings.ram_bytes, 0), None)
 
 
 def _open_memory(model: Model, settings: EngineSettings, sizes: Sizes, fd: int) -> Memory:

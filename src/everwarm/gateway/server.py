@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from everwarm import __version__
-from everwarm.config import log_to_stderr
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.settings import ServerSettings
+from everwarm.logs import log_to_stderr
 from everwarm.router.catalog import Catalog
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool, Standing
