@@ -42,9 +42,9 @@ def suspend_or_finish(core: Core, error: ContextFull, events: list[Event]) -> No
     request = youngest.request
     assert request is not None
     if len(running) == 1:
-        log.info("request %d ends at %d tokens: %s", request.id, youngest.n_fed, error)
+        log.debug("request %d ends at %d tokens: %s", request.id, youngest.n_fed, error)
         return core.finish(youngest, request, Finish.LENGTH, events)
-    log.info("request %d waits: %s", request.id, error)
+    log.debug("request %d waits: %s", request.id, error)
     core.counts.n_suspended += 1
     core.keep_end(youngest, CutKind.CANCEL)
     youngest.items = request.items(youngest.n_fed)

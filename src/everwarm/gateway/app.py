@@ -28,6 +28,7 @@ from everwarm.gateway.openai import openai_routes
 from everwarm.gateway.pictures import PictureLimits, Pictures
 from everwarm.gateway.remote import RemotePolicy
 from everwarm.gateway.replies import Hangup
+from everwarm.gateway.request_log import log_request
 from everwarm.gateway.responses import Responses
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
@@ -51,7 +52,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     service = Service(pool, settings, Limits(settings), Metrics(), pictures=Pictures(PICTURES, _remote(settings)))
     cache = Cache(service)
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
-    service.recent.ended = None if traces is None else traces.ended
+    service.recent.ended = [log_request, *([] if traces is None else [traces.ended])]
     responses = Responses(service, KeptResponses(settings.state_dir))
     routes = [
         *page_routes(),

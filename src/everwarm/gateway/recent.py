@@ -43,6 +43,7 @@ class Row:
     number: int | None = None  # the engine's, while it runs
     status: Status = "running"
     error: str | None = None
+    code: str | None = None  # the error's, which quotes nothing
     done: m.Done | None = None
     n_prompt: int = 0
     n_cached: int = 0
@@ -68,8 +69,8 @@ class Row:
                 self.status, self.done, self.slot = _status(done), done, done.slot
                 self.n_prompt, self.n_cached, self.n_reply = done.n_prompt, done.n_cached, done.n_reply
                 self.n_read = done.n_prompt - done.n_cached
-            case m.Failed(message=text):
-                self.status, self.error = "failed", text
+            case m.Failed(message=text, code=code):
+                self.status, self.error, self.code = "failed", text, code
 
     def phases(self) -> list[tuple[str, float]]:
         """Where the time went, in seconds. Until the engine tells them apart, restoring is part of the queue."""
@@ -121,7 +122,7 @@ class Recent:
         self._rows: deque[Row] = deque(maxlen=MOST_KEPT)
         self._totals: dict[str, Totals] = {}
         self.tell: Callable[[Row], None] | None = None  # whoever watches; None: nobody does
-        self.ended: Callable[[Row], None] | None = None  # whoever traces
+        self.ended: list[Callable[[Row], None]] = []  # whoever traces or logs
 
     def rows(self, limit: int) -> Iterator[Row]:
         """The newest first."""
@@ -150,8 +151,8 @@ class Recent:
             row.status = "cancelled"
         if row.done is not None:
             self.totals(row.caller.model).add(row.done)
-        if self.ended is not None:
-            self.ended(row)
+        for hear in self.ended:
+            hear(row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from everwarm import __version__
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.settings import ServerSettings
-from everwarm.logs import log_to_stderr
+from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog import Catalog
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool, Standing
 from everwarm.router.supervisor import State
+
+log = logging.getLogger("everwarm.gateway")
 
 _MIB = 1 << 20
 
@@ -33,7 +36,8 @@ def serve(
     autoload: bool = True,
 ) -> int:
     """Until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, 1 when the only model cannot be served."""
-    log_to_stderr()
+    log_to_stderr(settings.log_format)
+    console.quiet = log_format() == "json"
     try:
         sock = _bind(settings)
     except OSError as error:
@@ -78,6 +82,7 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
             http="httptools",
             lifespan="on",
             access_log=False,
+            log_config=None,  # as everything else is logged
             log_level="warning",
             timeout_graceful_shutdown=int(settings.grace_s) + 1,
             server_header=False,
@@ -112,16 +117,23 @@ def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) 
     for standing in standings:
         supervisor = standing.supervisor
         if supervisor.state is State.UNHEALTHY and len(standings) == 1:
-            console.print(f"everwarm: {supervisor.reason}", style="red", markup=False, highlight=False)
+            _say(console, f"everwarm: {supervisor.reason}", "red")
             return 1
-    console.print(f"Everwarm {__version__}", highlight=False)
+    _say(console, f"Everwarm {__version__}")
     for standing in standings:
-        console.print(_about(standing), markup=False, highlight=False)
+        _say(console, _about(standing))
     for note in (*pool.catalog.notes, *(f"{b.id} cannot be served: {b.reason}" for b in pool.catalog.broken)):
-        console.print(f"  {note}", style="yellow", markup=False, highlight=False)
+        _say(console, f"  {note}", "yellow")
     access = "API key required" if settings.api_key else "open to this machine only"
-    console.print(f"  {url} · page at /, API at /v1 · {access}", highlight=False)
+    _say(console, f"  {url} · page at /, API at /v1 · {access}")
     return 0
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    """For people; where the log is for machines, they read it there."""
+    console.print(text, style=style, markup=False, highlight=False)
+    if console.quiet:
+        log.log(logging.ERROR if style == "red" else logging.INFO, "%s", text.strip())
 
 
 def _about(standing: Standing) -> str:

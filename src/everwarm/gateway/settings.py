@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from everwarm.config import require
 from everwarm.gateway.notation import ThinkingTags, ToolFormat
+from everwarm.logs import LogFormat
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -33,6 +34,7 @@ class ServerSettings:
     cache_text: bool = False  # whether the cache API shows words of what is kept
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
     state_dir: str | None = None  # where responses are kept; None: in memory only
+    log_format: LogFormat | None = None  # None: as the environment says
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")

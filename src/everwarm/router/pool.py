@@ -37,6 +37,7 @@ class Retry:
 
     at: float | None
     not_before: float
+    at_time: float | None = None  # the first as a time of day, for people
 
 
 @dataclass(slots=True, eq=False)
@@ -94,12 +95,13 @@ class Standing:
     status: ModelStatus
     supervisor: Supervisor
     reason: str | None = None  # why its engine does not run, without paths
-    retry_at: float | None = None  # on the monotonic clock
+    retry: Retry | None = None
 
     @property
     def retry_in_s(self) -> float | None:
         """Until it is tried again by itself; None: it is not waiting for that."""
-        return None if self.retry_at is None else max(0.0, self.retry_at - time.monotonic())
+        at = None if self.retry is None else self.retry.at
+        return None if at is None else max(0.0, at - time.monotonic())
 
 
 @dataclass(slots=True)
@@ -209,8 +211,7 @@ class Pool:
         for served in self._served.values():
             status = self._planner.status(served.id)
             if status is not None:
-                retry_at = None if served.retry is None else served.retry.at
-                found.append(Standing(served.spec, status, served.supervisor, served.reason, retry_at))
+                found.append(Standing(served.spec, status, served.supervisor, served.reason, served.retry))
         return found
 
     def load(self, name: str) -> None:
@@ -316,8 +317,9 @@ class Pool:
         gap_s = min(wait_s, deaths.request_gap_s(said_why=failed.supervisor.said_why))
         served = self._served.get(failed.id)  # it may have been renewed
         if served is not None:
-            served.retry = Retry(now + wait_s if by_itself else None, now + gap_s)
+            served.retry = Retry(None, now + gap_s)
             if by_itself:
+                served.retry = Retry(now + wait_s, now + gap_s, time.time() + wait_s)
                 log.warning("%s is tried again in %.1f s (try %d)", served.id, wait_s, deaths.n_given_up)
                 self._spawn(self._retry_later(served, served.retry, wait_s))
 

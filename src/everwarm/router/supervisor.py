@@ -81,6 +81,7 @@ class Supervisor:
         self.state = State.STOPPED
         self.info: m.ModelInfo | None = None
         self.reason: str | None = None
+        self.last_failure: str | None = None  # the last reason why it was not ready, until it is again
         self.n_restarts = 0
         self.load: m.Beat | None = None
         self.loaded = 0.0
@@ -428,6 +429,8 @@ class Supervisor:
     async def _set(self, state: State, reason: str | None) -> None:
         async with self._changed:
             self.state, self.reason = state, reason
+            if state is not State.STOPPED:
+                self.last_failure = reason
             self._changed.notify_all()
 
 
