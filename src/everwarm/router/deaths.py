@@ -28,6 +28,7 @@ class Patience:
 
     stalled_s: float = 1.5  # no beat for so long: not ready
     silent_s: float = 6.0  # no beat for so long: killed
+    start_s: float = 60.0  # the same before the first one: a cold disk is slow
     step_s: float = 900.0  # one decode step for so long: killed
     steady_s: float = 60.0  # ready for so long: what it died of before is forgotten
     first_back_off_s: float = 0.1
@@ -163,12 +164,12 @@ def explained(ending: Ending) -> str:
 
 def memory_advice(limit: MemoryLimit | None, needed_bytes: int) -> str:
     """What there is, what is needed, and what would be right."""
-    needs = (
-        f"it needs about {needed_bytes / _MIB:,.0f} MiB besides --cache-ram and the libraries" if needed_bytes else ""
-    )
-    there = f"the limit is {limit}" if limit is not None else "this machine has no more"
-    said = f"{there}, and {needs}" if needs else there
-    return f"{said}; raise the limit, or give a smaller --ctx-size, --cache-ram or model"
+    said = [f"the limit is {limit}" if limit is not None else "this machine has no more"]
+    if limit is not None and limit.name == ADDRESS_SPACE:
+        said.append("which counts what is mapped, touched or not: about 1 GiB for the libraries alone")
+    if needed_bytes:
+        said.append(f"and model and context need about {needed_bytes / _MIB:,.0f} MiB beside --cache-ram")
+    return f"{', '.join(said)}; raise the limit, or give a smaller --ctx-size, --cache-ram or model"
 
 
 def _named(code: int) -> str:

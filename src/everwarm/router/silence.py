@@ -21,11 +21,12 @@ class Silence:
     at: float
     silent_s: float = 0.0
     step_s: float = 0.0
+    has_spoken: bool = False
     _n_late: int = 0
     _step_age_s: float | None = None
 
     def heard(self) -> None:
-        self.silent_s, self._n_late = 0.0, 0
+        self.silent_s, self._n_late, self.has_spoken = 0.0, 0, True
 
     def tick(self, at: float, step_age_s: float | None) -> None:
         """Some time has passed; the running step's age is what the engine last said of it."""

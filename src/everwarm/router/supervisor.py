@@ -377,7 +377,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(TICK_S)
             silence.tick(time.monotonic(), self.load.step_age_s if self.load is not None else None)
-            if silence.silent_s > self._patience.silent_s:
+            if silence.silent_s > (self._patience.silent_s if silence.has_spoken else self._patience.start_s):
                 return self._kill(f"no sign of life for {silence.silent_s:.1f} s")
             if silence.step_s > self._patience.step_s:
                 return self._kill(f"one step has been running for {silence.step_s:.0f} s")
