@@ -71,8 +71,8 @@ def _head(overview: Json) -> Text:
     text = Text.assemble((readable(overview["model"]), "bold"), f"  {engine['state']}")
     if engine["restarts"]:
         text.append(f", started again {engine['restarts']} times", "red")
-    if engine["state"] == "unhealthy":
-        text.append(f": {readable(engine.get('reason') or 'no reason given')}", "red")
+    if engine["state"] in ("unhealthy", "starting", "restarting") and engine.get("reason"):
+        text.append(f": {readable(engine['reason'])}", "red")
         if (at := engine.get("retry_at")) is not None:
             text.append(f"; tried again in {max(0.0, at - time.time()):,.0f} s (try {engine['attempts']})", "red")
     for model in overview["models"]:

@@ -315,7 +315,7 @@ def test_an_engine_that_died_of_memory_comes_back_with_half_the_ram_tier(monkeyp
     async def test() -> None:
         async with supervised() as supervisor:
             kernel = Kernel(monkeypatch)
-            golden = await everything(supervisor, long_prompt(3), max_tokens=8)
+            golden = await everything(supervisor, long_prompt(3, 600), max_tokens=2)
             await until(lambda: is_settled(supervisor), "it is in RAM")
             await back(supervisor, kill(supervisor))
             assert supervisor.shrunk_to is None and await ram_budget(supervisor) == SETTINGS.ram_bytes
@@ -324,7 +324,7 @@ def test_an_engine_that_died_of_memory_comes_back_with_half_the_ram_tier(monkeyp
             assert (
                 supervisor.shrunk_to == await ram_budget(supervisor) == half and supervisor.died_of[Cause.MEMORY] == 1
             )
-            again = (await everything(supervisor, long_prompt(3), max_tokens=8))[-1]
+            again = (await everything(supervisor, long_prompt(3, 600), max_tokens=2))[-1]
             assert isinstance(again, m.Done) and isinstance(golden[-1], m.Done)
             assert again.n_prompt - again.n_cached <= 16, "what has room is still there"
 
@@ -335,13 +335,13 @@ def test_where_half_is_not_enough_the_ram_tier_begins_empty(monkeypatch):
     async def test() -> None:
         async with supervised() as supervisor:
             kernel = Kernel(monkeypatch)
-            await answer(supervisor, long_prompt(3), max_tokens=8)
+            await answer(supervisor, long_prompt(3, 600), max_tokens=2)
             await until(lambda: is_settled(supervisor), "it is in RAM")
             dead = kernel.kill(supervisor)
             await until(lambda: supervisor.pid != dead and supervisor.state is State.RESTARTING, "another is started")
             assert os.fstat(supervisor._memory).st_blocks > 0, "this test could not fail"
             await back(supervisor, kernel.kill(supervisor))
-            again = (await everything(supervisor, long_prompt(3), max_tokens=8))[-1]
+            again = (await everything(supervisor, long_prompt(3, 600), max_tokens=2))[-1]
             assert isinstance(again, m.Done) and again.n_cached == 0
             assert supervisor.shrunk_to == (SETTINGS.ram_bytes or 0) // 4
 

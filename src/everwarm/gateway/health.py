@@ -55,8 +55,7 @@ def engine_of(one: Standing) -> Component:
         return Component("ok", None, _tries(one))
     if one.status.phase is Phase.ASLEEP and one.status.reason is None:
         return Component("asleep", None, _tries(one))
-    reason = one.reason or supervisor.last_failure
-    return Component(_STATES[supervisor.state], reason, _tries(one))
+    return Component(_STATES[supervisor.state], one.reason, _tries(one))
 
 
 def engines_of(standings: Sequence[Standing]) -> Component:

@@ -51,8 +51,8 @@ class Served:
 
     @property
     def reason(self) -> str | None:
-        """Why its engine does not run, for clients."""
-        reason = self.supervisor.reason
+        """Why its engine does not run, or did not before it was tried again just now; for clients."""
+        reason = self.supervisor.reason or self.supervisor.last_failure
         return None if reason is None else _without_paths(reason, self.spec)
 
     @property
