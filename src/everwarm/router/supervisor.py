@@ -89,6 +89,7 @@ class Supervisor:
         self.died_of: Counter[Cause] = Counter()
         self.said_why = False  # whether the engine itself refused, in words
         self.shrunk_to: int | None = None  # bytes of the RAM tier, after a death for lack of memory
+        self._must_forget = False  # the RAM tier begins empty with the next engine
         self._silence = Silence(time.monotonic())
         self._pending: dict[int, Pending] = {}
         self._next_id = 0
@@ -275,6 +276,9 @@ class Supervisor:
 
     async def _live_once(self) -> Ending:
         """One engine process from its start to its end; returns how it ended."""
+        if self._must_forget:  # nobody has it mapped now
+            os.ftruncate(self._memory, 0)
+            self._must_forget = False
         n_kills, stderr = n_oom_kills(), Stderr()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours, theirs:
@@ -403,8 +407,7 @@ class Supervisor:
         drops what is worth least. ``forget``: that did not help, so everything goes."""
         settings = self._open.settings
         known = [n for n in (budget_in(self._memory), settings.ram_bytes) if n is not None]
-        if forget:
-            os.ftruncate(self._memory, 0)
+        self._must_forget = self._must_forget or forget
         if not known:
             return  # it died before there was one
         half = min(known) // 2 if min(known) >= 2 * LEAST_RAM_BYTES else 0
