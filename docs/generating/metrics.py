@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,10 @@ def _text() -> str:
     async def ask(_question: object) -> dict[str, Any]:
         return numbers
 
-    supervisor = SimpleNamespace(is_ready=True, is_running=True, n_restarts=0, load=None, ask=ask)
-    standing = SimpleNamespace(supervisor=supervisor)
+    deaths = SimpleNamespace(n_given_up=0)
+    more = {"n_restarts": 0, "load": None, "deaths": deaths, "died_of": Counter()}
+    supervisor = SimpleNamespace(is_ready=True, is_running=True, ask=ask, **more)
+    standing = SimpleNamespace(supervisor=supervisor, retry=None)
     pool = SimpleNamespace(standings=list, catalog=SimpleNamespace(find=lambda _: standing), look=lambda _: standing)
     service = SimpleNamespace(pool=pool, metrics=Metrics())
     request = SimpleNamespace(query_params={})

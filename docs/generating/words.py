@@ -15,7 +15,7 @@ DIALECTS = {
 
 ROUTES = {
     "GET /": "name and version",
-    "GET /health": "the gateway is alive",
+    "GET /health": "the gateway is alive; how its parts are",
     "GET /ready": "200 if the engine can answer, else 503 with the reason",
     "GET /metrics": "[numbers for Prometheus](metrics.md); `?model=` with several models",
     "POST /v1/chat/completions": "a reply to a conversation, whole or streamed",

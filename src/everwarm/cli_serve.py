@@ -22,6 +22,7 @@ from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, Res
 from everwarm.gateway.access import read_key_file
 from everwarm.gateway.notation import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
+from everwarm.logs import LogFormat
 from everwarm.router.catalog import Catalog
 from everwarm.router.plan import Limits
 from everwarm.state.params import CheckpointParams
@@ -113,6 +114,10 @@ class ServeOptions:
     canonicalise: Annotated[
         bool, Parameter(group=_NETWORK, help="leave out lines of system text that are known noise and break prefixes")
     ] = True
+    log_format: Annotated[
+        LogFormat | None,
+        Parameter(group=_NETWORK, help="lines of text, or JSON objects; default: EVERWARM_LOG_FORMAT, or text"),
+    ] = None
     request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds; 0: none")] = 0.0
     grace: Annotated[float, Parameter(group=_NETWORK, help="seconds to finish what runs after SIGTERM")] = 10.0
 
@@ -285,6 +290,7 @@ class ServeOptions:
             state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,
             picture_hosts=self.picture_host,
             cache_text=self.cache_text,
+            log_format=self.log_format,
         )
 
 

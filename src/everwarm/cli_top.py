@@ -71,6 +71,10 @@ def _head(overview: Json) -> Text:
     text = Text.assemble((readable(overview["model"]), "bold"), f"  {engine['state']}")
     if engine["restarts"]:
         text.append(f", started again {engine['restarts']} times", "red")
+    if engine["state"] in ("unhealthy", "starting", "restarting") and engine.get("reason"):
+        text.append(f": {readable(engine['reason'])}", "red")
+        if (at := engine.get("retry_at")) is not None:
+            text.append(f"; tried again in {max(0.0, at - time.time()):,.0f} s (try {engine['attempts']})", "red")
     for model in overview["models"]:
         if model["id"] != overview["model"]:
             text.append(f" · {readable(model['id'])} {model['status']}", "dim")

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,15 +26,6 @@ CELLS_STEP = 256  # a context has a multiple of this
 MAX_FORM_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
 MIN_KEY_BYTES, MAX_KEY_BYTES = 32, 1 << 16
-
-
-def log_to_stderr() -> None:
-    """One line per happening; ``EVERWARM_LOG`` says from which level on."""
-    level = os.environ.get("EVERWARM_LOG", "INFO").upper()
-    known = logging.getLevelNamesMapping()
-    logging.basicConfig(
-        level=known.get(level, logging.INFO), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
 
 
 def require(condition: bool, message: str) -> None:

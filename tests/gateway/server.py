@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 GUARD = 16
+ENTER = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.argv[2], sys.argv[2:])"
 PATIENCE_S = 30.0
 SIZE = ("--slots", "2", "--threads", "1", "--cache-ram", "512MiB")
 
@@ -156,9 +157,10 @@ def metric(text: str, name: str) -> float:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, n_ctx: int = 4096, model: Path | None = None) -> Iterator[Server]:
-    """A server that answers; it is told to stop at the end, and must. Without a model it has the embedded one."""
-    with _started("--demo" if model is None else str(model), *flags, n_ctx=n_ctx) as server:
+def serving(*flags: str, n_ctx: int = 4096, model: Path | None = None, cgroup: Path | None = None) -> Iterator[Server]:
+    """A server that answers; it is told to stop at the end, and must. Without a model it has the embedded one. In a cgroup
+    it decides itself how much it keeps in RAM."""
+    with _started("--demo" if model is None else str(model), *flags, n_ctx=n_ctx, cgroup=cgroup) as server:
         yield server
 
 
@@ -171,11 +173,14 @@ def serving_models(source: Path, *flags: str, n_ctx: int = 4096) -> Iterator[Ser
 
 
 @contextlib.contextmanager
-def _started(*flags: str, n_ctx: int) -> Iterator[Server]:
+def _started(*flags: str, n_ctx: int, cgroup: Path | None = None) -> Iterator[Server]:
     where = ("--port", "0", "--ctx-size", str(n_ctx))
     disk = () if "--disk-cache" in flags else ("--disk-cache", "0")
-    size = [part for pair in zip(SIZE[::2], SIZE[1::2], strict=True) if pair[0] not in flags for part in pair]
+    given = (*flags, *(("--cache-ram",) if cgroup is not None else ()))
+    size = [part for pair in zip(SIZE[::2], SIZE[1::2], strict=True) if pair[0] not in given for part in pair]
     command = [sys.executable, "-m", "everwarm.cli", "serve", *where, *size, *disk, *flags]
+    if cgroup is not None:
+        command = [sys.executable, "-c", ENTER, str(cgroup / "cgroup.procs"), *command]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     server = Server("", process)
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)

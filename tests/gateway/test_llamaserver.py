@@ -211,7 +211,9 @@ def test_props_slots_and_health(server):
     slots = server.get("/slots").json
     assert [slot["id"] for slot in slots] == [0, 1]
     assert not any(slot["is_processing"] or "prompt" in slot for slot in slots)
-    assert server.get("/health").json == server.get("/v1/health").json == {"status": "ok"}
+    assert server.get("/health").json == server.get("/v1/health").json
+    engine = {"state": "ok", "reason": None, "restarts": 0, "attempts": 0, "retry_in_s": None}
+    assert server.get("/health").json == {"status": "ok", "components": {"engine": engine}}
     ready = server.get("/ready").json
     assert ready["status"] == "ready" and ready["restarts"] == 0 and ready["reason"] is None
     assert server.get("/").json["name"] == "everwarm" and server.call("HEAD", "/").status == 200

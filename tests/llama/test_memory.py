@@ -91,7 +91,7 @@ def test_free_memory_is_the_least_of_what_is_known(monkeypatch: pytest.MonkeyPat
         (0, 3, 0),
     ):
         monkeypatch.setattr(memory, "_meminfo_available", lambda known=machine: known)
-        monkeypatch.setattr(memory, "_cgroup_available", lambda known=group: known)
+        monkeypatch.setattr(memory, "limited_bytes", lambda known=group: known)
         assert memory.host_free_bytes() == expected
 
 

@@ -27,6 +27,7 @@ from everwarm.router.plan import (
     Planner,
     Refuse,
     Removed,
+    RetryAsked,
     Stop,
     Stopped,
     Tick,
@@ -71,7 +72,7 @@ class Story:
     def fail(self, model: str, reason: str = "bad file") -> list[Effect]:
         return self.on(LoadFailed(model, reason, self._at(None)))
 
-    def ask(self, kind: type[LoadAsked] | type[UnloadAsked] | type[Removed], model: str) -> list[Effect]:
+    def ask(self, kind: type[plan.Order], model: str) -> list[Effect]:
         return self.on(kind(model, self._at(None)))
 
     def use(self, id: int, model: str) -> None:
@@ -367,6 +368,34 @@ def test_a_failed_load_is_the_answer_for_all_and_is_tried_again_when_asked():
     assert story.tick(99.0) == []
     assert story.want(3, "a") == [Load("a")]
     assert story.planner.status("a").reason is None
+
+
+def test_a_model_that_failed_is_tried_again_where_there_is_room():
+    story = Story("a", "b")
+    story.use(1, "a")
+    story.fail("a", "died")
+    assert story.ask(RetryAsked, "a") == [Load("a")]
+    assert story.ask(RetryAsked, "a") == [], "it is on its way"
+
+
+def test_a_model_that_failed_takes_nobodys_place_when_it_is_tried_again():
+    story = Story("a", "b")
+    story.use(1, "a")
+    story.fail("a", "died")
+    story.use(2, "b")
+    assert story.ask(RetryAsked, "a") == [] and story.phase("b") is Phase.READY
+    assert story.tick(99.0) == [] and story.phase("a") is Phase.ASLEEP
+    assert story.ask(LoadAsked, "a") == [Stop("b")], "an order would have it loaded"
+
+
+def test_a_model_that_failed_does_not_pass_those_who_wait():
+    story = Story(ModelPlan("a", MIB), ModelPlan("b", MIB), ModelPlan("c", MIB), models_max=2)
+    story.use(1, "a")
+    story.want(2, "b")
+    story.loaded("b")
+    story.fail("a", "died")
+    story.want(3, "c")
+    assert story.ask(RetryAsked, "a") == [] and story.phase("c") is Phase.LOADING
 
 
 def test_an_engine_that_is_given_up_while_in_use_frees_its_place():

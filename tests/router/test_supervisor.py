@@ -16,7 +16,9 @@ from everwarm.config import GREEDY
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, Refused
-from everwarm.router.supervisor import MAX_DEATHS, Patience, State, Supervisor
+from everwarm.router import supervisor as supervisors
+from everwarm.router.deaths import MAX_DEATHS, Cause, Patience
+from everwarm.router.supervisor import State, Supervisor
 from gateway.server import children, is_alive
 from models import EMBEDDED
 
@@ -251,6 +253,129 @@ def test_a_hung_engine_is_not_ready_soon_then_killed_and_back():
             assert supervisor.n_restarts == 1
 
     run(test)
+
+
+WATCHED = """
+import asyncio, sys
+from everwarm.engine.settings import EngineSettings
+from everwarm.router.deaths import Patience
+from everwarm.router.supervisor import Supervisor
+
+async def main():
+    settings = EngineSettings(n_slots=2, n_ctx=1024, n_threads=1, ram_bytes=1 << 26)
+    supervisor = Supervisor(sys.argv[1], settings, patience=Patience(silent_s=1.2))
+    supervisor.start()
+    await supervisor.wait_ready()
+    while True:
+        print(supervisor.pid, supervisor.n_restarts, flush=True)
+        if not await asyncio.to_thread(sys.stdin.readline):
+            return await supervisor.stop(0.0)
+        await asyncio.sleep(2.0)  # longer than silence is borne
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("who", ["gateway", "both"])
+def test_a_pause_of_the_gateway_kills_no_engine(who):
+    """That an engine which hangs alone is killed, the test above says."""
+    command = [sys.executable, "-c", WATCHED, str(EMBEDDED)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as gateway:
+        assert gateway.stdin is not None and gateway.stdout is not None
+        pid, n_restarts = map(int, gateway.stdout.readline().split())
+        stopped = [gateway.pid, *([pid] if who == "both" else [])]
+        for each in stopped:
+            os.kill(each, signal.SIGSTOP)
+        time.sleep(2.0)
+        for each in reversed(stopped):
+            os.kill(each, signal.SIGCONT)
+        gateway.stdin.write("go on\n")
+        gateway.stdin.flush()
+        assert gateway.stdout.readline().split() == [str(pid), str(n_restarts)] == [str(pid), "0"]
+        gateway.stdin.close()
+        assert gateway.wait(PATIENCE_S) == 0
+
+
+# memory
+
+LIMITED = """
+import asyncio, resource, sys
+from everwarm.engine.settings import EngineSettings
+from everwarm.router.supervisor import State, Supervisor
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20))
+    supervisor = Supervisor(sys.argv[1], EngineSettings(n_slots=2, n_ctx=1024, n_threads=1, ram_bytes=1 << 26))
+    supervisor.start()
+    await supervisor.until(State.READY, State.RESTARTING)
+    print(supervisor.reason, flush=True)
+    await supervisor.stop(0.0)
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_without_address_space_says_that_memory_is_missing():
+    said = subprocess.run([sys.executable, "-c", LIMITED, str(EMBEDDED)], capture_output=True, text=True, check=True)
+    assert "memory" in said.stdout and "500 MiB (ulimit -v)" in said.stdout, said
+
+
+class Kernel:
+    """Counts kills for lack of memory, as a cgroup does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_kills = 0
+        monkeypatch.setattr(supervisors, "n_oom_kills", lambda: self.n_kills)
+
+    def kill(self, supervisor: Supervisor) -> int:
+        self.n_kills += 1
+        return kill(supervisor)
+
+
+def test_an_engine_that_died_of_memory_comes_back_with_half_the_ram_tier(monkeypatch):
+    async def test() -> None:
+        async with supervised() as supervisor:
+            kernel = Kernel(monkeypatch)
+            golden = await everything(supervisor, long_prompt(3, 600), max_tokens=2)
+            await until(lambda: is_settled(supervisor), "it is in RAM")
+            await back(supervisor, kill(supervisor))
+            assert supervisor.shrunk_to is None and await ram_budget(supervisor) == SETTINGS.ram_bytes
+            await back(supervisor, kernel.kill(supervisor))
+            half = (SETTINGS.ram_bytes or 0) // 2
+            assert (
+                supervisor.shrunk_to == await ram_budget(supervisor) == half and supervisor.died_of[Cause.MEMORY] == 1
+            )
+            again = (await everything(supervisor, long_prompt(3, 600), max_tokens=2))[-1]
+            assert isinstance(again, m.Done) and isinstance(golden[-1], m.Done)
+            assert again.n_prompt - again.n_cached <= 16, "what has room is still there"
+
+    run(test)
+
+
+def test_where_half_is_not_enough_the_ram_tier_begins_empty(monkeypatch):
+    async def test() -> None:
+        async with supervised() as supervisor:
+            kernel = Kernel(monkeypatch)
+            await answer(supervisor, long_prompt(3, 600), max_tokens=2)
+            await until(lambda: is_settled(supervisor), "it is in RAM")
+            dead = kernel.kill(supervisor)
+            await until(lambda: supervisor.pid != dead and supervisor.state is State.RESTARTING, "another is started")
+            assert os.fstat(supervisor._memory).st_blocks > 0, "this test could not fail"
+            await back(supervisor, kernel.kill(supervisor))
+            again = (await everything(supervisor, long_prompt(3, 600), max_tokens=2))[-1]
+            assert isinstance(again, m.Done) and again.n_cached == 0
+            assert supervisor.shrunk_to == (SETTINGS.ram_bytes or 0) // 4
+
+    run(test)
+
+
+async def ram_budget(supervisor: Supervisor) -> int:
+    return int((await supervisor.ask(m.AskStats))["ram_budget_bytes"])
+
+
+async def is_settled(supervisor: Supervisor) -> bool:
+    stats = await supervisor.ask(m.AskStats)
+    return bool(stats["ram_arena_bytes"] > 0 and stats["ram_n_waiting"] == 0 and stats["ram_bytes"] > 0)
 
 
 def test_a_model_file_that_is_none_is_said_at_once(tmp_path):

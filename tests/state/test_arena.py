@@ -105,6 +105,34 @@ def test_without_a_budget_of_its_own_the_next_process_keeps_the_old_one(memory):
     assert second.budget_bytes == 7 * MIB and len(list(second.found())) == 1
 
 
+def test_with_a_smaller_budget_what_lies_in_the_rest_of_the_file_is_found(memory, monkeypatch):
+    monkeypatch.setattr(module, "SLACK", 0)
+    arena = opened(memory, budget=8 * MIB)
+    blobs = [filled(arena, seed, 2 * MIB - 5000) for seed in range(6)]
+    for i, blob in enumerate(blobs):
+        assert arena.keep(blob, b"about %d" % i)
+    whole = {b"about %d" % i: blob.tobytes() for i, blob in enumerate(blobs)}
+    size = os.fstat(memory).st_size
+    assert module.budget_in(memory) == 8 * MIB
+    arena.close()
+    found = left(memory, budget=4 * MIB)
+    assert found and found.items() < whole.items()
+    assert module.budget_in(memory) == 4 * MIB and os.fstat(memory).st_size < size
+
+
+def test_trimming_gives_back_what_an_earlier_process_left_lying(memory):
+    arena = opened(memory, budget=16 * MIB)
+    kept, gone = filled(arena, 1), arena.place(8 * MIB)
+    gone[:] = 1
+    assert arena.keep(kept, b"kept")
+    second = opened(memory, budget=16 * MIB)
+    found = list(second.found())
+    assert os.fstat(memory).st_blocks * 512 > 8 * MIB + 4 * MIB, "this test could not fail"
+    second.trim()
+    assert os.fstat(memory).st_blocks * 512 < 5 * MIB  # most of it the rows
+    assert second.is_sound(found[0].blob) and found[0].blob.tobytes() == kept.tobytes()
+
+
 def test_a_full_arena_hands_out_ordinary_memory_instead(memory, monkeypatch):
     monkeypatch.setattr(module, "SLACK", 0)
     arena = opened(memory, budget=MIB)

@@ -14,11 +14,13 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "everwarm"
 
 # Each room may import itself and what is named here. Top modules (cli) may import everything.
-BASE = {"types", "errors", "config", "lru"}
+BASE = {"types", "errors", "config", "logs", "lru", "memory_limits"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
+    "logs": set(),
     "lru": set(),
+    "memory_limits": set(),
     "config": {"errors", "types"},
     "prompt": BASE,
     "state": BASE | {"prompt"},
@@ -50,6 +52,8 @@ PURE = (
     "state/signpost.py",
     "state/breaker.py",
     "router/plan.py",
+    "router/deaths.py",
+    "router/silence.py",
     "router/names.py",
     "router/estimate.py",
     "router/score.py",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +40,17 @@ from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.ram")
 
+_MIB = 1 << 20
+SECONDS_PER_TOKEN = 1e-3  # until it is measured
+IsRight = Callable[[], bool]
+
 LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
 
 
 def assemble(path: Path, settings: EngineSettings, progress: Progress | None = None, memory: int | None = None) -> Core:
-    """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start."""
+    """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start, and
+    what of it has no room any more goes before the context asks for memory."""
+    tree = Tree()
     with contextlib.ExitStack() as undo:
         fd = memory_file() if memory is None else memory
         undo.callback(os.close, fd)
@@ -54,31 +61,49 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         gallery = None if settings.mmproj is None else _open_gallery(Path(settings.mmproj), model, settings)
         if gallery is not None:
             undo.callback(gallery.close)
-        sizes = decide_sizes(model, settings)
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
-        left = left or _open_memory(model, settings, sizes, fd)
+        is_right = partial(_is_right, model, gallery)
+        left = left or _open_left_on_host(model, settings, fd)
+        ram = None if left is None else _take_up(left, tree, model, is_right, undo)
+        sizes = decide_sizes(model, settings, 0 if left is None else left.arena.n_used)
+        if left is None or ram is None:
+            left = _open_memory(model, settings, sizes, fd)
+            ram = _take_up(left, tree, model, is_right, undo)
+        _warn_of_limits(left.arena.budget_bytes, sizes)
         context = Context(model, settings.context(sizes.n_spares))
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
-    arena = left.arena
-    tree = Tree()
+    model.files.on_same = lambda: ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
+    sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
+    return _core(model, settings, sizes, context, tree, ram, gallery, is_right)
+
+
+def _is_right(model: Model, gallery: Gallery | None) -> bool:
+    """Whether everything that was computed until now is what the files say."""
     watched = [model.files, *([] if gallery is None else [gallery.media.files])]
+    return all(files.is_right() for files in watched)
 
-    def is_right() -> bool:
-        return all(files.is_right() for files in watched)
 
-    ram = Ram(arena, tree, model.memory_kind, left.pinning, is_right)
-    model.files.on_same = lambda: arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
+def _core(
+    model: Model,
+    settings: EngineSettings,
+    sizes: Sizes,
+    context: Context,
+    tree: Tree,
+    ram: Ram,
+    gallery: Gallery | None,
+    is_right: IsRight,
+) -> Core:
     context.place = ram.place
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
         tree.hold(slot.node)
-    keeper = Keeper(context, tree, slots, sizes.spacing, arena.budget_bytes, 1e-3, settings.namespace_share)
-    keeper.most_joined = most_joined(arena.budget_bytes, sizes.shape.kv_bytes_per_token)
+    budget = sizes.ram_bytes
+    keeper = Keeper(context, tree, slots, sizes.spacing, budget, SECONDS_PER_TOKEN, settings.namespace_share)
+    keeper.most_joined = most_joined(budget, sizes.shape.kv_bytes_per_token)
     keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
-    ram.adopt()
     keeper.enforce_budget()
     archive = fetcher = None
     kept = settings.store or settings.remote
@@ -89,13 +114,32 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         fetcher = Fetcher(archive, keeper, ram, kept.restore_policy)
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, fetcher)
-    budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, budget, ram, archive, fetcher, gallery)
+    step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
+    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, archive, fetcher, gallery)
     return Core(model, settings, sizes, context, tree, *parts)
 
 
 def _fingerprint(model: Model, settings: EngineSettings) -> str:
     return settings.fingerprint(model.fingerprint, model.rope_limit)
+
+
+def _take_up(left: Memory, tree: Tree, model: Model, is_right: IsRight, undo: contextlib.ExitStack) -> Ram:
+    """Lay what an earlier engine left into the tree, as far as the budget goes."""
+    ram = Ram(left.arena, tree, model.memory_kind, left.pinning, is_right)
+    undo.callback(ram.close)
+    ram.adopt()
+    ram.shrink(SECONDS_PER_TOKEN)
+    return ram
+
+
+def _warn_of_limits(budget_bytes: int, sizes: Sizes) -> None:
+    if budget_bytes > sizes.ram_room:
+        shown = (budget_bytes / _MIB, sizes.ram_room / _MIB)
+        log.warning(
+            "--cache-ram is %.0f MiB, but the memory limit of this process leaves %.0f MiB beside weights and context: "
+            "the kernel will kill the engine when it is filled; give less, or raise the limit",
+            *shown,
+        )
 
 
 def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> Gallery:
@@ -131,6 +175,14 @@ def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
         return None
     arena = Arena(fd, owner, settings.ram_bytes, 0)
     return Memory(identity, arena, _pinning(arena, settings, on_gpu=True))
+
+
+def _open_left_on_host(model: Model, settings: EngineSettings, fd: int) -> Memory | None:
+    """The same where no GPU copies from it: then nothing is pinned, and it can be opened before sizes are decided."""
+    owner = settings.fingerprint(model.identity, model.rope_limit)
+    if is_on_gpu(model) or not Arena.is_left(fd, owner, settings.ram_bytes):
+        return None
+    return Memory(model.identity, Arena(fd, owner, settings.ram_bytes, 0), None)
 
 
 def _open_memory(model: Model, settings: EngineSettings, sizes: Sizes, fd: int) -> Memory:

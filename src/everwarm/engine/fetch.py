@@ -219,7 +219,7 @@ class Fetcher:
         self._archive.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
-        log.info("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
+        log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
         return Brought(loaded.n_items, tier=loaded.tier)
 
     def _note(self, loaded: Loaded) -> None:
@@ -235,7 +235,7 @@ class Fetcher:
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
         load_s, read_s = n_bytes / rate, n_saved * self._keeper.seconds_per_token
         if self._policy == "auto" and load_s > read_s:
-            log.info("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
+            log.debug("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
             return False
         return True
 

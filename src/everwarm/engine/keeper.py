@@ -385,11 +385,11 @@ class Keeper:
     # saying
 
     def _say(self, what: str, node: Node, checkpoint: Checkpoint) -> None:
-        if log.isEnabledFor(logging.INFO):
+        if log.isEnabledFor(logging.DEBUG):
             n = sum(1 for other in node.lineage() if other.checkpoint is not None)
             place = (n, self.spacing.max_checkpoints, node.mark.n_tokens, node.mark.pos)
             about = (checkpoint.size_bytes / _MIB, checkpoint.tiers, checkpoint.kind.value)
-            log.info("checkpoint %s: %d of %d, n_tokens %d, pos %d, %.3f MiB, %s, %s", what, *place, *about)
+            log.debug("checkpoint %s: %d of %d, n_tokens %d, pos %d, %.3f MiB, %s, %s", what, *place, *about)
 
     def note_restored(self, node: Node, how: str) -> None:
         checkpoint = node.checkpoint

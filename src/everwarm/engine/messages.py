@@ -236,9 +236,10 @@ class Changed(Message, frozen=True, tag=True):
 
 
 class Fatal(Message, frozen=True, tag=True):
-    """The model cannot be served; trying again would not help."""
+    """The model cannot be served as things are. ``of_memory``: with more memory it could be."""
 
     message: str
+    of_memory: bool = False
 
 
 class Backlog(Message, frozen=True):

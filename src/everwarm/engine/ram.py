@@ -30,9 +30,10 @@ from everwarm.state.arena import Arena, Found
 from everwarm.state.census import pin, unpin
 from everwarm.state.history import Chunks
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import CutKind, victims
 from everwarm.state.segment import Piece, Segment
 from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.weigh import Scales, weigh
 from everwarm.types import Blob, Mark, Position, TokenCount
 
 log = logging.getLogger("everwarm.ram")
@@ -221,6 +222,24 @@ class Ram:
         blobs = [weakref.ref(blob) for _, blob in found]
         self._notes.put(lambda: self._look_at(blobs))
         return self.n_adopted
+
+    def shrink(self, seconds_per_token: float) -> None:
+        """Give up what is worth least of what was found until the rest fits the budget; the memory goes back at once."""
+        tree, kind, budget = self._tree, self._kind, self.arena.budget_bytes
+        resident: frozenset[int] = frozenset()
+        while tree.ram_bytes > budget:
+            nodes = list(tree.nodes())
+            scales = Scales(time.monotonic(), seconds_per_token, kind.needs_checkpoints, kind.has_attention, resident)
+            chosen = victims(weigh(nodes, scales), tree.ram_bytes - budget)
+            for key in chosen:
+                node = nodes[key // 2]
+                if key % 2 == 1 and node.segment is not None:
+                    tree.drop_segment(node)
+                elif key % 2 == 0 and node.checkpoint is not None:
+                    tree.drop_checkpoint(node)
+            if not chosen:
+                break
+        self.arena.trim()
 
     def _lay(self, about: About, blob: Blob, path: Prompt) -> None:
         root, now = self._tree.root(about.namespace), time.monotonic()

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everwarm.engine.settings import MAX_SEQUENCES, EngineSettings
-from everwarm.llama.memory import MemoryShape, free_bytes, host_free_bytes, is_on_gpu, measure, require_fit
+from everwarm.llama.memory import (
+    MemoryShape,
+    free_bytes,
+    host_free_bytes,
+    is_on_gpu,
+    limited_bytes,
+    mapped_bytes,
+    measure,
+    require_fit,
+)
 from everwarm.llama.model import Model
 from everwarm.state.params import Spacing
 
@@ -13,6 +22,7 @@ SPARE_SHARE = 0.05  # of the free memory, for parked checkpoints
 RAM_SHARE = 0.25  # of the free memory, for copies
 MAX_RAM_BYTES = 8 << 30
 MAX_SPARES = 16
+SLACK_BYTES = 16 << 20  # under a limit: buffers that steps compute in, and what the gateway takes for requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +31,12 @@ class Sizes:
     spacing: Spacing
     n_spares: int
     ram_bytes: int
+    ram_room: int  # the most that the memory limits leave for it beside weights and context
 
 
-def decide_sizes(model: Model, settings: EngineSettings) -> Sizes:
-    """Refuses a context that does not fit; shrinks what was left to us to decide."""
+def decide_sizes(model: Model, settings: EngineSettings, n_left: int = 0) -> Sizes:
+    """Refuses a context that does not fit; shrinks what was left to us to decide. ``n_left`` bytes of what is in use are
+    the RAM tier's own, from an earlier process."""
     kind = model.memory_kind
     shape = measure(model, settings.context(0))
     spacing = settings.checkpoints.fitted(
@@ -34,9 +46,17 @@ def decide_sizes(model: Model, settings: EngineSettings) -> Sizes:
     free = free_bytes(model) - shape.context_bytes(settings.n_ctx, settings.n_slots + 1)
     n_spares = _spares(settings, shape, free) if kind.needs_checkpoints and kind.can_share_cells else 0
     require_fit(model, settings.context(n_spares))
-    on_host = host_free_bytes() if is_on_gpu(model) else free
-    ram = min(MAX_RAM_BYTES, int(on_host * RAM_SHARE)) if settings.ram_bytes is None else settings.ram_bytes
-    return Sizes(shape, spacing, n_spares, ram)
+    on_gpu = is_on_gpu(model)
+    beside = 0 if on_gpu else shape.context_bytes(settings.n_ctx, settings.n_slots + n_spares + 1)
+    room = ram_room(limited_bytes(), beside + mapped_bytes(model), n_left)
+    on_host = host_free_bytes() if on_gpu else free
+    ram = min(MAX_RAM_BYTES, int(min(on_host, room) * RAM_SHARE)) if settings.ram_bytes is None else settings.ram_bytes
+    return Sizes(shape, spacing, n_spares, max(0, ram), room)
+
+
+def ram_room(limited: int | None, beside: int, n_left: int) -> int:
+    """What a memory limit leaves for the RAM tier beside ``beside`` bytes that are not taken yet; without a limit, any."""
+    return 1 << 62 if limited is None else max(0, limited - beside + n_left - SLACK_BYTES)
 
 
 def _spares(settings: EngineSettings, shape: MemoryShape, free: int) -> int:

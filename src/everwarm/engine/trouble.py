@@ -40,7 +40,7 @@ def suspend_or_finish(core: Core, error: ContextFull, events: list[Event]) -> No
     slot = core.slots[order[0]]
     request = slot.request
     assert request is not None
-    log.info("request %d ends at %d tokens: %s", request.id, slot.n_fed, error)
+    log.debug("request %d ends at %d tokens: %s", request.id, slot.n_fed, error)
     if slot.n_fed < request.n_prompt:  # it holds nothing that could be an answer
         too_long = PromptTooLong(request.n_prompt_tokens, request.n_tokens(slot.n_fed))
         return core.finish(slot, request, Finish.ERROR, events, too_long)
@@ -51,7 +51,7 @@ def suspend(core: Core, slot: Slot, why: str) -> None:
     """Move a running request to RAM. It comes back in the order of admission and goes on where it was."""
     request = slot.request
     assert request is not None
-    log.info("request %d waits at %d tokens: %s", request.id, slot.n_fed, why)
+    log.debug("request %d waits at %d tokens: %s", request.id, slot.n_fed, why)
     core.keep_end(slot, CutKind.CANCEL)
     request.n_furthest = max(request.n_furthest, slot.n_fed)
     if request.ask.deterministic:

@@ -9,6 +9,7 @@ is gone.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -20,7 +21,6 @@ import threading
 import time
 from pathlib import Path
 
-from everwarm.config import log_to_stderr
 from everwarm.engine import messages as m
 from everwarm.engine.assemble import assemble
 from everwarm.engine.backlog import backlog_of
@@ -28,9 +28,11 @@ from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
 from everwarm.engine.look import version_of
 from everwarm.engine.loop import Loop
-from everwarm.errors import EverwarmError, ModelChanged
+from everwarm.errors import ContextTooBig, EverwarmError, ModelChanged
 from everwarm.llama.abi import BUILD
 from everwarm.llama.process import collect_rarely, die_with_parent
+from everwarm.logs import log_to_stderr
+from everwarm.memory_limits import tightest_limit
 
 log = logging.getLogger("everwarm.worker")
 
@@ -163,9 +165,22 @@ def _open(message: m.Open, wire: Wire, memory: int) -> Core:
         time.sleep(REST_S)
         sys.exit(EXIT_CHANGED)
     except EverwarmError as error:
-        wire.send(m.Fatal(str(error)))
-        wire.flush()
-        sys.exit(EXIT_FATAL)
+        fatal = m.Fatal(str(error), of_memory=isinstance(error, ContextTooBig))
+    except MemoryError:
+        fatal = _out_of_memory()
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        fatal = _out_of_memory()
+    wire.send(fatal)
+    wire.flush()
+    sys.exit(EXIT_FATAL)
+
+
+def _out_of_memory() -> m.Fatal:
+    limit = tightest_limit()
+    there = "this machine has no more" if limit is None else f"the limit is {limit}"
+    return m.Fatal(f"the model could not be loaded for lack of memory: {there}; raise it, or give less", of_memory=True)
 
 
 def _call_test_hook(core: Core) -> None:

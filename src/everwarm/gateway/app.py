@@ -30,6 +30,7 @@ from everwarm.gateway.openai import openai_routes
 from everwarm.gateway.pictures import PictureLimits, Pictures
 from everwarm.gateway.remote import RemotePolicy
 from everwarm.gateway.replies import Hangup
+from everwarm.gateway.request_log import log_request
 from everwarm.gateway.responses import Responses
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
@@ -56,7 +57,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     service.limits.backlogs = lambda: pool.backlogs()  # asked only when somebody is refused
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
-    service.recent.ended = None if traces is None else traces.ended
+    service.recent.ended = [log_request, *([] if traces is None else [traces.ended])]
     kept = KeptResponses(settings.state_dir)
     responses, cache = Responses(service, kept), Cache(service, kept)
     routes = [

@@ -69,10 +69,21 @@ def node(seen: m.NodeSeen, model: str, recent: Recent) -> Json:
     }
 
 
+def condition(model: Standing) -> Json:
+    """How its engine is; where it was given up, why and when it is tried again."""
+    supervisor, retry = model.supervisor, model.retry
+    return {
+        "state": supervisor.state.value,
+        "restarts": supervisor.n_restarts,
+        "reason": model.reason,
+        "attempts": supervisor.deaths.n_given_up,
+        "retry_at": None if retry is None else retry.at_time,
+    }
+
+
 def overview(model: Standing, models: list[Standing], totals: Totals, seen: Json | None, *, text: bool) -> Json:
     """``seen`` is what the engine says; None: it does not run, and nothing of what it keeps can be seen."""
-    supervisor = model.supervisor
-    engine = {"state": supervisor.state.value, "restarts": supervisor.n_restarts}
+    engine = condition(model)
     speed = None if seen is None else seen["seconds_per_token"]
     return {
         "model": model.spec.id,

@@ -127,7 +127,9 @@ def is_foreign(method: str, path: str, headers: dict[bytes, str]) -> bool:
 
 
 def error_response(error: EverwarmError, request_id: str, path: str) -> Response:
-    """In the shape that callers of this path expect."""
+    """In the shape that callers of this path expect. What an engine refused has a line of its own in the log."""
+    if (error.status == 429 or error.status >= 500) and not isinstance(error, Refused):
+        log.warning("%.100r refused with %d %s; %s", path, error.status, error.code, request_id)
     headers = {}
     retry_after = getattr(error, "retry_after_s", None)
     if retry_after is not None or error.status == 503:

@@ -158,7 +158,7 @@ class Metrics:
         self,
         engine: Mapping[str, Any],
         gauges: Mapping[str, tuple[str, float]],
-        counters: Mapping[str, tuple[str, float]],
+        counters: Mapping[str, tuple[str, float | dict[str, float]]],
     ) -> bytes:
         """The counters here, the engine's own, and gauges and counters of the moment."""
         moment = CollectorRegistry()
@@ -171,7 +171,7 @@ class _Moment(Collector):
         self,
         engine: Mapping[str, Any],
         gauges: Mapping[str, tuple[str, float]],
-        counters: Mapping[str, tuple[str, float]],
+        counters: Mapping[str, tuple[str, float | dict[str, float]]],
     ) -> None:
         self._engine = engine
         self._gauges = gauges
@@ -188,8 +188,11 @@ class _Moment(Collector):
             yield GaugeMetricFamily("llamacpp:n_busy_slots_per_decode", text, value=busy)
         for name, (text, value) in self._gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
-        for name, (text, value) in self._counters.items():
-            yield CounterMetricFamily(name, text, value=value)
+        for name, (text, n) in self._counters.items():
+            family = CounterMetricFamily(name, text, labels=["cause"] if isinstance(n, dict) else [])
+            for cause, value in n.items() if isinstance(n, dict) else [(None, n)]:
+                family.add_metric([] if cause is None else [cause], value)
+            yield family
 
     def _labelled(self) -> Iterable[Metric]:
         for name, (text, label, parts) in _LABELLED.items():

@@ -94,6 +94,8 @@ def _model(standing: Standing) -> Json:
         shown["progress"] = standing.supervisor.loaded
     if status.reason is not None:
         shown |= {"failed": True, "reason": status.reason}
+        if standing.retry_in_s is not None:
+            shown |= {"attempts": standing.supervisor.deaths.n_given_up, "retry_in_s": round(standing.retry_in_s, 1)}
     model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "status": shown}
     if info is not None:
         model |= {"max_input_tokens": info.n_ctx, "max_tokens": info.n_ctx}

@@ -137,7 +137,7 @@ class Recent:
         self._rows: deque[Row] = deque(maxlen=MOST_KEPT)
         self._totals: dict[str, Totals] = {}
         self.tell: Callable[[Row], None] | None = None  # whoever watches; None: nobody does
-        self.ended: Callable[[Row], None] | None = None  # whoever traces
+        self.ended: list[Callable[[Row], None]] = []  # whoever traces or logs
 
     def rows(self, limit: int, namespace: str = "") -> Iterator[Row]:
         """The newest first, of namespaces that begin so."""
@@ -172,8 +172,8 @@ class Recent:
             row.status = "cancelled"
         if row.done is not None:
             self.totals(row.caller.model).add(row.done)
-        if self.ended is not None:
-            self.ended(row)
+        for hear in self.ended:
+            hear(row)
 
 
 @dataclass(frozen=True, slots=True)

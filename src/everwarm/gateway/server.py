@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 import socket
@@ -15,15 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from everwarm import __version__
-from everwarm.config import log_to_stderr
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.connection import Connection, ConnectionLimits, Crowd
 from everwarm.gateway.settings import ServerSettings
+from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog import Catalog
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool, Standing
 from everwarm.router.supervisor import State
+
+log = logging.getLogger("everwarm.gateway")
 
 _MIB = 1 << 20
 RESERVED_FILES = 128  # for engines, picture decoders and files: connections never take these
@@ -38,7 +41,8 @@ def serve(
     autoload: bool = True,
 ) -> int:
     """Until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, 1 when the only model cannot be served."""
-    log_to_stderr()
+    log_to_stderr(settings.log_format)
+    console.quiet = log_format() == "json"
     try:
         sock = _bind(settings)
     except OSError as error:
@@ -85,6 +89,7 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
             ws="none",
             lifespan="on",
             access_log=False,
+            log_config=None,  # as everything else is logged
             log_level="warning",
             timeout_graceful_shutdown=int(settings.grace_s) + 1,
             server_header=False,
@@ -133,16 +138,23 @@ def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) 
     for standing in standings:
         supervisor = standing.supervisor
         if supervisor.state is State.UNHEALTHY and len(standings) == 1:
-            console.print(f"everwarm: {supervisor.reason}", style="red", markup=False, highlight=False)
+            _say(console, f"everwarm: {supervisor.reason}", "red")
             return 1
-    console.print(f"Everwarm {__version__}", highlight=False)
+    _say(console, f"Everwarm {__version__}")
     for standing in standings:
-        console.print(_about(standing), markup=False, highlight=False)
+        _say(console, _about(standing))
     for note in (*pool.catalog.notes, *(f"{b.id} cannot be served: {b.reason}" for b in pool.catalog.broken)):
-        console.print(f"  {note}", style="yellow", markup=False, highlight=False)
+        _say(console, f"  {note}", "yellow")
     access = "API key required" if settings.api_key or settings.keys else "open to this machine only"
-    console.print(f"  {url} · page at /, API at /v1 · {access}", highlight=False)
+    _say(console, f"  {url} · page at /, API at /v1 · {access}")
     return 0
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    """For people; where the log is for machines, they read it there."""
+    console.print(text, style=style, markup=False, highlight=False)
+    if console.quiet:
+        log.log(logging.ERROR if style == "red" else logging.INFO, "%s", text.strip())
 
 
 def _about(standing: Standing) -> str:

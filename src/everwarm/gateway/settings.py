@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from everwarm.config import require
 from everwarm.gateway.access import Access, Key, check_keys
 from everwarm.gateway.notation import ThinkingTags, ToolFormat
+from everwarm.logs import LogFormat
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -43,6 +44,7 @@ class ServerSettings:
     slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
     trust_slot_files: bool = False  # restore files without a companion, on an admin's word that the model is the same
     state_dir: str | None = None  # where responses are kept; None: in memory only
+    log_format: LogFormat | None = None  # None: as the environment says
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")

@@ -135,11 +135,10 @@ class Hub:
     def _look(self) -> None:
         """Tell what is different from the last time."""
         for standing in self._pool.standings():
-            id, supervisor, load = standing.spec.id, standing.supervisor, standing.supervisor.load
+            id, load = standing.spec.id, standing.supervisor.load
             self._news("model", id, {"id": id, "status": standing.status.phase.value}, None)
             numbers = {"n_running": load.n_running if load else 0, "n_queued": load.n_queued if load else 0}
-            about = {"model": id, "state": supervisor.state.value, "restarts": supervisor.n_restarts, **numbers}
-            self._news("engine", id, about, id)
+            self._news("engine", id, {"model": id, **cacheshapes.condition(standing), **numbers}, id)
             if load is not None:
                 self._news("tree", id, {"model": id, "version": load.version}, id)
 

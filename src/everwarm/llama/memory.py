@@ -20,6 +20,7 @@ from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
+from everwarm.memory_limits import tightest_limit
 from everwarm.types import SeqId
 
 _DEVICE_GPU = 1
@@ -77,8 +78,13 @@ def is_on_gpu(model: Model) -> bool:
     return (layers < 0 or layers > model.n_layers) and gpu_free_bytes(model.lib) > 0
 
 
+def mapped_bytes(model: Model) -> int:
+    """Weights that lie in the page cache: nobody's by the kernel's count, but every step reads them."""
+    return model.size_bytes if model.options.use_mmap and not is_on_gpu(model) else 0
+
+
 def host_free_bytes() -> int:
-    free = [_meminfo_available(), _cgroup_available()]
+    free = [_meminfo_available(), limited_bytes()]
     return min(n for n in free if n is not None) if any(n is not None for n in free) else 1 << 62
 
 
@@ -90,12 +96,10 @@ def _meminfo_available() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _cgroup_available() -> int | None:
-    base = Path("/sys/fs/cgroup")
-    try:
-        return int((base / "memory.max").read_text()) - int((base / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None
+def limited_bytes() -> int | None:
+    """What the memory limits of this process leave, those of all its cgroups and of its address space."""
+    limit = tightest_limit()
+    return None if limit is None else limit.free_bytes
 
 
 def gpu_free_bytes(lib: Lib) -> int:

@@ -16,11 +16,11 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from everwarm.config import log_to_stderr
 from everwarm.errors import EngineStopped, ModelNotFound
 from everwarm.gateway.guard import Guard, error_response
 from everwarm.gateway.prefixes import NOTHING, Prefixes, prefixes_of, response_key
 from everwarm.gateway.replies import json_response
+from everwarm.logs import log_to_stderr
 from everwarm.ray.boundary import Died
 from everwarm.ray.everyone import Answer, Everyone
 from everwarm.ray.known import note

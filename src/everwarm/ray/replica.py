@@ -15,13 +15,13 @@ from typing import Any
 
 from starlette.types import Message
 
-from everwarm.config import log_to_stderr
 from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped, ReplicaNotFound
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.guard import error_response
 from everwarm.gateway.recent import MOST_KEPT
 from everwarm.gateway.settings import ServerSettings
+from everwarm.logs import log_to_stderr
 from everwarm.ray.boundary import serve
 from everwarm.ray.held import Held
 from everwarm.ray.scaling import METRIC

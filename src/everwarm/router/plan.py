@@ -14,7 +14,7 @@ It knows no process, file or clock: ``router.pool`` feeds it what happened and c
   its leases go on, newcomers wait, and it is stopped when it is idle. Their turn comes after the other's, in the same
   way. So two busy models alternate in batches and nobody starves.
 - Draining is called off when nobody needs the place any more or an idle model can give it. Only ``Stop`` is final.
-- A load that failed is tried again when somebody asks again, not before.
+- A load that failed is tried again when somebody asks again, or when the pool says so and there is room.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ class LoadAsked(_ModelEvent):
     """Load it without a lease, again if it is on its way out. If there can be no room, its status has the reason."""
 
 
+class RetryAsked(_ModelEvent):
+    """Load it again after it failed, if there is room and nobody waits for it: it has no claim to anybody's place."""
+
+
 class UnloadAsked(_ModelEvent):
     """Stop it when its leases have ended. Who waits for it then has it loaded again."""
 
@@ -155,7 +159,8 @@ class Refuse:
     message: str
 
 
-Event: TypeAlias = Wanted | Gone | LoadAsked | UnloadAsked | Removed | Loaded | Stopped | LoadFailed | Added | Tick
+Order: TypeAlias = LoadAsked | RetryAsked | UnloadAsked | Removed
+Event: TypeAlias = Wanted | Gone | Order | Loaded | Stopped | LoadFailed | Added | Tick
 Effect: TypeAlias = Load | Stop | Grant | Refuse
 
 
@@ -212,7 +217,7 @@ class Planner:
             case Added(plan):
                 model = self._models.setdefault(plan.id, _Model(plan))
                 model.plan, model.is_removed = plan, False  # a removed one still goes: it runs with the old settings
-            case LoadAsked(id) | UnloadAsked(id) | Removed(id):
+            case LoadAsked(id) | RetryAsked(id) | UnloadAsked(id) | Removed(id):
                 if (known := self._known(id)) is not None:
                     self._on_order(event, known)
             case Loaded(id) | LoadFailed(id) | Stopped(id):
@@ -268,9 +273,10 @@ class Planner:
             if model.is_idle and 0.0 < ttl_s <= self._now - model.last_used:
                 self._stop(model)
 
-    def _on_order(self, order: LoadAsked | UnloadAsked | Removed, model: _Model) -> None:
-        if isinstance(order, LoadAsked):
-            if not model.stays and model.load_asked is None:
+    def _on_order(self, order: Order, model: _Model) -> None:
+        if isinstance(order, LoadAsked | RetryAsked):
+            may = isinstance(order, LoadAsked) or self._has_room_for(model)
+            if may and not model.stays and model.load_asked is None:
                 model.load_asked = self._now
             return
         model.must_go, model.load_asked = model.phase is not Phase.ASLEEP, None
@@ -367,6 +373,10 @@ class Planner:
                 model, "model_too_large", f"the model {name!r} needs {needed}; all together may take {allowed}"
             )
         return True
+
+    def _has_room_for(self, model: _Model) -> bool:
+        others_wait = any(m.wanted_since is not None for m in self._models.values() if m is not model)
+        return model.phase is Phase.ASLEEP and not others_wait and self._fit(self._held(), [model])
 
     def _held(self) -> list[_Model]:
         return [m for m in self._models.values() if m.phase is not Phase.ASLEEP]

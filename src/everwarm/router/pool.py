@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,14 +21,24 @@ from everwarm.engine.messages import Backlog
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
 from everwarm.router.catalog import Catalog, ModelSpec
+from everwarm.router.deaths import Patience
 from everwarm.router.plan import Limits, ModelPlan, ModelStatus, Phase, Planner
-from everwarm.router.supervisor import Patience, State, Supervisor
+from everwarm.router.supervisor import State, Supervisor
 
 log = logging.getLogger("everwarm.router")
 
 TICK_S = 1.0
-REST_S = 30.0  # an engine that kept dying is not tried again before
 REFRESH_S = 1.0  # the catalog is not read again sooner
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A model failed: when it is tried again by itself (None: only when somebody asks), and when a request may first have
+    it tried. Clock times are monotonic ones."""
+
+    at: float | None
+    not_before: float
+    at_time: float | None = None  # the first as a time of day, for people
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +48,13 @@ class Served:
     spec: ModelSpec
     supervisor: Supervisor
     n_loads: int = 0
-    rests_until: float = 0.0
+    retry: Retry | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why its engine does not run, or did not before it was tried again just now; for clients."""
+        reason = self.supervisor.reason or self.supervisor.last_failure
+        return None if reason is None else _without_paths(reason, self.spec)
 
     @property
     def id(self) -> str:
@@ -77,6 +95,14 @@ class Standing:
     spec: ModelSpec
     status: ModelStatus
     supervisor: Supervisor
+    reason: str | None = None  # why its engine does not run, without paths
+    retry: Retry | None = None
+
+    @property
+    def retry_in_s(self) -> float | None:
+        """Until it is tried again by itself; None: it is not waiting for that."""
+        at = None if self.retry is None else self.retry.at
+        return None if at is None else max(0.0, at - time.monotonic())
 
 
 @dataclass(slots=True)
@@ -137,8 +163,7 @@ class Pool:
     def lease(self, name: str | None) -> Iterator[Lease]:
         """Ask for a model by any name it has; leaving gives it back, whether or not it had come."""
         served = self.find(name)
-        if time.monotonic() < served.rests_until:
-            raise EngineStopped(f"{served.supervisor.reason}; it is tried again in a while")
+        self._require_tried(served)
         if self.is_stopping:
             raise EngineStopped("the server is stopping")
         if not self.autoload and not self._is_there(served.id):
@@ -152,6 +177,13 @@ class Pool:
             del self._leases[id]
             lease._granted.cancel()
             self._feed(plan.Gone(id, time.monotonic()))
+
+    def _require_tried(self, served: Served) -> None:
+        """A request has a model that failed tried at once, unless that was done a moment ago."""
+        now, retry = time.monotonic(), served.retry
+        if retry is not None and now < retry.not_before and not served.supervisor.is_running:
+            wait_s = math.ceil(min(retry.not_before, retry.at or retry.not_before) - now)
+            raise EngineStopped(f"{served.reason}; it is tried again in {max(1, wait_s)} s")
 
     def _is_there(self, id: str) -> bool:
         """Loaded or being loaded, and not on its way out."""
@@ -184,7 +216,7 @@ class Pool:
         for served in self._served.values():
             status = self._planner.status(served.id)
             if status is not None:
-                found.append(Standing(served.spec, status, served.supervisor))
+                found.append(Standing(served.spec, status, served.supervisor, served.reason, served.retry))
         return found
 
     def backlogs(self) -> list[Backlog]:
@@ -194,11 +226,14 @@ class Pool:
 
     def load(self, name: str) -> None:
         served = self.find(name)
-        served.rests_until = 0.0
+        served.retry = None
+        served.supervisor.deaths.forgive()
         self._feed(plan.LoadAsked(served.id, time.monotonic()))
 
     def unload(self, name: str) -> None:
-        self._feed(plan.UnloadAsked(self.find(name).id, time.monotonic()))
+        served = self.find(name)
+        served.retry = None  # nobody wants it any more
+        self._feed(plan.UnloadAsked(served.id, time.monotonic()))
 
     def refresh(self, *, now: bool = False) -> bool:
         """Read the catalog again, unless that was done a moment ago: files come and go while we serve."""
@@ -267,18 +302,50 @@ class Pool:
         served.n_loads += 1
         life = served.n_loads
         state = await supervisor.until(State.READY)
-        if state is State.READY:
+        was_ready = state is State.READY
+        if was_ready:
             log.info("%s was loaded in %.3f s", served.id, time.monotonic() - began)
+            served.retry = None
             self._feed(plan.Loaded(served.id, time.monotonic()))
             state = await supervisor.until()
         if state is State.UNHEALTHY:
             await supervisor.ended()
             if supervisor.state is not State.UNHEALTHY or served.n_loads != life:
                 return  # somebody has stopped it meanwhile, and says so
-            served.rests_until = time.monotonic() + REST_S if supervisor.is_worn_out else 0.0
-            reason = _without_paths(supervisor.reason or "unknown", served.spec)
+            reason = served.reason or "unknown"
             self._renew_if_changed(served)
+            self._plan_retry(served, by_itself=was_ready or served.spec.pinned or served.spec.load_on_start)
             self._feed(plan.LoadFailed(served.id, reason, time.monotonic()))
+
+    # models that failed
+
+    def _plan_retry(self, failed: Served, *, by_itself: bool) -> None:
+        """What was wanted when it failed is tried again for ever, after longer and longer waits; what somebody asked for in
+        vain is tried when somebody asks again."""
+        now, deaths = time.monotonic(), failed.supervisor.deaths
+        wait_s = deaths.retry_s(random.random())
+        gap_s = min(wait_s, deaths.request_gap_s(said_why=failed.supervisor.said_why))
+        served = self._served.get(failed.id)  # it may have been renewed
+        if served is not None:
+            served.retry = Retry(None, now + gap_s)
+            if by_itself:
+                served.retry = Retry(now + wait_s, now + gap_s, time.time() + wait_s)
+                log.warning("%s is tried again in %.1f s (try %d)", served.id, wait_s, deaths.n_given_up)
+                self._spawn(self._retry_later(served, served.retry, wait_s))
+
+    async def _retry_later(self, served: Served, retry: Retry, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        status, id = self._planner.status(served.id), served.id
+        is_current = self._served.get(id) is served and served.retry is retry
+        if not is_current or status is None or status.phase is not Phase.ASLEEP or self.is_stopping:
+            return
+        now, ttl_s = time.monotonic(), served.spec.ttl_s
+        if served.spec.pinned:
+            self._feed(plan.LoadAsked(id, now))
+        elif ttl_s == 0.0 or now - status.last_used < ttl_s:
+            self._feed(plan.RetryAsked(id, now))
+        if served.retry is retry and not self._is_there(id):
+            served.retry = None  # others have its place, or it would sleep by now: it comes back when it is asked for
 
     async def _put_to_sleep(self, served: Served) -> None:
         began = time.monotonic()

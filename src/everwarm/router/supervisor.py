@@ -1,7 +1,9 @@
 """One engine process: started, listened to, killed when it hangs, started again, with its waiting requests replayed.
 
 The gateway never loads libllama; it only ever talks to the process behind this. Requests that have streamed nothing when an
-engine dies are sent to the next one, once. Five deaths in a row without one served request, and it stays down, saying why.
+engine dies are sent to the next one, once: a request that kills every engine ends at its second. After too many deaths in a
+row it is given up, saying why; when it is tried again is the pool's business (``deaths`` has the rules). An engine that
+died of memory comes back with half the RAM tier.
 """
 
 from __future__ import annotations
@@ -17,40 +19,43 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import BadRequest, EngineStopped, PixelsMissing, Refused
+from everwarm.errors import BadRequest, EngineStopped, ModelFileError, PixelsMissing, Refused
+from everwarm.memory_limits import address_space_limit, cgroup_limits, n_oom_kills
+from everwarm.router.deaths import Cause, Deaths, Ending, Patience, cause_of, explained
+from everwarm.router.estimate import loaded_bytes
+from everwarm.router.header import read_header
 from everwarm.router.seen import Seen
-from everwarm.state.arena import memory_file
+from everwarm.router.silence import TICK_S, Silence
+from everwarm.router.stderr import Stderr
+from everwarm.state.arena import budget_in, memory_file
 
 log = logging.getLogger("everwarm.router")
 
+_MIB = 1 << 20
 PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
-MAX_DEATHS = 5
 MAX_UNREAD_BYTES, MAX_ALL_UNREAD_BYTES = 8 << 20, 128 << 20  # of a reply that nobody takes, and of all of them
+MAX_REPLAYS, MAX_REPLAYS_WAITING = (
+    1,
+    3,
+)  # by other engines; of a request that was being answered, and of one that waited
+LAST_WORDS_S = 0.5  # for an engine's last lines to be read
+LEAST_RAM_BYTES = 1 << 20  # half of less is nothing
 
 SLOW_CLIENT = http.HTTPStatus.REQUEST_TIMEOUT
 
 Question = m.Question
 Lend = Callable[[], AbstractAsyncContextManager[tuple[m.Picture, ...]]]  # a request's pictures with their pixels
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long an engine may be silent or busy before something is done about it."""
-
-    stalled_s: float = 1.5  # no beat for so long: not ready
-    silent_s: float = 6.0  # no beat for so long: killed
-    step_s: float = 900.0  # one decode step for so long: killed
-    first_back_off_s: float = 0.1
-    most_back_off_s: float = 5.0
 
 
 class State(enum.Enum):
@@ -68,13 +73,21 @@ class Pending:
     id: int
     frame: bytes
     inbox: asyncio.Queue[m.ToGateway] = field(default_factory=asyncio.Queue)
+    has_begun: bool = False  # in the engine that runs now
     has_streamed: bool = False
-    was_replayed: bool = False
+    is_of_one_life: bool = False  # another engine would not understand it
+    n_replays: int = 0
     n_unread: int = 0  # bytes of the reply that wait in the inbox
 
     def put(self, message: m.ToGateway) -> None:
         self.n_unread += weight_of(message)
         self.inbox.put_nowait(message)
+
+    @property
+    def may_be_replayed(self) -> bool:
+        """Whoever was being answered when engines died may be what they died of; who only waited hardly is."""
+        n_most = MAX_REPLAYS if self.has_begun else MAX_REPLAYS_WAITING
+        return not self.has_streamed and not self.is_of_one_life and self.n_replays < n_most
 
     async def get(self) -> m.ToGateway:
         message = await self.inbox.get()
@@ -110,13 +123,18 @@ class Supervisor:
         self.state = State.STOPPED
         self.info: m.ModelInfo | None = None
         self.reason: str | None = None
+        self.last_failure: str | None = None  # the last reason why it was not ready, until it is again
         self.n_restarts = 0
         self.load: m.Beat | None = None
         self.loaded = 0.0
         self.load_s: float | None = None  # that the last load took
         self._began_at = 0.0
-        self._n_deaths = 0
-        self._last_beat = time.monotonic()
+        self.deaths = Deaths(self._patience)
+        self.died_of: Counter[Cause] = Counter()
+        self.said_why = False  # whether the engine itself refused, in words
+        self.shrunk_to: int | None = None  # bytes of the RAM tier, after a death for lack of memory
+        self._must_forget = False  # the RAM tier begins empty with the next engine
+        self._silence = Silence(time.monotonic())
         self._pending: dict[int, Pending] = {}
         self._next_id = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -133,8 +151,7 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        fresh = time.monotonic() - self._last_beat < self._patience.stalled_s
-        return self.state is State.READY and fresh
+        return self.state is State.READY and self._silence.silent_s < self._patience.stalled_s
 
     @property
     def is_running(self) -> bool:
@@ -154,15 +171,11 @@ class Supervisor:
     def n_pending(self) -> int:
         return len(self._pending)
 
-    @property
-    def is_worn_out(self) -> bool:
-        """Whether it was given up because it kept dying."""
-        return self.state is State.UNHEALTHY and self._n_deaths >= MAX_DEATHS
-
     def start(self) -> None:
         """Also again, after it was stopped or given up: what was kept in RAM is still there."""
         assert self._is_over, f"it is {self.state.value} already"
-        self.state, self.reason, self.loaded, self._n_deaths = State.STARTING, None, 0.0, 0
+        self.state, self.reason, self.loaded, self.said_why = State.STARTING, None, 0.0, False
+        self.deaths.n_in_row = 0
         self._task = asyncio.create_task(self._run(), name="everwarm-supervisor")
 
     async def until(self, *states: State) -> State:
@@ -264,7 +277,7 @@ class Supervisor:
         if is_of_one_life and self.state is not State.READY:
             raise EngineStopped("the engine is being restarted, and its slots with it; try again in a moment")
         try:
-            pending = Pending(message.id, m.frame(message), was_replayed=is_of_one_life)
+            pending = Pending(message.id, m.frame(message), is_of_one_life=is_of_one_life)
         except OverflowError:
             raise BadRequest("a number is too large; give at most 64 bits") from None
         id = message.id
@@ -303,27 +316,29 @@ class Supervisor:
     # the life of the process
 
     async def _run(self) -> None:
-        back_off = self._patience.first_back_off_s
         while not self._is_over:
-            served_before = self._n_deaths == 0
             try:
-                why = await self._live_once()
+                ending = await self._live_once()
+                cause, why = cause_of(ending), explained(ending)
             except OSError as error:
-                why = f"its process could not be started: {error}"
-            if self._is_over:
-                return None
+                cause, why = Cause.NOT_STARTED, f"its process could not be started: {error}"
             if self._is_outdated:
-                self._is_outdated = False
-                continue  # it did not fail
-            self._n_deaths += 1
-            log.error("the engine died (%s); death %d without a served request", why, self._n_deaths)
-            if self._n_deaths >= MAX_DEATHS:
-                return await self._give_up(f"the engine died {self._n_deaths} times in a row: {why}")
-            await self._begin_again(why)
-            back_off = (
-                self._patience.first_back_off_s if served_before else min(2 * back_off, self._patience.most_back_off_s)
-            )
-            await asyncio.sleep(back_off)
+                self._is_outdated = False  # it did not fail
+            elif not self._is_over:
+                await self._on_death(cause, why)
+
+    async def _on_death(self, cause: Cause, why: str) -> None:
+        was_ready = self.state is State.READY
+        self.deaths.died(time.monotonic())
+        self.died_of[cause] += 1
+        log.error("the engine died (%s); death %d without a served request", why, self.deaths.n_in_row)
+        if cause is Cause.MEMORY:
+            self._shrink_ram(forget=self.shrunk_to is not None and not was_ready)
+        if self.deaths.is_enough:
+            n = self.deaths.n_in_row
+            return await self._give_up(f"the engine died{f' {n} times in a row' if n > 1 else ''}: {why}")
+        await self._begin_again(why)
+        await asyncio.sleep(self.deaths.back_off_s)
 
     async def _begin_again(self, why: str) -> None:
         self.n_restarts += 1
@@ -331,25 +346,22 @@ class Supervisor:
         await self._set(State.RESTARTING, why)
         self._keep_for_replay(why)
 
-    async def _live_once(self) -> str:
-        """One engine process from its start to its end; returns why it ended."""
+    async def _live_once(self) -> Ending:
+        """One engine process from its start to its end; returns how it ended."""
+        if self._must_forget:  # nobody has it mapped now
+            os.ftruncate(self._memory, 0)
+            self._must_forget = False
+        n_kills, stderr = n_oom_kills(), Stderr()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours, theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "everwarm.engine.worker",
-                str(theirs.fileno()),
-                str(self._memory),
-                str(os.getpid()),
-                pass_fds=(theirs.fileno(), self._memory),
-                stdin=asyncio.subprocess.DEVNULL,
-                env=os.environ | {"GGML_NO_BACKTRACE": "1"},  # else an abort waits for a debugger
-            )
+            try:
+                self._process = await self._spawn(theirs, stderr)
+            finally:
+                stderr.close_theirs()
             theirs.close()
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-            self._last_beat, self._kill_reason = time.monotonic(), ""
-            self._began_at = self._last_beat
+            self._began_at = time.monotonic()
+            self._silence, self._kill_reason = Silence(self._began_at), ""
             self._send(self._open)
             watch = asyncio.create_task(self._watch())
             try:
@@ -360,7 +372,32 @@ class Supervisor:
                 self._writer = None
                 self._kill(self._kill_reason or "its connection ended")
             code = await self._process.wait()
-            return why or _ending(code)
+        words = await asyncio.to_thread(stderr.last_words, LAST_WORDS_S)
+        return self._ending(code, why, words, was_oom_killed=n_oom_kills() > n_kills)
+
+    async def _spawn(self, theirs: socket.socket, stderr: Stderr) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "everwarm.engine.worker",
+            str(theirs.fileno()),
+            str(self._memory),
+            str(os.getpid()),
+            pass_fds=(theirs.fileno(), self._memory),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=stderr.fd,
+            env=os.environ | {"GGML_NO_BACKTRACE": "1"},  # else an abort waits for a debugger
+        )
+
+    def _ending(self, code: int, why: str, words: str, *, was_oom_killed: bool) -> Ending:
+        limit = min(cgroup_limits(), key=lambda each: each.limit_bytes, default=None)
+        if not was_oom_killed:
+            limit = address_space_limit() or limit
+        needed = 0
+        with contextlib.suppress(ModelFileError, OSError):
+            path = Path(self._open.model)
+            needed = loaded_bytes(read_header(path), path.stat().st_size, self._open.settings)
+        return Ending(code, why, words, was_oom_killed, limit, needed)
 
     async def _listen(self, reader: asyncio.StreamReader) -> str:
         """Messages until the connection ends; returns a reason if one is known."""
@@ -376,7 +413,7 @@ class Supervisor:
         return self._kill_reason
 
     async def _on_message(self, message: m.ToGateway) -> None:
-        self._last_beat = time.monotonic()
+        self._silence.heard()
         match message:
             case m.Beat():
                 self.load = message
@@ -387,6 +424,7 @@ class Supervisor:
             case m.Ready(info=info):
                 self.info = info
                 self.load_s = time.monotonic() - self._began_at
+                self.deaths.ready(time.monotonic())
                 await self._set(State.READY, None)
                 for pending in self._pending.values():
                     self._write(pending.frame)
@@ -394,7 +432,11 @@ class Supervisor:
                 self._is_outdated = True
                 log.warning("%s: the engine is started again on what it is now", text)
                 await self._begin_again(text)
-            case m.Fatal(message=text):
+            case m.Fatal(message=text, of_memory=of_memory):
+                self.said_why = True
+                if of_memory:
+                    self.died_of[Cause.MEMORY] += 1
+                    self._shrink_ram(forget=self.shrunk_to is not None)
                 await self._give_up(text)
             case _:
                 self._route(message)
@@ -403,11 +445,13 @@ class Supervisor:
         pending = self._pending.get(message.id)
         if pending is None:
             return
+        if isinstance(message, m.Begun):
+            pending.has_begun = True
         if isinstance(message, m.Piece):
             pending.has_streamed = True
             pending.frame = b""  # it will not be sent again
         if isinstance(message, m.Done):
-            self._n_deaths = 0
+            self.deaths.forgive()
         if isinstance(message, m.Done | m.Failed | m.Answer):
             del self._pending[message.id]
         pending.put(message)
@@ -422,15 +466,15 @@ class Supervisor:
         pending.put(m.Failed(id, SLOW_CLIENT.value, "client_too_slow", reason))
 
     async def _watch(self) -> None:
-        """Kill a process that neither beats nor finishes a step."""
+        """Kill a process that neither beats nor finishes a step, as far as we were awake to see it."""
+        silence = self._silence
         while True:
-            await asyncio.sleep(0.1)
-            silent = time.monotonic() - self._last_beat
-            if silent > self._patience.silent_s:
-                return self._kill(f"no sign of life for {silent:.1f} s")
-            age = self.load.step_age_s if self.load is not None else None
-            if age is not None and age > self._patience.step_s:
-                return self._kill(f"one step has been running for {age:.0f} s")
+            await asyncio.sleep(TICK_S)
+            silence.tick(time.monotonic(), self.load.step_age_s if self.load is not None else None)
+            if silence.silent_s > (self._patience.silent_s if silence.has_spoken else self._patience.start_s):
+                return self._kill(f"no sign of life for {silence.silent_s:.1f} s")
+            if silence.step_s > self._patience.step_s:
+                return self._kill(f"one step has been running for {silence.step_s:.0f} s")
 
     def _kill(self, reason: str) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -443,13 +487,27 @@ class Supervisor:
     def _keep_for_replay(self, why: str) -> None:
         self.load = None
         for id, pending in list(self._pending.items()):
-            if pending.has_streamed or pending.was_replayed:
-                self._fail(id, pending, f"the engine died while answering ({why}); it is being restarted, try again")
+            if pending.may_be_replayed:
+                pending.n_replays, pending.has_begun = pending.n_replays + 1, False
             else:
-                pending.was_replayed = True
+                self._fail(id, pending, f"the engine died while answering ({why}); it is being restarted, try again")
+
+    def _shrink_ram(self, *, forget: bool) -> None:
+        """Give the RAM tier half of what it had: it counts against the same limit, and outlived the engine. The next engine
+        drops what is worth least. ``forget``: that did not help, so everything goes."""
+        settings = self._open.settings
+        known = [n for n in (budget_in(self._memory), settings.ram_bytes) if n is not None]
+        self._must_forget = self._must_forget or forget
+        if not known:
+            return  # it died before there was one
+        half = min(known) // 2 if min(known) >= 2 * LEAST_RAM_BYTES else 0
+        log.warning("the RAM tier has %.1f MiB from now on (it had %.1f)", half / _MIB, min(known) / _MIB)
+        self.shrunk_to = half
+        self._open = m.Open(self._open.model, replace(settings, ram_bytes=half))
 
     async def _give_up(self, reason: str) -> None:
-        log.error("giving up: %s", reason)
+        log.error("giving up for now: %s", reason)
+        self.deaths.give_up()
         await self._set(State.UNHEALTHY, reason)
         self._fail_everybody(reason)
 
@@ -465,13 +523,9 @@ class Supervisor:
     async def _set(self, state: State, reason: str | None) -> None:
         async with self._changed:
             self.state, self.reason = state, reason
+            if state is not State.STOPPED:
+                self.last_failure = reason
             self._changed.notify_all()
-
-
-def _ending(code: int) -> str:
-    if code == -signal.SIGBUS:
-        return f"exit code {code}: a model file was cut short while it was mapped, or its disk failed"
-    return f"exit code {code}"
 
 
 def failure(message: m.Failed) -> Refused:

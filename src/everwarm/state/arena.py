@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import blake3
 import numpy as np
@@ -64,6 +65,28 @@ def memory_file() -> int:
         return os.dup(file.fileno())
 
 
+def budget_in(fd: int) -> int | None:
+    """The budget of the arena that a process left in this file; None: there is none."""
+    found = _read_super(fd)
+    return None if found is None else found.budget_bytes
+
+
+class _Super(NamedTuple):
+    size: int
+    budget_bytes: int
+    owner: bytes
+
+
+def _read_super(fd: int) -> _Super | None:
+    data = os.pread(fd, _SUPER.size, 0)
+    if len(data) < _SUPER.size:
+        return None
+    magic, version, size, budget, owner = _SUPER.unpack(data)
+    if (magic, version) != (MAGIC, VERSION) or size != os.fstat(fd).st_size or size <= _FIRST:
+        return None
+    return _Super(size, budget, owner)
+
+
 @dataclass(slots=True, eq=False)
 class Extent:
     at: int
@@ -88,7 +111,8 @@ class Arena:
 
     def __init__(self, fd: int, owner: str, budget_bytes: int | None, default_budget: int) -> None:
         """``owner`` says what the states in it depend on: those of another are forgotten. Without a budget of its own it
-        keeps the one it had, so that a process started beside a full arena does not take that for a full machine."""
+        keeps the one it had, so that a process started beside a full arena does not take that for a full machine. With a
+        smaller one the file is cut; what lies in what is left of it is found, and whoever takes it up drops the rest."""
         self._lock = threading.Lock()
         self._alive: dict[int, Extent] = {}
         self._dead: collections.deque[Extent] = collections.deque()
@@ -98,15 +122,16 @@ class Arena:
         self.n_outside = 0  # arrays that found no room
         self._is_held = False  # pages before the fence stay where they are
         name = _name_of(owner)
-        before = self._read_super(fd, name)
-        is_new = before is None or budget_bytes not in (None, before[1])
-        if before is not None and not is_new:
-            size, self.budget_bytes = before
+        before = self._read_left(fd, name, budget_bytes)
+        is_new = before is None
+        if before is not None:
+            self.budget_bytes = before.budget_bytes if budget_bytes is None else budget_bytes
+            size = min(before.size, _size_for(self.budget_bytes))
         else:
             self.budget_bytes = default_budget if budget_bytes is None else budget_bytes
-            size = _paged(_FIRST + 2 * self.budget_bytes + SLACK)
+            size = _size_for(self.budget_bytes)
             os.ftruncate(fd, 0)  # whatever was there is gone
-            os.ftruncate(fd, size)
+        os.ftruncate(fd, size)
         self._fence = min(_paged(_FIRST + self.budget_bytes), size)
         self._map = mmap.mmap(fd, size)
         self._base = np.frombuffer(self._map, np.uint8).ctypes.data
@@ -123,19 +148,15 @@ class Arena:
 
     @classmethod
     def is_left(cls, fd: int, owner: str, budget_bytes: int | None) -> bool:
-        """Whether an earlier process of the same owner and budget left something in this file."""
-        before = cls._read_super(fd, _name_of(owner))
-        return before is not None and budget_bytes in (None, before[1])
+        """Whether an earlier process of the same owner left something in this file that fits the budget."""
+        return cls._read_left(fd, _name_of(owner), budget_bytes) is not None
 
     @staticmethod
-    def _read_super(fd: int, name: bytes) -> tuple[int, int] | None:
-        data = os.pread(fd, _SUPER.size, 0)
-        if len(data) < _SUPER.size:
+    def _read_left(fd: int, name: bytes, budget_bytes: int | None) -> _Super | None:
+        found = _read_super(fd)
+        if found is None or found.owner != name:
             return None
-        magic, version, size, budget, owner = _SUPER.unpack(data)
-        if (magic, version, owner) != (MAGIC, VERSION, name) or size != os.fstat(fd).st_size or size <= _FIRST:
-            return None
-        return size, budget
+        return found if budget_bytes is None or budget_bytes <= found.budget_bytes else None
 
     # handing out
 
@@ -274,6 +295,15 @@ class Arena:
             at = max(at, start + room)
             self.n_used += room
 
+    def trim(self) -> None:
+        """Give the system back all memory in which nothing lies, also what an earlier process left behind."""
+        with self._lock:
+            self._reap()
+            if not self._is_held:
+                for at, room in self._free:
+                    self._return_pages(at, room)
+                self._n_warm = 0
+
     def close(self) -> None:
         """Let go of the memory as soon as nobody holds an array of it. What is kept stays in the file."""
         self._found.clear()
@@ -350,6 +380,10 @@ class Arena:
                 assert start == at, f"{at} to {start} belongs to nobody or to two"
                 at += room
             assert self.n_used == sum(room for _, room in spans)
+
+
+def _size_for(budget_bytes: int) -> int:
+    return _paged(_FIRST + 2 * budget_bytes + SLACK)
 
 
 def _name_of(owner: str) -> bytes:

@@ -78,7 +78,7 @@ function showEngine() {
   if (isLost) state = "gone";
   find("engine").dataset.state = state;
   find("engine-words").textContent = state === "busy" ? `${engine.n_running} running` : STATES[state] ?? state;
-  showBanner(engine?.state, model);
+  showBanner(engine, model);
 }
 
 function showBanner(engine, model) {
@@ -86,8 +86,11 @@ function showBanner(engine, model) {
   let said = "";
   let kind = "wait";
   if (isLost) [said, kind] = ["The server cannot be reached. Trying again …", "bad"];
-  else if (engine === "restarting" || engine === "starting") said = "The engine is being started again. What was read is still known.";
-  else if (engine === "unhealthy") [said, kind] = ["The engine stays down; the server's log says why.", "bad"];
+  else if (engine?.state === "restarting" || engine?.state === "starting") said = "The engine is being started again. What was read is still known.";
+  else if (engine?.state === "unhealthy") {
+    const next = engine.retry_at ? ` It is tried again at ${new Date(1000 * engine.retry_at).toLocaleTimeString()}.` : "";
+    [said, kind] = [`The engine is down: ${engine.reason ?? "the server's log says why"}.${next}`, "bad"];
+  }
   else if (model?.status.failed) [said, kind] = [`${model.id} could not be loaded: ${model.status.reason ?? "no reason given"}`, "bad"];
   if (banner.textContent !== said) banner.textContent = said;
   banner.dataset.kind = kind;

@@ -1,0 +1,179 @@
+"""When an engine that dies is started again, and what it died of. Pure.
+
+    dies → again at once, then after longer and longer waits → five deaths in a row: given up → a try after each wait
+
+Deaths count only while they say something about the engine: a request that was answered, or a minute of being ready, and
+they are forgotten. A try after giving up is one life, not five, and there is always a next one.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass
+
+from everwarm.memory_limits import ADDRESS_SPACE, MemoryLimit
+
+MAX_DEATHS = 5
+JITTER = 0.25  # of a wait: servers that failed together do not all try at once
+MOST_REQUEST_GAP_S = 5.0  # a request has a model that failed tried at once, but not more often than this
+FREE_TRIES = 3  # of a model that said itself why it cannot be served: whoever asks has it tried again without a wait
+_MIB = 1 << 20
+_MOST_DOUBLINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long an engine may be silent or busy before something is done about it, and how long until it is tried again."""
+
+    stalled_s: float = 1.5  # no beat for so long: not ready
+    silent_s: float = 6.0  # no beat for so long: killed
+    start_s: float = 60.0  # the same before the first one: a cold disk is slow
+    step_s: float = 900.0  # one decode step for so long: killed
+    steady_s: float = 60.0  # ready for so long: what it died of before is forgotten
+    first_back_off_s: float = 0.1
+    most_back_off_s: float = 5.0
+    first_retry_s: float = 1.0  # after giving up
+    most_retry_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Deaths:
+    """Counts an engine's deaths in a row, and the tries since it was given up."""
+
+    patience: Patience
+    n_in_row: int = 0
+    n_given_up: int = 0
+    _ready_at: float | None = None
+
+    def ready(self, at: float) -> None:
+        self._ready_at = at
+
+    def forgive(self) -> None:
+        """A request was answered, or somebody says that all is well now."""
+        self.n_in_row = self.n_given_up = 0
+
+    def died(self, at: float) -> None:
+        if self._ready_at is not None and at - self._ready_at >= self.patience.steady_s:
+            self.forgive()
+        self._ready_at = None
+        self.n_in_row += 1
+
+    @property
+    def is_enough(self) -> bool:
+        return self.n_in_row >= MAX_DEATHS or self.n_given_up > 0
+
+    @property
+    def back_off_s(self) -> float:
+        """Until the next life; the first one comes soon."""
+        return _doubled(self.patience.first_back_off_s, self.n_in_row, self.patience.most_back_off_s)
+
+    def give_up(self) -> None:
+        self.n_given_up += 1
+        self.n_in_row = 0
+
+    def retry_s(self, chance: float) -> float:
+        """Until the next try after giving up; ``chance`` from 0 to 1 spreads it."""
+        wait_s = _doubled(self.patience.first_retry_s, self.n_given_up, self.patience.most_retry_s)
+        return min(self.patience.most_retry_s, wait_s * (1 + JITTER * (2 * chance - 1)))
+
+    def request_gap_s(self, *, said_why: bool) -> float:
+        """How soon after giving up a request may have it tried again. ``said_why``: it refused in words and did not die."""
+        wait_s = _doubled(self.patience.first_retry_s, self.n_given_up, self.patience.most_retry_s)
+        return 0.0 if said_why and self.n_given_up <= FREE_TRIES else min(MOST_REQUEST_GAP_S, wait_s / 2)
+
+
+def _doubled(first_s: float, n: int, most_s: float) -> float:
+    return min(most_s, first_s * 2.0 ** min(max(0, n - 1), _MOST_DOUBLINGS))
+
+
+# what an engine died of
+
+
+class Cause(enum.Enum):
+    MEMORY = "memory"
+    HANG = "hang"
+    KILLED = "killed"
+    CRASH = "crash"
+    EXIT = "exit"
+    NOT_STARTED = "not started"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What is known when a process has ended. ``code`` is negative for a signal."""
+
+    code: int
+    killed_for: str = ""  # why we killed it ourselves
+    last_words: str = ""  # on its standard error
+    was_oom_killed: bool = False  # the kernel counted a kill for lack of memory meanwhile
+    limit: MemoryLimit | None = None  # the one that leaves the least
+    needed_bytes: int = 0  # about what it takes; 0: not known
+
+
+_MEMORY_WORDS = (
+    "std::bad_alloc",
+    "MemoryError",
+    "Cannot allocate memory",
+    "cannot allocate memory",
+    "failed to map segment",
+    "failed to allocate",
+    "unable to allocate",
+    "ArrayMemoryError",
+    "can't start new thread",
+    "Thread creation failed",
+)
+_SIGNALS = {
+    signal.SIGBUS: "a file it had mapped became shorter, like the model file, or a file system in memory is full",
+    signal.SIGSEGV: "a fault in libllama or a driver",
+    signal.SIGILL: "this CPU lacks an instruction that libllama was built with; use a build for this machine",
+    signal.SIGFPE: "a fault in libllama or a driver",
+    signal.SIGABRT: "libllama gave up; the log has its last words",
+    signal.SIGKILL: "somebody killed it; if it was the kernel, its log says so",
+}
+
+
+def cause_of(ending: Ending) -> Cause:
+    if ending.killed_for:
+        return Cause.HANG
+    if ending.was_oom_killed and ending.code == -signal.SIGKILL:
+        return Cause.MEMORY
+    if ending.code != 0 and any(words in ending.last_words for words in _MEMORY_WORDS):
+        return Cause.MEMORY
+    if ending.code == -signal.SIGABRT and ending.limit is not None and ending.limit.name == ADDRESS_SPACE:
+        return Cause.MEMORY  # a thread or a mapping that was refused: libraries abort without a word
+    if ending.code == -signal.SIGKILL:
+        return Cause.KILLED
+    return Cause.CRASH if ending.code < 0 else Cause.EXIT
+
+
+def explained(ending: Ending) -> str:
+    """Why it ended, as a sentence's end."""
+    how = _named(ending.code)
+    match cause_of(ending):
+        case Cause.HANG:
+            return ending.killed_for
+        case Cause.MEMORY:
+            by = "the kernel killed it" if ending.was_oom_killed else how
+            return f"it ran out of memory ({by}); {memory_advice(ending.limit, ending.needed_bytes)}"
+        case Cause.EXIT:
+            return f"{how}; the log has its last words"
+    known = _SIGNALS.get(signal.Signals(-ending.code)) if how.startswith("SIG") else None
+    return f"{how}: {known}" if known else how
+
+
+def memory_advice(limit: MemoryLimit | None, needed_bytes: int) -> str:
+    """What there is, what is needed, and what would be right."""
+    said = [f"the limit is {limit}" if limit is not None else "this machine has no more"]
+    if limit is not None and limit.name == ADDRESS_SPACE:
+        said.append("which counts what is mapped, touched or not: about 1 GiB for the libraries alone")
+    if needed_bytes:
+        said.append(f"and model and context need about {needed_bytes / _MIB:,.0f} MiB beside --cache-ram")
+    return f"{', '.join(said)}; raise the limit, or give a smaller --ctx-size, --cache-ram or model"
+
+
+def _named(code: int) -> str:
+    try:
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    except ValueError:
+        return f"signal {-code}"
