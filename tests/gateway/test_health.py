@@ -71,7 +71,7 @@ def test_an_engine_that_cannot_come_back_says_why_and_when_it_is_tried_again(tmp
 
 def test_of_many_models_nobody_is_named_to_those_without_a_key():
     asleep: Any = SimpleNamespace(
-        is_ready=False, n_restarts=0, shrunk_to=None, deaths=Deaths(Patience()), state=State.STOPPED
+        is_ready=False, n_restarts=0, load=None, shrunk_to=None, deaths=Deaths(Patience()), state=State.STOPPED
     )
     spec: Any = None
     reasons = ("the model 'private' cannot be used", None)
