@@ -16,6 +16,7 @@ from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.joining import Joiner
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.offload import Offload
 from everwarm.engine.pinning import Pinning, why_not
 from everwarm.engine.ram import Ram
 from everwarm.engine.restore import Restorer
@@ -83,7 +84,9 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     admission = Admission(keeper, restorer, fetcher)
     budget = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
     parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, budget, ram, archive, fetcher, gallery)
-    return Core(model, settings, sizes, context, tree, *parts)
+    kv_bytes = sizes.shape.kv_bytes_per_token
+    offload = None if memory is None else Offload(keeper, ram, archive, kv_bytes)  # else nobody comes after us
+    return Core(model, settings, sizes, context, tree, *parts, offload=offload)
 
 
 def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> Gallery:
