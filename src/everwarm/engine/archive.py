@@ -180,7 +180,7 @@ class Archive:
         if turn is None or turn.ended_at > until:
             return False
         del self._due[turn.end.id]
-        if self._keeper.tree.census.by_id.get(turn.end.id) is turn.end:
+        if self._keeper.tree.has(turn.end):
             self._offer(turn)
         return True
 

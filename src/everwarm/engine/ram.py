@@ -211,7 +211,7 @@ class Ram:
         self._pins.pop(node.id, None)
         if node.is_pinned:
             unpin(node)
-            self._tree.census.changed()
+            self._tree.unpinned(node)
 
     def keep_meanwhile(self, blobs: list[Blob]) -> None:
         """Hold on to these until everything said so far is there for the next engine."""
