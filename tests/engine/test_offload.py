@@ -7,9 +7,10 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 
-from engine.drive import EVERY_KIND, GUARD, check, open_core, run, submit, text
+from engine.drive import EVERY_KIND, GUARD, check, open_core, record_logits, run, submit, text
 from everwarm.engine import messages as m
 from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
@@ -151,9 +152,13 @@ def test_what_is_left_for_the_end_is_the_reply_and_one_state(memory, arch, monke
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_copying_beside_the_steps_changes_no_bit_of_a_reply(memory, arch):
     with open_core(arch, memory=memory) as core:
-        beside = finish(core, HISTORY, 40, stable=STABLE).result.tokens
+        copied, beside = captures(core), record_logits(core)
+        finish(core, HISTORY, 40, stable=STABLE, deterministic=True)
+        assert len(copied) > 0
     with open_core(arch) as core:
-        assert run(core, HISTORY, 40, stable=STABLE).tokens == beside
+        alone = record_logits(core)
+        run(core, HISTORY, 40, stable=STABLE, deterministic=True)
+    assert len(alone) == len(beside) == 40 and all(map(np.array_equal, alone, beside))
 
 
 def test_a_piece_is_bounded_and_pieces_take_a_share_of_the_time(memory):
