@@ -84,11 +84,12 @@ def test_generations_of_engines_add_to_one_memory(memory):
 
 
 def test_bytes_that_changed_are_not_used_and_the_answer_is_right_all_the_same(memory):
+    with open_core() as core:
+        golden = run(core, NEXT).tokens
     with open_core(memory=memory) as core:
         run(core, HISTORY, stable=STABLE)
         die(core)
         states = [n.checkpoint for n in core.tree.nodes() if n.checkpoint is not None]
-        golden = run(core, NEXT).tokens
         for checkpoint in states:
             assert checkpoint.state is not None
             checkpoint.state[len(checkpoint.state) // 2] ^= 1  # as a wild write would

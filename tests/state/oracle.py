@@ -52,6 +52,13 @@ class Oracle:
             if len(lineage) < 2:
                 return
             key = lineage[-2]
+        for near in reversed(self.lineage(key)[-2:]):
+            self.merge(near)
+
+    def merge(self, key: Key) -> None:
+        """A node that has nothing and leads to one other, that begins without KV, is no node."""
+        if self.nodes[key].is_bare and [self.nodes[k].segment for k in self.edges(key)] == [None]:
+            del self.nodes[key]
 
     def drop_segment(self, key: Key) -> None:
         """From a node, and from those right below it that use the same."""

@@ -1,5 +1,7 @@
 """The prefix tree, one sentence at a time. Random operations are in test_tree_machine."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -190,3 +192,59 @@ def test_the_self_check_notices_what_is_wrong(break_it):
         tree.root("").children[7] = tree.root("").children.pop(1)
     with pytest.raises(AssertionError):
         tree.check()
+
+
+# nodes that have nothing
+
+
+def talk_for_long(tree: Tree, n_requests: int, most_kept: int) -> list[int]:
+    """Conversations that go on, part and end, with so many states at a time; returns how many nodes there were."""
+    rng, kept, counts = random.Random(7), [], []
+    talk: tuple[int, ...] = ()
+    for _ in range(n_requests):
+        talk = (
+            ()
+            if rng.random() < 0.1 or len(talk) > 400
+            else talk[: rng.randrange(len(talk) + 1)]
+            if rng.random() < 0.2
+            else talk
+        )
+        talk = (*talk, *(rng.randrange(50) for _ in range(rng.randrange(2, 8))))
+        prompt, root = Prompt.of_tokens(talk), tree.root("")
+        for n_items in {len(talk) // 2 + 1, len(talk) - 1, len(talk)}:
+            node = tree.grow(root, prompt, n_items)
+            if node.checkpoint is None:
+                tree.set_checkpoint(node, Checkpoint(CutKind.EVERY, True, (), state=np.zeros(1, np.uint8)))
+                kept.append(node)
+        while len(kept) > most_kept:
+            tree.drop_checkpoint(kept.pop(rng.randrange(len(kept) // 2)))
+        counts.append(len(list(tree.nodes())))
+    tree.check()
+    assert all(tree.match("", node.path.first(node.n_items), 0, needs_kv=False).usable[0] is node for node in kept)
+    return counts
+
+
+def test_after_thousands_of_requests_there_are_no_more_nodes_than_before():
+    counts = talk_for_long(Tree(), 3000, 60)
+    assert max(counts) <= 2 * 60 + 1, "each node has something, or two children"
+    assert max(counts[2000:]) <= max(counts[:1000]) * 1.2
+
+
+def test_nodes_that_have_nothing_would_pile_up(monkeypatch):
+    """The control."""
+    monkeypatch.setattr(Tree, "_merge", lambda _tree, _node: None)
+    assert max(talk_for_long(Tree(), 3000, 60)) > 2 * 60 + 1
+
+
+def test_a_node_that_is_pinned_or_held_is_not_merged_and_is_afterwards():
+    tree = Tree()
+    prompt = Prompt.of_tokens(range(30))
+    middle, end = (tree.grow(tree.root(""), prompt, n) for n in (10, 30))
+    for node in (middle, end):
+        tree.set_checkpoint(node, Checkpoint(CutKind.EVERY, True, (), state=np.zeros(1, np.uint8)))
+    tree.hold(middle)
+    tree.drop_checkpoint(middle)
+    assert tree.has(middle) and end.parent is middle
+    tree.release(middle)
+    assert not tree.has(middle) and end.parent is tree.root("") and end.start == 0
+    tree.check()

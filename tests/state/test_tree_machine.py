@@ -31,6 +31,7 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree, self.oracle = Tree(), Oracle()
+        self.grown: set[Key] = set()
         self.pinned: list[tuple[ExitStack, Key, list[Key]]] = []
 
     # finding things
@@ -64,6 +65,7 @@ class TreeMachine(RuleBasedStateMachine):
         start = self.tree.root(namespace) if above is None else self.node(above)
         node = self.tree.grow(start, Prompt.of_items(prompt), n)
         self.oracle.grow((namespace, prompt[:n]))
+        self.grown.add((namespace, prompt[:n]))
         assert items_of(node.path, node.n_items) == prompt[:n]
 
     @rule(data=st.data(), size=sizes, where=st.sampled_from(["ram", "parked", "both"]), logits=st.booleans())
@@ -155,6 +157,9 @@ class TreeMachine(RuleBasedStateMachine):
         for above in lineage:
             self.oracle.nodes[above].pins -= 1
         self.oracle.prune(key)
+        for above in reversed(lineage[:-1]):
+            if above in self.oracle.nodes:
+                self.oracle.merge(above)
 
     # questions
 
@@ -188,6 +193,13 @@ class TreeMachine(RuleBasedStateMachine):
     def agrees_with_the_dictionary(self):
         expected = {k: (v.checkpoint, v.segment, v.holders, v.pins) for k, v in self.oracle.nodes.items()}
         assert picture(self.tree) == expected
+
+    @invariant()
+    def what_has_something_outnumbers_what_has_not(self):
+        """Of those that something was done to: a node that only grew is not looked at."""
+        grown = {key for key in self.grown if key in self.oracle.nodes and self.oracle.nodes[key].is_bare}
+        n_bare = sum(kept.is_bare for kept in self.oracle.nodes.values())
+        assert n_bare <= 2 * (len(self.oracle.nodes) - n_bare + len(grown))
 
     @invariant()
     def checks_itself(self):

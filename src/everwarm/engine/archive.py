@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.engine.crossings import crossings, is_worth_it
@@ -39,13 +40,28 @@ from everwarm.types import Blob
 log = logging.getLogger("everwarm.archive")
 
 RETRY_S = (1.0, 30.0)  # the first and the longest wait before a degraded disk tier is tried again
-OVERDUE_S = 1.0  # after its end a turn is offered although others run
+OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, whoever else runs
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
+MAX_DUE = 4096  # turns that wait for the disk to catch up
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
 _MIB = 1 << 20
 
-Done = Callable[[], None]
+Done = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A conversation at the end of a turn: enough to know what the next one goes on from."""
+
+    end: Node
+    stable: int | None
+    n_asked: int  # beyond it lies what was read ahead
+    ended_at: float
+
+    @classmethod
+    def of(cls, slot: Slot, ended_at: float) -> Turn:
+        return cls(slot.node, slot.stable, int(slot.content.common_prefix(slot.node.path)), ended_at)
 
 
 class Archive:
@@ -72,6 +88,8 @@ class Archive:
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
+        self._due: dict[int, Turn] = {}  # turns that were not handed over yet, by the id of their end, oldest first
+        self._writing: dict[int, float] = {}  # when those ended that were
         self._opened = threading.Event()
         self.disk: Disk | None = None
         self.trouble: str | None = None  # why there is no disk tier although one was asked for
@@ -94,7 +112,8 @@ class Archive:
     @property
     def is_unsettled(self) -> bool:
         """There may be something to write soon although nobody asks for anything."""
-        return self.is_opening or self.degraded is not None or self._is_healing or self._has_healed.is_set()
+        is_well = self.degraded is None and not self._is_healing and not self._has_healed.is_set()
+        return self.is_opening or self.is_behind or not is_well
 
     @property
     def degraded(self) -> str | None:
@@ -116,13 +135,28 @@ class Archive:
             return shared | degraded
         shown: dict[str, float] = {f"disk_{name}": value for name, value in dataclasses.asdict(disk.counts).items()}
         sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes}
-        return {**shared, **shown, **sizes, "disk_is_degraded": disk.degraded is not None}
+        state = {"disk_is_degraded": disk.degraded is not None, "disk_lag_s": self.lag_s(time.monotonic())}
+        return {**shared, **shown, **sizes, **state}
+
+    def lag_s(self, now: float) -> float:
+        """How long ago the oldest turn ended that is not on disk yet."""
+        ends = [*(turn.ended_at for turn in self._due.values()), *list(self._writing.values())]
+        return max(0.0, now - min(ends, default=now))
+
+    def has(self, name: str) -> bool:
+        """Whether an object and everything it needs is on disk."""
+        return self.disk is not None and self.disk.is_whole(name)
+
+    @property
+    def is_behind(self) -> bool:
+        """The disk is slower than what is to be written: turns wait in RAM until it has caught up."""
+        return self._n_sent - self._n_done > MAX_QUEUED
 
     # keeping
 
     def tidy(self, slots: Sequence[Slot]) -> bool:
         """One piece of idle work: offer a finished turn to the disk. False: there is none, or not yet."""
-        if self.is_opening:
+        if self.is_opening or self.is_behind:
             return False
         self._offer_again(slots)
         for slot in slots:
@@ -130,7 +164,7 @@ class Archive:
                 slot.is_archived = True
                 self.offer(slot)
                 return True
-        return False
+        return self._offer_due(time.monotonic())
 
     def _offer_again(self, slots: Sequence[Slot]) -> None:
         """What was offered while the disk tier was degraded may not have been written."""
@@ -141,12 +175,44 @@ class Archive:
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
         """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
+        if self.is_opening or self.is_behind:
+            return
         for slot in slots:
             is_due = slot.is_idle and not slot.is_archived and now - slot.used_at > OVERDUE_S
-            if is_due and slot.n_fed and not self.is_opening:
+            if is_due and slot.n_fed:
                 slot.is_archived = True
                 self._copy_down(slot)
-                return self.offer(slot)
+                self.offer(slot)
+                return
+        self._offer_due(now - OVERDUE_S)
+
+    def note_end(self, slot: Slot, ended_at: float) -> None:
+        """A turn has ended, and is in RAM: it is handed over in time, also if its slot is needed again before."""
+        if self._settings is not None:
+            self._due.pop(slot.node.id, None)
+            self._due[slot.node.id] = Turn.of(slot, ended_at)
+            while len(self._due) > MAX_DUE:
+                del self._due[next(iter(self._due))]
+
+    def offer_ended(self, slot: Slot) -> str | None:
+        """A turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
+        if self.is_opening or self.is_behind:
+            return None
+        slot.is_archived = True
+        name = self.offer(slot)
+        while self._offer_due(time.monotonic()):
+            pass
+        return name
+
+    def _offer_due(self, until: float) -> bool:
+        """The oldest turn, if it ended before then. False: there is none."""
+        turn = next(iter(self._due.values()), None)
+        if turn is None or turn.ended_at > until:
+            return False
+        del self._due[turn.end.id]
+        if self._keeper.tree.has(turn.end):
+            self._offer(turn)
+        return True
 
     def _copy_down(self, slot: Slot) -> None:
         """To RAM, as idle work would: the one state that the next turn needs, and the KV before it."""
@@ -156,21 +222,29 @@ class Archive:
         if self._keeper.context.kind.has_attention:
             self._keeper.save_lineage(slot.seq, node.lineage())
 
-    def offer(self, slot: Slot) -> None:
-        """Write what the next turn will need of the slot's lineage, as far as it is not there yet."""
-        disk, sharer, end = self.disk, self.sharer, slot.node
+    def offer(self, slot: Slot) -> str | None:
+        """Write what the next turn will need of the slot's lineage, as far as it is not there yet; returns the name of the
+        object that makes it whole."""
+        due = self._due.pop(slot.node.id, None)
+        return self._offer(Turn.of(slot, slot.used_at if due is None else due.ended_at))
+
+    def _offer(self, turn: Turn) -> str | None:
+        disk, sharer, end, name = self.disk, self.sharer, turn.end, None
         if end.root().is_volatile:
-            return
+            return None
         if disk is not None:
             self.pins.renew(self._keeper.tree.namespace(end), end.path, end.n_items)
             for pinned in [n for n in end.lineage() if n.is_pinned]:
                 self.keep_pinned(pinned)
-        node = None if disk is None and sharer is None else self._worth_writing(slot)
+        node = None if disk is None and sharer is None else self._worth_writing(turn)
         if node is not None and disk is not None:
-            self._keep(disk, node)
+            self._writing[end.id] = turn.ended_at
+            name = self._keep(disk, node)
             self._keep_crossings(disk, node)
+            self._jobs.put(lambda: self._writing.pop(end.id, None))
         if node is not None and sharer is not None:
-            sharer.offer(node, is_hinted=slot.stable is not None)
+            sharer.offer(node, is_hinted=turn.stable is not None)
+        return name
 
     def _keep_crossings(self, disk: Disk, node: Node) -> None:
         """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
@@ -187,7 +261,8 @@ class Archive:
         if self.disk is not None and (state is not None or not self._keeper.context.kind.needs_checkpoints):
             self._keep(self.disk, node)
 
-    def _keep(self, disk: Disk, node: Node) -> None:
+    def _keep(self, disk: Disk, node: Node) -> str | None:
+        """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
             self._jobs.put(self.pins.note(pinned))  # this point is on the way there
         segments = self._packing.segments(node)
@@ -201,14 +276,17 @@ class Archive:
         kv = self._packing.kv(root, segments, is_known)
         if kv is None:
             return None
-        n_waiting = self._n_sent - self._n_done
-        if n_waiting > MAX_QUEUED:
-            return log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting / _MIB)
-        for job in (*kv.jobs, self._packing.state_job(root, node, kv)):
+        if self.is_behind:
+            n_waiting = self._n_sent - self._n_done
+            log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting / _MIB)
+            return None
+        state = self._packing.state_job(root, node, kv)
+        for job in (*kv.jobs, state):
             if not is_known(name_of(job.header)):
                 self._on_the_way.add(name_of(job.header))
                 self._n_sent += job.size
                 self._jobs.put(job)
+        return name_of(state.header)
 
     def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
         """Take off the disk what lies on the way of a prompt after ``beyond`` items, and KV that nobody needs then."""
@@ -230,13 +308,12 @@ class Archive:
         """Do something on the disk's thread, when everything offered so far is durable or has failed."""
         self._jobs.put(job)
 
-    def _worth_writing(self, slot: Slot) -> Node | None:
+    def _worth_writing(self, turn: Turn) -> Node | None:
         """One point per turn: where the next turn will go on from, as far as anybody knows."""
-        end = slot.node
+        end = turn.end
         lineage = end.lineage()
         if not self._keeper.context.kind.needs_checkpoints and lineage:
-            n_asked = int(slot.content.common_prefix(end.path))  # beyond it lies what was read ahead
-            n_items = min(slot.stable or end.n_items, end.n_items, n_asked)
+            n_items = min(turn.stable or end.n_items, end.n_items, turn.n_asked)
             return self._keeper.tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
         return _point(n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None)
 

@@ -17,6 +17,7 @@ from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.joining import Joiner
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.offload import Offload
 from everwarm.engine.pinning import Pinning, why_not
 from everwarm.engine.ram import Ram
 from everwarm.engine.restore import Restorer
@@ -77,7 +78,8 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         os.close(fd)  # the mapping holds on to it
     model.files.on_same = lambda: ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    return _core(model, settings, sizes, context, tree, ram, gallery, is_right)
+    core = (model, settings, sizes, context, tree, ram, gallery, is_right)
+    return _core(*core, outlives_us=memory is not None)
 
 
 def _is_right(model: Model, gallery: Gallery | None) -> bool:
@@ -95,7 +97,10 @@ def _core(
     ram: Ram,
     gallery: Gallery | None,
     is_right: IsRight,
+    *,
+    outlives_us: bool,
 ) -> Core:
+    """``outlives_us``: somebody may go on with the RAM tier's memory after this process."""
     context.place = ram.place
     slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
     for slot in slots:
@@ -116,7 +121,9 @@ def _core(
     admission = Admission(keeper, restorer, fetcher)
     step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
     parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, archive, fetcher, gallery)
-    return Core(model, settings, sizes, context, tree, *parts)
+    kv_bytes = sizes.shape.kv_bytes_per_token
+    offload = Offload(keeper, ram, archive, kv_bytes) if outlives_us else None
+    return Core(model, settings, sizes, context, tree, *parts, offload=offload)
 
 
 def _fingerprint(model: Model, settings: EngineSettings) -> str:

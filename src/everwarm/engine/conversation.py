@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
 from everwarm.engine.curator import Curator
@@ -22,6 +24,7 @@ from everwarm.engine.hints import Hints
 from everwarm.engine.illustrated import Illustrated
 from everwarm.engine.look import evictions
 from everwarm.engine.loop import Loop
+from everwarm.engine.offload import Where
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
 from everwarm.engine.said import said
 from everwarm.engine.slotfiles import SlotFiles
@@ -220,7 +223,7 @@ class Conversation:
                 self._send_tokens(reply)
                 del self._replies[event.request_id]
                 self._requests.pop(reply.id, None)
-                self._finished(event.result, reply)
+                self._finished(event, reply)
 
     def _new_token(self, event: NewToken, reply: Reply) -> None:
         if reply.stop_text is not None:
@@ -242,29 +245,40 @@ class Conversation:
         top = [(t, self._vocab.piece(t), p) for t, p in probs.top]
         return m.TokenProb(token, self._vocab.piece(token), probs.logprob, top)
 
-    def _finished(self, result: Result, reply: Reply) -> None:
+    def _finished(self, event: Finished, reply: Reply) -> None:
+        """The last frame leaves when the turn would outlive this engine, or is known not to. Nobody else waits for that."""
+        receipt, offload, last = event.receipt, self._core.offload, self._last_frame(event.result, reply)
+        if receipt is None or offload is None:
+            return self._send(last)
+
+        def send(where: Where) -> None:
+            waited = time.monotonic() - receipt.ended_at
+            is_done = isinstance(last, m.Done)
+            self._send(msgspec.structs.replace(last, kept=where.value, keep_s=waited) if is_done else last)
+
+        offload.when_safe(receipt, send)
+
+    def _last_frame(self, result: Result, reply: Reply) -> m.Done | m.Failed:
         if result.error is not None:
-            return self._send(m.failed(reply.id, result.error))
+            return m.failed(reply.id, result.error)
         rest = "" if reply.stop_text is not None else reply.text.finish()
         use = result.checkpoint
-        self._send(
-            m.Done(
-                id=reply.id,
-                text=rest,
-                finish=Finish.STOP.value if reply.stop_text is not None else result.finish.value,
-                stop_text=reply.stop_text,
-                n_prompt=result.n_prompt,
-                n_cached=result.n_cached,
-                n_shared=result.n_shared,
-                n_reply=len(result.tokens),
-                slot=reply.slot,
-                checkpoint=None if use is None else f"{use.kind.value if use.kind else 'end'}, {use.how}",
-                queue_s=result.timings.queue_s,
-                restore_s=result.timings.restore_s,
-                prefill_s=result.timings.prefill_s,
-                decode_s=result.timings.decode_s,
-                why=said(result, self._vocab if reply.wants_words else None),
-            )
+        return m.Done(
+            id=reply.id,
+            text=rest,
+            finish=Finish.STOP.value if reply.stop_text is not None else result.finish.value,
+            stop_text=reply.stop_text,
+            n_prompt=result.n_prompt,
+            n_cached=result.n_cached,
+            n_shared=result.n_shared,
+            n_reply=len(result.tokens),
+            slot=reply.slot,
+            checkpoint=None if use is None else f"{use.kind.value if use.kind else 'end'}, {use.how}",
+            queue_s=result.timings.queue_s,
+            restore_s=result.timings.restore_s,
+            prefill_s=result.timings.prefill_s,
+            decode_s=result.timings.decode_s,
+            why=said(result, self._vocab if reply.wants_words else None),
         )
 
 

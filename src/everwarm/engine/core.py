@@ -24,10 +24,11 @@ from everwarm.engine.fetch import Fetcher
 from everwarm.engine.gallery import Gallery
 from everwarm.engine.joining import Joiner
 from everwarm.engine.keeper import Keeper
+from everwarm.engine.offload import Offload
 from everwarm.engine.pausing import can_pause, is_as_before, seats_window
 from everwarm.engine.prewarm import Prewarm
 from everwarm.engine.probs import probabilities
-from everwarm.engine.ram import Ram
+from everwarm.engine.ram import Ram, Receipt
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.restore import Goal, Restored, Restorer
 from everwarm.engine.scheduler import Budget, Grant, Lane, plan
@@ -82,6 +83,7 @@ class Core:
     archive: Archive | None
     fetcher: Fetcher | None
     gallery: Gallery | None = None  # None: no pictures
+    offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: Counts = field(default_factory=Counts)
     prewarm: Prewarm = field(default_factory=Prewarm)
@@ -200,6 +202,8 @@ class Core:
 
     def tidy_overdue(self) -> None:
         """What cannot wait until nobody runs any more."""
+        if self.offload is not None:
+            self.offload.copy_piece(self.slots)
         if self.archive is not None:
             self.archive.tidy_overdue(self.slots, time.monotonic())
 
@@ -378,7 +382,12 @@ class Core:
         slot.items = slot.content = request.items(slot.n_fed)
         slot.namespace = request.ask.namespace
         slot.request, slot.cuts, slot.used_at = None, [], time.monotonic()
-        self.close_request(request, finish, events, error)
+        self.close_request(request, finish, events, error, self._offload_rest(slot, request))
+
+    def _offload_rest(self, slot: Slot, request: Request) -> Receipt | None:
+        if self.offload is None or request.ended_at is None:
+            return None
+        return self.offload.finish(slot, request.n_prompt, request.ended_at)
 
     def _finish_ahead(self, slot: Slot, request: Request, finish: Finish, events: list[Event]) -> None:
         """What was read before anybody asked is kept, and is nobody's conversation yet."""
@@ -406,11 +415,16 @@ class Core:
         return True
 
     def close_request(
-        self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
+        self,
+        request: Request,
+        finish: Finish,
+        events: list[Event],
+        error: EverwarmError | None = None,
+        receipt: Receipt | None = None,
     ) -> None:
         request.sampler.close()
         self.pace.ended(request, finish)
-        events.append(Finished(request.id, request.result(finish, error)))
+        events.append(Finished(request.id, request.result(finish, error), receipt))
 
     # starting
 

@@ -6,10 +6,12 @@ sequences with a lineage.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -44,9 +46,10 @@ class Keeper:
     seconds_per_token: float
     namespace_share: float = 1.0  # of the budget, for each at most
     most_joined: int = joining.MOST  # tokens of a segment that is made of several
+    may_exceed: bool = False  # the budget, for a moment
     spares: dict[SeqId, Node | None] = field(default_factory=dict)
     counts: KeeperCounts = field(default_factory=KeeperCounts)
-    leaving: Callable[[Slot], None] = field(default=lambda _: None)  # hears of a slot that is about to be emptied
+    leaving: Callable[[Slot], object] = field(default=lambda _: None)  # hears of a slot that is about to be emptied
 
     # taking
 
@@ -132,20 +135,41 @@ class Keeper:
 
     def save_lineage(self, seq: SeqId, nodes: Iterable[Node]) -> None:
         """Copy the KV of these nodes to RAM, out of a sequence that passes them."""
-        is_clean, chunks, n_cells = self.context.cells.is_clean(seq), self.history(seq), self.context.cells.count(seq)
-
-        def is_exact(node: Node) -> bool:
-            return is_clean and history_over(chunks, node.n_items) is not None
-
-        here = (n for n in nodes if n.parent is not None and n.mark.n_tokens <= n_cells)
-        for run in joining.runs([n for n in here if self._is_better(seq, n)], is_exact, self.most_joined):
-            end, clean = run[-1], is_exact(run[-1])
-            first = reach_back(run[0], chunks) if clean and self.context.is_clean(seq) else run[0]
-            above = first.parent or first
-            blob = self.context.capture_segment(seq, above.mark, end.mark)
-            history, items = history_over(chunks, end.n_items), (above.n_items, end.n_items)
-            self.tree.set_segment(end, Segment(blob, above.mark, end.mark, clean, history, items=items), run[0])
+        for run in self._unsaved_runs(seq, nodes, self.most_joined):
+            self._save_run(seq, run)
         self.enforce_budget()
+
+    def save_piece(self, seq: SeqId, nodes: Iterable[Node], most: int) -> bool:
+        """The same for the first ``most`` tokens that are not in RAM. False: there are none, or no room for them."""
+        run = next(self._unsaved_runs(seq, nodes, min(most, self.most_joined)), None)
+        if run is None:
+            return False
+        first = run[0]
+        if first.parent is not None and first.n_items - first.start > most:
+            run = [self.tree.grow(first.parent, first.path, first.start + most)]
+        self._save_run(seq, run)
+        end = run[-1]
+        self.enforce_budget()
+        return end.segment is not None
+
+    def _unsaved_runs(self, seq: SeqId, nodes: Iterable[Node], most: int) -> Iterator[list[Node]]:
+        n_cells = self.context.cells.count(seq)
+        here = (n for n in nodes if n.parent is not None and n.mark.n_tokens <= n_cells)
+        unsaved = [n for n in here if self._is_better(seq, n)]
+        return joining.runs(unsaved, partial(self._is_exact, seq), most)
+
+    def _is_exact(self, seq: SeqId, node: Node) -> bool:
+        return self.context.cells.is_clean(seq) and history_over(self.history(seq), node.n_items) is not None
+
+    def _save_run(self, seq: SeqId, run: list[Node]) -> None:
+        """One segment, for a run of nodes."""
+        chunks, end = self.history(seq), run[-1]
+        clean = self._is_exact(seq, end)
+        first = reach_back(run[0], chunks) if clean and self.context.is_clean(seq) else run[0]
+        above = first.parent or first
+        blob = self.context.capture_segment(seq, above.mark, end.mark)
+        history, items = history_over(chunks, end.n_items), (above.n_items, end.n_items)
+        self.tree.set_segment(end, Segment(blob, above.mark, end.mark, clean, history, items=items), run[0])
 
     def _is_better(self, seq: SeqId, node: Node) -> bool:
         """Whether a sequence's KV of a node is worth more than what is kept of it."""
@@ -346,8 +370,25 @@ class Keeper:
         self.seat(slot, root)
         slot.clear()
 
+    @contextlib.contextmanager
+    def over_budget(self) -> Iterator[None]:
+        """Nothing is evicted meanwhile, so that it can be written elsewhere; afterwards the budget holds again."""
+        self.may_exceed = True
+        try:
+            yield
+        finally:
+            self.may_exceed = False
+            self.enforce_budget()
+
+    @property
+    def is_over_budget(self) -> bool:
+        most = int(self.ram_budget * self.namespace_share)
+        return self.tree.ram_bytes > self.ram_budget or any(root.ram_bytes > most for root in self.tree.roots())
+
     def enforce_budget(self) -> None:
         """Within the budget, and no namespace over its share of it: one client cannot push out what others keep."""
+        if self.may_exceed:
+            return
         most = int(self.ram_budget * self.namespace_share)
         for root in self.tree.roots() if most < self.ram_budget else ():
             self._shrink(root.below, lambda root=root: root.ram_bytes, most)  # type: ignore[misc]

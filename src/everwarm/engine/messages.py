@@ -347,6 +347,8 @@ class Done(Message, frozen=True, tag=True):
     prefill_s: float
     decode_s: float
     why: Why = Why()
+    kept: str = "none"  # where the turn is now: ram, disk or none
+    keep_s: float = 0.0  # how long this waited for that
 
 
 class Failed(Message, frozen=True, tag=True):

@@ -1,8 +1,9 @@
 """Between the tree and the arena: what is copied to RAM is kept so that the next engine finds it there.
 
 Captures are placed in the arena; a thread of its own then says what they are and takes their digest, away from the steps. A
-new engine lays what it finds into its tree before the first request. Bytes of an earlier process are believed when their
-digest is right: that thread looks at all of them, and whoever needs one sooner looks himself.
+second thread does the same, at once, for objects that a reply's last frame waits for. A new engine lays what it finds into
+its tree before the first request. Bytes of an earlier process are believed when their digest is right: the first thread
+looks at all of them, and whoever needs one sooner looks himself.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import blake3
 import msgspec
 import numpy as np
 
@@ -30,6 +32,7 @@ from everwarm.state.arena import Arena, Found
 from everwarm.state.census import pin, unpin
 from everwarm.state.history import Chunks
 from everwarm.state.lineage import keys, root_key
+from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import CutKind, victims
 from everwarm.state.segment import Piece, Segment
 from everwarm.state.tree import Checkpoint, Node, Tree
@@ -39,6 +42,7 @@ from everwarm.types import Blob, Mark, Position, TokenCount
 log = logging.getLogger("everwarm.ram")
 
 NICENESS = 10  # steps come first
+LARGE_BYTES = 4 << 20  # somebody waits for the digest of so much: all cores take it together
 PIN = "pin"
 
 
@@ -89,6 +93,18 @@ class Note:
     pieces: tuple[Piece, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What must be safe before a reply's last frame leaves."""
+
+    ended_at: float
+    notes: tuple[Note, ...] | None  # None: it is not in RAM as a whole
+    blobs: tuple[Blob, ...]
+    on_disk: str | None  # the object there, where it was offered
+
+
+_Notes = queue.SimpleQueue[Note | Callable[[], object] | None]
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(About)
 
@@ -108,14 +124,19 @@ class Ram:
         self.arena = arena
         self._tree = tree
         self._kind = kind
-        self._notes: queue.SimpleQueue[Note | Callable[[], object] | None] = queue.SimpleQueue()
+        self._notes: _Notes = queue.SimpleQueue()
+        self._awaited: _Notes = queue.SimpleQueue()
         self.n_adopted = 0
         self.n_unsound = 0
         self._pins: dict[int, Blob] = {}  # an object for each pinned node, by its id
         self._pinning = pinning
         self._is_right = is_right
-        self._thread = threading.Thread(target=self._run, name="everwarm-ram", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(self._notes, NICENESS), name="everwarm-ram", daemon=True),
+            threading.Thread(target=self._run, args=(self._awaited, 0), name="everwarm-ram-awaited", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def place(self, n_bytes: int) -> Blob:
         return self.arena.place(n_bytes)
@@ -125,7 +146,7 @@ class Ram:
         sizes = {
             "ram_arena_bytes": arena.n_used,
             "ram_n_outside": arena.n_outside,
-            "ram_n_waiting": self._notes.qsize(),
+            "ram_n_waiting": self._notes.qsize() + self._awaited.qsize(),
             "ram_pinned_bytes": 0 if self._pinning is None else self._pinning.n_bytes,
         }
         return {**sizes, "ram_n_adopted": self.n_adopted, "ram_n_unsound": self.n_unsound}
@@ -134,42 +155,56 @@ class Ram:
 
     def on_segment(self, node: Node) -> None:
         """Have the next engine find the segment that was laid at this node."""
-        segment = node.segment
-        assert segment is not None
-        self._notes.put(
-            Note(
-                blob=weakref.ref(segment.blob),
-                path=node.path,
-                namespace=self._tree.namespace(node),
-                n_start=segment.n_start,
-                n_items=node.n_items,
-                clean=segment.clean,
-                chunks=segment.chunks,
-                cut="",
-                n_stop=segment.n_stop,
-                stop=segment.stop,
-                pieces=segment.pieces,
-            )
-        )
+        self._notes.put(self.note_of_segment(node))
 
     def on_state(self, node: Node) -> None:
         """Have the next engine find the state at this node."""
+        self._notes.put(self.note_of_state(node))
+
+    def note_of_segment(self, node: Node) -> Note:
+        """``node``: the last one that uses it."""
+        segment = node.segment
+        assert segment is not None
+        return Note(
+            blob=weakref.ref(segment.blob),
+            path=node.path,
+            namespace=self._tree.namespace(node),
+            n_start=segment.n_start,
+            n_items=node.n_items,
+            clean=segment.clean,
+            chunks=segment.chunks,
+            cut="",
+            n_stop=segment.n_stop,
+            stop=segment.stop,
+            pieces=segment.pieces,
+        )
+
+    def note_of_state(self, node: Node) -> Note:
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.state is not None
-        self._notes.put(
-            Note(
-                blob=weakref.ref(checkpoint.state),
-                path=node.path,
-                namespace=self._tree.namespace(node),
-                n_start=node.n_items if self._kind.has_attention else 0,
-                n_items=node.n_items,
-                clean=checkpoint.clean,
-                chunks=checkpoint.chunks,
-                cut=checkpoint.kind.value,
-                n_stop=node.n_items,
-                stop=node.mark,
-            )
+        return Note(
+            blob=weakref.ref(checkpoint.state),
+            path=node.path,
+            namespace=self._tree.namespace(node),
+            n_start=node.n_items if self._kind.has_attention else 0,
+            n_items=node.n_items,
+            clean=checkpoint.clean,
+            chunks=checkpoint.chunks,
+            cut=checkpoint.kind.value,
+            n_stop=node.n_items,
+            stop=node.mark,
         )
+
+    def keep_now(self, notes: Sequence[Note], blobs: Sequence[Blob], done: Callable[[bool], None]) -> None:
+        """Have the next engine find these before anything else, then say on another thread whether it will find all of
+        them. ``blobs`` are what the notes are about: they are held until then."""
+
+        def keep() -> None:
+            for note in notes:
+                self._keep(note, is_awaited=True)
+            done(all(self.arena.is_kept(blob) for blob in blobs))
+
+        self._awaited.put(keep)
 
     def pin(self, node: Node) -> None:
         """Give it up last, also in the next engine."""
@@ -190,7 +225,7 @@ class Ram:
         self._pins.pop(node.id, None)
         if node.is_pinned:
             unpin(node)
-            self._tree.census.changed()
+            self._tree.unpinned(node)
 
     def keep_meanwhile(self, blobs: list[Blob]) -> None:
         """Hold on to these until everything said so far is there for the next engine."""
@@ -271,29 +306,38 @@ class Ram:
 
     def flush(self) -> None:
         """Wait until everything said so far is there for the next engine."""
-        done = threading.Event()
-        self._notes.put(done.set)
-        done.wait()
+        for notes in (self._awaited, self._notes):
+            done = threading.Event()
+            notes.put(done.set)
+            done.wait()
 
     def close(self) -> None:
-        self._notes.put(None)
-        self._thread.join()
+        for notes in (self._awaited, self._notes):
+            notes.put(None)
+        for thread in self._threads:
+            thread.join()
         if self._pinning is not None:
             self._pinning.close()
         self.arena.close()
 
-    def _run(self) -> None:
+    def _run(self, notes: _Notes, niceness: int) -> None:
         with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while (note := self._notes.get()) is not None:
+            if niceness:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        while (note := notes.get()) is not None:
             try:
-                self._keep(note) if isinstance(note, Note) else note()
+                self._keep_and_pin(note) if isinstance(note, Note) else note()
             except Exception:
                 log.exception("an object in RAM will not outlive the engine")
 
-    def _keep(self, note: Note) -> None:
+    def _keep_and_pin(self, note: Note) -> None:
+        self._keep(note)
+        if self._pinning is not None:
+            self._pinning.start_if_worth_it()
+
+    def _keep(self, note: Note, *, is_awaited: bool = False) -> None:
         blob = note.blob()
-        if blob is None or self.arena.is_kept(blob):
+        if blob is None or self.arena.is_kept(blob) or is_unverified(note.namespace):
             return
         root = root_key("", note.namespace)
         named = keys(root, note.path, (note.n_start, note.n_items))
@@ -305,9 +349,8 @@ class Ram:
         about = About(note.namespace, *span, *rest, note.path.rows(note.n_start, note.n_items), pieces)
         if not self._is_right():
             return
-        self.arena.keep(blob, _encoder.encode(about))
-        if self._pinning is not None:
-            self._pinning.start_if_worth_it()
+        max_threads = blake3.blake3.AUTO if is_awaited and blob.nbytes >= LARGE_BYTES else 1
+        self.arena.keep(blob, _encoder.encode(about), max_threads)
 
     def _look_at(self, blobs: list[weakref.ref[Blob]]) -> None:
         for ref in blobs:

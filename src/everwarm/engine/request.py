@@ -14,6 +14,7 @@ import numpy as np
 
 from everwarm.config import Sampling, require
 from everwarm.engine.gallery import Pixels
+from everwarm.engine.ram import Receipt
 from everwarm.engine.why import Why
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.forms import CompiledForm
@@ -239,6 +240,7 @@ class NewToken(NamedTuple):
 class Finished(NamedTuple):
     request_id: int
     result: Result
+    receipt: Receipt | None = None  # what must be safe before anybody hears of it; None: nothing
 
 
 Event = Started | Progress | NewToken | Finished

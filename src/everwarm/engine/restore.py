@@ -312,7 +312,8 @@ class Restorer:
     def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int) -> None:
         """The slot holds the prompt's first ``n_items``; its node is the last one inside them."""
         root = self._tree.root(goal.namespace)
-        self._keeper.seat(slot, next((node for node in reversed(path) if node.n_items <= n_items), root))
+        inside = (node for node in reversed(path) if node.n_items <= n_items and self._tree.has(node))
+        self._keeper.seat(slot, next(inside, root))
         slot.n_fed = n_items
         slot.items = goal.prompt.first(n_items)
         slot.has_changed()

@@ -27,6 +27,7 @@ class Slot:
     session: str | None = None
     content: Prompt = field(default_factory=lambda: Prompt.of_tokens([]))  # the last conversation that ran here
     namespace: str = ""  # whose it is
+    is_offloaded: bool = True  # nothing of it is left to be copied to RAM while its reply is written
     is_tidy: bool = True  # everything of it that is worth keeping is in RAM
     is_archived: bool = True  # and has been offered to the disk
     is_joined: bool = True  # and lies there in few segments
@@ -50,8 +51,8 @@ class Slot:
     def clear(self) -> None:
         self.n_fed, self.n_settled, self.chunks, self.cuts = 0, 0, [], []
         self.items = Prompt.of_tokens([])
-        self.is_tidy = self.is_archived = self.is_joined = True
+        self.is_offloaded = self.is_tidy = self.is_archived = self.is_joined = True
 
     def has_changed(self) -> None:
         """There may be idle work to do."""
-        self.is_tidy = self.is_archived = self.is_joined = False
+        self.is_offloaded = self.is_tidy = self.is_archived = self.is_joined = False

@@ -158,7 +158,8 @@ def _why_again(seen: Seen) -> Reason | None:
     if not seen.needs_checkpoints or seen.n_forgotten > match.n_shared + GUARD or _has_more(seen):
         return Reason.EVICTED
     beyond = [node for node in match.path if n_cached < node.n_items <= match.n_shared]
-    if any(node.evicted or node.checkpoint is not None for node in beyond):
+    was_evicted = any(n_cached < node.n_evicted <= match.n_shared for node in match.path)
+    if was_evicted or any(node.evicted or node.checkpoint is not None for node in beyond):
         return Reason.EVICTED
     return Reason.NO_CHECKPOINT
 

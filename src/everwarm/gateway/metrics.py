@@ -51,6 +51,11 @@ _ENGINE: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
     "disk_bytes": (GaugeMetricFamily, "everwarm_disk_bytes", "Bytes of states and segments on disk"),
     "disk_budget_bytes": (GaugeMetricFamily, "everwarm_disk_budget_bytes", "Most bytes they may take"),
     "disk_is_degraded": (GaugeMetricFamily, "everwarm_disk_degraded", "1 while the disk refuses something"),
+    "disk_lag_s": (
+        GaugeMetricFamily,
+        "everwarm_disk_lag_seconds",
+        "Since the oldest turn ended that is not on disk yet",
+    ),
     "disk_n_written": (CounterMetricFamily, "everwarm_disk_objects_written", "Objects made durable"),
     "disk_n_bytes_written": (CounterMetricFamily, "everwarm_disk_bytes_written", "Their bytes"),
     "disk_n_brought": (CounterMetricFamily, "everwarm_disk_restores", "Prompts that were continued from disk"),
@@ -116,6 +121,16 @@ class Metrics:
         )
         for tier in ("device", "ram", "disk", "remote"):
             self._restore.labels(tier)  # shown from the start
+        self._keep = Histogram(
+            "everwarm_keep_seconds",
+            "How long last frames waited until their turn was safe",
+            buckets=_RESTORE_SECONDS,
+            registry=self.registry,
+        )
+        name, text = "everwarm_turns_kept", "Finished turns by where they were when their last frame left"
+        self._kept = Counter(name, text, ["where"], registry=self.registry)
+        for where in ("ram", "disk", "none"):
+            self._kept.labels(where)
         self._queries = self._counter("everwarm_prefix_cache_queries", "Prompt tokens looked up in the cache")
         self._hits = self._counter("everwarm_prefix_cache_hits", "Prompt tokens found there")
         self._n_read = self._n_written = 0
@@ -135,6 +150,8 @@ class Metrics:
         self._first.observe(done.queue_s + done.restore_s + done.prefill_s)
         if done.checkpoint is not None:
             self._restore.labels(_TIERS.get(done.checkpoint.rpartition(", ")[2], "ram")).observe(done.restore_s)
+        self._keep.observe(done.keep_s)
+        self._kept.labels(done.kept).inc()
         self._queries.inc(done.n_prompt)
         self._hits.inc(done.n_cached)
         self._n_read += done.n_prompt - done.n_cached

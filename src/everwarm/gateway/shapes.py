@@ -45,6 +45,8 @@ def timings(done: m.Done) -> Json:
         "predicted_per_second": 1e3 * done.n_reply / decode_ms if decode_ms else 0.0,
         "queue_ms": 1e3 * done.queue_s,
         "restore_ms": 1e3 * done.restore_s,
+        "keep_ms": 1e3 * done.keep_s,
+        "kept": done.kept,
         "cache": why.cache(done),
     }
 

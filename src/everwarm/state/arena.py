@@ -199,24 +199,34 @@ class Arena:
 
     # keeping
 
-    def keep(self, blob: Blob, about: bytes) -> bool:
-        """From now on the next process finds this object. False: it lies outside, or there is no room to say so."""
+    def keep(self, blob: Blob, about: bytes, max_threads: int = 1) -> bool:
+        """From now on the next process finds this object. False: it lies outside, or there is no room to say so. Two
+        threads may ask for the same object: one of them writes its row."""
         extent = self._extent(blob)
-        if extent is None or extent.row is not None or len(about) > MAX_ABOUT or not self.is_sound(blob):
+        if extent is None or len(about) > MAX_ABOUT or not self.is_sound(blob):
             return False
-        digest = blake3.blake3(blob.data).digest()
+        digest = blake3.blake3(blob.data, max_threads=max_threads).digest()
         with self._lock:
-            self._reap()
-            at = self._take(len(about)) if self._empty_rows else None
-            if at is None:
-                return False
-            row = self._empty_rows.popleft()
-        extent.row, extent.about = row, (at, _room(len(about)))
+            return extent.row is not None or self._write_row(extent, blob, about, digest)
+
+    def _write_row(self, extent: Extent, blob: Blob, about: bytes, digest: bytes) -> bool:
+        self._reap()
+        at = self._take(len(about)) if self._empty_rows else None
+        if at is None:
+            return False
+        row = self._empty_rows.popleft()
+        extent.about = at, _room(len(about))
         self._map[at : at + len(about)] = about
         words = (_bytes(digest), _bytes(blake3.blake3(about).digest()), 0)
         self._rows[row] = (0, extent.at, blob.nbytes, at, len(about), *words)
         self._rows["state"][row] = _KEPT
+        extent.row = row  # last: whoever sees it knows that the row is whole
         return True
+
+    @property
+    def n_rows_left(self) -> int:
+        """How many objects more can be kept."""
+        return len(self._empty_rows)
 
     def has(self, blob: Blob) -> bool:
         """Whether it lies here, and not in the process's own memory."""

@@ -64,6 +64,7 @@ class Node:
     pins: int = 0  # must not be evicted: it is being restored
     holders: int = 0  # slots that stand here: must not be pruned
     evicted: bool = False  # something of it was given up for want of room
+    n_evicted: int = 0  # the first point on its edge of which that is true; 0: there is none
     ram_bytes: int = 0  # of a root: what everything below it weighs
     is_volatile: bool = False  # of a root: nothing below it is ever written down, shared, or left to the next engine
     id: int = field(default_factory=new_id)  # never another node's, nor one of an earlier engine
@@ -194,6 +195,8 @@ class Tree:
         parent = node.parent
         assert parent is not None and parent.n_items < n_items < node.n_items
         upper = Node(node.path, n_items, node.path.mark(n_items), parent)
+        if 0 < node.n_evicted <= n_items:
+            upper.n_evicted, node.n_evicted = node.n_evicted, 0
         upper.children[_key(node.path, n_items)] = node
         parent.children[_key(node.path, parent.n_items)] = upper
         node.parent = upper
@@ -311,6 +314,13 @@ class Tree:
             for n in lineage:
                 n.pins -= 1
             self._prune(node)
+            for n in reversed(lineage[:-1]):
+                self._merge(n)
+
+    def unpinned(self, node: Node) -> None:
+        """Nobody wants it to stay any more: it goes if there is nothing else."""
+        self.census.changed()
+        self._prune(node)
 
     def hold(self, node: Node) -> None:
         node.holders += 1
@@ -335,6 +345,28 @@ class Tree:
         if node.parent is None and _is_bare(node):
             self.census.went(node)
             self._roots = {name: root for name, root in self._roots.items() if root is not node}
+        above = node.parent
+        self._merge(node)
+        if above is not None:
+            self._merge(above)  # what leads on from it may have been in the way
+
+    def _merge(self, node: Node) -> None:
+        """A node that has nothing and leads to one other becomes part of that one's edge. So there are at most two nodes
+        without anything for each that has something: one where edges part, and one where KV begins."""
+        parent, child = node.parent, next(iter(node.children.values()), None)
+        if parent is None or child is None or len(node.children) > 1 or not _has_nothing(node) or node.is_pinned:
+            return
+        key = _key(node.path, parent.n_items)
+        if child.segment is not None or parent.children.get(key) is not node:
+            return
+        evicted = (node.n_evicted, node.n_items if node.evicted else 0, child.n_evicted)
+        child.n_evicted = min((n_items for n_items in evicted if n_items), default=0)
+        parent.children[key], child.parent = child, parent
+        self.census.went(node)
+
+    def has(self, node: Node) -> bool:
+        """Whether it is still in the tree."""
+        return self.census.by_id.get(node.id) is node
 
     def _note_forgotten(self, end: Node) -> None:
         root = end.root()
@@ -372,7 +404,11 @@ def _is_usable(node: Node, n_kv: int) -> bool:
 
 
 def _is_bare(node: Node) -> bool:
-    return not (node.children or node.checkpoint or node.segment or node.pins or node.holders)
+    return not node.children and _has_nothing(node)
+
+
+def _has_nothing(node: Node) -> bool:
+    return not (node.checkpoint or node.segment or node.pins or node.holders)
 
 
 def _key(prompt: Prompt, index: int) -> int | bytes:
