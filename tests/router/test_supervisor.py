@@ -18,7 +18,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, Refused
 from everwarm.router import supervisor as supervisors
 from everwarm.router.deaths import MAX_DEATHS, Cause, Patience
-from everwarm.router.supervisor import State, Supervisor
+from everwarm.router.supervisor import Pending, State, Supervisor
 from gateway.server import children, is_alive
 from models import EMBEDDED
 
@@ -184,13 +184,13 @@ def test_a_request_that_had_streamed_nothing_is_answered_by_the_next_engine():
     run(test)
 
 
-def test_a_request_is_replayed_only_once():
+def test_a_request_that_was_begun_is_replayed_only_once():
     async def test() -> None:
         async with supervised() as supervisor:
             waiting = asyncio.create_task(everything(supervisor, long_prompt(1), max_tokens=8))
             for _ in range(2):
                 await until(lambda: supervisor.state is State.READY, "the engine is up")
-                await asyncio.sleep(0)
+                await until(lambda: all(pending.has_begun for pending in supervisor._pending.values()), "it is read")
                 dead = kill(supervisor)
                 await until(lambda dead=dead: not is_alive(dead), "it is dead")
                 await until(lambda: supervisor.state is not State.READY, "its death is noticed")
@@ -199,6 +199,22 @@ def test_a_request_is_replayed_only_once():
             assert await answer(supervisor)
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("has_begun", "has_streamed", "is_of_one_life", "n_lives"),
+    [(True, False, False, 2), (False, False, False, 4), (True, True, False, 1), (False, False, True, 1)],
+)
+def test_how_many_engines_a_request_may_outlive(has_begun, has_streamed, is_of_one_life, n_lives):
+    pending = Pending(1, b"", has_streamed=has_streamed, is_of_one_life=is_of_one_life)
+    n = 1
+    for _ in range(10):
+        pending.has_begun = has_begun
+        if not pending.may_be_replayed:
+            break
+        pending.n_replays += 1
+        n += 1
+    assert n == n_lives < 5, "a request that kills every engine is refused before the engine is given up"
 
 
 def test_a_slot_action_is_never_for_the_next_engine():

@@ -480,7 +480,7 @@ class Supervisor:
         if self._process is not None and self._process.returncode is None:
             self._kill_reason = reason
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+                os.kill(self._process.pid, signal.SIGKILL)  # the transport would reap it, and nobody learn how it died
 
     # after a death
 
