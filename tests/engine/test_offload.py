@@ -225,8 +225,8 @@ def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_l
         core.archive.wait_open(30)
         without_room(core)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
-        names = {name for name in core.archive.disk.names() if core.archive.disk.is_whole(name)}
-        assert any(name.startswith("state-") for name in names)
+        disk = core.archive.disk
+        assert any(name.startswith("state-") and disk.is_whole(name) for name in disk.names())
     with open_core(arch, n_spares=3, store=store) as core:
         core.archive.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
