@@ -158,3 +158,4 @@ class Refused(EverwarmError):
         self.code = code
         self.n_prompt = n_prompt
         self.n_context = n_context
+        self.retry_after_s = Overloaded.retry_after_s if status == Overloaded.status else None

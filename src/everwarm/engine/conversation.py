@@ -1,6 +1,7 @@
 """Between frames and the core: texts become prompts, events become pieces of text.
 
-``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. Knows no sockets.
+``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. What may keep the
+reader busy for long, a form that is new or a long text, is prepared on other threads. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from everwarm.engine.hints import Hints
 from everwarm.engine.illustrated import Illustrated
 from everwarm.engine.look import evictions
 from everwarm.engine.loop import Loop
+from everwarm.engine.preparing import Preparing
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
 from everwarm.engine.said import said
 from everwarm.engine.slotfiles import SlotFiles
@@ -36,6 +38,7 @@ log = logging.getLogger("everwarm.engine")
 
 Send = Callable[[m.Message], None]
 
+LONG_TEXT = 128 << 10  # characters; longer ones are not tokenized by the reader
 GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
 
@@ -70,6 +73,8 @@ class Conversation:
         self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
+        self._preparing_forms = Preparing("forms")
+        self._preparing_texts = Preparing("texts", max_waiting_each=256)
         self._slot_files = SlotFiles(core, send)
         self._curator = Curator(core, send, self._number_of)
         self._forms = Forms(self._vocab)
@@ -90,14 +95,12 @@ class Conversation:
     def _dispatch(self, message: m.ToEngine, loop: Loop) -> None:
         match message:
             case m.Submit():
-                ask = self._ask(message)
-                loop.post(lambda _: self._submit(message, ask))
+                self._take(message, loop)
             case m.Prewarm():
-                ahead = self._ask_ahead(message)
-                if ahead is not None:
-                    loop.post(lambda core: core.prewarm.offer(ahead))
+                self._aside.submit(self._offer, message, loop)
             case m.Cancel(id=id):
-                loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
+                if not self._preparing_forms.cancel(id) and not self._preparing_texts.cancel(id):
+                    loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Count() | m.Detokenize():
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.SlotAction():
@@ -110,6 +113,38 @@ class Conversation:
                 loop.post(lambda core: self._send(m.Answer(id, stats(core))))
             case _:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
+
+    def _take(self, message: m.Submit, loop: Loop) -> None:
+        """At once where that is quick: everybody whose frame comes later waits for it."""
+        if message.form is not None and not self._forms.is_settled(message.form):
+            self._preparing_forms.add(message.id, message.namespace, partial(self._prepare, message, loop))
+        elif len(message.text or "") > LONG_TEXT:
+            self._preparing_texts.add(message.id, message.namespace, partial(self._prepare, message, loop))
+        elif (post := self._prepare(message, loop)) is not None:
+            post()
+
+    def _prepare(self, message: m.Submit, loop: Loop) -> Callable[[], None] | None:
+        """How to hand the request to the loop; None where it was refused."""
+        try:
+            ask = self._ask(message)
+        except EverwarmError as error:
+            self._send(m.failed(message.id, error))
+        except Exception:
+            log.exception("a request could not be prepared")
+            self._send(m.failed(message.id, EverwarmError("internal error")))
+        else:
+            return partial(loop.post, lambda _: self._submit(message, ask))
+        return None
+
+    def _offer(self, message: m.Prewarm, loop: Loop) -> None:
+        """Nobody waits for it, so nobody hears of a failure but the log."""
+        try:
+            ahead = self._ask_ahead(message)
+        except Exception:
+            log.exception("what the next turn begins with could not be prepared")
+            return
+        if ahead is not None:
+            loop.post(lambda core: core.prewarm.offer(ahead))
 
     def _answer(self, question: m.Tokenize | m.Count | m.Detokenize) -> None:
         vocab = self._vocab
