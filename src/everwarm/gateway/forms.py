@@ -72,9 +72,7 @@ def _answer(schema: Any, *, strict: bool) -> Form:
 
 
 def _grammar(text: str) -> Form:
-    require(
-        len(text) <= MAX_FORM_CHARS, f"the grammar has {len(text)} characters; give at most {MAX_FORM_CHARS}"
-    )
+    require(len(text) <= MAX_FORM_CHARS, f"the grammar has {len(text)} characters; give at most {MAX_FORM_CHARS}")
     if _LARK.search(text):
         return Form("lark", text)
     if "::=" in text:
