@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
 from everwarm.engine.curator import Curator
@@ -155,7 +157,9 @@ class Conversation:
                 return self._send(m.Answer(question.id, self._count(question)))
             special, parse = question.add_special, question.parse_special
             tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
-            self._send(m.Answer(question.id, [(int(t), vocab.piece(int(t))) for t in tokens]))
+            pieces = [vocab.piece(token) for token in tokens.tolist()] if question.with_pieces else []
+            sizes = np.fromiter(map(len, pieces), "<u4", len(pieces)).tobytes()
+            self._send(m.Answer(question.id, m.Tokenized(tokens.astype("<i4").tobytes(), sizes, b"".join(pieces))))
         except EverwarmError as error:
             self._send(m.failed(question.id, error))
 

@@ -98,6 +98,16 @@ class Tokenize(Message, frozen=True, tag=True):
     text: str
     add_special: bool
     parse_special: bool = True
+    with_pieces: bool = True
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """Tokens in so few values that a million of them are read at once: ids and the pieces' sizes are packed, four bytes
+    each, and the pieces stand one after the other."""
+
+    ids: bytes
+    sizes: bytes = b""
+    pieces: bytes = b""
 
 
 class Count(Message, frozen=True, tag=True):

@@ -70,6 +70,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         cache.hub.close()
         await pool.stop(settings.grace_s)
         await service.pictures.close()
+        service.bodies.close()
         responses.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
@@ -77,7 +78,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         pool.start()
-        yield
+        async with service.lag.watched():
+            yield
         await drain()
 
     handlers = {

@@ -53,6 +53,10 @@ class Status:
         standings = pool.standings()
         gauges = {
             "everwarm_models": ("Models that can be asked for", float(len(standings))),
+            "everwarm_loop_lag_most_seconds": (
+                "The longest lag of the gateway's event loop since this was asked last",
+                self._service.lag.take_most_s(),
+            ),
             "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
         }
         engine: dict[str, Any] = {}

@@ -75,14 +75,19 @@ def call_id() -> str:
 
 class ToolParser:
     """Fed with text in order. ``format`` is a name from ``TOOL_FORMATS``; ``tools`` as clients send them: their schemas
-    tell strings from other values where the format does not."""
+    tell strings from other values where the format does not. ``kinds``: what they say, where that is known already."""
 
     def __init__(
-        self, format: str, tools: Sequence[Mapping[str, Any]] = (), *, new_id: Callable[[], str] = call_id
+        self,
+        format: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        kinds: Mapping[str, Mapping[str, Kind]] | None = None,
+        new_id: Callable[[], str] = call_id,
     ) -> None:
         self._format = TOOL_FORMATS[format]
         self._opener = re.compile("|".join(map(re.escape, self._format.tags)))
-        self._reader = Reader(kinds_of(tools), new_id)
+        self._reader = Reader(kinds_of(tools) if kinds is None else kinds, new_id)
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Event]:

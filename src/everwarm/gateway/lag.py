@@ -1,0 +1,54 @@
+"""How late the event loop is: the sign that something keeps everybody waiting.
+
+A task sleeps for a moment and looks how much later it woke. Threads share one lock with the loop, so they hand it over
+often, and garbage is collected rarely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+
+from everwarm.llama.process import collect_rarely
+
+INTERVAL_S = 0.02
+SWITCH_S = 0.001
+
+
+def favour_the_loop() -> None:
+    """For the process of a server, when all is set up."""
+    sys.setswitchinterval(SWITCH_S)
+    collect_rarely()
+
+
+class LoopLag:
+    """``observe`` hears of every moment's lag, in seconds."""
+
+    def __init__(self, observe: Callable[[float], None]) -> None:
+        self._observe = observe
+        self._most_s = 0.0
+
+    def take_most_s(self) -> float:
+        """The longest lag since this was asked last."""
+        most, self._most_s = self._most_s, 0.0
+        return most
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch(), name="everwarm-lag")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            due = time.monotonic() + INTERVAL_S
+            await asyncio.sleep(INTERVAL_S)
+            late_s = max(0.0, time.monotonic() - due)
+            self._most_s = max(self._most_s, late_s)
+            self._observe(late_s)
