@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -21,7 +21,6 @@ from everwarm.errors import Forbidden, Overloaded
 from everwarm.gateway.jsonweight import check_weight, is_surely_light
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 SMALL_BYTES = 64 << 10  # can hold nothing that takes long
 LARGE_BYTES = 256 << 10  # is worked on beside the event loop
@@ -62,11 +61,9 @@ class Bodies:
         """On one of the threads for what is large."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def for_request(self, request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Python work on a request's body: with the large ones, or on any thread."""
-        if is_large(request):
-            return await self.beside(partial(work, *args, **kwargs))
-        return await asyncio.to_thread(work, *args, **kwargs)
+    async def for_request(self, request: Request, work: Callable[[], T]) -> T:
+        """Work on a request's body, on a thread: that on large ones does not keep the others' waiting."""
+        return await (self.beside(work) if is_large(request) else asyncio.to_thread(work))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

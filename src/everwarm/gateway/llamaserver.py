@@ -6,6 +6,7 @@ import itertools
 import re
 import struct
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ class LlamaServer:
         with self._service.limits.admitted(n_bytes):
             found = await self._service.ask(request, body.model, m.Tokenize, with_pieces=body.with_pieces, **fields)
             tokens = msgspec.convert(found, m.Tokenized)
-            return await self._service.bodies.for_request(request, _tokenized, tokens, with_pieces=body.with_pieces)
+            answer = partial(_tokenized, tokens, with_pieces=body.with_pieces)
+            return await self._service.bodies.for_request(request, answer)
 
     async def detokenize(self, request: Request) -> Response:
         body, n_bytes = await self._service.read(request, DetokenizeBody)
@@ -118,9 +120,9 @@ class LlamaServer:
             template = await self._service.template(served)
         canonicalise = self._service.settings.canonicalise
         aside = self._service.bodies.for_request
-        shown = await aside(request, show, body, template, "<__media__>", canonicalise=canonicalise)
+        shown = await aside(request, lambda: show(body, template, "<__media__>", canonicalise=canonicalise))
         self._service.count_noise(shown)
-        text = await aside(request, template.render, shown.messages, **template_options(body))
+        text = await aside(request, lambda: template.render(shown.messages, **template_options(body)))
         return json_response({"prompt": text})
 
     async def props(self, request: Request) -> Response:

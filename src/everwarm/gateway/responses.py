@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -118,8 +119,8 @@ class _Turn:
         body = self._body
         before = await self._before()
         aside, request = self._service.bodies.for_request, self._request
-        items = await aside(request, own_items, body, self._id.removeprefix("resp_"), self._item_finder())
-        turn = await aside(request, asked, body, [*before, *items])
+        items = await aside(request, partial(own_items, body, self._id.removeprefix("resp_"), self._item_finder()))
+        turn = await aside(request, lambda: asked(body, [*before, *items]))
         model = body.model or self._service.pool.find(body.model).id
         self._teller = teller = Teller.of(
             body, skeleton(body, self._id, model, int(time.time()), turn.tools), turn.tools

@@ -122,8 +122,9 @@ class Service:
     async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> Asked:
         info, template = await served.supervisor.wait_ready(), await self.template(served)
         notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
-        about = {"canonicalise": self.settings.canonicalise}
-        ready = await self.bodies.for_request(request, prepare_chat, body, template, notation, self.marker, **about)
+        canonicalise = self.settings.canonicalise
+        prepare = partial(prepare_chat, body, template, notation, self.marker, canonicalise=canonicalise)
+        ready = await self.bodies.for_request(request, prepare)
         self.count_noise(ready.shown)
         rendered, parts = ready.rendered, ready.shown.parts
         if parts and not info.sees:
@@ -165,7 +166,7 @@ class Service:
             "text": text,
             "tokens": tokens,
             "n_probs": body.wanted_probs,
-            "form": await self.bodies.for_request(request, completion_form, body) if body.has_form else None,
+            "form": await self.bodies.for_request(request, lambda: completion_form(body)) if body.has_form else None,
         }
         return Asked(_choices(common, body), self.follow(request, body, served))
 
