@@ -39,9 +39,9 @@ class BadRequest(EverwarmError):
 class PromptTooLong(BadRequest):
     code = "exceed_context_size_error"
 
-    def __init__(self, n_prompt: int, n_context: int) -> None:
+    def __init__(self, n_prompt: int, n_context: int, *, is_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {n_prompt} tokens but the context holds {n_context}: "
+            f"the prompt has {'at least ' if is_least else ''}{n_prompt} tokens but the context holds {n_context}: "
             f"shorten the prompt or start with a context of at least {n_prompt + 1} tokens"
         )
         self.n_prompt = n_prompt

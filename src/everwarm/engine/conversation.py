@@ -31,7 +31,7 @@ from everwarm.engine.said import said
 from everwarm.engine.slotfiles import SlotFiles
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import ReplyText
-from everwarm.errors import BadRequest, EverwarmError
+from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.llama.forms import Forms
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
@@ -41,6 +41,7 @@ log = logging.getLogger("everwarm.engine")
 Send = Callable[[m.Message], None]
 
 LONG_TEXT = 128 << 10  # characters; longer ones are not tokenized by the reader
+_COUNTED_CONTEXTS = 4  # a text is counted if it may fit a context of so many times this one
 GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
 
@@ -128,6 +129,7 @@ class Conversation:
     def _prepare(self, message: m.Submit, loop: Loop) -> Callable[[], None] | None:
         """How to hand the request to the loop; None where it was refused."""
         try:
+            self._check_length(message.text or "", self._core.context.n_ctx)
             ask = self._ask(message)
         except EverwarmError as error:
             self._send(m.failed(message.id, error))
@@ -137,6 +139,14 @@ class Conversation:
         else:
             return partial(loop.post, lambda _: self._submit(message, ask))
         return None
+
+    def _check_length(self, text: str, most: int) -> None:
+        """What cannot fit by its bytes alone is not tokenized: that takes minutes for megabytes."""
+        if len(text) <= LONG_TEXT or not self._vocab.splits_independently:
+            return
+        n_least = len(text.encode("utf-8", "replace")) // self._vocab.longest_piece_bytes
+        if n_least > most:
+            raise PromptTooLong(n_least, most, is_least=True)
 
     def _offer(self, message: m.Prewarm, loop: Loop) -> None:
         """Nobody waits for it, so nobody hears of a failure but the log."""
@@ -165,6 +175,7 @@ class Conversation:
 
     def _count(self, question: m.Count) -> int:
         fields = {name: getattr(question, name) for name in question.__struct_fields__}
+        self._check_length(question.text, _COUNTED_CONTEXTS * self._core.context.n_ctx)
         prompt = self._ask(m.Submit(**fields)).prompt
         return prompt.n_tokens(len(prompt))
 

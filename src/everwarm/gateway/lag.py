@@ -11,6 +11,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from everwarm.llama.process import collect_rarely
 
@@ -24,16 +25,24 @@ def favour_the_loop() -> None:
     collect_rarely()
 
 
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """``busy_s``: as much of it as this process was computing; the rest of ``wall_s`` it waited for a processor."""
+
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+
+
 class LoopLag:
     """``observe`` hears of every moment's lag, in seconds."""
 
     def __init__(self, observe: Callable[[float], None]) -> None:
         self._observe = observe
-        self._most_s = 0.0
+        self._most = Lag()
 
-    def take_most_s(self) -> float:
-        """The longest lag since this was asked last."""
-        most, self._most_s = self._most_s, 0.0
+    def take_most(self) -> Lag:
+        """The longest lags since this was asked last."""
+        most, self._most = self._most, Lag()
         return most
 
     @contextlib.asynccontextmanager
@@ -47,8 +56,9 @@ class LoopLag:
 
     async def _watch(self) -> None:
         while True:
-            due = time.monotonic() + INTERVAL_S
+            due, cpu = time.monotonic() + INTERVAL_S, time.process_time()
             await asyncio.sleep(INTERVAL_S)
             late_s = max(0.0, time.monotonic() - due)
-            self._most_s = max(self._most_s, late_s)
+            busy_s = min(late_s, time.process_time() - cpu)
+            self._most = Lag(max(self._most.wall_s, late_s), max(self._most.busy_s, busy_s))
             self._observe(late_s)
