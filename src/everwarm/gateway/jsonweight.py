@@ -66,12 +66,15 @@ def most_weight(data: Data) -> Weight:
 
 
 def is_surely_light(data: Data) -> bool:
-    """Whether a quick count is enough to know it."""
-    return len(data) <= MAX_WEIGHT and most_weight(data).total <= MAX_WEIGHT
+    """Whether a quick look is enough to know it."""
+    if len(data) > MAX_WEIGHT or most_weight(data).total > MAX_WEIGHT:
+        return False
+    return _LONG_NUMBER.search(data) is None
 
 
 def check_weight(data: Data) -> None:
-    """Or BadRequest, as soon as it is clear. In slices, for a thread beside the event loop."""
+    """Or BadRequest, as soon as it is clear. In slices, for a thread beside the event loop. How deep a light text is, its
+    parser finds out."""
     if is_surely_light(data):
         return
     weight = Weight()

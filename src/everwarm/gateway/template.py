@@ -312,13 +312,13 @@ def _json_text(value: Any, ensure_ascii: bool, indent: int | None) -> str:
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, default=list)
     if indent is None and not _has_many_values(value):
         return encoder.encode(value)
-    pieces, n_chars = [], 0
-    for piece in encoder.iterencode(value):
-        pieces.append(piece)
-        n_chars += len(piece)
+    texts, n_chars, pieces = [], 0, encoder.iterencode(value)
+    while text := "".join(itertools.islice(pieces, 4096)):
+        texts.append(text)
+        n_chars += len(text)
         if n_chars > MAX_PROMPT_CHARS:
             raise PromptTextTooLong
-    return "".join(pieces)
+    return "".join(texts)
 
 
 def _has_many_values(value: Any) -> bool:
