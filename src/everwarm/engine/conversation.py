@@ -40,7 +40,7 @@ log = logging.getLogger("everwarm.engine")
 
 Send = Callable[[m.Message], None]
 
-LONG_TEXT = 128 << 10  # characters; longer ones are not tokenized by the reader
+LONG_TEXT = 64 << 10  # characters; longer ones are not tokenized by the reader
 _COUNTED_CONTEXTS = 4  # a text is counted if it may fit a context of so many times this one
 GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
