@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 SMALL_BYTES = 64 << 10  # can hold nothing that takes long
 LARGE_BYTES = 256 << 10  # is worked on beside the event loop
+_PIECE_BYTES = 1 << 20
 FIRST_S, BYTES_PER_S = 30.0, 128 << 10  # a body has so long, and for every so many bytes that have come a second more
 
 
@@ -51,11 +52,11 @@ class Bodies:
         """``Overloaded`` before or while it is read if there is no room, 408 if it comes too slowly."""
         client = request.client.host if request.client else ""
         with self._counted(client) as count:
-            data = await self._all(request, count)
-            request.state.n_body_bytes = len(data)
-            if len(data) <= SMALL_BYTES or (len(data) <= LARGE_BYTES and is_surely_light(data)):
-                return Received(parse(data), len(data))
-            return Received(await self.beside(partial(_weighed, parse, data)), len(data))
+            pieces = await self._all(request, count)
+            n_bytes = request.state.n_body_bytes = sum(map(len, pieces))
+            if n_bytes <= SMALL_BYTES or (n_bytes <= LARGE_BYTES and is_surely_light(pieces[0])):
+                return Received(parse(pieces[0]), n_bytes)
+            return Received(await self.beside(partial(_weighed, parse, pieces)), n_bytes)
 
     async def beside(self, work: Callable[[], T]) -> T:
         """On one of the threads for what is large."""
@@ -93,23 +94,28 @@ class Bodies:
         if own > self._budget_bytes // 2:
             raise Overloaded(f"bodies of {own - n_more:,} bytes from {client} are being read already; try again later")
 
-    async def _all(self, request: Request, count: Callable[[int, int], None]) -> bytearray:
+    async def _all(self, request: Request, count: Callable[[int, int], None]) -> list[bytearray]:
+        """The body in pieces, each but the last of ``_PIECE_BYTES`` or more: a large buffer that grows is copied over and
+        over."""
         length = request.headers.get("content-length", "0")
         n_announced = int(length) if length.isascii() and length.isdigit() else 0
-        data, began = bytearray(), asyncio.get_running_loop().time()
+        pieces, n_bytes, began = [bytearray()], 0, asyncio.get_running_loop().time()
         count(0, n_announced)
         try:
             async with asyncio.timeout(FIRST_S) as patience:
-                async for piece in request.stream():
-                    count(len(piece), max(0, n_announced - len(data) - len(piece)))
-                    data += piece
-                    patience.reschedule(began + FIRST_S + len(data) / BYTES_PER_S)
+                async for data in request.stream():
+                    n_bytes += len(data)
+                    count(len(data), max(0, n_announced - n_bytes))
+                    if len(pieces[-1]) >= _PIECE_BYTES:
+                        pieces.append(bytearray())
+                    pieces[-1] += data
+                    patience.reschedule(began + FIRST_S + n_bytes / BYTES_PER_S)
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
             raise Forbidden(
-                408, "timeout", f"{len(data):,} bytes of the body came in {took_s:.0f} s; send it faster, or less"
+                408, "timeout", f"{n_bytes:,} bytes of the body came in {took_s:.0f} s; send it faster, or less"
             ) from None
-        return data
+        return pieces
 
 
 def is_large(request: Request) -> bool:
@@ -117,7 +123,9 @@ def is_large(request: Request) -> bool:
     return bool(getattr(request.state, "n_body_bytes", 0) > LARGE_BYTES)
 
 
-def _weighed(parse: Callable[[bytes | bytearray], T], data: bytearray) -> T:
+def _weighed(parse: Callable[[bytes | bytearray], T], pieces: list[bytearray]) -> T:
+    data = b"".join(pieces)
+    pieces.clear()
     check_weight(data)
     time.sleep(0)  # others run before the parser, which lets nobody
     return parse(data)

@@ -20,7 +20,7 @@ from everwarm.errors import BadRequest
 MAX_WEIGHT = 8 << 20
 MAX_DEPTH = 256
 MAX_DIGITS = 64  # of one number; a longer one takes time by the square of its length
-SLICE_BYTES = 256 << 10  # are looked at at once; between two slices other threads run
+SLICE_BYTES = 64 << 10  # are looked at at once; between two slices other threads run
 
 _BLOCK_BYTES = 4096  # is base64, or text as a whole
 _QUOTE, _BACKSLASH, _SPACE = b'"\\ '

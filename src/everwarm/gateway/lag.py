@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-
-from everwarm.llama.process import collect_rarely
 
 INTERVAL_S = 0.02
 SWITCH_S = 0.001
 
 
 def favour_the_loop() -> None:
-    """For the process of a server, when all is set up."""
+    """For the process of a server, when all is set up: what is there stays for good."""
     sys.setswitchinterval(SWITCH_S)
-    collect_rarely()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @dataclass(frozen=True, slots=True)

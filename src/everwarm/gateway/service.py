@@ -36,6 +36,7 @@ from everwarm.gateway.recent import Caller, Follow, Recent
 from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
 from everwarm.gateway.reply import ReplyReader
 from everwarm.gateway.settings import ServerSettings
+from everwarm.gateway.template import MAX_PROMPT_CHARS
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervisor import Question
 
@@ -161,6 +162,8 @@ class Service:
 
     async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> Asked:
         text, tokens = body.text_or_tokens()
+        if text is not None and len(text) > MAX_PROMPT_CHARS:
+            raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
         common = {
             **self._common(request, body, await served.supervisor.wait_ready()),
             "text": text,

@@ -28,7 +28,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.contents import Message, parts_as_text, text_as_parts, with_objects
 
 _PROBE = "a8f3c1"
-MAX_PROMPT_CHARS = 32 << 20  # of one text
+MAX_PROMPT_CHARS = 8 << 20  # of one text
 _MANY_VALUES = 5_000  # more are not written by the library's fast encoder, which lets no other thread run
 _TRACE = "everwarm_trace"  # the name under which a template finds the recorder of its own loops
 
