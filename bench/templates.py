@@ -19,6 +19,7 @@ from everwarm.config import default_threads
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.notation import Notation
 from everwarm.gateway.reply import ReplyReader
+from everwarm.gateway.toolcalls import kinds_of
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenize import Tokenizer
 
@@ -139,7 +140,9 @@ def _reading(source: str) -> tuple[str, str]:
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
 
     def read(_: int) -> None:
-        reader = ReplyReader.of(Notation(source), "<|im_start|>assistant\n<think>\n", TOOLS, with_thinking=True)
+        reader = ReplyReader.of(
+            Notation(source), "<|im_start|>assistant\n<think>\n", kinds_of(TOOLS), with_thinking=True
+        )
         for piece in pieces:
             reader.read(piece)
         reader.rest()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from everwarm.gateway import metrics as counted
+from everwarm.gateway.lag import LoopLag
 from everwarm.gateway.metrics import Metrics
 from everwarm.gateway.status import Status
 from generating.markdown import code, table, written_by
@@ -33,7 +34,8 @@ def _text() -> str:
     supervisor = SimpleNamespace(is_ready=True, is_running=True, ask=ask, **more)
     standing = SimpleNamespace(supervisor=supervisor, retry=None)
     pool = SimpleNamespace(standings=list, catalog=SimpleNamespace(find=lambda _: standing), look=lambda _: standing)
-    service = SimpleNamespace(pool=pool, metrics=Metrics())
+    metrics = Metrics()
+    service = SimpleNamespace(pool=pool, metrics=metrics, lag=LoopLag(metrics.lagged))
     request = SimpleNamespace(query_params={})
     answer = asyncio.run(Status(service).metrics(request))  # type: ignore[arg-type]
     return bytes(answer.body).decode()

@@ -4,6 +4,7 @@ EverwarmError
 ├── BadRequest                 400  the caller's input
 │   ├── PromptTooLong          400  does not fit the context, and never will
 │   ├── PixelsMissing          400  a picture is needed that was not sent
+│   ├── FrameTooLarge          400  does not fit one message between gateway and engine
 │   └── FormFailed             400  a form that turned out too complex while it was followed
 ├── ModelError                 500  the model or the library cannot be used
 │   ├── LibraryMismatch             libllama is missing or another build
@@ -40,9 +41,9 @@ class BadRequest(EverwarmError):
 class PromptTooLong(BadRequest):
     code = "exceed_context_size_error"
 
-    def __init__(self, n_prompt: int, n_context: int) -> None:
+    def __init__(self, n_prompt: int, n_context: int, *, is_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {n_prompt} tokens but the context holds {n_context}: "
+            f"the prompt has {'at least ' if is_least else ''}{n_prompt} tokens but the context holds {n_context}: "
             f"shorten the prompt or start with a context of at least {n_prompt + 1} tokens"
         )
         self.n_prompt = n_prompt
@@ -53,6 +54,18 @@ class PixelsMissing(BadRequest):
     """The engine needs a picture that it does not know; whoever asked may have it."""
 
     code = "pixels_missing"
+
+
+class FrameTooLarge(BadRequest):
+    """Of a request to the engine, or of an answer to a question."""
+
+    code = "request_too_large"
+
+    def __init__(self, n_bytes: int, most: int) -> None:
+        super().__init__(
+            f"the request or its answer takes {n_bytes:,} bytes between gateway and engine, where {most:,} are the most: "
+            "shorten the prompt, send fewer or smaller pictures, or ask for less at once"
+        )
 
 
 class FormFailed(BadRequest):

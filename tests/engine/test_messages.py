@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everwarm.config import Form, Sampling, Thought
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import EverwarmError
+from everwarm.errors import EverwarmError, FrameTooLarge
 from everwarm.state.params import CheckpointParams
 
 INFO = m.ModelInfo("d", "hybrid", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, "{{ x }}", "", "</s>", False, "b1")
@@ -60,10 +60,12 @@ def name(message: m.Message) -> str:
 
 def body(message: m.Message) -> bytes:
     """A frame's body, after checking that its header tells its length."""
-    frame = m.frame(message)
-    size = m.frame_size(frame[: m.HEADER.size])
-    assert len(frame) == m.HEADER.size + size
-    return frame[m.HEADER.size :]
+    (data,) = m.frame(message).parts
+    header = m.header_of(data)
+    assert len(data) == m.HEADER.size + header.n_bytes
+    assert header.n_message == header.n_bytes
+    assert header.id == getattr(message, "id", 0)
+    return bytes(data[m.HEADER.size :])
 
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=name)
@@ -95,13 +97,64 @@ def test_the_gateway_does_not_listen_to_itself(message):
 
 @pytest.mark.parametrize("size", [m.MAX_FRAME_BYTES + 1, (1 << 32) - 1])
 def test_a_frame_over_the_limit_is_refused_before_it_is_read(size):
-    with pytest.raises(ValueError, match="over the limit"):
-        m.frame_size(m.HEADER.pack(size))
+    for sizes in ((size, 1), (1, size)):
+        with pytest.raises(FrameTooLarge, match=f"{size:,} bytes .* {m.MAX_FRAME_BYTES:,} are the most"):
+            m.header_of(m.HEADER.pack(*sizes, 7)).check(m.MAX_FRAME_BYTES)
 
 
 @pytest.mark.parametrize("size", [0, 1, m.MAX_FRAME_BYTES])
 def test_a_frame_within_the_limit_is_taken(size):
-    assert m.frame_size(m.HEADER.pack(size)) == size
+    m.header_of(m.HEADER.pack(size, size, 7)).check(m.MAX_FRAME_BYTES)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Submit(1, text="x" * 101),
+        m.Submit(1, text="é" * 51),
+        m.Submit(1, tokens=[1 << 30] * 30),
+        m.Submit(1, stop=("x" * 60, "y" * 60)),
+        m.Submit(1, form=Form("lark", "x" * 101)),
+        m.Submit(1, sampling=Sampling(logit_bias=dict.fromkeys(range(99), 0.5))),
+        m.Submit(1, pictures=(m.Picture(b"d", 10, 10, bytes(300)),)),
+        m.Prewarm("x" * 101),
+        m.Tokenize(1, "x" * 101, True),
+        m.SlotAction(1, 1, "save", "x" * 101),
+        m.Answer(1, ["x" * 60, "y" * 60]),
+    ],
+    ids=name,
+)
+def test_what_does_not_fit_a_frame_is_refused_by_whoever_would_send_it(message):
+    with pytest.raises(FrameTooLarge):
+        m.frame(message, 100)
+    assert m.frame(message, 10_000).size > 100
+
+
+def test_pixels_follow_the_message_as_they_are():
+    seen, new = m.Picture(b"a", 1, 1), [m.Picture(b"b", 2, 1, b"123456"), m.Picture(b"c", 1, 1, b"789")]
+    submit = m.Submit(9, text="x", pictures=(new[0], seen, new[1]))
+    frame = m.frame(submit)
+    data, *pixels = frame.parts
+    assert pixels == [b"123456", b"789"]
+    assert pixels[0] is new[0].rgb  # not copied
+    header = m.header_of(data)
+    assert (header.n_bytes, header.id) == (frame.size - m.HEADER.size, 9)
+    bare = m.read_to_engine(bytes(data[m.HEADER.size :]))
+    assert m.wanted_pixels(bare) == [6, 3]
+    assert m.with_pixels(bare, pixels) == submit
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 50))
+def test_a_frame_that_is_too_large_is_skipped_and_its_request_told(sizes, cut):
+    """Whatever the pieces in which the stream arrives; the frames around it are heard."""
+    frames = [m.frame(m.Answer(i, "x" * size)).parts[0] for i, size in enumerate(sizes)]
+    bodies = [bytes(frame[m.HEADER.size :]) for frame in frames]
+    buffer, stream, heard = m.FrameBuffer(most=40), b"".join(frames), []
+    for at in range(0, len(stream), cut):
+        heard += buffer.feed(stream[at : at + cut])
+    assert [each.id if isinstance(each, m.Failed) else each for each in heard] == [
+        i if len(body) > 40 else body for i, body in enumerate(bodies)
+    ]
 
 
 @given(st.binary(max_size=200))

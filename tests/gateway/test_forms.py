@@ -15,6 +15,7 @@ from everwarm.gateway.body import ChatBody
 from everwarm.gateway.forms import chat_form
 from everwarm.gateway.notation import Notation
 from everwarm.gateway.reply import ReplyReader
+from everwarm.gateway.toolcalls import kinds_of
 from gateway.form_cases import SCHEMA, SCHEMAS, TOOLS, WEATHER, WORDS_OF, obeys
 from gateway.server import Server, serving, serving_models
 
@@ -193,7 +194,7 @@ def test_a_schema_and_tools_together_leave_the_choice(client: openai.OpenAI) -> 
 def test_only_the_first_call_is_said_where_one_is_wanted() -> None:
     reply = '<tool_call>\n{"name": "now"}\n</tool_call>\n<tool_call>\n{"name": "note"}\n</tool_call> Done.'
     for one_call, n_calls in ((True, 1), (False, 2)):
-        reader = ReplyReader.of(Notation("<tool_call>"), "", TOOLS, with_thinking=True, one_call=one_call)
+        reader = ReplyReader.of(Notation("<tool_call>"), "", kinds_of(TOOLS), with_thinking=True, one_call=one_call)
         message = reader.message(reply)
         assert len(message["tool_calls"]) == n_calls and ("Done." in (message["content"] or "")) is not one_call
 

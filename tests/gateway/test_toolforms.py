@@ -13,6 +13,7 @@ from everwarm.gateway.body import ChatBody
 from everwarm.gateway.forms import chat_form
 from everwarm.gateway.notation import Notation
 from everwarm.gateway.reply import ReplyReader
+from everwarm.gateway.toolcalls import kinds_of
 from everwarm.llama.forms import Forms, Matcher
 from everwarm.llama.model import Model
 from everwarm.llama.vocab import Vocab
@@ -96,7 +97,7 @@ def test_whatever_a_grammar_of_calls_allows_is_read_as_calls_that_obey(
     whole = [text for text in texts if text is not None]
     assert len(whole) > N_WALKS // 2
     for text in whole:
-        message = ReplyReader.of(Notation(template), "", ALL, with_thinking=True).message(text)
+        message = ReplyReader.of(Notation(template), "", kinds_of(ALL), with_thinking=True).message(text)
         calls = [call["function"] for call in message["tool_calls"]]
         assert not message["content"] and (many or len(calls) == 1), text
         assert all(is_right(call["name"], json.loads(call["arguments"])) for call in calls), text
@@ -106,4 +107,6 @@ def test_whatever_a_grammar_of_calls_allows_is_read_as_calls_that_obey(
 def test_a_walk_without_the_grammar_is_no_call(embedded_model: Model) -> None:
     rng = random.Random(1)
     text = embedded_model.vocab.detokenize(rng.randrange(12, 2000) for _ in range(50)).decode("utf-8", "replace")
-    assert "tool_calls" not in ReplyReader.of(Notation("<tool_call>"), "", ALL, with_thinking=True).message(text)
+    assert "tool_calls" not in ReplyReader.of(Notation("<tool_call>"), "", kinds_of(ALL), with_thinking=True).message(
+        text
+    )

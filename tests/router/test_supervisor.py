@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from everwarm.config import GREEDY
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import BadRequest, EngineStopped, Refused
+from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, Refused
 from everwarm.router import supervisor as supervisors
 from everwarm.router.deaths import MAX_DEATHS, Cause, Patience
 from everwarm.router.supervisor import Pending, State, Supervisor
@@ -106,9 +107,11 @@ def test_a_ready_engine_says_what_it_is_and_streams_an_answer():
 def test_questions_are_answered_and_refusals_are_raised_or_told():
     async def test() -> None:
         async with supervised() as supervisor:
-            tokens = await supervisor.ask(m.Tokenize, text="warm words", add_special=False)
-            assert b"".join(piece for _, piece in tokens) == b"warm words"
-            assert await supervisor.ask(m.Detokenize, tokens=[token for token, _ in tokens]) == b"warm words"
+            found = msgspec.convert(await supervisor.ask(m.Tokenize, text="warm words", add_special=False), m.Tokenized)
+            assert found.pieces == b"warm words"
+            tokens = list(memoryview(found.ids).cast("i"))
+            assert sum(memoryview(found.sizes).cast("I")) == len(found.pieces)
+            assert await supervisor.ask(m.Detokenize, tokens=tokens) == b"warm words"
             with pytest.raises((Refused, BadRequest)) as refused:
                 await supervisor.ask(m.Detokenize, tokens=[1 << 30])
             assert refused.value.status == 400
@@ -206,7 +209,7 @@ def test_a_request_that_was_begun_is_replayed_only_once():
     [(True, False, False, 2), (False, False, False, 4), (True, True, False, 1), (False, False, True, 1)],
 )
 def test_how_many_engines_a_request_may_outlive(has_begun, has_streamed, is_of_one_life, n_lives):
-    pending = Pending(1, b"", has_streamed=has_streamed, is_of_one_life=is_of_one_life)
+    pending = Pending(1, m.Frame(()), has_streamed=has_streamed, is_of_one_life=is_of_one_life)
     n = 1
     for _ in range(10):
         pending.has_begun = has_begun
@@ -566,5 +569,20 @@ def test_a_token_id_no_int64_can_hold_is_refused_not_fatal():
             said = [message async for message in supervisor.stream(tokens=[1 << 63], sampling=GREEDY)]
             assert isinstance(said[-1], m.Failed) and said[-1].status == 400
             assert supervisor.n_restarts == 0
+
+    run(test)
+
+
+def test_a_prompt_that_fits_no_frame_is_refused_and_the_engine_lives():
+    async def test() -> None:
+        async with supervised() as supervisor:
+            pid = supervisor.pid
+            for question in ({"text": "x" * (m.MAX_FRAME_BYTES + 1)}, {"text": "é" * (m.MAX_FRAME_BYTES // 2)}):
+                with pytest.raises(FrameTooLarge, match=rf"{m.MAX_FRAME_BYTES:,} are the most"):
+                    await anext(supervisor.stream(**question, sampling=GREEDY))
+            supervisor.tell(m.Prewarm("x" * (m.MAX_FRAME_BYTES + 1)))
+            assert supervisor.n_pending == 0
+            assert await answer(supervisor)
+            assert (supervisor.pid, supervisor.n_restarts) == (pid, 0)
 
     run(test)

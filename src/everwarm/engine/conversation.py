@@ -1,6 +1,7 @@
 """Between frames and the core: texts become prompts, events become pieces of text.
 
-``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. Knows no sockets.
+``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. What may keep the
+reader busy for long, a form that is new or a long text, is prepared on other threads. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
@@ -25,12 +27,13 @@ from everwarm.engine.illustrated import Illustrated
 from everwarm.engine.look import evictions
 from everwarm.engine.loop import Loop
 from everwarm.engine.offload import Where
+from everwarm.engine.preparing import Preparing
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
 from everwarm.engine.said import said
 from everwarm.engine.slotfiles import SlotFiles
 from everwarm.engine.slots import Slot
 from everwarm.engine.text import ReplyText
-from everwarm.errors import BadRequest, EverwarmError
+from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.llama.forms import Forms
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
@@ -39,6 +42,8 @@ log = logging.getLogger("everwarm.engine")
 
 Send = Callable[[m.Message], None]
 
+LONG_TEXT = 64 << 10  # characters; longer ones are not tokenized by the reader
+_COUNTED_CONTEXTS = 4  # a text is counted if it may fit a context of so many times this one
 GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
 
@@ -73,6 +78,8 @@ class Conversation:
         self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
+        self._preparing_forms = Preparing("forms")
+        self._preparing_texts = Preparing("texts", max_waiting_each=256)
         self._slot_files = SlotFiles(core, send)
         self._curator = Curator(core, send, self._number_of)
         self._forms = Forms(self._vocab)
@@ -92,14 +99,12 @@ class Conversation:
     def _dispatch(self, message: m.ToEngine, loop: Loop) -> None:
         match message:
             case m.Submit():
-                ask = self._ask(message)
-                loop.post(lambda _: self._submit(message, ask))
+                self._take(message, loop)
             case m.Prewarm():
-                ahead = self._ask_ahead(message)
-                if ahead is not None:
-                    loop.post(lambda core: core.prewarm.offer(core.unverified.route(ahead)))
+                self._aside.submit(self._offer, message, loop)
             case m.Cancel(id=id):
-                loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
+                if not self._preparing_forms.cancel(id) and not self._preparing_texts.cancel(id):
+                    loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Count() | m.Detokenize():
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.SlotAction():
@@ -113,6 +118,47 @@ class Conversation:
             case _:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
+    def _take(self, message: m.Submit, loop: Loop) -> None:
+        """At once where that is quick: everybody whose frame comes later waits for it."""
+        if message.form is not None and not self._forms.is_settled(message.form, message.namespace):
+            self._preparing_forms.add(message.id, message.namespace, partial(self._prepare, message, loop))
+        elif len(message.text or "") > LONG_TEXT:
+            self._preparing_texts.add(message.id, message.namespace, partial(self._prepare, message, loop))
+        elif (post := self._prepare(message, loop)) is not None:
+            post()
+
+    def _prepare(self, message: m.Submit, loop: Loop) -> Callable[[], None] | None:
+        """How to hand the request to the loop; None where it was refused."""
+        try:
+            self._check_length(message.text or "", self._core.context.n_ctx)
+            ask = self._ask(message)
+        except EverwarmError as error:
+            self._send(m.failed(message.id, error))
+        except Exception:
+            log.exception("a request could not be prepared")
+            self._send(m.failed(message.id, EverwarmError("internal error")))
+        else:
+            return partial(loop.post, lambda _: self._submit(message, ask))
+        return None
+
+    def _check_length(self, text: str, most: int) -> None:
+        """What cannot fit by its bytes alone is not tokenized: that takes minutes for megabytes."""
+        if len(text) <= LONG_TEXT or not self._vocab.splits_independently:
+            return
+        n_least = len(text.encode("utf-8", "replace")) // self._vocab.longest_piece_bytes
+        if n_least > most:
+            raise PromptTooLong(n_least, most, is_least=True)
+
+    def _offer(self, message: m.Prewarm, loop: Loop) -> None:
+        """Nobody waits for it, so nobody hears of a failure but the log."""
+        try:
+            ahead = self._ask_ahead(message)
+        except Exception:
+            log.exception("what the next turn begins with could not be prepared")
+            return
+        if ahead is not None:
+            loop.post(lambda core: core.prewarm.offer(core.unverified.route(ahead)))
+
     def _answer(self, question: m.Tokenize | m.Count | m.Detokenize) -> None:
         vocab = self._vocab
         try:
@@ -122,12 +168,15 @@ class Conversation:
                 return self._send(m.Answer(question.id, self._count(question)))
             special, parse = question.add_special, question.parse_special
             tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
-            self._send(m.Answer(question.id, [(int(t), vocab.piece(int(t))) for t in tokens]))
+            pieces = [vocab.piece(token) for token in tokens.tolist()] if question.with_pieces else []
+            sizes = np.fromiter(map(len, pieces), "<u4", len(pieces)).tobytes()
+            self._send(m.Answer(question.id, m.Tokenized(tokens.astype("<i4").tobytes(), sizes, b"".join(pieces))))
         except EverwarmError as error:
             self._send(m.failed(question.id, error))
 
     def _count(self, question: m.Count) -> int:
         fields = {name: getattr(question, name) for name in question.__struct_fields__}
+        self._check_length(question.text, _COUNTED_CONTEXTS * self._core.context.n_ctx)
         prompt = self._ask(m.Submit(**fields)).prompt
         return prompt.n_tokens(len(prompt))
 

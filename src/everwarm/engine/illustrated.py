@@ -3,6 +3,7 @@ rule wants it, and every picture is one item."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,10 +71,16 @@ class Illustrated:
 
     def _counts_at(self, parts: list[Part], ats: Sequence[int]) -> list[int]:
         """Items before characters of the whole text; inside a marker: before the picture."""
-        counts = []
-        for part, inside in (_inside(parts, at) for at in ats):
-            (count,) = self._tokenizer.count_at(part.text, (inside,), add_special=part.add_special)
-            counts.append(part.n_before + count)
+        inside: defaultdict[int, list[int]] = defaultdict(list)  # which of them, by their part
+        places = [_inside(parts, at) for at in ats]
+        for i, (part, _) in enumerate(places):
+            inside[part.at].append(i)
+        counts = [0] * len(ats)
+        for own in inside.values():
+            part = places[own[0]][0]
+            found = self._tokenizer.count_at(part.text, [places[i][1] for i in own], add_special=part.add_special)
+            for i, count in zip(own, found, strict=True):
+                counts[i] = part.n_before + count
         return counts
 
     def _sure_count_at(self, parts: list[Part], at: int) -> int:

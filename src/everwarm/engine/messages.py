@@ -1,22 +1,30 @@
 """What gateway and engine say to each other: small frozen messages, MessagePack, length-prefixed frames.
 
 Both sides import this and nothing of each other. No pickle: a frame can only become one of these types.
+
+    header    bytes that follow · of these, the message · the number of the request or question, 0 for none
+    message   MessagePack
+    pixels    of a Submit's pictures, one after the other, as they are: nobody copies them to send them
+
+Whoever sends checks the size before, and whoever receives a frame that is too large skips it: it is the error of the one
+request whose number it bears.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
 from everwarm.config import Form, Sampling
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import EverwarmError, PromptTooLong
+from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
 
-MAX_FRAME_BYTES: Final = 256 << 20
-HEADER: Final = struct.Struct("<I")
+MAX_FRAME_BYTES: Final = 256 << 20  # to the engine
+MAX_ANSWER_BYTES: Final = 64 << 20  # to the gateway
+HEADER: Final = struct.Struct("<IIQ")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -90,6 +98,16 @@ class Tokenize(Message, frozen=True, tag=True):
     text: str
     add_special: bool
     parse_special: bool = True
+    with_pieces: bool = True
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """Tokens in so few values that a million of them are read at once: ids and the pieces' sizes are packed, four bytes
+    each, and the pieces stand one after the other."""
+
+    ids: bytes
+    sizes: bytes = b""
+    pieces: bytes = b""
 
 
 class Count(Message, frozen=True, tag=True):
@@ -384,39 +402,101 @@ _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine
 _to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
 
 
-def frame(message: Message) -> bytes:
-    body = _encoder.encode(message)
-    return HEADER.pack(len(body)) + body
+class Frame(msgspec.Struct, frozen=True):
+    """A message ready to be sent: its parts, in order."""
+
+    parts: tuple[bytes | bytearray, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.parts))
 
 
-def frame_size(header: bytes) -> int:
-    """The length of the body that follows, or ValueError: a peer that lies about it is not listened to."""
-    (size,) = HEADER.unpack(header)
-    if size > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return int(size)
+def frame(message: Message, most: int = MAX_FRAME_BYTES) -> Frame:
+    """Or ``FrameTooLarge``, which is the fault of this message alone."""
+    pixels: list[bytes] = []
+    if isinstance(message, Submit) and message.pictures:
+        pixels = [picture.rgb for picture in message.pictures if picture.rgb]
+        shown = (msgspec.structs.replace(p, rgb=b"") if p.rgb else p for p in message.pictures)
+        message = msgspec.structs.replace(message, pictures=tuple(shown))
+    n_text = len(getattr(message, "text", None) or "")  # as many bytes or more
+    _check_size(n_text + sum(map(len, pixels)), most)
+    data = bytearray(HEADER.size)
+    _encoder.encode_into(message, data, HEADER.size)
+    n_message = len(data) - HEADER.size
+    size = n_message + sum(map(len, pixels))
+    _check_size(size, most)
+    HEADER.pack_into(data, 0, size, n_message, getattr(message, "id", 0))
+    return Frame((data, *pixels))
+
+
+def _check_size(n_bytes: int, most: int) -> None:
+    if n_bytes > most:
+        raise FrameTooLarge(n_bytes, most)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """``n_bytes`` follow, of which the first ``n_message`` are the message."""
+
+    n_bytes: int
+    n_message: int
+    id: int
+
+    def check(self, most: int) -> None:
+        """``FrameTooLarge`` where it is not to be read, only skipped."""
+        _check_size(max(self.n_bytes, self.n_message), most)
+
+
+def header_of(data: bytes | bytearray) -> Header:
+    return Header(*HEADER.unpack_from(data))
+
+
+def wanted_pixels(message: ToEngine) -> list[int]:
+    """How many bytes of pixels follow the message, picture by picture."""
+    pictures = message.pictures if isinstance(message, Submit) else ()
+    return [3 * p.width * p.height for p in pictures if p.rgb == b""]
+
+
+def with_pixels(message: ToEngine, pixels: Sequence[bytes]) -> ToEngine:
+    if not isinstance(message, Submit) or not pixels:
+        return message
+    following = iter(pixels)
+    shown = (msgspec.structs.replace(p, rgb=next(following)) if p.rgb == b"" else p for p in message.pictures)
+    return msgspec.structs.replace(message, pictures=tuple(shown))
 
 
 class FrameBuffer:
-    """Bodies of frames out of a stream of bytes, however it was cut."""
+    """Messages out of a stream of bytes, however it was cut: for the gateway, which gets no pixels."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_ANSWER_BYTES) -> None:
+        self._most = most
         self._data = bytearray()
+        self._n_skipped = 0  # bytes that are still to be thrown away
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        self._data += data
+    def feed(self, data: bytes) -> Iterator[bytes | Failed]:
+        """Bodies of messages; in the place of one that is too large, what its request is told."""
+        n_skipped = min(self._n_skipped, len(data))
+        self._n_skipped -= n_skipped
+        self._data += memoryview(data)[n_skipped:]
         at = 0
         while len(self._data) - at >= HEADER.size:
-            size = frame_size(bytes(self._data[at : at + HEADER.size]))
-            end = at + HEADER.size + size
+            header = header_of(self._data[at : at + HEADER.size])
+            start, end = at + HEADER.size, at + HEADER.size + header.n_bytes
+            try:
+                header.check(self._most)
+            except FrameTooLarge as error:
+                yield failed(header.id, error)
+                at = min(end, len(self._data))
+                self._n_skipped = end - at
+                continue
             if end > len(self._data):
                 break
-            yield bytes(self._data[at + HEADER.size : end])
+            yield bytes(memoryview(self._data)[start:end])
             at = end
         del self._data[:at]
 
 
-def read_to_engine(body: bytes) -> ToEngine:
+def read_to_engine(body: bytes | memoryview) -> ToEngine:
     return _to_engine.decode(body)
 
 

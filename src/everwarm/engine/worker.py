@@ -21,6 +21,8 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
+
 from everwarm.engine import messages as m
 from everwarm.engine.assemble import assemble
 from everwarm.engine.backlog import backlog_of
@@ -28,7 +30,7 @@ from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
 from everwarm.engine.look import version_of
 from everwarm.engine.loop import Loop
-from everwarm.errors import ContextTooBig, EverwarmError, ModelChanged
+from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
 from everwarm.llama.process import collect_rarely, die_with_parent
 from everwarm.logs import log_to_stderr
@@ -50,29 +52,66 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._file = sock.makefile("rb")
+        self.n_read = 0  # bytes of messages and pixels
         self._lock = threading.Lock()
         self._kept = bytearray()
         self._has_kept = threading.Event()
         threading.Thread(target=self._write_kept, name="everwarm-writer", daemon=True).start()
 
     def read(self) -> m.ToEngine | None:
-        """The next message, or None when the gateway is gone."""
-        header = self._file.read(m.HEADER.size)
-        if len(header) < m.HEADER.size:
-            return None
-        size = m.frame_size(header)
-        body = self._file.read(size)
-        return m.read_to_engine(body) if len(body) == size else None
+        """The next message that can be understood, or None when the gateway is gone. One that is too large or no message
+        is skipped: whoever sent it is told."""
+        while True:
+            data = self._file.read(m.HEADER.size)
+            if len(data) < m.HEADER.size:
+                return None
+            header, before = m.header_of(data), self.n_read
+            try:
+                return self._message(header)
+            except EOFError:
+                return None
+            except (EverwarmError, ValueError, msgspec.MsgspecError) as error:
+                log.error("a frame of %d bytes for request %d is skipped: %s", header.n_bytes, header.id, error)
+                self._skip(header.n_bytes - (self.n_read - before))
+                refusal = (
+                    error if isinstance(error, EverwarmError) else BadRequest(f"the engine was told nonsense: {error}")
+                )
+                self.send(m.failed(header.id, refusal))
+
+    def _message(self, header: m.Header) -> m.ToEngine:
+        header.check(m.MAX_FRAME_BYTES)
+        message = m.read_to_engine(self._exactly(header.n_message))
+        sizes = m.wanted_pixels(message)
+        if header.n_message + sum(sizes) != header.n_bytes:
+            raise ValueError(
+                f"{sum(sizes)} bytes of pixels were announced, {header.n_bytes - header.n_message} are sent"
+            )
+        return m.with_pixels(message, [self._exactly(size) for size in sizes])
+
+    def _exactly(self, n_bytes: int) -> bytes:
+        data = self._file.read(n_bytes)
+        self.n_read += len(data)
+        if len(data) < n_bytes:
+            raise EOFError
+        return data
+
+    def _skip(self, n_bytes: int) -> None:
+        while n_bytes > 0 and (data := self._file.read(min(n_bytes, 1 << 20))):
+            n_bytes -= len(data)
 
     def send(self, message: m.Message) -> None:
-        data = m.frame(message)
+        try:
+            (data,) = m.frame(message, m.MAX_ANSWER_BYTES).parts
+        except FrameTooLarge as error:
+            log.error("an answer is not sent: %s", error)
+            (data,) = m.frame(m.failed(getattr(message, "id", 0), error)).parts
         with self._lock:
             n = 0 if self._kept else self._send_now(data)
             if n < len(data):
-                self._kept += data[n:]
+                self._kept += memoryview(data)[n:]
                 self._has_kept.set()
 
-    def _send_now(self, data: bytes) -> int:
+    def _send_now(self, data: bytes | bytearray) -> int:
         try:
             return self._sock.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

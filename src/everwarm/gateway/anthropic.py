@@ -38,17 +38,19 @@ class Anthropic:
         self._service = service
 
     async def messages(self, request: Request) -> Response:
-        data = await request.body()
-        body = read_body(data, MessagesBody)
-        chat = chat_body(body, _session(request, body))
+        def parse(data: bytes | bytearray) -> tuple[MessagesBody, ChatBody, bool]:
+            body = read_body(data, MessagesBody)
+            return body, chat_body(body, _session(request, body)), body.marks_cache
+
+        (body, chat, marks_cache), n_bytes = await self._service.bodies.read(request, parse)
         model = body.model or self._service.pool.find(None).id
-        frame = shapes.Frame(f"msg_{secrets.token_hex(12)}", model, body.marks_cache)
+        frame = shapes.Frame(f"msg_{secrets.token_hex(12)}", model, marks_cache)
         if body.stream:
             frames = self._frames(request, chat, shapes.Stream(frame))
             return self._service.stream(
-                request, frames, len(data), error_frame=_error_frame(request), keep_alive_frame=_PING
+                request, frames, n_bytes, error_frame=_error_frame(request), keep_alive_frame=_PING
             )
-        with self._service.admitted(request, len(data)):
+        with self._service.admitted(request, n_bytes):
             return await self._service.within_time(request, self._whole(request, chat, frame))
 
     async def _whole(self, request: Request, chat: ChatBody, frame: shapes.Frame) -> Response:
@@ -84,10 +86,9 @@ class Anthropic:
                     yield b"".join(map(sse_named, told))
 
     async def count_tokens(self, request: Request) -> Response:
-        data = await request.body()
-        body = read_body(data, CountBody)
-        chat = chat_body(body)
-        with self._service.admitted(request, len(data)):
+        parse: Callable[[bytes | bytearray], ChatBody] = lambda data: chat_body(read_body(data, CountBody))  # noqa: E731
+        chat, n_bytes = await self._service.bodies.read(request, parse)
+        with self._service.admitted(request, n_bytes):
             return await self._service.within_time(request, self._counted(request, chat))
 
     async def _counted(self, request: Request, chat: ChatBody) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -139,11 +138,11 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
 B = TypeVar("B", bound=CountBody)
 
 
-def read_body(data: bytes, kind: type[B]) -> B:
+def read_body(data: bytes | bytearray, kind: type[B]) -> B:
     try:
         return read(data, kind)
     except BadRequest as error:
-        if re.search(r"Invalid value '.*\.type`$", str(error), re.DOTALL):
+        if "Invalid value '" in str(error) and str(error).endswith(".type`"):
             told = "text, image, document (text), tool_use, tool_result and thinking can be used here"
             raise BadRequest(f"{error}: of blocks, {told}") from None
         raise

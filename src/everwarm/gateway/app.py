@@ -81,6 +81,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         cache.hub.close()
         await pool.stop(settings.grace_s)
         await service.pictures.close()
+        service.bodies.close()
         responses.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
@@ -90,7 +91,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         if settings.slot_save_path is not None:
             await asyncio.to_thread(sweep_all, Path(settings.slot_save_path))
         pool.start()
-        yield
+        async with service.lag.watched():
+            yield
         await drain()
 
     handlers = {

@@ -13,6 +13,9 @@ from everwarm.errors import BadRequest
 MAX_STOPS, MAX_STOP_CHARS = 32, 512
 MAX_CHOICES = 16
 MAX_MESSAGES = 20_000
+MAX_BIASES = 16_384
+MAX_TOKENIZED_CHARS = 1 << 20
+_MAX_REASON_CHARS = 400
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
@@ -52,7 +55,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
-    logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None
+    logit_bias: (
+        Annotated[dict[str, float], Meta(max_length=MAX_BIASES)]
+        | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=MAX_BIASES)]
+        | None
+    ) = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     cache_salt: Name | None = None
@@ -94,6 +101,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
             if said is not None:
                 return said if said >= 0 else default
         return default
+
+    @property
+    def has_form(self) -> bool:
+        """Whether anything is said about what the reply must look like."""
+        return bool(self.grammar) or self.json_schema is not None or self.response_format is not None
 
     @property
     def uses_cache(self) -> bool:
@@ -151,7 +163,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
-    content: str
+    content: Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARS)]
     model: Name | None = None
     add_special: bool = False
     parse_special: bool = True
@@ -180,14 +192,21 @@ class ModelBody(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 
 
-def read(data: bytes, kind: type[T]) -> T:
+def read(data: bytes | bytearray, kind: type[T]) -> T:
     """A body, or BadRequest with the place and the reason."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body cannot be used: {error}") from None
+        raise BadRequest(f"the body cannot be used: {_shortened(str(error))}") from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+def _shortened(reason: str) -> str:
+    """It may quote what was sent, and ends with the place."""
+    if len(reason) <= _MAX_REASON_CHARS:
+        return reason
+    return f"{reason[: _MAX_REASON_CHARS // 2]} … {reason[-_MAX_REASON_CHARS // 2 :]}"
 
 
 def _logit_bias(said: dict[str, float] | list[tuple[int | str, float | bool]] | None) -> dict[int, float] | None:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from everwarm.gateway.jsonweight import check_weight
+
 Message = Mapping[str, Any]
 
 BREAKPOINT_KEYS = ("cache_control", "prompt_cache_breakpoint")
@@ -36,9 +38,11 @@ def _with_object(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"] or "{}"
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+        check_weight(text.encode("utf-8", "surrogatepass"))
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

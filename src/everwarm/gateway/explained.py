@@ -19,7 +19,7 @@ from everwarm.gateway.body import ChatBody, CompletionBody, read
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.difference import Difference, Model, Side, compare, surroundings
 from everwarm.gateway.hints import hints
-from everwarm.gateway.service import template_options
+from everwarm.gateway.prepared import template_options
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 

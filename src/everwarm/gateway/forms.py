@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everwarm.config import Form, Thought
+from everwarm.config import MAX_FORM_CHARS, Form, Thought, require
 from everwarm.errors import BadRequest
 from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.notation import Notation
@@ -18,7 +18,7 @@ from everwarm.gateway.toolforms import CallRules, call_rules
 Json = Mapping[str, Any]
 Tools = Sequence[Json]
 
-_LARK = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 
 
 def completion_form(body: CompletionBody) -> Form | None:
@@ -72,6 +72,7 @@ def _answer(schema: Any, *, strict: bool) -> Form:
 
 
 def _grammar(text: str) -> Form:
+    require(len(text) <= MAX_FORM_CHARS, f"the grammar has {len(text)} characters; give at most {MAX_FORM_CHARS}")
     if _LARK.search(text):
         return Form("lark", text)
     if "::=" in text:
@@ -115,23 +116,28 @@ def forced_tools(choice: str | Json | None, tools: Tools | None) -> Tools | None
     assert isinstance(choice, Mapping)
     match choice.get("type"):
         case "function":
-            return [_named(choice, tools)]
+            return [_named(choice, _by_name(tools))]
         case "allowed_tools":
             allowed = choice.get("allowed_tools", choice)
             names = allowed.get("tools") if isinstance(allowed, Mapping) else None
             if not isinstance(names, list) or not all(isinstance(name, Mapping) for name in names) or not names:
                 raise BadRequest("tool_choice of type allowed_tools needs a list of tools")
-            found = [_named(name, tools) for name in names]
+            by_name = _by_name(tools)
+            found = [_named(name, by_name) for name in names]
             return found if allowed.get("mode") == "required" else None
         case other:
             raise BadRequest(f"tool_choice is of type {str(other)[:40]!r}; give function or allowed_tools")
 
 
-def _named(choice: Json, tools: Tools) -> Json:
+def _by_name(tools: Tools) -> Mapping[str, Json]:
+    """The first tool of each name."""
+    return {name_and_schema(tool)[0]: tool for tool in reversed(tools)}
+
+
+def _named(choice: Json, tools: Mapping[str, Json]) -> Json:
     inner = choice.get("function")
     name = (inner if isinstance(inner, Mapping) else choice).get("name")
-    for tool in tools:
-        if name_and_schema(tool)[0] == name:
-            return tool
-    known = ", ".join(name_and_schema(tool)[0] for tool in tools[:20])
+    if isinstance(name, str) and name in tools:
+        return tools[name]
+    known = ", ".join(list(tools)[:-21:-1])
     raise BadRequest(f"tool_choice names {str(name)[:40]!r}; the tools are: {known}")

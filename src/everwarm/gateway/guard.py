@@ -134,6 +134,8 @@ def error_response(error: EverwarmError, request_id: str, path: str) -> Response
     retry_after = getattr(error, "retry_after_s", None)
     if retry_after is not None or error.status == 503:
         headers["retry-after"] = str(retry_after or 2)
+    if error.status in (408, 413):  # the rest of the body is not waited for
+        headers["connection"] = "close"
     return json_response(_in_dialect(error, request_id, path), error.status, headers)
 
 

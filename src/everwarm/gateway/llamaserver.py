@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import re
-from collections.abc import AsyncGenerator
+import struct
+from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,9 +20,9 @@ from everwarm.gateway import shapes
 from everwarm.gateway.access import principal_of
 from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
 from everwarm.gateway.generate import collect
+from everwarm.gateway.prepared import show, template_options
 from everwarm.gateway.replies import LOADING_S, json_response, sse, sse_loading
-from everwarm.gateway.roles import in_known_roles
-from everwarm.gateway.service import Service, illustrated, template_options
+from everwarm.gateway.service import Service
 from everwarm.gateway.slotfiles import slot_file_fields
 from everwarm.router.pool import Served
 
@@ -47,11 +50,10 @@ class LlamaServer:
         self._service = service
 
     async def completion(self, request: Request) -> Response:
-        data = await request.body()
-        body = read(data, CompletionBody)
+        body, n_bytes = await self._service.read(request, CompletionBody)
         if body.stream:
-            return self._service.stream(request, self._frames(request, body), len(data))
-        with self._service.admitted(request, len(data)):
+            return self._service.stream(request, self._frames(request, body), n_bytes)
+        with self._service.admitted(request, n_bytes):
             return await self._service.within_time(request, self._whole(request, body))
 
     async def _whole(self, request: Request, body: CompletionBody) -> Response:
@@ -94,33 +96,33 @@ class LlamaServer:
                     yield sse({"index": 0, "content": done.text, "tokens": [], **shapes.llama_end(name, done)})
 
     async def tokenize(self, request: Request) -> Response:
-        data = await request.body()
-        body = read(data, TokenizeBody)
+        body, n_bytes = await self._service.read(request, TokenizeBody)
         fields = {"text": body.content, "add_special": body.add_special, "parse_special": body.parse_special}
-        with self._service.admitted(request, len(data)):
-            tokens = await self._service.ask(request, body.model, m.Tokenize, **fields)
-        if body.with_pieces:
-            return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in tokens]})
-        return json_response({"tokens": [token for token, _ in tokens]})
+        with self._service.admitted(request, n_bytes):
+            found = await self._service.ask(request, body.model, m.Tokenize, with_pieces=body.with_pieces, **fields)
+            tokens = msgspec.convert(found, m.Tokenized)
+            answer = partial(_tokenized, tokens, with_pieces=body.with_pieces)
+            return await self._service.bodies.for_request(request, answer)
 
     async def detokenize(self, request: Request) -> Response:
-        data = await request.body()
-        body = read(data, DetokenizeBody)
-        with self._service.admitted(request, len(data)):
+        body, n_bytes = await self._service.read(request, DetokenizeBody)
+        with self._service.admitted(request, n_bytes):
             text: bytes = await self._service.ask(request, body.model, m.Detokenize, tokens=body.tokens)
         return json_response({"content": text.decode("utf-8", "replace")})
 
     async def apply_template(self, request: Request) -> Response:
-        data = await request.body()
-        body = read(data, ChatBody)
-        with self._service.admitted(request, len(data)):
-            return await self._service.within_time(request, self._applied(body))
+        body, n_bytes = await self._service.read(request, ChatBody)
+        with self._service.admitted(request, n_bytes):
+            return await self._service.within_time(request, self._applied(request, body))
 
-    async def _applied(self, body: ChatBody) -> Response:
+    async def _applied(self, request: Request, body: ChatBody) -> Response:
         async with self._service.borrowed(body.model) as served:
             template = await self._service.template(served)
-        messages, _ = illustrated(in_known_roles(self._service.canonical(body.messages), template), "<__media__>")
-        text = await asyncio.to_thread(template.render, messages, **template_options(body))
+        canonicalise = self._service.settings.canonicalise
+        aside = self._service.bodies.for_request
+        shown = await aside(request, lambda: show(body, template, "<__media__>", canonicalise=canonicalise))
+        self._service.count_noise(shown)
+        text = await aside(request, lambda: template.render(shown.messages, **template_options(body)))
         return json_response({"prompt": text})
 
     async def props(self, request: Request) -> Response:
@@ -165,13 +167,12 @@ class LlamaServer:
 
     async def slot_action(self, request: Request) -> Response:
         """llama-server's ``POST /slots/N?action=save|restore|erase``."""
-        data = await request.body()
+        body, n_bytes = await self._service.bodies.read(request, lambda data: read(data or b"{}", SlotBody))
         action, number = request.query_params.get("action", ""), request.path_params["id"]
         if action not in ("save", "restore", "erase"):
             raise BadRequest(f"action is {action[:32]!r}; give save, restore or erase")
         if not re.fullmatch(r"[0-9]{1,4}", number):
             raise BadRequest("the slot in the path is not a number")
-        body = read(data or b"{}", SlotBody)
         service = self._service
         namespace = service.namespace(request, body.cache_salt)
         fields: dict[str, Any] = {"slot": int(number), "action": action, "namespace": namespace}
@@ -179,7 +180,7 @@ class LlamaServer:
         if action != "erase":
             shown["filename"] = body.filename
             fields |= slot_file_fields(request, service.settings, body.filename, namespace)
-        with service.admitted(request, len(data)):
+        with service.admitted(request, n_bytes):
             name = body.model or request.query_params.get("model")
             answer = await service.ask(request, name, m.SlotAction, **fields)
         return json_response({"id_slot": answer["id_slot"], **shown, **answer})
@@ -199,6 +200,20 @@ def _asleep(served: Served) -> Json:
         "chat_template": served.spec.template or "",
         "is_sleeping": True,
     }
+
+
+def _tokenized(tokens: m.Tokenized, *, with_pieces: bool) -> Response:
+    """As JSON text by text, so that a thread that makes it never keeps others waiting for long."""
+    ids = struct.unpack(f"<{len(tokens.ids) // 4}i", tokens.ids)
+    shown: Iterator[Any] = iter(ids)
+    if with_pieces:
+        ends = itertools.accumulate(struct.unpack(f"<{len(ids)}I", tokens.sizes), initial=0)
+        pieces = (tokens.pieces[start:end] for start, end in itertools.pairwise(ends))
+        shown = ({"id": id, "piece": _piece(piece)} for id, piece in zip(ids, pieces, strict=True))
+    texts = []
+    while part := list(itertools.islice(shown, 4096)):
+        texts.append(msgspec.json.encode(part)[1:-1])
+    return Response(b'{"tokens":[' + b",".join(texts) + b"]}", media_type="application/json")
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -14,6 +14,7 @@ from everwarm.engine import messages as m
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _RESTORE_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_LAG_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1, 3)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 # from the engine's own counts: name there → (type, name here, help)
@@ -131,6 +132,12 @@ class Metrics:
         self._kept = Counter(name, text, ["where"], registry=self.registry)
         for where in ("ram", "disk", "none"):
             self._kept.labels(where)
+        self._lag = Histogram(
+            "everwarm_loop_lag_seconds",
+            "How late the gateway's event loop was, looked at 50 times a second",
+            buckets=_LAG_SECONDS,
+            registry=self.registry,
+        )
         self._queries = self._counter("everwarm_prefix_cache_queries", "Prompt tokens looked up in the cache")
         self._hits = self._counter("everwarm_prefix_cache_hits", "Prompt tokens found there")
         self._n_read = self._n_written = 0
@@ -159,8 +166,11 @@ class Metrics:
         self._read_s += done.restore_s + done.prefill_s
         self._write_s += done.decode_s
 
-    def removed_noise(self, rule: str) -> None:
-        self._noise.labels(rule).inc()
+    def removed_noise(self, rule: str, n_lines: int = 1) -> None:
+        self._noise.labels(rule).inc(n_lines)
+
+    def lagged(self, late_s: float) -> None:
+        self._lag.observe(late_s)
 
     def speeds(self) -> dict[str, tuple[str, float]]:
         """llama-server's averages, over everything since the start."""

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from everwarm.errors import ModelNotFound
 from everwarm.gateway.access import admin_only, principal_of
-from everwarm.gateway.body import ModelBody, read
+from everwarm.gateway.body import ModelBody
 from everwarm.gateway.replies import json_response
 from everwarm.gateway.service import Service
 from everwarm.router.plan import Phase
@@ -73,11 +73,11 @@ class Models:
         ]
 
     async def load(self, request: Request) -> Response:
-        self._service.pool.load(read(await request.body(), ModelBody).model)
+        self._service.pool.load((await self._service.read(request, ModelBody)).body.model)
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        self._service.pool.unload(read(await request.body(), ModelBody).model)
+        self._service.pool.unload((await self._service.read(request, ModelBody)).body.model)
         return json_response({"success": True})
 
 

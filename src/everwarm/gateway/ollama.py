@@ -18,7 +18,7 @@ from everwarm.engine import messages as m
 from everwarm.errors import EverwarmError, Forbidden
 from everwarm.gateway import ollama_shapes as shapes
 from everwarm.gateway.access import admin_only, principal_of
-from everwarm.gateway.body import CompletionBody, read
+from everwarm.gateway.body import CompletionBody
 from everwarm.gateway.generate import collect
 from everwarm.gateway.guard import ollama_error
 from everwarm.gateway.ollama_body import OllamaChat, OllamaGenerate
@@ -76,8 +76,7 @@ class Ollama:
     async def _answer(
         self, request: Request, kind: type[OllamaChat | OllamaGenerate], speech: shapes.Speech
     ) -> Response:
-        data = await request.body()
-        body = read(data, kind)
+        body, n_bytes = await self._service.read(request, kind)
         if body.ignored:
             log.debug("options that change nothing here: %s", ", ".join(body.ignored)[:500])
         unloads = body.unloads and principal_of(request).is_admin
@@ -85,8 +84,8 @@ class Ollama:
             raise admin_only("unloading a model (keep_alive 0)")  # in a chat it is only a wish: the model stays
         turn = Turn(body, speech, body.model or self._service.pool.find(None).id, unloads, time.monotonic())
         if body.streams and not body.only_loads:
-            return self._stream(request, turn, len(data))
-        with self._service.admitted(request, len(data)):
+            return self._stream(request, turn, n_bytes)
+        with self._service.admitted(request, n_bytes):
             work = self._loaded(turn) if body.only_loads else self._whole(request, turn)
             said = await self._service.within_time(request, work)
         return Response(shapes.line(said), media_type=MEDIA_TYPE) if body.streams else json_response(said)
@@ -105,7 +104,8 @@ class Ollama:
             if isinstance(turn.body, OllamaGenerate) and turn.body.raw:
                 reply = await self._hear_out_raw(request, turn.body.as_completion())
             else:
-                reply = await hear_out(self._service, request, turn.body.as_chat())
+                chat = await self._service.bodies.for_request(request, turn.body.as_chat)
+                reply = await hear_out(self._service, request, chat)
         return turn.end(shapes.whole(turn.speech, reply.message), Ended(reply.done, reply.finish))
 
     def _stream(self, request: Request, turn: Turn, n_body_bytes: int) -> EventStream:
@@ -130,10 +130,14 @@ class Ollama:
                     if isinstance(one, Ended):
                         yield shapes.line(turn.end(turn.speech(""), one))
 
-    def _heard(self, request: Request, turn: Turn) -> AsyncGenerator[Heard, None]:
+    async def _heard(self, request: Request, turn: Turn) -> AsyncGenerator[Heard, None]:
         if isinstance(turn.body, OllamaGenerate) and turn.body.raw:
-            return self._hear_raw(request, turn.body.as_completion())
-        return hear(self._service, request, turn.body.as_chat())
+            heard = self._hear_raw(request, turn.body.as_completion())
+        else:
+            heard = hear(self._service, request, await self._service.bodies.for_request(request, turn.body.as_chat))
+        async with contextlib.aclosing(heard):
+            async for one in heard:
+                yield one
 
     async def _hear_raw(self, request: Request, body: CompletionBody) -> AsyncGenerator[Heard, None]:
         """A reply to a prompt as it is: all of it is text."""

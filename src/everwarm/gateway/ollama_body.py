@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -163,7 +165,7 @@ class NamedBody(msgspec.Struct, frozen=True):
 def messages_of(said: list[Said]) -> list[Json]:
     """OpenAI's messages. Calls and their results are matched: by id, by the tool's name, else in order."""
     messages: list[Json] = []
-    waiting: list[tuple[str, str]] = []  # calls without a result: id and name
+    waiting = _Waiting()
     n_calls = 0
     for one in said:
         message: Json = {"role": one.role, "content": _content(one)}
@@ -172,12 +174,36 @@ def messages_of(said: list[Said]) -> list[Json]:
         if one.tool_calls:
             named = [(call.id or f"call{n_calls + i:05}", call) for i, call in enumerate(one.tool_calls)]
             n_calls += len(named)
-            waiting = [(id, call.function.name) for id, call in named]
+            waiting = _Waiting([(id, call.function.name) for id, call in named])
             message["tool_calls"] = [_call(id, call.function) for id, call in named]
         if one.role == "tool":
             message |= _answered(one, waiting)
         messages.append(message)
     return messages
+
+
+class _Waiting:
+    """Calls without a result. Each is looked at no more often than it is found, however many wait."""
+
+    def __init__(self, calls: Sequence[tuple[str, str]] = ()) -> None:
+        self._calls = calls
+        self._is_taken = [False] * len(calls)
+        self._all = deque(range(len(calls)))
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._by_name: defaultdict[str, deque[int]] = defaultdict(deque)
+        for i, (id, name) in enumerate(calls):
+            self._by_id[id].append(i)
+            self._by_name[name].append(i)
+
+    def take(self, id: str | None, name: str | None) -> tuple[str, str] | None:
+        """The first of that id, else of that name, else of all."""
+        for calls in (self._by_id.get(id or ""), self._by_name.get(name or ""), self._all):
+            while calls:
+                i = calls.popleft()
+                if not self._is_taken[i]:
+                    self._is_taken[i] = True
+                    return self._calls[i]
+        return None
 
 
 def _content(said: Said) -> str | list[Json]:
@@ -197,13 +223,9 @@ def _call(id: str, function: Function) -> Json:
     return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
-def _answered(said: Said, waiting: list[tuple[str, str]]) -> Json:
+def _answered(said: Said, waiting: _Waiting) -> Json:
     """Which call a result belongs to; it waits no longer."""
-    wanted = [call for call in waiting if said.tool_call_id == call[0]]
-    wanted = wanted or [call for call in waiting if said.tool_name == call[1]] or waiting
-    id, name = wanted[0] if wanted else (said.tool_call_id, said.tool_name)
-    if wanted:
-        waiting.remove(wanted[0])
+    id, name = waiting.take(said.tool_call_id, said.tool_name) or (said.tool_call_id, said.tool_name)
     about = {"tool_call_id": said.tool_call_id or id, "name": said.tool_name or name}
     return {key: value for key, value in about.items() if value is not None}
 

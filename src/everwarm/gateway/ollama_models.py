@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from everwarm import __version__
 from everwarm.errors import BadRequest, ModelFileError
-from everwarm.gateway.body import read
 from everwarm.gateway.ollama_body import NamedBody
 from everwarm.gateway.reasoning import detect_reasoning
 from everwarm.gateway.replies import json_response
@@ -57,7 +56,7 @@ class OllamaModels:
         return json_response({"models": [model | about for model, about in zip(models, more, strict=True)]})
 
     async def show(self, request: Request) -> Response:
-        body = read(await request.body(), NamedBody)
+        body = (await self._service.read(request, NamedBody)).body
         name = body.model or body.name
         if not name:
             raise BadRequest("model is missing; name one from /api/tags")

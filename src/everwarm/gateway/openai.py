@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from everwarm.engine import messages as m
 from everwarm.gateway import shapes, why
-from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
+from everwarm.gateway.body import Body, ChatBody, CompletionBody
 from everwarm.gateway.generate import Event, collect
 from everwarm.gateway.replies import LOADING_S, SSE_DONE, json_response, sse, sse_loading
 from everwarm.gateway.reply import ReplyReader
@@ -38,16 +38,14 @@ class OpenAI:
         self._service = service
 
     async def chat(self, request: Request) -> Response:
-        data = await request.body()
-        body = read(data, ChatBody)
+        body, n_bytes = await self._service.read(request, ChatBody)
         submits = partial(self._service.chat_submits, request, body)
-        return await self._answer(request, body, submits, len(data), _CHAT, with_probs=body.n_probs is not None)
+        return await self._answer(request, body, submits, n_bytes, _CHAT, with_probs=body.n_probs is not None)
 
     async def completions(self, request: Request) -> Response:
-        data = await request.body()
-        body = read(data, CompletionBody)
+        body, n_bytes = await self._service.read(request, CompletionBody)
         submits = partial(self._service.completion_submits, request, body)
-        return await self._answer(request, body, submits, len(data), _TEXT, with_probs=body.wanted_probs is not None)
+        return await self._answer(request, body, submits, n_bytes, _TEXT, with_probs=body.wanted_probs is not None)
 
     async def _answer(
         self, request: Request, body: Body, submits: Submits, n_body_bytes: int, shape: Shape, *, with_probs: bool

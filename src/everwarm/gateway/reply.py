@@ -8,6 +8,7 @@ from typing import Any
 from everwarm.gateway.notation import Notation
 from everwarm.gateway.reasoning import Reasoning, ReasoningParser, Text
 from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded, ToolParser, settled
+from everwarm.gateway.toolreader import Kind
 
 Json = dict[str, Any]
 Event = Reasoning | Text | CallBegun | CallArguments | CallEnded
@@ -29,15 +30,16 @@ class ReplyReader:
         cls,
         notation: Notation,
         prompt: str,
-        tools: Sequence[Mapping[str, Any]] | None,
+        kinds: Mapping[str, Mapping[str, Kind]] | None,
         *,
         with_thinking: bool,
         one_call: bool = False,
     ) -> ReplyReader:
-        """As the model writes. Without ``tools`` nothing is a call, and thinking may stay text."""
+        """As the model writes after a prompt that ends so. Without ``kinds``, of the tools there are, nothing is a call;
+        thinking may stay text."""
         style = notation.thinking(prompt) if with_thinking else None
-        format = notation.tools if tools else None
-        parser = ToolParser(format, tools or ()) if format else None
+        format = notation.tools if kinds else None
+        parser = ToolParser(format, kinds=kinds) if format else None
         return cls(ReasoningParser(style) if style else None, parser, one_call=one_call)
 
     def read(self, text: str) -> list[Event]:

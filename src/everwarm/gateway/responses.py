@@ -7,7 +7,8 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.errors import BadRequest, EverwarmError, PreviousNotFound, ResponseNotFound
-from everwarm.gateway.body import read
 from everwarm.gateway.kept_responses import Kept, KeptResponses, LinkMissing
 from everwarm.gateway.reasoning import Reasoning, Text
 from everwarm.gateway.replies import EventStream, json_response, sse, sse_loading
@@ -28,6 +28,7 @@ from everwarm.gateway.turn import Ended, Loading, hear
 Json = dict[str, Any]
 
 MAX_LISTED = 100
+MAX_REFERRED = 32
 _REASONS = "it was never stored, was deleted, or had to make room"
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
@@ -50,15 +51,14 @@ class Responses:
         self._kept.close()
 
     async def create(self, request: Request) -> Response:
-        data = await request.body()
-        body = read(data, ResponsesBody)
+        body, n_bytes = await self._service.read(request, ResponsesBody)
         body.check()
         turn = _Turn(self._service, self._kept, request, body)
         if body.stream:
             limit_s = self._service.settings.request_timeout_s or None
-            admitted = self._service.admitted(request, len(data))
+            admitted = self._service.admitted(request, n_bytes)
             return EventStream(turn.frames(), admitted, turn.error_frame, limit_s)
-        with self._service.admitted(request, len(data)):
+        with self._service.admitted(request, n_bytes):
             return json_response(await self._service.within_time(request, turn.whole()))
 
     async def get(self, request: Request) -> Response:
@@ -118,8 +118,9 @@ class _Turn:
     async def _events(self) -> AsyncGenerator[Json | Loading, None]:
         body = self._body
         before = await self._before()
-        items = await asyncio.to_thread(own_items, body, self._id.removeprefix("resp_"), self._item)
-        turn = await asyncio.to_thread(asked, body, [*before, *items])
+        aside, request = self._service.bodies.for_request, self._request
+        items = await aside(request, partial(own_items, body, self._id.removeprefix("resp_"), self._item_finder()))
+        turn = await aside(request, lambda: asked(body, [*before, *items]))
         model = body.model or self._service.pool.find(body.model).id
         self._teller = teller = Teller.of(
             body, skeleton(body, self._id, model, int(time.time()), turn.tools), turn.tools
@@ -156,11 +157,25 @@ class _Turn:
             raise PreviousNotFound(f"{words}; send the whole conversation as input") from None
         return [item for kept in chain for item in kept.items]
 
-    def _item(self, id: str) -> Json | None:
-        """An item that is kept: its id says with which response."""
-        found = _ITEM_ID.fullmatch(id)
-        kept = self._kept.get(self._namespace, f"resp_{found[1]}") if found else None
-        return next((item for item in kept.items if item.get("id") == id), None) if kept else None
+    def _item_finder(self) -> Callable[[str], Json | None]:
+        """Finds items that are kept: an item's id says with which response. Each response is read once."""
+        known: dict[str, dict[Any, Json]] = {}  # items by id, by response
+
+        def find(id: str) -> Json | None:
+            found = _ITEM_ID.fullmatch(id)
+            if found is None:
+                return None
+            response = f"resp_{found[1]}"
+            if response not in known:
+                if len(known) >= MAX_REFERRED:
+                    raise BadRequest(
+                        f"the input refers to items of more than {MAX_REFERRED} responses; send them whole"
+                    )
+                kept = self._kept.get(self._namespace, response)
+                known[response] = {item.get("id"): item for item in reversed(kept.items)} if kept else {}
+            return known[response].get(id)
+
+        return find
 
     async def _keep(self, kept: Kept) -> None:
         if self._body.is_stored:

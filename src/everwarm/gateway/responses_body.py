@@ -243,13 +243,13 @@ def chat_messages(items: Iterable[Item]) -> list[Json]:
             case MessageItem(role="assistant"):
                 last = _assistant(messages, lambda m: "content" in m and "tool_calls" not in m)
                 said = _content(item.content)
-                last["content"] = _added(last.get("content"), said)
+                last["content"] = said
             case MessageItem():
                 messages.append({"role": item.role, "content": _content(item.content)})
             case ReasoningItem():
                 if thought := item.thought():
                     last = _assistant(messages, lambda m: "content" in m or "tool_calls" in m)
-                    last["reasoning_content"] = _added(last.get("reasoning_content"), thought)
+                    last.setdefault("reasoning_content", []).append(thought)
             case CallItem() | CustomCallItem():
                 arguments = item.arguments if isinstance(item, CallItem) else custom_arguments(item.input)
                 function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
@@ -257,7 +257,11 @@ def chat_messages(items: Iterable[Item]) -> list[Json]:
                 _assistant(messages, lambda _: False).setdefault("tool_calls", []).append(call)
             case OutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
-    return [{"content": None, **message} for message in messages]
+    return [{"content": None, **message, **_thoughts(message)} for message in messages]
+
+
+def _thoughts(message: Json) -> Json:
+    return {"reasoning_content": "".join(message["reasoning_content"])} if "reasoning_content" in message else {}
 
 
 def _assistant(messages: list[Json], is_over: Callable[[Json], bool]) -> Json:
@@ -265,15 +269,6 @@ def _assistant(messages: list[Json], is_over: Callable[[Json], bool]) -> Json:
     if not messages or messages[-1]["role"] != "assistant" or is_over(messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
-
-
-def _added(before: Any, more: Any) -> Any:
-    if before is None:
-        return more
-    if isinstance(before, str) and isinstance(more, str):
-        return before + more
-    as_parts = [[{"type": "text", "text": x}] if isinstance(x, str) else x for x in (before, more)]
-    return [*as_parts[0], *as_parts[1]]
 
 
 def _content(said: str | list[Json]) -> str | list[Json]:

@@ -19,6 +19,7 @@ from everwarm import __version__
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.connection import Connection, ConnectionLimits, Crowd
+from everwarm.gateway.lag import favour_the_loop
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog import Catalog
@@ -98,6 +99,7 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
         running = asyncio.create_task(server.serve([sock]))
         _stop_on_signals(server, gateway)
         ready = asyncio.create_task(_first_loaded(pool))
+        favour_the_loop()
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
         pool.on_loading = None  # later loads are told to those who wait for them
     code = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,23 +20,24 @@ from everwarm.engine.messages import ModelInfo
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.gateway.access import principal_of
 from everwarm.gateway.ahead import Ahead, NextTurn
-from everwarm.gateway.body import Body, ChatBody, CompletionBody
-from everwarm.gateway.canonical import canonical
+from everwarm.gateway.bodies import Bodies, Received
+from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
 from everwarm.gateway.chat import ChatTemplate
 from everwarm.gateway.connection import network_of
-from everwarm.gateway.contents import breakpoint_in
-from everwarm.gateway.forms import chat_form, completion_form
+from everwarm.gateway.forms import completion_form
 from everwarm.gateway.generate import Event, events
 from everwarm.gateway.guard import error_body
+from everwarm.gateway.lag import LoopLag
 from everwarm.gateway.limits import Limits, Place, estimated_tokens
 from everwarm.gateway.metrics import Metrics
-from everwarm.gateway.notation import Notation
+from everwarm.gateway.notation import TAIL, Notation
 from everwarm.gateway.pictures import Pictures, Sight
+from everwarm.gateway.prepared import Shown, prepare_chat, template_options
 from everwarm.gateway.recent import Caller, Follow, Recent
 from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
 from everwarm.gateway.reply import ReplyReader
-from everwarm.gateway.roles import in_known_roles
 from everwarm.gateway.settings import ServerSettings
+from everwarm.gateway.template import MAX_PROMPT_CHARS
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervisor import Lend, Question
 
@@ -44,6 +45,8 @@ log = logging.getLogger("everwarm.gateway")
 
 T = TypeVar("T")
 Json = dict[str, Any]
+
+BODIES_AT_ONCE = 4  # of the largest size
 
 # Who is talking, as real clients say it. It informs which slot to give up last, never what may be reused.
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
@@ -76,9 +79,13 @@ class Service:
     pictures: Pictures = field(default_factory=Pictures)
     marker: str = field(default_factory=lambda: f"<|picture-{secrets.token_hex(12)}|>")  # nobody can write it by chance
     _templates: dict[str, tuple[str, ChatTemplate]] = field(default_factory=dict)  # by model
+    bodies: Bodies = field(init=False)
+    lag: LoopLag = field(init=False)
     _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
+        self.lag = LoopLag(self.metrics.lagged)
+        self.bodies = Bodies(BODIES_AT_ONCE * self.settings.max_body_bytes)
         self._ahead = Ahead(self.limits, is_on=self.settings.prewarm)
 
     async def template(self, served: Served) -> ChatTemplate:
@@ -90,6 +97,12 @@ class Service:
         if known is None or known[0] != text:
             known = self._templates[served.id] = (text, ChatTemplate(text, bos=info.bos, eos=info.eos))
         return known[1]
+
+    # bodies
+
+    async def read(self, request: Request, kind: type[T]) -> Received[T]:
+        """The request's body, if there is room to read it and it is what it should be."""
+        return await self.bodies.read(request, lambda data: read(data, kind))
 
     # borrowing a model
 
@@ -119,12 +132,15 @@ class Service:
 
     async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> Asked:
         info, template = await served.supervisor.wait_ready(), await self.template(served)
-        messages, parts = illustrated(in_known_roles(self.canonical(body.messages), template), self.marker)
+        notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
+        canonicalise = self.settings.canonicalise
+        prepare = partial(prepare_chat, body, template, notation, self.marker, canonicalise=canonicalise)
+        ready = await self.bodies.for_request(request, prepare)
+        self.count_noise(ready.shown)
+        rendered, parts = ready.rendered, ready.shown.parts
         if parts and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         sights = await self.pictures.from_parts(parts, self.namespace(request, body.cache_salt)) if parts else []
-        rendered = await asyncio.to_thread(template.conversation, messages, **template_options(body))
-        notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
         adds_bos = info.adds_bos and not (info.bos and rendered.text.startswith(info.bos))
         common = {
             **self._common(request, body, info),
@@ -135,15 +151,15 @@ class Service:
             "stables": rendered.stables,
             "breakpoints": rendered.breakpoints,
             "n_probs": body.n_probs,
-            "form": chat_form(body, notation, rendered.text),
+            "form": ready.form,
         }
         if sights:
             shown = tuple(m.Picture(sight.digest, sight.width, sight.height) for sight in sights)
             common |= {"marker": self.marker, "pictures": shown}
-        thinks, tools = body.reasoning_format != "none", None if body.tool_choice == "none" else body.tools
+        thinks, kinds = body.reasoning_format != "none", None if body.tool_choice == "none" else ready.kinds
         told = {"with_thinking": thinks, "one_call": body.parallel_tool_calls is False}
-        reader = partial(ReplyReader.of, notation, rendered.text, tools, **told)
-        after = partial(_text_after, template, messages, template_options(body))
+        reader = partial(ReplyReader.of, notation, rendered.text[-TAIL:], kinds, **told)
+        after = partial(_text_after, template, ready.shown.messages, template_options(body))
         spot = common["add_special"], common["namespace"], common["session"]
         plain = not sights and not body.deterministic and body.uses_cache
         next_turn = NextTurn(reader, after, *spot) if plain and common["max_tokens"] else None
@@ -159,24 +175,21 @@ class Service:
             del pictures[:]
             yield tuple(m.Picture(s.digest, s.width, s.height, pixels.pop(s.digest, None)) for s in sights)
 
-    def canonical(self, messages: list[Json]) -> list[Json]:
-        """Without the noise that some clients put into system text, unless the server is to leave it there."""
-        if not self.settings.canonicalise:
-            return messages
-        cleaned = canonical(messages)
-        for rule in cleaned.removed:
-            self.metrics.removed_noise(rule)
-            log.debug("a line of system text was left out: %s", rule)
-        return cleaned.messages
+    def count_noise(self, shown: Shown) -> None:
+        for rule, n_lines in Counter(shown.removed).items():
+            self.metrics.removed_noise(rule, n_lines)
+            log.debug("%d lines of system text were left out: %s", n_lines, rule)
 
     async def completion_submits(self, request: Request, body: CompletionBody, served: Served) -> Asked:
         text, tokens = body.text_or_tokens()
+        if text is not None and len(text) > MAX_PROMPT_CHARS:
+            raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
         common = {
             **self._common(request, body, await served.supervisor.wait_ready()),
             "text": text,
             "tokens": tokens,
             "n_probs": body.wanted_probs,
-            "form": completion_form(body),
+            "form": await self.bodies.for_request(request, lambda: completion_form(body)) if body.has_form else None,
         }
         place = _recounted(request, len(tokens) if tokens is not None else estimated_tokens(len(text or "")))
         return Asked(_choices(common, body), self.follow(request, body, served), place=place)
@@ -298,37 +311,6 @@ def _recounted(request: Request, n_tokens: int) -> Place | None:
 
 def _text_after(template: ChatTemplate, messages: list[Json], options: Json, reply: Json) -> str | None:
     return template.after_reply(messages, reply, **options)
-
-
-def illustrated(messages: list[Json], marker: str) -> tuple[list[Json], list[Json]]:
-    """The messages with a marker as text in the place of every picture, and the pictures' parts. Whatever is neither text
-    nor picture is refused: what a model would never see must not pass for seen."""
-    parts: list[Json] = []
-    shown = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            message = {**message, "content": [_as_text(part, marker, parts) for part in content]}
-        shown.append(message)
-    return shown, parts
-
-
-def _as_text(part: Any, marker: str, pictures: list[Json]) -> Any:
-    kind = part.get("type", "text") if isinstance(part, dict) else "text"
-    if kind in ("image_url", "input_image"):
-        pictures.append(part)
-        return {**breakpoint_in(part), "type": "text", "text": marker}
-    if kind not in ("text", "input_text", "refusal"):
-        raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
-    return part
-
-
-def template_options(body: ChatBody) -> dict[str, Any]:
-    """What a template is given besides the messages."""
-    kwargs = body.chat_template_kwargs or {}
-    if {"messages", "tools", "add_generation_prompt"} & kwargs.keys() or not all(map(str.isidentifier, kwargs)):
-        raise BadRequest("chat_template_kwargs must be names of template variables other than messages and tools")
-    return {**kwargs, "tools": body.tools, "add_generation_prompt": body.add_generation_prompt is not False}
 
 
 def session_of(headers: Mapping[str, str], body: Body) -> str | None:

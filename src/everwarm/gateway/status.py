@@ -58,9 +58,17 @@ class Status:
     async def metrics(self, request: Request) -> Response:
         """The gateway's own, and the engine's of one model: the only one, or the one that is named."""
         pool, name = self._service.pool, request.query_params.get("model")
-        standings = pool.standings()
+        standings, lag = pool.standings(), self._service.lag.take_most()
         gauges = {
             "everwarm_models": ("Models that can be asked for", float(len(standings))),
+            "everwarm_loop_lag_most_seconds": (
+                "The longest lag of the gateway's event loop since this was asked last",
+                lag.wall_s,
+            ),
+            "everwarm_loop_lag_most_busy_seconds": (
+                "The same, as much of it as the gateway was computing and not waiting for a processor",
+                lag.busy_s,
+            ),
             "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
         }
         engine: dict[str, Any] = {}

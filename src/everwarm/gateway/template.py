@@ -28,7 +28,17 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.contents import Message, parts_as_text, text_as_parts, with_objects
 
 _PROBE = "a8f3c1"
+MAX_PROMPT_CHARS = 8 << 20  # of one text
+_MANY_VALUES = 5_000  # more are not written by the library's fast encoder, which lets no other thread run
 _TRACE = "everwarm_trace"  # the name under which a template finds the recorder of its own loops
+
+
+class PromptTextTooLong(BadRequest):
+    def __init__(self) -> None:
+        super().__init__(
+            f"the chat template makes a text of more than {MAX_PROMPT_CHARS:,} characters of this conversation: "
+            "shorten it, or its tools"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,8 @@ class Template:
         """The text for messages in the form the template wants; what it raises is the caller's mistake."""
         try:
             return self._lay_out(messages, given, add_generation_prompt)
+        except PromptTextTooLong:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a template does wrong, it is not the server's accident
             raise BadRequest(f"the chat template refused the messages: {error or type(error).__name__}") from None
 
@@ -188,9 +200,12 @@ class _Trace:
 
 def _written(template: jinja2.Template, values: dict[str, Any], given: Given) -> Layout:
     trace = _Trace(values["messages"], given)
-    write = trace.pieces.append
+    write, n_chars = trace.pieces.append, 0
     for piece in template.root_render_func(template.new_context({**values, _TRACE: trace})):
         write(piece)
+        n_chars += len(piece)
+        if n_chars > MAX_PROMPT_CHARS:
+            raise PromptTextTooLong
     return trace.layout()
 
 
@@ -285,11 +300,35 @@ def _tojson(
     """Templates want plain JSON, not JSON escaped for HTML. That of a tool is made once for all renders of a request."""
     trace = context.get(_TRACE)
     if type(trace) is not _Trace or id(value) not in trace.keeps:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=list)
+        return _json_text(value, ensure_ascii, indent)
     key = (id(value), ensure_ascii, indent)
     if key not in trace.given.said:
-        trace.given.said[key] = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=list)
+        trace.given.said[key] = _json_text(value, ensure_ascii, indent)
     return trace.given.said[key]
+
+
+def _json_text(value: Any, ensure_ascii: bool, indent: int | None) -> str:
+    """Up to ``MAX_PROMPT_CHARS``: what is nested deeply and indented becomes far longer than it was."""
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, default=list)
+    if indent is None and not _has_many_values(value):
+        return encoder.encode(value)
+    texts, n_chars, pieces = [], 0, encoder.iterencode(value)
+    while text := "".join(itertools.islice(pieces, 4096)):
+        texts.append(text)
+        n_chars += len(text)
+        if n_chars > MAX_PROMPT_CHARS:
+            raise PromptTextTooLong
+    return "".join(texts)
+
+
+def _has_many_values(value: Any) -> bool:
+    todo, n_values = [value], 0
+    while todo and n_values <= _MANY_VALUES:
+        inner = todo.pop()
+        if isinstance(inner, dict | list):
+            n_values += len(inner)
+            todo += inner.values() if isinstance(inner, dict) else inner
+    return n_values > _MANY_VALUES
 
 
 def _first(values: Sequence[Any]) -> Any:

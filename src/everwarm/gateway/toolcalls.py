@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from everwarm.gateway.reasoning import Text
+from everwarm.gateway.schemas import allowed_types, referred
 from everwarm.gateway.toolformats import FUNCTION, Section, json_section, python_section, xml_section
 from everwarm.gateway.toolreader import CallArguments, CallBegun, CallEnded, Event, Kind, NotACall, Reader, Reading
 
@@ -29,16 +30,6 @@ __all__ = [
     "detect_tools",
     "settled",
 ]
-
-_MAX_SCHEMA_DEPTH = 8
-_JSON_TYPES = (
-    (bool, "boolean"),
-    (str, "string"),
-    (int, "integer"),
-    (float, "number"),
-    (list, "array"),
-    (dict, "object"),
-)
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -84,14 +75,19 @@ def call_id() -> str:
 
 class ToolParser:
     """Fed with text in order. ``format`` is a name from ``TOOL_FORMATS``; ``tools`` as clients send them: their schemas
-    tell strings from other values where the format does not."""
+    tell strings from other values where the format does not. ``kinds``: what they say, where that is known already."""
 
     def __init__(
-        self, format: str, tools: Sequence[Mapping[str, Any]] = (), *, new_id: Callable[[], str] = call_id
+        self,
+        format: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        kinds: Mapping[str, Mapping[str, Kind]] | None = None,
+        new_id: Callable[[], str] = call_id,
     ) -> None:
         self._format = TOOL_FORMATS[format]
         self._opener = re.compile("|".join(map(re.escape, self._format.tags)))
-        self._reader = Reader(kinds_of(tools), new_id)
+        self._reader = Reader(kinds_of(tools) if kinds is None else kinds, new_id)
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Event]:
@@ -165,10 +161,11 @@ def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
     """What each argument of each tool may be."""
     kinds = {}
     for tool in tools:
-        name, schema = name_and_schema(tool)
-        said = referred(schema["$ref"], schema) if isinstance(schema.get("$ref"), str) else schema
+        name, root = name_and_schema(tool)
+        said = referred(root["$ref"], root) if isinstance(root.get("$ref"), str) else root
         properties = _mapping(_mapping(said).get("properties"))
-        kinds[name] = {str(key): Kind(frozenset(_types(said, schema, 0))) for key, said in properties.items()}
+        types = allowed_types(list(properties.values()), root)
+        kinds[name] = {str(key): Kind(found) for key, found in zip(properties, types, strict=True)}
     return kinds
 
 
@@ -177,37 +174,6 @@ def name_and_schema(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     function = _mapping(tool.get("function")) or tool
     schema = function.get("parameters") or function.get("input_schema")
     return str(function.get("name")), _mapping(schema)
-
-
-def _types(said: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    """The JSON types a schema allows, as far as it says so plainly."""
-    schema = _mapping(said)
-    if depth > _MAX_SCHEMA_DEPTH:
-        return set()
-    named = schema.get("type")
-    if named is not None:
-        return {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return {_type_of(value) for value in values}
-    if isinstance(schema.get("$ref"), str):
-        return _types(referred(schema["$ref"], root), root, depth + 1)
-    parts = [schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)]
-    if parts:
-        return {name for part in parts for each in part for name in _types(each, root, depth + 1)}
-    return {name for key, name in (("properties", "object"), ("items", "array")) if key in schema}
-
-
-def _type_of(value: Any) -> str:
-    return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
-
-
-def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a schema's ``$ref`` points to; None where it leads nowhere."""
-    at: Any = root
-    for step in reference.removeprefix("#").strip("/").split("/"):
-        at = _mapping(at).get(step)
-    return at
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

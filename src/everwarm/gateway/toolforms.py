@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from everwarm.config import MAX_FORM_CHARS
 from everwarm.errors import BadRequest
-from everwarm.gateway.schemas import value_schema
-from everwarm.gateway.toolcalls import kinds_of, name_and_schema, referred
+from everwarm.gateway.schemas import referred, value_schema
+from everwarm.gateway.toolcalls import kinds_of, name_and_schema
 from everwarm.gateway.toolreader import Kind
 
 MAX_CALLS = 32
@@ -22,6 +23,8 @@ _MAX_REFERENCES = 8
 _NAME = re.compile(r"[\w.:/@-]{1,128}")
 _XML_KEY = re.compile(r"[^<>\r\n]{1,256}")
 _PYTHON_KEY = re.compile(r"[-.\w]{1,256}")
+_MAX_MADE_CHARS = 4 * MAX_FORM_CHARS  # of schemas that are written down, also where two turn out to be the same
+_ANYTHING: Mapping[str, Any] = {}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SAY_MORE = ("$ref", "allOf", "anyOf", "oneOf")
 _TEXT_RULE = 'text[suffix="</parameter>"]: /(?s:.)*/'
@@ -86,23 +89,69 @@ _FRAMES = {
 
 @dataclass(slots=True)
 class _Rules:
-    """Rules as they are made, each under a name of its own."""
+    """Rules as they are made, each under a name of its own, up to ``MAX_FORM_CHARS`` together. Schemas that say the same
+    share a rule, and a schema that many arguments refer to is looked at once."""
 
     lines: list[str] = field(default_factory=list)
+    n_chars: int = 0
+    n_made: int = 0
+    _values: dict[tuple[int, int], str] = field(default_factory=dict)  # by the ids of a schema and of its root
+    _written: dict[str, str] = field(default_factory=dict)  # by a rule's text
+    _texts: dict[int, str | None] = field(default_factory=dict)  # by a schema's id
+    free: set[int] = field(default_factory=set)  # ids of schemas of which no string is bounded
 
     def rule(self, body: str) -> str:
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name}: {body}")
-        return name
+        return self._added(f"r{len(self.lines)}", body)
 
     def terminal(self, body: str) -> str:
-        name = f"T{len(self.lines)}"
-        self.lines.append(f"{name}: {body}")
+        return self._added(f"T{len(self.lines)}", body)
+
+    def _added(self, name: str, body: str) -> str:
+        self._add(f"{name}: {body}")
         return name
 
+    def _add(self, line: str) -> None:
+        self.n_chars += len(line) + 1
+        _check_size(self.n_chars, MAX_FORM_CHARS)
+        self.lines.append(line)
+
     def once(self, line: str) -> None:
-        if line not in self.lines:
-            self.lines.append(line)
+        if line not in self._written:
+            self._written[line] = line
+            self._add(line)
+
+    def value(self, schema: Mapping[str, Any], root: Mapping[str, Any], write: Callable[[], str]) -> str:
+        """What ``write`` makes of a schema, made once. ``schema`` and ``root`` outlive these rules: their ids stand for
+        them."""
+        key = id(schema), id(root)
+        if key not in self._values:
+            self._values[key] = write()
+        return self._values[key]
+
+    def json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """The rule of a value in JSON."""
+        return self.json_text(value_schema(schema, root))
+
+    def json_text(self, schema: str) -> str:
+        self.n_made += len(schema)
+        _check_size(self.n_made, _MAX_MADE_CHARS)
+        if schema not in self._written:
+            self._written[schema] = self.rule(f"%json {schema}")
+        return self._written[schema]
+
+    def bounded_text(self, schema: Mapping[str, Any]) -> str | None:
+        """A terminal for strings that are not free; None for those that are."""
+        if id(schema) not in self._texts:
+            self._texts[id(schema)] = _bounded_text(schema)
+        return self._texts[id(schema)]
+
+
+def _check_size(n_chars: int, most: int) -> None:
+    if n_chars > most:
+        raise BadRequest(
+            f"the tools' schemas make a grammar of more than {most:,} characters, which cannot be forced: "
+            "offer fewer tools, or arguments that refer to less"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +170,7 @@ def _told(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str
             raise BadRequest(f"no model can be made to call a tool named {name[:40]!r}; use letters, digits, _ and -")
         schema = _resolved(root, root)
         wanted = schema.get("required")
-        required = wanted if isinstance(wanted, list) else []
+        required = {key for key in wanted if isinstance(key, str)} if isinstance(wanted, list) else set()
         properties = schema.get("properties")
         arguments = [
             _Argument(key, _resolved(said, root), kinds[name].get(key, Kind()), key in required)
@@ -135,7 +184,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
         schema = referred(schema["$ref"], root)
-    return schema if isinstance(schema, Mapping) else {}
+    return schema if isinstance(schema, Mapping) else _ANYTHING
 
 
 # JSON
@@ -144,7 +193,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 def _json_call(rules: _Rules, name: str, root: Mapping[str, Any], _: list[_Argument]) -> str:
     begins = _q(f'{{"name": {json.dumps(name)}, "arguments": ')
     schema = root if any(key in root for key in _SAY_MORE) else {**(root or _NOTHING), "type": "object"}
-    return rules.rule(f'{begins} {rules.rule(f"%json {value_schema(schema, {})}")} "}}"')
+    return rules.rule(f'{begins} {rules.json_text(value_schema(schema, {}))} "}}"')
 
 
 # XML
@@ -164,22 +213,35 @@ def _xml_call(rules: _Rules, name: str, root: Mapping[str, Any], arguments: list
 def _xml_value(rules: _Rules, argument: _Argument, root: Mapping[str, Any]) -> str:
     """With the closing tag. Whatever can be a string is read as one, so only strings are written then."""
     if argument.kind.types and "string" not in argument.kind.types:
-        return f"{rules.rule(f'%json {value_schema(argument.schema, root)}')} {_PARAMETER_ENDS}"
-    bounded = [text for text in map(_bounded_text, _strings(argument.schema, root)) if text is not None]
+        rule = rules.value(argument.schema, root, lambda: rules.json(argument.schema, root))
+        return f"{rule} {_PARAMETER_ENDS}"
+    bounded = _bounded_texts(rules, argument.schema, root)
     if bounded:
         return f"{rules.terminal(' | '.join(bounded))} {_PARAMETER_ENDS}"
     rules.once(_TEXT_RULE)
     return "text"
 
 
-def _strings(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parts of a schema that speak of strings."""
+def _bounded_texts(rules: _Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
+    """Terminals for all that a schema says of strings; none where it leaves some of them free."""
     parts = schema.get("anyOf") or schema.get("oneOf")
     if not isinstance(parts, list):
-        return [schema]
-    found = [_resolved(part, root) for part in parts]
-    strings = [part for part in found if part.get("type") == "string" or "enum" in part or "const" in part]
-    return strings if all(_bounded_text(part) is not None for part in strings) else []
+        text = rules.bounded_text(schema)
+        return [] if text is None else [text]
+    if id(schema) in rules.free:
+        return []
+    found = []
+    for part in parts:
+        said = _resolved(part, root)
+        if said.get("type") == "string" or "enum" in said or "const" in said:
+            text = rules.bounded_text(said)
+            if text is None:
+                rules.free.add(id(schema))
+                return []
+            found.append(text)
+    if not found:
+        rules.free.add(id(schema))
+    return found
 
 
 def _bounded_text(schema: Mapping[str, Any]) -> str | None:
@@ -217,7 +279,7 @@ def _python_call(rules: _Rules, name: str, root: Mapping[str, Any], arguments: l
     for argument in arguments:
         if not _PYTHON_KEY.fullmatch(argument.name):
             raise BadRequest(f"no model can be made to write an argument named {argument.name[:40]!r} in this format")
-    given = [rules.rule(f"{_q(a.name + '=')} {_python_value(rules, a, root)}") for a in arguments]
+    given = [rules.rule(f"{_q(a.name + '=')} {_python_argument(rules, a, root)}") for a in arguments]
     return rules.rule(f'{_q(name + "(")} {_comma_list(rules, given, [a.required for a in arguments])} ")"')
 
 
@@ -230,15 +292,19 @@ def _comma_list(rules: _Rules, items: list[str], required: list[bool]) -> str:
     return first
 
 
-def _python_value(rules: _Rules, argument: _Argument, root: Mapping[str, Any]) -> str:
+def _python_argument(rules: _Rules, argument: _Argument, root: Mapping[str, Any]) -> str:
+    return rules.value(argument.schema, root, lambda: _python_value(rules, argument.schema, root))
+
+
+def _python_value(rules: _Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """JSON is Python but for three words, which stand alone here and inside of lists and objects as JSON has them."""
-    schema, said = argument.schema, argument.schema.get("type")
+    said = schema.get("type")
     types = said if isinstance(said, list) else [said]
     if "enum" in schema or "const" in schema or not all(isinstance(name, str) for name in types):
-        return rules.rule(f"%json {value_schema(schema, root)}")
+        return rules.json(schema, root)
     words = [_q(word) for name in types for word in _WORDS.get(str(name), ())]
     others = [name for name in types if name not in _WORDS]
-    json_rule = [rules.rule(f"%json {value_schema({**schema, 'type': others}, root)}")] if others else []
+    json_rule = [rules.json({**schema, "type": others}, root)] if others else []
     return f"({' | '.join((*words, *json_rule))})"
 
 

@@ -23,7 +23,8 @@ from everwarm.llama.grammar import Words
 from everwarm.llama.vocab import Vocab
 from everwarm.lru import NamespacedLru
 
-_MAX_KNOWN = 16
+_MAX_KNOWN = 32
+_STARTING = threading.Lock()
 _SPECIAL = b"\xff"  # llguidance's mark of a token that no text matches
 
 
@@ -81,27 +82,53 @@ class CompiledForm:
 
 
 class Forms(Closing):
-    """Everything about a vocabulary's forms. The first one costs a look at every token."""
+    """Everything about a vocabulary's forms. The first one costs a look at every token.
+
+    For any number of threads: each that compiles has a trial of its own, and whoever asks for what is known waits for
+    none of them."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._known: NamespacedLru[CompiledForm] = NamespacedLru(_MAX_KNOWN)
+        self._known: NamespacedLru[CompiledForm | str] = NamespacedLru(_MAX_KNOWN)  # or why not
         self._lock = threading.Lock()
-        self._trial: Trial | None = None
+        self._idle: list[Trial] = []
+        self._trials: list[Trial] = []
+
+    def is_settled(self, form: Form, namespace: str = "") -> bool:
+        """Whether ``compile`` answers at once."""
+        with self._lock:
+            return self._known.get(namespace, form) is not None
 
     def compile(self, form: Form, namespace: str = "") -> CompiledForm:
-        """Or BadRequest, in the library's words. Each namespace has its own: else time would tell what others ask for."""
+        """Or BadRequest, in the library's words. What was refused is refused again without another trial. Each namespace
+        has its own: else time would tell what others ask for."""
         with self._lock:
             known = self._known.get(namespace, form)
-            if known is None:
-                known = self._compiled(form)
+        if known is None:
+            known = self._tried(form)
+            with self._lock:
                 self._known.put(namespace, form, known, 1)
-            return known
+        if isinstance(known, str):
+            raise BadRequest(known)
+        return known
 
-    def _compiled(self, form: Form) -> CompiledForm:
-        if self._trial is None:
-            self._trial = Trial(self._words)
-        grammar = self._trial.grammar(form)
+    def _tried(self, form: Form) -> CompiledForm | str:
+        with self._lock:
+            trial = self._idle.pop() if self._idle else self._new_trial()
+        try:
+            return self._compiled(form, trial)
+        except BadRequest as error:
+            return str(error)
+        finally:
+            with self._lock:
+                self._idle.append(trial)
+
+    def _new_trial(self) -> Trial:
+        self._trials.append(Trial(self._words))
+        return self._trials[-1]
+
+    def _compiled(self, form: Form, trial: Trial) -> CompiledForm:
+        grammar = trial.grammar(form)
         native = _with_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
         native.compute_bitmask()
         if native.is_error():
@@ -131,16 +158,17 @@ class Forms(Closing):
 
     def close(self) -> None:
         with self._lock:
-            if self._trial is not None:
-                self._trial.close()
+            for trial in self._trials:
+                trial.close()
 
 
 def _with_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     """On a thread with more stack than the trial had."""
     made: list[LLMatcher] = []
-    before = threading.stack_size(2 * STACK_BYTES)
     thread = threading.Thread(target=lambda: made.append(make()), name="everwarm-form")
-    thread.start()
-    threading.stack_size(before)
+    with _STARTING:  # the size holds for whatever thread is started next
+        before = threading.stack_size(2 * STACK_BYTES)
+        thread.start()
+        threading.stack_size(before)
     thread.join()
     return made[0]

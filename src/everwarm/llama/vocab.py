@@ -42,6 +42,11 @@ class Vocab:
         return int(self._lib.vocab_type(self._ptr)) in (abi.VOCAB_SPM, abi.VOCAB_BPE)
 
     @functools.cached_property
+    def longest_piece_bytes(self) -> int:
+        """No token stands for more bytes of text."""
+        return max(len(self.piece(token)) for token in range(self.n_tokens))
+
+    @functools.cached_property
     def special(self) -> dict[int, tuple[str, int]]:
         """Tokens that are cut out of a text before anything else: id to (text, attributes)."""
         wanted = abi.ATTR_CONTROL | abi.ATTR_USER_DEFINED | abi.ATTR_UNKNOWN

@@ -11,7 +11,7 @@ import bisect
 import copy
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from everwarm.prompt.prompt import Prompt
 Tokens = NDArray[np.int32]
 
 _MAX_WORD = 80  # characters; in longer runs without white space anything may be a word
+_MAX_AGAIN, _FREE_CHARS = 4, 256 << 10
 _LAST_WORD = re.compile(r"\s+\S*\Z")
 _STRIPS_NEIGHBOURS = (1 << 7) | (1 << 8)  # attributes: eats white space on its left or right
 
@@ -81,15 +82,22 @@ class Tokenizer:
             tokens = np.concatenate([tokens, self._fragment(text[len(known.text) :])])
         return Prompt(self._with_special(tokens) if add_special else tokens)
 
-    def count_at(self, text: str, offsets: Iterable[int], *, add_special: bool = False) -> list[int]:
+    def count_at(self, text: str, offsets: Sequence[int], *, add_special: bool = False) -> list[int]:
         """For each character offset, how many tokens of ``text`` surely lie before it: cut hints from text.
 
-        Exact at the ends of words and control tokens; inside a word it may be less than it could be.
+        Exact at the ends of words and control tokens; inside a word it may be less than it could be. Offsets that are no
+        ends of control tokens cost the text since the last one again; when all of them together have cost the text
+        ``_MAX_AGAIN`` times, the others are taken to lie at that last control token. The last offsets come first.
         """
         whole = self.tokenize(text, add_special=add_special)
         shift = int(add_special and self._vocab.adds_bos)
         ends = _EMPTY.ends if self._splitter is None else self._beginning(text, self._splitter).ends
-        return [self._count_at(text, whole, ends, shift, max(0, offset)) for offset in offsets]
+        left, counts = _MAX_AGAIN * len(text) + _FREE_CHARS, dict[int, int]()
+        for offset in sorted({max(0, offset) for offset in offsets}, reverse=True):
+            n_chars, n_tokens = ends[bisect.bisect_right(ends, (offset, len(whole))) - 1]
+            left -= offset - n_chars
+            counts[offset] = self._count_after(text, whole, n_chars, n_tokens + shift, offset if left >= 0 else n_chars)
+        return [counts[max(0, offset)] for offset in offsets]
 
     def safe_count_at(self, text: str, offset: int, *, add_special: bool = False) -> int:
         """How many tokens end at the last control token before ``offset``: no text that follows can change these."""
@@ -108,9 +116,8 @@ class Tokenizer:
         (count,) = self.count_at(text, (end if word is None else word.start(),), add_special=add_special)
         return max(safe, count - (word is None and count > 0))
 
-    def _count_at(self, text: str, whole: Prompt, ends: tuple[tuple[int, int], ...], shift: int, offset: int) -> int:
-        n_chars, n_tokens = ends[bisect.bisect_right(ends, (offset, len(whole))) - 1]
-        n_tokens += shift
+    def _count_after(self, text: str, whole: Prompt, n_chars: int, n_tokens: int, offset: int) -> int:
+        """``n_tokens`` end at the character ``n_chars``, where a control token ends."""
         if n_chars == offset:
             return n_tokens
         after = Prompt(self._vocab.tokenize(text[n_chars:offset], add_special=False, parse_special=True))

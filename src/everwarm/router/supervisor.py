@@ -30,7 +30,7 @@ import msgspec
 
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import BadRequest, EngineStopped, ModelFileError, PixelsMissing, Refused
+from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, ModelFileError, PixelsMissing, Refused
 from everwarm.memory_limits import address_space_limit, cgroup_limits, n_oom_kills
 from everwarm.router.deaths import Cause, Deaths, Ending, Patience, cause_of, explained
 from everwarm.router.estimate import loaded_bytes
@@ -71,7 +71,7 @@ class Pending:
     """A request or question on its way: what to send again if the engine dies before it said anything."""
 
     id: int
-    frame: bytes
+    frame: m.Frame
     inbox: asyncio.Queue[m.ToGateway] = field(default_factory=asyncio.Queue)
     has_begun: bool = False  # in the engine that runs now
     has_streamed: bool = False
@@ -293,7 +293,8 @@ class Supervisor:
 
     def tell(self, message: m.Prewarm) -> None:
         """Something that needs no answer, and nobody misses if it is lost."""
-        self._send(message)
+        with contextlib.suppress(FrameTooLarge):
+            self._send(message)
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -302,9 +303,10 @@ class Supervisor:
     def _send(self, message: m.Message) -> None:
         self._write(m.frame(message))
 
-    def _write(self, frame: bytes) -> None:
+    def _write(self, frame: m.Frame) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame)
+            for part in frame.parts:
+                self._writer.write(part)
 
     def _down(self) -> EngineStopped:
         return EngineStopped(self.reason or "the engine is not running", self.back_in_s)
@@ -405,7 +407,9 @@ class Supervisor:
         try:
             while data := await reader.read(1 << 16):
                 for body in frames.feed(data):
-                    await self._on_message(m.read_to_gateway(body))
+                    if isinstance(body, m.Failed):
+                        log.error("the engine's answer to %d is skipped: %s", body.id, body.message)
+                    await self._on_message(body if isinstance(body, m.Failed) else m.read_to_gateway(body))
         except ConnectionError:
             pass
         except (ValueError, msgspec.MsgspecError) as error:
@@ -449,7 +453,7 @@ class Supervisor:
             pending.has_begun = True
         if isinstance(message, m.Piece):
             pending.has_streamed = True
-            pending.frame = b""  # it will not be sent again
+            pending.frame = m.Frame(())  # it will not be sent again
         if isinstance(message, m.Done):
             self.deaths.forgive()
         if isinstance(message, m.Done | m.Failed | m.Answer):
