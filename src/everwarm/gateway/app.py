@@ -95,14 +95,17 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
             yield
         await drain()
 
-    handlers = {
+    app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=_handlers())  # type: ignore[arg-type]
+    return Gateway(Guard(app, settings, access), drain, service, reload_keys)
+
+
+def _handlers() -> dict[type[Exception], Callable[..., Awaitable[Response]]]:
+    return {
         EverwarmError: _on_error,
         HTTPException: _on_http_error,
         Hangup: _on_hangup,
         Exception: _on_accident,
     }
-    app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Gateway(Guard(app, settings, access), drain, service, reload_keys)
 
 
 def _remote(settings: ServerSettings) -> RemotePolicy | None:
