@@ -95,7 +95,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
             yield
         await drain()
 
-    app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=_handlers())  # type: ignore[arg-type]
+    app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=_handlers())
     return Gateway(Guard(app, settings, access), drain, service, reload_keys)
 
 
