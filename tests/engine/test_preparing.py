@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -124,7 +125,11 @@ def test_a_form_that_takes_long_keeps_nobody_waiting(held):
         loop.jobs.get(block=False)  # the form is known by now
         assert loop.jobs.empty()
         assert said.empty()
-        conversation._forms.close()
+        forms, deadline = conversation._forms, time.monotonic() + PATIENCE_S
+        while len(forms._idle) < len(forms._trials):  # those of cancelled requests end, too
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        forms.close()
 
 
 def test_a_form_that_was_refused_is_refused_again_without_a_trial(monkeypatch):
