@@ -167,7 +167,7 @@ def lines(caplog: pytest.LogCaptureFixture, beginning: str) -> list[str]:
 
 @pytest.mark.parametrize("n_spares", [0, 4])
 def test_every_checkpoint_made_restored_or_dropped_is_one_line(caplog, n_spares):
-    caplog.set_level(logging.INFO, "everwarm.engine")
+    caplog.set_level(logging.DEBUG, "everwarm.engine")
     params = CheckpointParams(max_checkpoints=3, every_n_tokens=30)
     with open_core(n_spares=n_spares, checkpoints=params) as core:
         history = text(1, 150)
@@ -183,7 +183,7 @@ def test_every_checkpoint_made_restored_or_dropped_is_one_line(caplog, n_spares)
 
 
 def test_a_line_says_how_many_where_and_how_big(caplog):
-    caplog.set_level(logging.INFO, "everwarm.engine")
+    caplog.set_level(logging.DEBUG, "everwarm.engine")
     with open_core() as core:
         run(core, text(1, 31))
     first = lines(caplog, "checkpoint created")[0]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from everwarm.demo.tiny import TinySpec, write_tiny
-from gateway.server import Server, children, is_alive, serving, until, words
+from gateway.server import Server, children, is_alive, metric, serving, until, words
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_HANGUPS = 1000 if CAMPAIGN else 60
@@ -159,6 +159,7 @@ def test_whoever_is_refused_is_told_when_to_come_back(server):
         for _ in range(32):
             stack.enter_context(asking(server, "/completion", ENDLESS))
         until(lambda: server.post("/completion", ENDLESS | {"n_predict": 1}).status == 429, "nobody more is admitted")
+        until(lambda: metric(server.get("/metrics").data.decode(), "llamacpp:requests_deferred") >= 30, "it is known")
         refused = [server.post("/completion", ENDLESS) for _ in range(40)]
         waits = [int(reply.headers["retry-after"]) for reply in refused]
         assert {reply.status for reply in refused} == {429} and 1 <= min(waits) < max(waits) <= 600

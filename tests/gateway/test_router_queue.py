@@ -151,9 +151,7 @@ def waiting_requests() -> list[Any]:
         pytest.param("/v1/chat/completions", talk | {"stream": True}, id="streamed-chat"),
         pytest.param("/tokenize", {"model": "other", "content": "hi"}, id="tokenize"),
         pytest.param("/slots/0?action=erase", {"model": "other"}, id="slot"),
-        pytest.param("/slots?model=other", None, id="slots"),
         pytest.param("/apply-template", talk, id="template"),
-        pytest.param("/props?model=other", None, id="props"),
     ]
 
 

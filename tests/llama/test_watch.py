@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -250,8 +251,7 @@ def test_whoever_still_writes_is_waited_for_and_not_for_ever(files, paths, monke
             n_writes[0] += 1
             paths[0].write_bytes(b"x" * n_writes[0])
 
-    monkeypatch.setattr(watch_module.time, "sleep", tick)
-    monkeypatch.setattr(watch_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(sleep=tick, monotonic=lambda: clock[0]))
     files.wait_still(60)
     assert n_writes[0] == 20 and clock[0] == pytest.approx(
         20 * watch_module.STILL_STEP_S + watch_module.STILL_S, abs=0.2

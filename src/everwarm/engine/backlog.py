@@ -58,7 +58,10 @@ def backlog_of(core: Core) -> m.Backlog:
 
 
 def _n_expected(pace: Pace, request: Request) -> float:
-    """Tokens it will still write: as many as a reply has on average, or as it has already, but no more than it may."""
+    """Tokens it will still write: as many as a reply has on average, or as it has already, but no more than it may; all
+    that it may where nothing else ends it."""
+    if request.ask.ignore_eos:
+        return float(request.n_left)
     return min(float(request.n_left), max(pace.n_reply, request.n_reply))
 
 

@@ -68,6 +68,7 @@ class FileWatch(Closing):
         self._lock = threading.Lock()
         stats = self._stats()
         self._seen = self._right = _marks(stats)
+        self._n_links = [stat.st_nlink for stat in stats]
         self._identities = self._identify(stats)
         self._digests: list[str] | None = None
         self._verdict = _Verdict.RIGHT
@@ -199,16 +200,36 @@ class FileWatch(Closing):
         try:
             before = self._known_digests()
             if before is None:
-                return self._give_up("was touched while it was in use, and what it was is not known")
+                if not self._only_names_changed():
+                    self._give_up("was touched while it was in use, and what it was is not known")
+                return
             for _ in range(MAX_TRIES):
                 if self._is_examined(fds, before):
-                    return None
+                    return
             self._give_up("is written to all the time")
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
             self._give_up(f"cannot be read again ({error})")
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _only_names_changed(self) -> bool:
+        """Without a digest of what they were: whether names came or went and nobody wrote. A removed file serves on."""
+        with self._lock:
+            stats = self._stats() if self._fds else ()
+            now, n_links = _marks(stats), [stat.st_nlink for stat in stats]
+            changed = [i for i, (a, b) in enumerate(zip(now, self._right, strict=False)) if a != b]
+            is_written = any(now[i][:4] != self._right[i][:4] for i in changed)
+            if is_written or any(n_links[i] == self._n_links[i] for i in changed) or self._verdict is _Verdict.CHANGED:
+                return False
+            self._seen = self._right = now
+            self._n_links, self._identities = n_links, self._identify(stats)
+        self.on_same()
+        with self._lock:
+            is_same = self._look() == now and not self.is_changed
+            if is_same:
+                self._decide(_Verdict.RIGHT)
+            return is_same
 
     def _known_digests(self) -> list[str] | None:
         if self._digests is not None:

@@ -330,7 +330,6 @@ class Pool:
             served.retry = Retry(None, now + gap_s)
             if by_itself:
                 served.retry = Retry(now + wait_s, now + gap_s, time.time() + wait_s)
-                log.warning("%s is tried again in %.1f s (try %d)", served.id, wait_s, deaths.n_given_up)
                 self._spawn(self._retry_later(served, served.retry, wait_s))
 
     async def _retry_later(self, served: Served, retry: Retry, wait_s: float) -> None:
@@ -339,6 +338,7 @@ class Pool:
         is_current = self._served.get(id) is served and served.retry is retry
         if not is_current or status is None or status.phase is not Phase.ASLEEP or self.is_stopping:
             return
+        log.warning("%s is tried again (try %d)", id, served.supervisor.deaths.n_given_up)
         now, ttl_s = time.monotonic(), served.spec.ttl_s
         if served.spec.pinned:
             self._feed(plan.LoadAsked(id, now))
