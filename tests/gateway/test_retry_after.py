@@ -101,8 +101,10 @@ def test_an_engine_counts_what_is_ahead():
 def test_replies_are_expected_to_be_as_long_as_they_were():
     with open_core(n_slots=1, width=64) as core:
         run(core, text(1, 20), 10)
-        submit(core, text(2, 20), 1000)  # it may write so much; others did not
+        submit(core, text(2, 20), 1000, ignore_eos=False)  # it may write so much; others did not
         assert backlog_of(core).n_to_write == 10
+        submit(core, text(3, 20), 1000, ignore_eos=True)  # nothing else ends it
+        assert backlog_of(core).n_to_write == 1010
         assert core.pace.n_ended == 1 and core.pace.n_steps > 0
 
 
