@@ -16,9 +16,10 @@ import msgspec
 
 from everwarm.engine import messages as m
 from everwarm.engine.core import Core
-from everwarm.engine.ondisk import SHORT_NAMESPACE, OnDisk, Shelf, View, politely
+from everwarm.engine.ondisk import OnDisk, Shelf, View, politely
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.tree import Node
 
 MAX_PAGE = 1000

@@ -20,11 +20,11 @@ from everwarm.state.disk import Disk
 from everwarm.state.forest import Forest, Point, Spot, Twig, passed, plant, point_of
 from everwarm.state.index import Kept
 from everwarm.state.lineage import keys, root_key
+from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.object import Damaged, Header
 from everwarm.state.pins import Pin
 from everwarm.state.tree import Node
 
-SHORT_NAMESPACE = 12
 BREATH, LONG_BREATH = 32, 128  # things between two pauses; of the simple ones
 MOST_SPOTS = 1 << 16  # that are remembered, of nodes that are gone
 MOST_HEADERS = 1 << 14

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine import messages as m
-from everwarm.engine.ondisk import SHORT_NAMESPACE
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
 from everwarm.gateway import cacheshapes
 from everwarm.gateway.access import principal_of, reach_of, sight_of
@@ -28,6 +27,7 @@ from everwarm.gateway.service import Service
 from everwarm.gateway.watch import Hub, Watcher, frame
 from everwarm.router.pool import Standing
 from everwarm.router.supervisor import State, Supervisor
+from everwarm.state.namespace import SHORT_NAMESPACE
 
 Json = dict[str, Any]
 

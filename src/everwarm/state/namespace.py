@@ -7,6 +7,8 @@ leave RAM, whoever comes to write things down later.
 
 from __future__ import annotations
 
+SHORT_NAMESPACE = 12  # characters that are shown of a namespace's name
+
 _UNVERIFIED = "\0unverified\0"  # in no name that a client could have
 
 
