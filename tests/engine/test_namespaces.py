@@ -13,13 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from engine.drive import check, drain, open_core, submit, text
 from everwarm.engine.core import Core
 from everwarm.engine.request import Result
 from everwarm.engine.settings import StoreSettings
-from everwarm.state.arena import memory_file
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_STEPS = 100_000 if CAMPAIGN else 100
@@ -77,13 +74,6 @@ def live(core: Core, world: World, n_steps: int, is_blind: bool = False) -> None
         if world.rng.random() < 0.3:
             while core.tidy():
                 pass
-
-
-@pytest.fixture
-def memory() -> Iterator[int]:
-    fd = memory_file()
-    yield fd
-    os.close(fd)
 
 
 @contextlib.contextmanager

@@ -25,13 +25,6 @@ HISTORY, NEW, STABLE = text(1, 600), text(2, 40), 590
 NEXT = [*HISTORY[:STABLE], *NEW]
 
 
-@pytest.fixture
-def memory() -> Iterator[int]:
-    fd = memory_file()
-    yield fd
-    os.close(fd)
-
-
 @contextlib.contextmanager
 def as_it_is(memory: int) -> Iterator[int]:
     """The memory as a process that dies right now leaves it."""

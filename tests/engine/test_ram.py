@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,19 +10,11 @@ import pytest
 from engine.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text, tidy
 from engine.test_archive import fingerprint_of_slot
 from everwarm.engine.core import Core
-from everwarm.state.arena import memory_file
 from models import tiny_model
 
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
 HISTORY, NEW, STABLE = text(1, 600), text(2, 40), 580
 NEXT = [*HISTORY[:STABLE], *NEW]
-
-
-@pytest.fixture
-def memory() -> Iterator[int]:
-    fd = memory_file()
-    yield fd
-    os.close(fd)
 
 
 def die(core: Core) -> None:
