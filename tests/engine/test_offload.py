@@ -14,6 +14,7 @@ from engine.drive import EVERY_KIND, GUARD, check, open_core, record_logits, run
 from everwarm.engine import messages as m
 from everwarm.engine.conversation import Conversation
 from everwarm.engine.core import Core
+from everwarm.engine.discard import drop
 from everwarm.engine.loop import Loop
 from everwarm.engine.offload import Offload, Where
 from everwarm.engine.request import Event, Finish, Finished, NewToken
@@ -334,3 +335,15 @@ def test_turns_wait_in_ram_while_the_disk_is_behind_and_follow_later(memory, tmp
         core.archive.tidy_overdue(core.slots, ended.receipt.ended_at + 6)
         core.archive.flush()
         assert core.archive.disk.names()
+
+
+def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):
+    with open_core(memory=memory) as core:
+        ended = finish(core, HISTORY, 4, stable=STABLE)
+        assert where(core, ended) is Where.RAM
+        with as_it_is(memory) as left, open_core(memory=left) as after:
+            assert after.tree.ram_bytes, "this test could not fail"
+        del ended
+        drop(core, core.tree.root(""))
+        with as_it_is(memory) as left, open_core(memory=left) as after:
+            assert not after.tree.ram_bytes

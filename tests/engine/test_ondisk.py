@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.drive import EVERY_KIND, GUARD, check, drain, run, step_until, submit, text
+from engine.drive import EVERY_KIND, GUARD, check, drain, open_core, run, step_until, submit, text
 from engine.test_archive import files, kept_core, put_away
 from everwarm.engine import discard
 from everwarm.engine import messages as m
@@ -20,6 +20,7 @@ from everwarm.engine.fetch import Fetch
 from everwarm.engine.look import Lookup, turn_page
 from everwarm.engine.pins import N_SPACE, pinned_on_disk
 from everwarm.engine.request import Ask, NewToken
+from everwarm.engine.settings import StoreSettings
 from everwarm.engine.why import Reason, Why
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
@@ -286,6 +287,17 @@ def test_one_namespace_goes_and_the_others_stay_also_after_a_restart(tmp_path: P
         assert run(core, [*talk_of(2), *text(9, 30)], namespace=NAMESPACE).n_cached == 0
         assert run(core, [*talk_of(2), *text(9, 30)], namespace=other).n_cached > 400
         assert order(core, "drop", None, namespace="ef" * 16)["dropped"] == 0 and files(tmp_path)
+
+
+def test_what_is_on_a_disk_that_cannot_be_reached_is_not_said_to_be_dropped(tmp_path: Path):
+    store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
+    with kept_core(tmp_path) as core:
+        talk(core)
+    with kept_core(tmp_path), open_core(store=store) as second:
+        refused = order(second, "drop", None)
+        assert refused.status == 503 and "not dropped" in refused.message
+    with kept_core(tmp_path) as core:
+        assert order(core, "drop", None)["dropped"] > 0, "this test could not fail"
 
 
 def talk_of(seed: int) -> list[int]:

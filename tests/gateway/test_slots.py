@@ -1,6 +1,6 @@
 """llama-server's slot actions over HTTP, and its slot files both ways: what it saved we restore, and it what we saved."""
 
-from __future__ import annotations
+from __future__ import contextlib
 
 import os
 import random
@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from bench.peer import PeerOptions, llama_server
+from starlette.requests import Request
 
 from everwarm.demo import EMBEDDED_MODEL
+from everwarm.errors import Forbidden
+from everwarm.gateway import slotfiles
+from everwarm.gateway.access import Principal, Role, own_namespace
+from everwarm.gateway.settings import ServerSettings
 from everwarm.state.slotfile import read_main
 from gateway.server import Server, serving, until, words
 
@@ -275,3 +280,14 @@ def test_only_an_admin_vouches_for_a_file_that_says_nothing(tmp_path):
         for who in ("user", "admin"):
             statuses[who] = server.post("/slots/1?action=restore", {"filename": "a.bin"}, **keys[who]).status
         assert statuses == {"user": 400, "admin": 200}
+
+
+def test_a_user_has_so_many_slot_files_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(slotfiles, "MAX_FILES_OF_A_USER", 2)
+    for name in ("a.bin", "a.bin.checkpoints", "b.bin"):
+        (tmp_path / name).write_bytes(b"")
+    settings = ServerSettings(slot_save_path=str(tmp_path))
+    for role, name, may in ((Role.USER, "a.bin", True), (Role.USER, "c.bin", False), (Role.ADMIN, "c.bin", True)):
+        request = Request({"type": "http", "state": {"principal": Principal(role, "0:")}})
+        with contextlib.nullcontext() if may else pytest.raises(Forbidden, match="2 slot files of yours"):
+            slotfiles.slot_file_fields(request, settings, name, own_namespace(None))

@@ -384,7 +384,8 @@ def mutant(rng: random.Random, data: bytes) -> bytes:
 
 def _change_header(rng: random.Random, out: bytearray) -> None:
     """One that a tar reader takes for good: its checksum is right."""
-    heads = [at for at in range(0, len(out), 512) if out[at + 257 : at + 262] == b"ustar"]
+    whole = range(0, len(out) - 511, 512)
+    heads = [at for at in whole if out[at + 257 : at + 262] == b"ustar"]
     if not heads:
         return
     at = rng.choice(heads)

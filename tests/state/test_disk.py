@@ -977,3 +977,15 @@ def test_states_are_ranked_without_the_lock_and_seldom(open_disk, monkeypatch):
     assert free and all(free), "whoever asks the disk waits for a ranking"
     assert disk.counts.n_evicted == 40 and n_ranked[0] <= 6
     check(disk)
+
+
+def test_what_could_not_be_removed_is_said_and_removed_when_the_tier_is_probed(open_disk, place):
+    disk = open_disk(files=(files := Failing()))
+    put_all(disk, *conversation(1))
+    name = conversation(1)[-1].name
+    files.fail("unlink", 1, errno.EROFS)
+    assert not disk.drop(name) and disk.degraded and (place / name).exists()
+    disk.probe()
+    assert disk.degraded is None and not (place / name).exists()
+    assert disk.drop(name), "what is gone is gone"
+    check(disk)

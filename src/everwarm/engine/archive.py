@@ -25,7 +25,7 @@ from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.share import Sharer
 from everwarm.engine.signature import Signature
 from everwarm.engine.slots import Slot
-from everwarm.errors import EverwarmError
+from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.about import folder_name
 from everwarm.state.disk import Disk
@@ -292,6 +292,7 @@ class Archive:
         """Take off the disk what lies on the way of a prompt after ``beyond`` items, and KV that nobody needs then."""
         if self.remote is not None:
             self.remote.forget(root_key(self.fingerprint, namespace), prompt, beyond)
+        self.require_disk()
         if self.disk is None:
             return
         self.flush()  # what is still on its way would come back
@@ -303,6 +304,14 @@ class Archive:
         needed = {name for kept in self.disk.objects() for name in kept.needs}
         for name in {name for kept in gone for name in kept.needs} - needed:
             self.disk.drop(name)
+
+    def require_disk(self) -> None:
+        """Whoever wants something forgotten must hear that what is on disk cannot be."""
+        if self._settings is not None and self.disk is None:
+            raise EngineStopped(
+                "it is dropped from RAM, but the disk tier cannot be reached now (GET /cache has the reason), and what it "
+                "keeps is not dropped: try again when it is in order"
+            )
 
     def after_all(self, job: Done) -> None:
         """Do something on the disk's thread, when everything offered so far is durable or has failed."""
@@ -359,6 +368,7 @@ class Archive:
                 job()
             elif self.disk is not None:
                 self._put(self.disk, job)
+            del job  # and what it would write
 
     def _try(self, what: str, opens: Callable[[str], None], fingerprint: Callable[[], str]) -> str | None:
         """Why it cannot be opened; None: it is. Said once for as long as the reason is the same."""

@@ -15,7 +15,7 @@ from typing import Any
 from everwarm.engine import discard
 from everwarm.engine import messages as m
 from everwarm.engine.archive import Archive
-from everwarm.engine.core import Core
+from everwarm.engine.core import OPEN_WAIT_S, Core
 from everwarm.engine.discard import Dropped
 from everwarm.engine.look import MAX_PAGE, Lookup, Number, summary, turn_page, view_of
 from everwarm.engine.loop import Loop
@@ -153,6 +153,8 @@ class Curator:
             return _said(order, doomed, doomed.dropped + on_the_way + discard.drop_states(archive, states))
 
         with self._telling(order.id):
+            archive.wait_open(OPEN_WAIT_S)
+            archive.require_disk()
             spaces = self._lookup.disk.spaces(doomed.view, order.namespace)
             states = [] if order.node is None else self._lookup.disk.below(doomed.view, doomed.ids, order.namespace)
             if order.node is not None and order.node < 0 and not states:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
+from everwarm.errors import EngineStopped
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk import Disk
 from everwarm.state.forest import point_of
@@ -157,9 +158,11 @@ def drop_spaces_on_disk(archive: Archive, spaces: Collection[str] | None) -> Dro
 
 
 def _remove(archive: Archive, objects: Sequence[Kept]) -> Dropped:
-    for kept in objects:
-        if archive.disk is not None:
-            archive.disk.drop(kept.name)
+    """Or ``EngineStopped``, if the file system will not let go of some of them."""
+    disk = archive.disk
+    stuck = [] if disk is None else [kept.name for kept in objects if not disk.drop(kept.name)]
+    if stuck:
+        raise EngineStopped(f"{len(stuck)} files cannot be removed from disk now ({archive.degraded}): try again")
     return _weight(objects)
 
 

@@ -329,6 +329,7 @@ class Ram:
                 self._keep_and_pin(note) if isinstance(note, Note) else note()
             except Exception:
                 log.exception("an object in RAM will not outlive the engine")
+            del note  # while this waits nothing may be kept by it: somebody may want it forgotten
 
     def _keep_and_pin(self, note: Note) -> None:
         self._keep(note)

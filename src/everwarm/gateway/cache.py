@@ -91,7 +91,9 @@ class Cache:
         return json_response({"requests": shown})
 
     async def events(self, request: Request) -> Response:
-        watcher = Watcher(self._model(request).spec.id, sight_of(request), _caller(request))
+        principal = principal_of(request)
+        user = "" if principal.is_admin else principal.namespace(None)
+        watcher = Watcher(self._model(request).spec.id, sight_of(request), _caller(request), user)
 
         def error_frame(error: EverwarmError) -> bytes:
             return frame("error", error_body(error, request.state.request_id))

@@ -22,7 +22,7 @@ from everwarm.router.pool import Pool
 
 LOOK_S = 0.5
 LOOKS_PER_STATS = 4
-MOST_WATCHERS = 32
+MOST_WATCHERS, MOST_OF_ONE = 32, 8  # in all, and of one user
 MOST_UNREAD = 256
 
 Json = dict[str, Any]
@@ -36,6 +36,7 @@ class Watcher:
     model: str
     sight: Sight
     about: Json  # who it is
+    user: str = ""  # whose key it came with; "" is an admin's
     unread: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
 
     def tell(self, frame: bytes) -> bool:
@@ -64,6 +65,9 @@ class Hub:
 
     @contextlib.contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
+        n_own = sum(each.user == watcher.user for each in self._watchers)
+        if watcher.user and n_own >= MOST_OF_ONE:
+            raise Overloaded(f"this key watches {n_own} times already; end one of these first")
         if len(self._watchers) >= MOST_WATCHERS:
             raise Overloaded(f"{MOST_WATCHERS} others are watching already; try again later")
         self._watchers.add(watcher)

@@ -254,7 +254,10 @@ class Disk:
                 self._files.unlink(path)
             except OSError as error:
                 self._fail("written", error)
-            else:
+                return
+            for name in list(self._stuck):
+                self.drop(name)
+            if not self._stuck:
                 self.degraded = None
 
     def _make_room(self, new: Kept) -> None:
@@ -290,7 +293,8 @@ class Disk:
                 self.version += 1
                 self._fail("pinned", error)
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str) -> bool:
+        """Whether it is gone. What the file system does not let go of is tried again when the tier is probed."""
         with self._lock:
             size = self._forget(name)
             try:
@@ -301,6 +305,8 @@ class Disk:
                 self._fail("removed", error)
                 self._stuck[name] = size
                 self.n_bytes += size
+                return False
+            return True
 
     def scan(self) -> None:
         """Make the index say what the files say."""
