@@ -1,7 +1,8 @@
 """llama-server's slot actions over HTTP, and its slot files both ways: what it saved we restore, and it what we saved."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
