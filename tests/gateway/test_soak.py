@@ -13,7 +13,7 @@ from gateway.server import Server, metric, serving, until
 from gateway.soak import Seen, Soak, secrets
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
-N_CLIENTS, SECONDS, KILL_S = (256, 1800.0, 60.0) if CAMPAIGN else (12, 9.0, 4.0)
+N_CLIENTS, SECONDS, KILL_S = (256, 1800.0, 60.0) if CAMPAIGN else (8, 6.0, 2.5)
 MAX_GROWTH = 4 << 20  # bytes of the gateway per 1,000 requests
 
 
