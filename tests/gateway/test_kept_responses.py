@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from everwarm.errors import BadRequest
+from everwarm.gateway import kept_responses
 from everwarm.gateway.kept_responses import FILE, ON_DISK, Kept, KeptLimits, KeptResponses, LinkMissing
 
 WRITER = """
@@ -101,6 +103,16 @@ def test_bytes_are_bounded_and_the_newest_always_stays():
         assert 5 <= n < 10 and n_bytes <= 10_000
         store.keep("n", kept("big", text="x" * 20_000))
         assert store.get("n", "big") is not None and store.size()[0] == 1
+
+
+def test_a_conversation_that_is_too_much_to_read_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kept_responses, "MAX_CHAIN_BYTES", 5000)
+    with opened(None) as store:
+        for i in range(6):
+            store.keep("n", kept(f"r{i}", f"r{i - 1}" if i else None, "x" * 1000))
+        assert chain(store, "r3") == ["r0", "r1", "r2", "r3"]
+        with pytest.raises(BadRequest, match="at most 5,000 can be gone on from"):
+            store.chain("n", "r5")
 
 
 def test_a_long_conversation_is_stored_once():

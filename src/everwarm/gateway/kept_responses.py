@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from everwarm.errors import EverwarmError
+from everwarm.errors import BadRequest, EverwarmError
 from everwarm.state.disk import make_folder
 from everwarm.state.files import Files
 
@@ -31,6 +31,7 @@ Json = dict[str, Any]
 
 FILE = "responses.sqlite"
 MAX_LINKS = 10_000  # of one conversation
+MAX_CHAIN_BYTES = 32 << 20  # that is gone on from: as much as a body may have
 _BUSY_S = 5.0
 _VERSION = 1
 
@@ -124,10 +125,12 @@ class KeptResponses:
             return None
 
     def chain(self, namespace: str, id: str) -> list[Kept]:
-        """The conversation that ends with this response, oldest first. ``LinkMissing`` if any of it is gone."""
+        """The conversation that ends with this response, oldest first. ``LinkMissing`` if any of it is gone, ``BadRequest``
+        if it is too much to be read at once."""
         found: list[Kept] = []
         try:
             with self._transaction() as database:
+                _require_small(database, _chain_ids(database, namespace, id))
                 link: str | None = id
                 while link is not None:
                     kept = _read(database, namespace, link) if len(found) < MAX_LINKS else None
@@ -256,6 +259,16 @@ def _chain_ids(database: sqlite3.Connection, namespace: str, id: str) -> list[st
         ids.append(link)
         link = row[0]
     return ids
+
+
+def _require_small(database: sqlite3.Connection, ids: list[str]) -> None:
+    query = "SELECT n_bytes FROM responses WHERE id = ?"
+    n_bytes = sum(int(database.execute(query, (id,)).fetchone()[0]) for id in ids)
+    if n_bytes > MAX_CHAIN_BYTES:
+        raise BadRequest(
+            f"the conversation before this response has {n_bytes:,} bytes; at most {MAX_CHAIN_BYTES:,} can be gone on from: "
+            "send what matters of it as input"
+        )
 
 
 def _drop(database: sqlite3.Connection, ids: list[str]) -> None:
