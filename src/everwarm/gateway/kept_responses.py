@@ -266,8 +266,8 @@ def _require_small(database: sqlite3.Connection, ids: list[str]) -> None:
     n_bytes = sum(int(database.execute(query, (id,)).fetchone()[0]) for id in ids)
     if n_bytes > MAX_CHAIN_BYTES:
         raise BadRequest(
-            f"the conversation before this response has {n_bytes:,} bytes; at most {MAX_CHAIN_BYTES:,} can be gone on from: "
-            "send what matters of it as input"
+            f"the conversation before this response has {n_bytes:,} bytes; at most {MAX_CHAIN_BYTES:,} can be gone on from"
+            ": send what matters of it as input"
         )
 
 
