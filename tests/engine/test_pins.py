@@ -7,7 +7,7 @@ import pytest
 from engine.drive import EVERY_KIND, check, open_core, run, text, tidy
 from engine.test_archive import files, kept_core, put_away
 from engine.test_ondisk import NAMESPACE, on_disk, order, pages, talk
-from engine.test_ram import die, memory  # noqa: F401 - a fixture
+from engine.test_ram import die
 from everwarm.engine.core import Core
 from everwarm.state.index import INDEX
 from everwarm.state.tree import Node
@@ -139,7 +139,7 @@ def test_a_pin_of_another_namespace_marks_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("arch", EVERY_KIND)
-def test_the_next_engine_finds_pins_in_the_memory_of_the_old_one(memory, arch):  # noqa: F811
+def test_the_next_engine_finds_pins_in_the_memory_of_the_old_one(memory, arch):
     with open_core(arch, memory=memory) as core:
         prompt = [*text(1, 200), *text(5, 200)]
         run(core, prompt, boundaries=(200,), stable=390)
