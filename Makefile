@@ -48,7 +48,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/structure
 
-test: $(STAMP) browser ## the whole suite, under ten minutes on two cores
+test: $(STAMP) browser ## the whole suite, a quarter of an hour on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/scale --durations 20
 
