@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.server import Server, run_cli, serving, until, words
+from gateway.server import Server, metric, run_cli, serving, until, words
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,13 @@ def server(directory) -> Iterator[Server]:
             ]
             body = {"messages": messages, "max_tokens": 4}
             assert server.post("/v1/chat/completions", body, authorization="Bearer k").status == 200
-            until(lambda n=n_turns: len(list(directory.rglob("state-*.ew"))) == n, "the turn is on disk")
+            until(lambda n=n_turns: len(list(directory.rglob("state-*.ew"))) >= n, "a state is on disk")
+            until(lambda: lag_s(server) == 0, "and all that the turn writes")
         yield server
+
+
+def lag_s(server: Server) -> float:
+    return metric(server.get("/metrics", authorization="Bearer k").data.decode(), "everwarm_disk_lag_seconds")
 
 
 def test_one_picture_says_what_was_reused(server):
