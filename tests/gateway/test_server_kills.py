@@ -39,8 +39,7 @@ class Talk:
 
     def turn(self, server: Server) -> tuple[int, int]:
         """Tokens of the prompt, and of them those that were cached. What breaks off is as if it had not been said."""
-        if self.ended and self.ended[-1][1] > MAX_PROMPT:
-            self.messages, self.ended = [], []
+        self.renew()
         n_words = 150 if not self.messages else 12
         self.n_turns += 1
         asked = [*self.messages, {"role": "user", "content": words(n_words, 1000 * self.seed + self.n_turns)}]
@@ -57,6 +56,11 @@ class Talk:
         self.ended.append((ended, usage["prompt_tokens"]))
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
+    def renew(self) -> None:
+        """One that has become too long begins anew."""
+        if self.ended and self.ended[-1][1] > MAX_PROMPT:
+            self.messages, self.ended = [], []
+
     def owed(self, killed_at: float) -> int:
         """Tokens that must still be known after a kill."""
         return max((n for ended, n in self.ended if ended < killed_at - DURABLE_S), default=0)
@@ -67,6 +71,7 @@ def live_once(folder: Path, talks: list[Talk], killed_at: float, rng: random.Ran
     lost, stop = [], threading.Event()
     with serving("--disk-cache", "2GiB", "--state-dir", str(folder)) as server:
         for talk in talks:
+            talk.renew()
             owed = talk.owed(killed_at)
             n_prompt, n_cached = talk.turn(server)
             if n_cached < min(owed, n_prompt) - SLACK:
