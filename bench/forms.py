@@ -19,10 +19,10 @@ from bench.measure import EMBEDDED, median_s, table
 from bench.peer import PeerOptions, llama_server
 from bench.server import Server, everwarm, post
 from everwarm.config import Form
-from everwarm.gateway.body import ChatBody
-from everwarm.gateway.forms import chat_form
-from everwarm.gateway.notation import Notation
-from everwarm.gateway.schemas import answer_schema
+from everwarm.gateway.constraints.json_schema import answer_schema
+from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.openai.schema import ChatBody
+from everwarm.gateway.parsing.model_syntax import Notation
 from everwarm.llama.forms import Matcher
 from everwarm.llama.formtrial import LIMITS
 from everwarm.llama.grammar import Words, grammar_of

@@ -16,10 +16,10 @@ from typing import Any
 from bench.measure import EMBEDDED, table
 from bench.peer import PeerOptions, llama_server
 from everwarm.config import default_threads
-from everwarm.gateway.chat import ChatTemplate
-from everwarm.gateway.notation import Notation
-from everwarm.gateway.reply import ReplyReader
-from everwarm.gateway.toolcalls import kinds_of
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenize import Tokenizer
 

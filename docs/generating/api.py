@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from everwarm.gateway.access import OPEN_PATHS, role_of
+from everwarm.gateway.access.auth import OPEN_PATHS, role_of
+from everwarm.gateway.access.middleware import Guard
 from everwarm.gateway.app import build_gateway
-from everwarm.gateway.body import Body
-from everwarm.gateway.guard import Guard
-from everwarm.gateway.ollama_body import Options
+from everwarm.gateway.ollama.schema import Options
+from everwarm.gateway.openai.schema import Body
 from everwarm.gateway.settings import ServerSettings
 from generating.markdown import code, table, written_by
 from generating.types import type_text

@@ -8,10 +8,10 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from everwarm.gateway import metrics as counted
-from everwarm.gateway.lag import LoopLag
-from everwarm.gateway.metrics import Metrics
-from everwarm.gateway.status import Status
+from everwarm.gateway.admin import metrics as counted
+from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.admin.status import Status
+from everwarm.gateway.http.loop_lag import LoopLag
 from generating.markdown import code, table, written_by
 
 _HELP = re.compile(r"^# HELP (\S+) (.*)\n# TYPE \S+ (\S+)$", re.MULTILINE)
@@ -60,7 +60,7 @@ def page() -> str:
     head = ["name", "type", "by", "meaning"]
     return "\n".join(
         [
-            written_by("src/everwarm/gateway/metrics.py and status.py"),
+            written_by("src/everwarm/gateway/admin/metrics.py and status.py"),
             "# Metrics\n",
             "`GET /metrics` in Prometheus's text format. With several models `?model=NAME` adds the numbers of one engine. A dashboard and "
             "alerts that use these names are in `deploy/`; [operating](../operating.md#metrics-and-alerts) says what to look at.\n",

@@ -210,11 +210,11 @@ def chat(
     system
         A system message.
     """
-    from everwarm.gateway.talk import talk
+    from everwarm.cli_chat import talk
 
     if where is not None and where.startswith(("http://", "https://")):
         return talk(where, api_key, system, temperature, max_tokens)
-    from everwarm.gateway.talk import talk_locally
+    from everwarm.cli_chat import talk_locally
 
     return talk_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
 
@@ -241,7 +241,7 @@ def top(
         Print one picture and end.
     """
     from everwarm import cli_top
-    from everwarm.gateway.inquiry import Inquiry
+    from everwarm.gateway.client import Inquiry
 
     return (cli_top.print_once if once else cli_top.top)(Inquiry(url, api_key), model, Console())
 

@@ -31,7 +31,7 @@ from everwarm.cli_cache_show import (
 from everwarm.cli_cache_tree import live_nodes, live_tree, stored_tree
 from everwarm.config import cache_directory, parse_bytes, parse_duration, require
 from everwarm.errors import BadRequest
-from everwarm.gateway.inquiry import Inquiry
+from everwarm.gateway.client import Inquiry
 from everwarm.state import bundle, inventory, pruning
 from everwarm.state.inspect import inspect
 from everwarm.state.inventory import Folder, Tick

@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from everwarm.cli_cache_show import SHORT_KEY, readable, size_text
-from everwarm.gateway.inquiry import Inquiry
+from everwarm.gateway.client import Inquiry
 from everwarm.state.inventory import Folder, Lineage
 
 Json = dict[str, Any]

@@ -55,7 +55,7 @@ def explain(
         As `serve` has them.
     """
     from everwarm.cli_explain_show import facts, show, source_for  # loading libllama takes a moment; --help should not
-    from everwarm.gateway.explained import explained, read_file
+    from everwarm.gateway.explain.explain import explained, read_file
 
     require((model is not None) + demo + (url is not None) == 1, "give --model with a GGUF file, --demo, or --url")
     params = CheckpointParams(max_checkpoints, checkpoint_every)

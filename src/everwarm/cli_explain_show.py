@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from everwarm.engine.settings import EngineSettings
-from everwarm.gateway.chat import ChatTemplate
-from everwarm.gateway.difference import Difference, Model
-from everwarm.gateway.explained import Explained, Source
-from everwarm.gateway.faraway import source_of
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.explain.explain import Explained, Source
+from everwarm.gateway.explain.prompt_diff import Difference, Model
+from everwarm.gateway.explain.server_vocab import source_of
 from everwarm.llama.model import Model as Weights
 from everwarm.prompt.tokenize import Tokenizer
 from everwarm.router.estimate import shape_of

@@ -19,8 +19,8 @@ from everwarm.config import (
     require,
 )
 from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, StoreSettings
-from everwarm.gateway.access import read_key_file
-from everwarm.gateway.notation import ThinkingTags, ToolFormat
+from everwarm.gateway.access.auth import read_key_file
+from everwarm.gateway.parsing.model_syntax import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat
 from everwarm.router.catalog import Catalog

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from everwarm.cli_cache_show import readable, size_text
 from everwarm.errors import EverwarmError
-from everwarm.gateway.inquiry import Inquiry
+from everwarm.gateway.client import Inquiry
 
 Json = dict[str, Any]
 

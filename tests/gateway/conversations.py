@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.chat.chat_template import ChatTemplate
 
 Message = dict[str, Any]
 

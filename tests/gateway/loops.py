@@ -17,9 +17,9 @@ import msgspec
 import ollama
 import openai
 
-from everwarm.gateway.anthropic_body import CountBody, read_body
-from everwarm.gateway.anthropic_chat import chat_body
-from everwarm.gateway.responses_body import ResponsesBody, asked, own_items
+from everwarm.gateway.anthropic.schema import CountBody, read_body
+from everwarm.gateway.anthropic.to_chat import chat_body
+from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items
 from gateway.server import Server
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

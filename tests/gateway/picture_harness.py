@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.pictures import Picture, PictureLimits, Pictures
+from everwarm.gateway.images.image_loader import Picture, PictureLimits, Pictures
 from gateway.picture_files import png
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))

@@ -17,9 +17,9 @@ import pytest
 from starlette.routing import Route
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.access import ROLES, Access, Key, Role, check_keys, read_key_file, role_of, with_roles
+from everwarm.gateway.access.auth import ROLES, Access, Key, Role, check_keys, read_key_file, role_of, with_roles
+from everwarm.gateway.access.middleware import Guard
 from everwarm.gateway.app import build_gateway
-from everwarm.gateway.guard import Guard
 from everwarm.gateway.settings import ServerSettings
 from gateway.server import GUARD, Reply, Server, run_cli, serving, until, words
 

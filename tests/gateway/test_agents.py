@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.chat.chat_template import ChatTemplate
 from gateway.loops import FUNCTION as WEATHER
 from gateway.server import Server, serving
 

@@ -12,8 +12,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from everwarm.gateway.anthropic_body import CountBody, read_body
-from everwarm.gateway.anthropic_chat import chat_body
+from everwarm.gateway.anthropic.schema import CountBody, read_body
+from everwarm.gateway.anthropic.to_chat import chat_body
 from gateway.server import GUARD, Server, frozen, serving, serving_models, words
 from models import EMBEDDED, tiny_vision
 

@@ -15,13 +15,13 @@ from pydantic import TypeAdapter
 
 from everwarm.engine import messages as m
 from everwarm.errors import BadRequest
-from everwarm.gateway.anthropic_body import CountBody, MessagesBody, read_body
-from everwarm.gateway.anthropic_chat import chat_body, chat_messages
-from everwarm.gateway.anthropic_shapes import Frame, Stream, whole
-from everwarm.gateway.reasoning import Reasoning
-from everwarm.gateway.replies import json_response
-from everwarm.gateway.reply import Event
-from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded, Text
+from everwarm.gateway.anthropic.encode import Frame, Stream, whole
+from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body
+from everwarm.gateway.anthropic.to_chat import chat_body, chat_messages
+from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.parsing.output_parser import Event
+from everwarm.gateway.parsing.reasoning import Reasoning
+from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded, Text
 from gateway.server import Server, serving
 
 N_EXAMPLES = 5000 if os.environ.get("EVERWARM_CAMPAIGN") else 200

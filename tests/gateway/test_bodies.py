@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from everwarm.errors import BadRequest, Forbidden, Overloaded
-from everwarm.gateway import bodies, jsonweight, template
-from everwarm.gateway.bodies import LARGE_BYTES, SMALL_BYTES, Bodies
-from everwarm.gateway.body import ChatBody, read
-from everwarm.gateway.chat import ChatTemplate
-from everwarm.gateway.jsonweight import MAX_WEIGHT, Weight, check_weight, most_weight, weights
-from everwarm.gateway.ollama_body import Call, Function, Said, messages_of
-from everwarm.gateway.responses_body import ReasoningItem, chat_messages
-from everwarm.gateway.stable import common_prefix
+from everwarm.gateway.chat import jinja_template
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.stable_points import common_prefix
+from everwarm.gateway.http import json_cost, request_body
+from everwarm.gateway.http.json_cost import MAX_WEIGHT, Weight, check_weight, most_weight, weights
+from everwarm.gateway.http.request_body import LARGE_BYTES, SMALL_BYTES, Bodies
+from everwarm.gateway.ollama.schema import Call, Function, Said, messages_of
+from everwarm.gateway.openai.schema import ChatBody, read
+from everwarm.gateway.responses.schema import ReasoningItem, chat_messages
 
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 ANY = st.recursive(
@@ -43,7 +44,7 @@ def chat(content: bytes) -> bytes:
 def test_what_stands_in_strings_is_only_text(value: Any, ascii: bool, slice_bytes: int):
     data = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonweight, "SLICE_BYTES", slice_bytes)
+        patch.setattr(json_cost, "SLICE_BYTES", slice_bytes)
         weight = sum(weights(data), Weight())
     outside = STRING.sub(b"", data)
     n_containers = outside.count(b"{") + outside.count(b"[")
@@ -86,7 +87,7 @@ def test_absurd_bodies_are_refused_unparsed_at_little_cost(kind: str):
     try:
         with pytest.raises(BadRequest, match="the body"):
             check_weight(data)
-        assert tracemalloc.get_traced_memory()[1] < 160 * jsonweight.SLICE_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 160 * json_cost.SLICE_BYTES
     finally:
         tracemalloc.stop()
 
@@ -198,7 +199,7 @@ def test_there_is_room_for_so_many_bytes_and_half_of_it_for_one_client():
 
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(bodies, "FIRST_S", 0.05)
+    monkeypatch.setattr(request_body, "FIRST_S", 0.05)
 
     async def never() -> AsyncIterator[bytes]:
         yield b"{"
@@ -218,7 +219,7 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
 
 
 def test_a_template_that_makes_far_more_of_a_conversation_is_stopped(monkeypatch):
-    monkeypatch.setattr(template, "MAX_PROMPT_CHARS", 100_000)
+    monkeypatch.setattr(jinja_template, "MAX_PROMPT_CHARS", 100_000)
     inner: Any = [1] * 200
     for _ in range(90):
         inner = [inner]
@@ -250,7 +251,7 @@ def test_calls_whose_arguments_are_json_without_end_are_refused():
 @given(st.text("ab", max_size=12), st.text("ab", max_size=6), st.text("ab", max_size=6))
 def test_what_two_texts_share_is_found_block_by_block(same: str, a: str, b: str):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("everwarm.gateway.stable._BLOCK", 4)
+        patch.setattr("everwarm.gateway.chat.stable_points._BLOCK", 4)
         n = next(
             (i for i, (x, y) in enumerate(zip(same + a, same + b, strict=False)) if x != y),
             len(same) + min(len(a), len(b)),

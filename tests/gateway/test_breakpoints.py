@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.state.policy import MAX_BREAKPOINTS
 from gateway.conversations import SOURCES, TEMPLATES, TOOLS
 from gateway.server import GUARD, serving, words

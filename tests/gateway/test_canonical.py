@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.gateway.canonical import RULES, canonical, without_noise
+from everwarm.gateway.chat.canonicalize import RULES, canonical, without_noise
 from gateway.server import Server, metric, serving, words
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.{}; cc_entrypoint=cli; cch={};"

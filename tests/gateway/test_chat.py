@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat import ChatTemplate
-from everwarm.gateway.template import Template
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.jinja_template import Template
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hello!"}

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from everwarm.gateway import server as serving
-from everwarm.gateway.connection import (
+from everwarm.gateway.http.connection import (
     PIECE_BYTES,
     SEND_BUFFER_BYTES,
     Connection,

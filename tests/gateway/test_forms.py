@@ -11,11 +11,11 @@ import pytest
 
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
-from everwarm.gateway.body import ChatBody
-from everwarm.gateway.forms import chat_form
-from everwarm.gateway.notation import Notation
-from everwarm.gateway.reply import ReplyReader
-from everwarm.gateway.toolcalls import kinds_of
+from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.openai.schema import ChatBody
+from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.tool_parser import kinds_of
 from gateway.form_cases import SCHEMA, SCHEMAS, TOOLS, WEATHER, WORDS_OF, obeys
 from gateway.server import Server, serving, serving_models
 

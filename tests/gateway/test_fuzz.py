@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from everwarm.gateway.body import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody
+from everwarm.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody
 from gateway.server import Server, serving
 
 N_EXAMPLES = 5000 if os.environ.get("EVERWARM_CAMPAIGN") else 40

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cgroups import real_cgroup
-from everwarm.gateway.health import components
+from everwarm.gateway.admin.health import components
 from everwarm.router.deaths import Deaths, Patience
 from everwarm.router.plan import ModelStatus, Phase
 from everwarm.router.pool import Standing

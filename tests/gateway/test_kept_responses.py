@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway import kept_responses
-from everwarm.gateway.kept_responses import FILE, ON_DISK, Kept, KeptLimits, KeptResponses, LinkMissing
+from everwarm.gateway.responses import response_store
+from everwarm.gateway.responses.response_store import FILE, ON_DISK, Kept, KeptLimits, KeptResponses, LinkMissing
 
 WRITER = """
 import sys
-from everwarm.gateway.kept_responses import Kept, KeptResponses
+from everwarm.gateway.responses.response_store import Kept, KeptResponses
 store = KeptResponses(sys.argv[1])
 parent = None
 for i in range(100_000):
@@ -106,7 +106,7 @@ def test_bytes_are_bounded_and_the_newest_always_stays():
 
 
 def test_a_conversation_that_is_too_much_to_read_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kept_responses, "MAX_CHAIN_BYTES", 5000)
+    monkeypatch.setattr(response_store, "MAX_CHAIN_BYTES", 5000)
     with opened(None) as store:
         for i in range(6):
             store.keep("n", kept(f"r{i}", f"r{i - 1}" if i else None, "x" * 1000))

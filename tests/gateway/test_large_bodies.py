@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import pytest
 
-from everwarm.gateway.anthropic import anthropic_routes
-from everwarm.gateway.llamaserver import llama_routes
-from everwarm.gateway.models import models_routes
-from everwarm.gateway.ollama import ollama_routes
-from everwarm.gateway.openai import openai_routes
-from everwarm.gateway.responses import Responses
+from everwarm.gateway.admin.models import models_routes
+from everwarm.gateway.anthropic.routes import anthropic_routes
+from everwarm.gateway.llamaserver.routes import llama_routes
+from everwarm.gateway.ollama.routes import ollama_routes
+from everwarm.gateway.openai.routes import openai_routes
+from everwarm.gateway.responses.routes import Responses
 from gateway.server import Server, metric, serving
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))

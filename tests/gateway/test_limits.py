@@ -12,10 +12,10 @@ import pytest
 
 from everwarm.engine import messages as m
 from everwarm.errors import Draining, Overloaded
-from everwarm.gateway import limits as module
-from everwarm.gateway.generate import events
-from everwarm.gateway.limits import Limits, Place
-from everwarm.gateway.recent import Caller, Recent
+from everwarm.gateway.access import limits as module
+from everwarm.gateway.access.limits import Limits, Place
+from everwarm.gateway.admin.request_log import Caller, Recent
+from everwarm.gateway.chat.generate import events
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervisor import MAX_ALL_UNREAD_BYTES, MAX_UNREAD_BYTES, Pending, unread_limit, weight_of
 from gateway.server import Server, serving, until

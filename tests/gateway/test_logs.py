@@ -6,8 +6,8 @@ import json
 import logging
 import sys
 
-from everwarm.gateway.recent import Caller, Row
-from everwarm.gateway.request_log import fields, line
+from everwarm.gateway.admin.request_line import fields, line
+from everwarm.gateway.admin.request_log import Caller, Row
 from everwarm.logs import ALIKE_S, FIELDS, MOST_ALIKE, JsonLine, RateLimit
 
 CALLER = Caller("req_1", "tiny", "/v1/chat/completions", stream=False)

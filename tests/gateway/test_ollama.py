@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.body import ChatBody, CompletionBody, read
-from everwarm.gateway.ollama_body import OllamaChat, OllamaGenerate, Said, messages_of
-from everwarm.gateway.ollama_models import capabilities, size_text
+from everwarm.gateway.ollama.model_list import capabilities, size_text
+from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate, Said, messages_of
+from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from gateway.server import Server, serving, serving_models, until
 from gateway.test_fuzz import FUZZ, TEXT, Json, bodies
 from gateway.test_seeing import url

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.pictures import Picture, PictureLimits, Pictures
+from everwarm.gateway.images.image_loader import Picture, PictureLimits, Pictures
 from gateway.picture_files import (
     GREY,
     GREY_ALPHA,

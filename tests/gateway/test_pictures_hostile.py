@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from everwarm.gateway.pictures import Picture
+from everwarm.gateway.images.image_loader import Picture
 from gateway.picture_files import giants, mutated, samples, saved, scan_bomb
 from gateway.picture_harness import CAMPAIGN, MIB, is_there, opened, outcome, peak_bytes, running, small, until
 
@@ -170,7 +170,7 @@ def test_a_child_that_lies_is_not_believed(said: bytes, monkeypatch: pytest.Monk
 def test_a_decoder_that_does_not_start_is_the_servers_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("everwarm.gateway.picture_child.WORKER", "everwarm.no_such_module")
+    monkeypatch.setattr("everwarm.gateway.images.decoder_process.WORKER", "everwarm.no_such_module")
 
     async def test() -> None:
         async with opened() as pictures:
@@ -187,7 +187,7 @@ def test_children_end_with_the_gateway_however_it_ends() -> None:
     """Even one that is stopped."""
     program = (
         "import asyncio, time\n"
-        "from everwarm.gateway.pictures import *\n"
+        "from everwarm.gateway.images.image_loader import *\n"
         f"pictures = [{small(1)!r}, {small(2)!r}]\n"
         "async def main():\n"
         "    p = Pictures()\n"

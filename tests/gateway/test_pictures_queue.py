@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from everwarm.errors import BadRequest, EngineStopped, Overloaded
-from everwarm.gateway.pictures import Picture, read_base64
+from everwarm.gateway.images.image_loader import Picture, read_base64
 from gateway.picture_files import GREY, png, saved, scene
 from gateway.picture_harness import MIB, is_there, opened, running, small, until
 

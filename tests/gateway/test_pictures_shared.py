@@ -12,11 +12,11 @@ from everwarm.config import GREEDY
 from everwarm.engine import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import Overloaded
-from everwarm.gateway.generate import collect, events
-from everwarm.gateway.limits import Limits
-from everwarm.gateway.metrics import Metrics
-from everwarm.gateway.pictures import Lending, Pictures, Sight
-from everwarm.gateway.recent import Caller, Recent
+from everwarm.gateway.access.limits import Limits
+from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.admin.request_log import Caller, Recent
+from everwarm.gateway.chat.generate import collect, events
+from everwarm.gateway.images.image_loader import Lending, Pictures, Sight
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervisor import Lend, Supervisor

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.gateway.prefixes import MAX_BOUNDARIES, NOTHING, prefixes_of, response_key
+from everwarm.gateway.chat.prefix_keys import MAX_BOUNDARIES, NOTHING, prefixes_of, response_key
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

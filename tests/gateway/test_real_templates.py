@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway import stable
-from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.chat import stable_points
+from everwarm.gateway.chat.chat_template import ChatTemplate
 from gateway.conversations import TOOLS, Message
 
 FOLDER = Path(__file__).parents[2] / "build" / "templates"
@@ -64,7 +64,7 @@ def test_the_next_turn_begins_with_everything_up_to_the_stable_point(path):
         assert (now.stable is not None) >= bool(texts)
         for text in texts:
             assert text.startswith(now.text[: now.stable])
-            assert min(stable.common_prefix(now.text, text), now.boundaries[-1]) in now.stables
+            assert min(stable_points.common_prefix(now.text, text), now.boundaries[-1]) in now.stables
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everwarm.gateway.reasoning import (
+from everwarm.gateway.parsing.reasoning import (
     REASONING_TAGS,
     Begins,
     Reasoning,

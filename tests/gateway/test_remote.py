@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.pictures import PictureLimits, Pictures
-from everwarm.gateway.remote import Fetcher, RemotePolicy, is_public, read_address
+from everwarm.gateway.images.image_download import Fetcher, RemotePolicy, is_public, read_address
+from everwarm.gateway.images.image_loader import PictureLimits, Pictures
 from gateway.picture_files import png
 
 PICTURE = png([[1, 2, 3]])

@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from everwarm.gateway.responses_body import ResponsesBody, asked, own_items
+from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items
 from gateway.server import GUARD, Server, is_alive, serving, until, words
 
 WEATHER: Any = {

@@ -14,15 +14,15 @@ from pydantic import TypeAdapter
 
 from everwarm.engine import messages as m
 from everwarm.errors import BadRequest, EverwarmError, Overloaded, PromptTooLong
-from everwarm.gateway.body import read
-from everwarm.gateway.chat import ChatTemplate
-from everwarm.gateway.reasoning import Reasoning, Text
-from everwarm.gateway.reply import Event
-from everwarm.gateway.responses_body import ResponsesBody, asked, own_items, sealed, unsealed
-from everwarm.gateway.responses_shapes import Teller, skeleton
-from everwarm.gateway.responses_tools import offered
-from everwarm.gateway.roles import in_known_roles
-from everwarm.gateway.toolcalls import CallArguments, CallBegun, CallEnded
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.roles import in_known_roles
+from everwarm.gateway.openai.schema import read
+from everwarm.gateway.parsing.output_parser import Event
+from everwarm.gateway.parsing.reasoning import Reasoning, Text
+from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
+from everwarm.gateway.responses.encode import Teller, skeleton
+from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items, sealed, unsealed
+from everwarm.gateway.responses.tools import offered
 from gateway.server import Server, serving
 from gateway.test_fuzz import Json, bodies
 

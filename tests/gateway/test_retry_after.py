@@ -12,9 +12,17 @@ from everwarm.engine.backlog import Pace, backlog_of
 from everwarm.engine.messages import Backlog
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped, Overloaded
-from everwarm.gateway.guard import error_response
-from everwarm.gateway.limits import Limits
-from everwarm.gateway.retry_after import LEAST_S, MOST_S, Told, all_done_s, next_place_s, retry_after_s, with_unseen
+from everwarm.gateway.access.limits import Limits
+from everwarm.gateway.access.middleware import error_response
+from everwarm.gateway.access.retry_after import (
+    LEAST_S,
+    MOST_S,
+    Told,
+    all_done_s,
+    next_place_s,
+    retry_after_s,
+    with_unseen,
+)
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervisor import State, Supervisor
 

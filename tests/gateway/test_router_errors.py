@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everwarm.gateway.access import ROLES
+from everwarm.gateway.access.auth import ROLES
 from gateway.server import GUARD, Reply, Server, frozen, run_cli, serving_models, until
 from models import tiny_model
 

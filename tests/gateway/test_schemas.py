@@ -9,12 +9,12 @@ import pytest
 
 from everwarm.config import MAX_FORM_CHARS
 from everwarm.errors import BadRequest
-from everwarm.gateway.body import ChatBody
-from everwarm.gateway.forms import chat_form
-from everwarm.gateway.notation import Notation
-from everwarm.gateway.schemas import allowed_types, used_definitions, value_schema
-from everwarm.gateway.toolcalls import kinds_of
-from everwarm.gateway.toolforms import call_rules
+from everwarm.gateway.constraints.json_schema import allowed_types, used_definitions, value_schema
+from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.constraints.tool_grammar import call_rules
+from everwarm.gateway.openai.schema import ChatBody
+from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.tool_parser import kinds_of
 
 FORMATS = ("hermes", "qwen-xml", "pythonic")
 

@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from everwarm.errors import BadRequest
-from everwarm.gateway import stable
-from everwarm.gateway.chat import ChatTemplate, Rendered
-from everwarm.gateway.template import Given, Template
+from everwarm.gateway.chat import stable_points
+from everwarm.gateway.chat.chat_template import ChatTemplate, Rendered
+from everwarm.gateway.chat.jinja_template import Given, Template
 from gateway.conversations import (
     SOURCES,
     TEMPLATES,
@@ -46,7 +46,7 @@ seldom = settings(max_examples=200 if CAMPAIGN else 5, deadline=None)
 
 
 def common(texts: list[str]) -> int:
-    return min(stable.common_prefix(texts[0], text) for text in texts)
+    return min(stable_points.common_prefix(texts[0], text) for text in texts)
 
 
 def now_and_next(template: ChatTemplate, talk: Talk, after: list[Any], kwargs: Any) -> tuple[Rendered, list[str]]:
@@ -69,7 +69,7 @@ def test_every_likely_next_turn_begins_with_all_up_to_a_stable_point_that_is_as_
     assert all(text.startswith(now.text[: now.stable]) for text in after)
     end = len(template.render(talk.messages, tools=talk.tools, add_generation_prompt=False, **kwargs))
     assert now.boundaries[-1] == end
-    assert set(now.stables) == {min(stable.common_prefix(now.text, text), end) for text in after}
+    assert set(now.stables) == {min(stable_points.common_prefix(now.text, text), end) for text in after}
 
 
 def test_a_prompt_itself_is_not_what_the_next_turn_begins_with():
@@ -146,7 +146,7 @@ def test_a_quote_says_what_the_whole_conversation_says(name, talk):
     except BadRequest:
         assume(False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stable, "_MIN_LEFT_OUT", 1 << 30)
+        patch.setattr(stable_points, "_MIN_LEFT_OUT", 1 << 30)
         assert template.conversation(talk.messages, tools=talk.tools) == quoted
 
 
@@ -164,7 +164,7 @@ def test_one_thought_in_a_long_chain_of_calls_is_in_the_quote(n_before):
     thought = [{**step[0], "reasoning_content": "Hm."}, step[1]]
     chain = [HELLO, *step * n_before, *thought, *step * 15, *thought, *step * 4]
     template = Template(FORGETFUL)
-    quote = stable.Quote.of(template.lay_out(chain, Given()), chain)
+    quote = stable_points.Quote.of(template.lay_out(chain, Given()), chain)
     assert quote is not None and len(quote.messages) < len(chain) - 16
     now = ChatTemplate(FORGETFUL).conversation(chain, tools=TOOLS)
     assert now.text[now.stable :].startswith("(Hm.)a<tool>4") and "(Hm.)" not in now.text[: now.stable]

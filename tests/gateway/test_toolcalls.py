@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everwarm.gateway.reasoning import Reasoning, ReasoningParser, ReasoningStyle
-from everwarm.gateway.toolcalls import (
+from everwarm.gateway.parsing.reasoning import Reasoning, ReasoningParser, ReasoningStyle
+from everwarm.gateway.parsing.tool_parser import (
     TOOL_FORMATS,
     CallArguments,
     CallBegun,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from everwarm.gateway.body import ChatBody
-from everwarm.gateway.forms import chat_form
-from everwarm.gateway.notation import Notation
-from everwarm.gateway.reply import ReplyReader
-from everwarm.gateway.toolcalls import kinds_of
+from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.openai.schema import ChatBody
+from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.llama.forms import Forms, Matcher
 from everwarm.llama.model import Model
 from everwarm.llama.vocab import Vocab

@@ -12,7 +12,7 @@ import pytest
 
 from everwarm.cli_explain_show import source_for
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.gateway.explained import explained, read_file
+from everwarm.gateway.explain.explain import explained, read_file
 from everwarm.state.params import CheckpointParams
 from gateway.server import GUARD, Server, run_cli, serving, words
 from models import EMBEDDED

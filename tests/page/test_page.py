@@ -77,7 +77,7 @@ def test_files_are_served_by_name_only(server):
 
 
 def test_nothing_is_written_inline_and_nothing_is_parsed_as_markup():
-    folder = ROOT / "src" / "everwarm" / "gateway" / "page"
+    folder = ROOT / "src" / "everwarm" / "gateway" / "admin" / "page"
     text = {path.name: path.read_text() for path in folder.iterdir()}
     assert (
         "<style" not in text["index.html"]

@@ -23,7 +23,7 @@ from everwarm.engine.exact import ExactReport, compare_with_cold
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat import ChatTemplate
+from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.params import CheckpointParams
 

@@ -15,27 +15,27 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from everwarm.errors import EverwarmError, Forbidden
-from everwarm.gateway.access import with_roles
-from everwarm.gateway.anthropic import anthropic_routes
-from everwarm.gateway.cache import Cache, cache_routes
-from everwarm.gateway.guard import Guard, error_response
-from everwarm.gateway.home import page_routes
-from everwarm.gateway.kept_responses import KeptResponses
-from everwarm.gateway.limits import Limits
-from everwarm.gateway.llamaserver import llama_routes
-from everwarm.gateway.metrics import Metrics
-from everwarm.gateway.models import models_routes
-from everwarm.gateway.ollama import ollama_routes
-from everwarm.gateway.openai import openai_routes
-from everwarm.gateway.pictures import PictureLimits, Pictures
-from everwarm.gateway.remote import RemotePolicy
-from everwarm.gateway.replies import Hangup
-from everwarm.gateway.request_log import log_request
-from everwarm.gateway.responses import Responses
+from everwarm.gateway.access.auth import with_roles
+from everwarm.gateway.access.limits import Limits
+from everwarm.gateway.access.middleware import Guard, error_response
+from everwarm.gateway.admin.cache_api import Cache, cache_routes
+from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.admin.models import models_routes
+from everwarm.gateway.admin.request_line import log_request
+from everwarm.gateway.admin.status import status_routes
+from everwarm.gateway.admin.traces import traces_to
+from everwarm.gateway.admin.web_ui import page_routes
+from everwarm.gateway.anthropic.routes import anthropic_routes
+from everwarm.gateway.http.sse import Hangup
+from everwarm.gateway.images.image_download import RemotePolicy
+from everwarm.gateway.images.image_loader import PictureLimits, Pictures
+from everwarm.gateway.llamaserver.routes import llama_routes
+from everwarm.gateway.ollama.routes import ollama_routes
+from everwarm.gateway.openai.routes import openai_routes
+from everwarm.gateway.responses.response_store import KeptResponses
+from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
-from everwarm.gateway.status import status_routes
-from everwarm.gateway.traces import traces_to
 from everwarm.router.pool import Pool
 from everwarm.state.slotfile import sweep_all
 

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from everwarm import __version__
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
-from everwarm.gateway.connection import Connection, ConnectionLimits, Crowd
-from everwarm.gateway.lag import favour_the_loop
+from everwarm.gateway.http.connection import Connection, ConnectionLimits, Crowd
+from everwarm.gateway.http.loop_lag import favour_the_loop
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog import Catalog

@@ -18,26 +18,26 @@ from starlette.requests import Request
 from everwarm.engine import messages as m
 from everwarm.engine.messages import ModelInfo
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
-from everwarm.gateway.access import principal_of
-from everwarm.gateway.ahead import Ahead, NextTurn
-from everwarm.gateway.bodies import Bodies, Received
-from everwarm.gateway.body import Body, ChatBody, CompletionBody, read
-from everwarm.gateway.chat import ChatTemplate
-from everwarm.gateway.connection import network_of
-from everwarm.gateway.forms import completion_form
-from everwarm.gateway.generate import Event, events
-from everwarm.gateway.guard import error_body
-from everwarm.gateway.lag import LoopLag
-from everwarm.gateway.limits import Limits, Place, estimated_tokens
-from everwarm.gateway.metrics import Metrics
-from everwarm.gateway.notation import TAIL, Notation
-from everwarm.gateway.pictures import Pictures, Sight
-from everwarm.gateway.prepared import Shown, prepare_chat, template_options
-from everwarm.gateway.recent import Caller, Follow, Recent
-from everwarm.gateway.replies import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
-from everwarm.gateway.reply import ReplyReader
+from everwarm.gateway.access.auth import principal_of
+from everwarm.gateway.access.limits import Limits, Place, estimated_tokens
+from everwarm.gateway.access.middleware import error_body
+from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.admin.request_log import Caller, Follow, Recent
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.generate import Event, events
+from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
+from everwarm.gateway.chat.next_turn import Ahead, NextTurn
+from everwarm.gateway.chat.prepare import Shown, prepare_chat, template_options
+from everwarm.gateway.constraints.reply_constraint import completion_form
+from everwarm.gateway.http.connection import network_of
+from everwarm.gateway.http.loop_lag import LoopLag
+from everwarm.gateway.http.request_body import Bodies, Received
+from everwarm.gateway.http.sse import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
+from everwarm.gateway.images.image_loader import Pictures, Sight
+from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody, read
+from everwarm.gateway.parsing.model_syntax import TAIL, Notation
+from everwarm.gateway.parsing.output_parser import ReplyReader
 from everwarm.gateway.settings import ServerSettings
-from everwarm.gateway.template import MAX_PROMPT_CHARS
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervisor import Lend, Question
 

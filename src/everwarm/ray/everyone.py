@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from everwarm.gateway.metrics import CONTENT_TYPE
-from everwarm.gateway.replies import json_response
+from everwarm.gateway.admin.metrics import CONTENT_TYPE
+from everwarm.gateway.http.sse import json_response
 from everwarm.ray.known import replicas_of
 from everwarm.ray.wire import Asked
 

@@ -17,9 +17,9 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.errors import EngineStopped, ModelNotFound
-from everwarm.gateway.guard import Guard, error_response
-from everwarm.gateway.prefixes import NOTHING, Prefixes, prefixes_of, response_key
-from everwarm.gateway.replies import json_response
+from everwarm.gateway.access.middleware import Guard, error_response
+from everwarm.gateway.chat.prefix_keys import NOTHING, Prefixes, prefixes_of, response_key
+from everwarm.gateway.http.sse import json_response
 from everwarm.logs import log_to_stderr
 from everwarm.ray.boundary import Died
 from everwarm.ray.everyone import Answer, Everyone

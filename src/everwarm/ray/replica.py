@@ -17,9 +17,9 @@ from starlette.types import Message
 
 from everwarm.engine import messages as m
 from everwarm.errors import EngineStopped, ReplicaNotFound
+from everwarm.gateway.access.middleware import error_response
+from everwarm.gateway.admin.request_log import MOST_KEPT
 from everwarm.gateway.app import build_gateway
-from everwarm.gateway.guard import error_response
-from everwarm.gateway.recent import MOST_KEPT
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_to_stderr
 from everwarm.ray.boundary import serve

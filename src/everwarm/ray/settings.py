@@ -16,7 +16,7 @@ import msgspec
 from everwarm.config import cache_directory, require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings, RemoteSettings, RestorePolicy
-from everwarm.gateway.access import read_key_file
+from everwarm.gateway.access.auth import read_key_file
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.names import LATEST
 from everwarm.router.tables import ModelTable, Text, below, convert, did_you_mean, parsed, place, speaking_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from everwarm.gateway.prefixes import NOTHING, Prefixes, response_key
+from everwarm.gateway.chat.prefix_keys import NOTHING, Prefixes, response_key
 
 Headers = list[tuple[bytes, bytes]]
 

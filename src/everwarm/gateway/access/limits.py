@@ -1,0 +1,149 @@
+"""How much may be running and waiting, in requests and in prompt tokens. Asked before anything is tokenized.
+
+A request counts what it holds: until its prompt is known an estimate from its body, then its prompt's tokens, and nothing
+once the engine has done its part. Whoever does not read his answer holds his place only while nobody else needs it, and one
+client that takes all of them cannot keep out another. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from everwarm.engine.messages import Backlog
+from everwarm.errors import Draining, Overloaded
+from everwarm.gateway.access.retry_after import Told, retry_after_s
+from everwarm.gateway.settings import ServerSettings
+
+_BYTES_PER_TOKEN = 3  # a guess on the safe side
+STALLED_S = 1.0  # an answer that its client has not taken for so long gives up its place to somebody else
+
+
+def estimated_tokens(n_bytes: int) -> int:
+    return max(1, n_bytes // _BYTES_PER_TOKEN)
+
+
+class Place:
+    """What one admitted request counts. ``cut_off`` ends its connection; without one it cannot be made to leave."""
+
+    def __init__(self, limits: Limits, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> None:
+        self._limits = limits
+        self._cut_off = cut_off
+        self._blocked_at: float | None = None
+        self.client = client
+        self.n_tokens = n_tokens
+        self.is_held = True
+
+    def recount(self, n_tokens: int) -> None:
+        """More is known about its prompt than before."""
+        if self.is_held:
+            self._limits.n_tokens += n_tokens - self.n_tokens
+            self.n_tokens = n_tokens
+
+    def release(self) -> None:
+        """The engine has nothing more to do for it. More than once does no harm."""
+        if self.is_held:
+            self.is_held = False
+            self._limits.forget(self)
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """While something is written that the client may or may not take."""
+        self._blocked_at = self._blocked_at or time.monotonic()
+        try:
+            yield
+        finally:
+            self._blocked_at = None
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long its client has taken nothing; 0 where nothing could be done about it."""
+        if self._blocked_at is None or self._cut_off is None:
+            return 0.0
+        return time.monotonic() - self._blocked_at
+
+    def give_up(self) -> None:
+        self.release()
+        if self._cut_off is not None:
+            self._cut_off()
+
+
+class Limits:
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._places: dict[Place, None] = {}
+        self._n_of_client: Counter[str] = Counter()
+        self.n_tokens = 0
+        self.is_draining = False
+        self.backlogs: Callable[[], Sequence[Backlog]] = tuple  # of the engines that run
+        self._told = Told()
+
+    @property
+    def n_requests(self) -> int:
+        return len(self._places)
+
+    @property
+    def n_reserved(self) -> int:
+        """Places beyond ``max_requests``, each for a client that has none."""
+        return max(1, self._settings.max_requests // 8)
+
+    @contextlib.contextmanager
+    def admitted(
+        self,
+        n_body_bytes: int,
+        client: str = "",
+        *,
+        n_context: int | None = None,
+        cut_off: Callable[[], None] | None = None,
+    ) -> Iterator[Place]:
+        """Counted while inside, or until it is released; ``Overloaded`` if there is no room. A prompt never counts more
+        than the ``n_context`` tokens it could have."""
+        n_tokens = estimated_tokens(n_body_bytes)
+        place = self._admit(client, n_tokens if n_context is None else min(n_tokens, n_context), cut_off)
+        try:
+            yield place
+        finally:
+            place.release()
+
+    def forget(self, place: Place) -> None:
+        del self._places[place]
+        self.n_tokens -= place.n_tokens
+        self._n_of_client[place.client] -= 1
+        if not self._n_of_client[place.client]:
+            del self._n_of_client[place.client]
+
+    def _admit(self, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> Place:
+        if self.is_draining:
+            raise Draining("the server is stopping; try another one or later")
+        while (lack := self._lack(n_tokens)) is not None:
+            stalled = max(self._places, key=lambda place: place.stalled_s)
+            if stalled.stalled_s >= STALLED_S:
+                stalled.give_up()
+            elif self._may_be_reserved_for(client):
+                break
+            else:
+                raise self._overloaded(lack)
+        place = Place(self, client, n_tokens, cut_off)
+        self._places[place] = None
+        self._n_of_client[client] += 1
+        self.n_tokens += n_tokens
+        return place
+
+    def _lack(self, n_tokens: int) -> str | None:
+        """Why there is no ordinary place."""
+        if self.n_requests >= self._settings.max_requests:
+            return f"{self.n_requests} requests are running or waiting already"
+        if self.n_requests and self.n_tokens + n_tokens > self._settings.max_waiting_tokens:
+            return f"prompts of about {self.n_tokens} tokens are waiting already"
+        return None
+
+    def _may_be_reserved_for(self, client: str) -> bool:
+        return not self._n_of_client[client] and self.n_requests < self._settings.max_requests + self.n_reserved
+
+    def _overloaded(self, why: str) -> Overloaded:
+        now = time.monotonic()
+        wait_s = retry_after_s(self.backlogs(), self.n_requests, self.n_tokens, self._told.n_ahead(now))
+        self._told.add(now, wait_s)
+        return Overloaded(f"{why}; try again in about {wait_s} s", wait_s)

@@ -1,0 +1,109 @@
+"""The JSON of the cache API, from what the engine saw and what requests came to; see ``docs/cache-api.md``. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everwarm.engine import messages as m
+from everwarm.gateway.admin.request_log import Recent, Row, Totals
+from everwarm.gateway.openai import encode
+from everwarm.router.pool import Standing
+
+Json = dict[str, Any]
+
+
+def request(row: Row, *, with_words: bool) -> Json:
+    """Without words: what an error says and where a prompt differs are told by their code and place only."""
+    done, caller, first_s = row.done, row.caller, row.first_s()
+    cache = None if done is None else encode.timings(done)["cache"]
+    if cache is not None and cache["diverged"] is not None and not with_words:
+        cache["diverged"] = {"at": cache["diverged"]["at"]}
+    return {
+        "id": row.id,
+        "at": row.at,
+        "model": caller.model,
+        "path": caller.path,
+        "stream": caller.stream,
+        "status": row.status,
+        "error": row.error if with_words else row.error_code,
+        "n_prompt": row.n_prompt,
+        "n_cached": row.n_cached,
+        "n_read": row.n_read,
+        "n_reply": row.n_reply,
+        "reason": None if done is None else done.why.reason,
+        "cache": cache,
+        "phases": [{"name": name, "ms": 1e3 * seconds} for name, seconds in row.phases()],
+        "ttft_ms": None if first_s is None else 1e3 * first_s,
+        "slot": row.slot,
+    }
+
+
+def tree(seen: m.TreeSeen, model: str, recent: Recent) -> Json:
+    nodes = [node(each, model, recent) for each in seen.nodes]
+    following = None if seen.next is None else str(seen.next)
+    return {"version": seen.version, "n_total": seen.n_total, "next": following, "nodes": nodes}
+
+
+def node(seen: m.NodeSeen, model: str, recent: Recent) -> Json:
+    checkpoint = None
+    if seen.kind is not None:
+        checkpoint = {"kind": seen.kind, "tiers": seen.state_tiers, "bytes": seen.state_bytes}
+    running = None
+    if seen.running is not None:
+        number, at, n_prompt = seen.running
+        running = {"request": recent.running(model, number), "at": at, "n_prompt": n_prompt}
+    return {
+        "id": seen.id,
+        "parent": seen.parent,
+        "start": seen.start,
+        "end": seen.end,
+        "namespace": seen.namespace,
+        "words": seen.words,
+        "n_children": seen.n_children,
+        "last_use": seen.last_use,
+        "hits": seen.hits,
+        "pinned": seen.pinned,
+        "checkpoint": checkpoint,
+        "kv": {"tiers": seen.kv_tiers, "bytes": seen.kv_bytes},
+        "running": running,
+    }
+
+
+def condition(model: Standing) -> Json:
+    """How its engine is; where it was given up, why and when it is tried again."""
+    supervisor, retry = model.supervisor, model.retry
+    return {
+        "state": supervisor.state.value,
+        "restarts": supervisor.n_restarts,
+        "reason": model.reason,
+        "attempts": supervisor.deaths.n_given_up,
+        "retry_at": None if retry is None else retry.at_time,
+    }
+
+
+def overview(model: Standing, models: list[Standing], totals: Totals, seen: Json | None, *, text: bool) -> Json:
+    """``seen`` is what the engine says; None: it does not run, and nothing of what it keeps can be seen."""
+    engine = condition(model)
+    speed = None if seen is None else seen["seconds_per_token"]
+    return {
+        "model": model.spec.id,
+        "models": [{"id": each.spec.id, "status": each.status.phase.value} for each in models],
+        "text": text,
+        "version": None if seen is None else seen["version"],
+        "n_nodes": None if seen is None else seen["n_nodes"],
+        "engine": engine | ({} if seen is None else seen["engine"]),
+        "tiers": None if seen is None else seen["tiers"],
+        "tokens": {
+            "prompt": totals.n_prompt,
+            "reused": totals.n_reused,
+            "read": totals.n_prompt - totals.n_reused,
+            "avoidable": totals.n_avoidable,
+            "written": totals.n_written,
+        },
+        "hit_rate": totals.n_reused / totals.n_prompt if totals.n_prompt else 0.0,
+        "seconds_saved": totals.seconds_saved(speed),
+        "requests": {"total": totals.n_requests},
+        "evictions": 0 if seen is None else seen["evictions"],
+        "quarantines": 0 if seen is None else seen["quarantines"],
+        "prewarm": None if seen is None else seen["prewarm"],
+    }

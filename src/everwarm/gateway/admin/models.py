@@ -1,0 +1,108 @@
+"""The list of models in OpenAI's, Anthropic's and llama-server's shape, and orders to load and unload."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from everwarm.errors import ModelNotFound
+from everwarm.gateway.access.auth import admin_only, principal_of
+from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.openai.schema import ModelBody
+from everwarm.gateway.service import Service
+from everwarm.router.plan import Phase
+from everwarm.router.pool import Standing
+
+Json = dict[str, Any]
+
+_SHOWN = {  # llama-server's words
+    Phase.ASLEEP: "unloaded",
+    Phase.LOADING: "loading",
+    Phase.READY: "loaded",
+    Phase.DRAINING: "loaded",
+    Phase.STOPPING: "unloaded",
+}
+
+
+def models_routes(service: Service) -> list[Route]:
+    models = Models(service)
+    return [
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{id:path}", models.show, methods=["GET"]),
+        Route("/models", models.list, methods=["GET"]),
+        Route("/models/load", models.load, methods=["POST"]),
+        Route("/models/unload", models.unload, methods=["POST"]),
+    ]
+
+
+class Models:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list(self, request: Request) -> Response:
+        """One body that satisfies OpenAI's, Anthropic's and llama-server's clients."""
+        pool = self._service.pool
+        if request.query_params.get("reload") in ("1", "true"):
+            if not principal_of(request).is_admin:
+                raise admin_only("GET /models?reload=1")
+            pool.refresh(now=True)
+        models = self._models()
+        first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
+        return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
+
+    async def show(self, request: Request) -> Response:
+        """One of the list, by its own name or another of its names."""
+        id = request.path_params["id"]
+        models = self._models()
+        found = next((model for model in models if id in (model["id"], *model.get("aliases", ()))), None)
+        if found is None:
+            names = ", ".join(str(model["id"]) for model in models) or "none"
+            raise ModelNotFound(f"there is no model {id[:100]!r}; there are: {names}")
+        return json_response(found)
+
+    def _models(self) -> builtins.list[Json]:
+        pool = self._service.pool
+        models = [_model(standing) for standing in pool.standings()]
+        return models + [
+            {**_names(broken.id), "status": {"value": "unloaded", "failed": True, "reason": broken.reason}}
+            for broken in pool.catalog.broken
+        ]
+
+    async def load(self, request: Request) -> Response:
+        self._service.pool.load((await self._service.read(request, ModelBody)).body.model)
+        return json_response({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        self._service.pool.unload((await self._service.read(request, ModelBody)).body.model)
+        return json_response({"success": True})
+
+
+def _names(id: str) -> Json:
+    dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+    names = {"id": id, "object": "model", "type": "model", **dates, "owned_by": "everwarm", "display_name": id}
+    return {**names, "lifecycle": "active"}
+
+
+def _model(standing: Standing) -> Json:
+    status, info = standing.status, standing.supervisor.info
+    shown: Json = {"value": _SHOWN[status.phase]}
+    if status.phase is Phase.LOADING:
+        shown["progress"] = standing.supervisor.loaded
+    if status.reason is not None:
+        shown |= {"failed": True, "reason": status.reason}
+        if standing.retry_in_s is not None:
+            shown |= {"attempts": standing.supervisor.deaths.n_given_up, "retry_in_s": round(standing.retry_in_s, 1)}
+    model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "status": shown}
+    if info is not None:
+        model |= {"max_input_tokens": info.n_ctx, "max_tokens": info.n_ctx}
+        model["meta"] = {
+            "n_ctx_train": info.n_ctx_train,
+            "n_params": info.n_params,
+            "size": info.size_bytes,
+            "n_vocab": info.n_vocab,
+        }
+    return {**model, "n_running": status.n_leased, "n_waiting": status.n_waiting}

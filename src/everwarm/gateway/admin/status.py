@@ -1,0 +1,114 @@
+"""Whether the server is alive and ready, and its numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from everwarm.engine import messages as m
+from everwarm.errors import EngineStopped
+from everwarm.gateway.admin.health import components
+from everwarm.gateway.admin.metrics import CONTENT_TYPE
+from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.service import Service
+from everwarm.router.deaths import Cause
+from everwarm.router.plan import Phase
+from everwarm.router.pool import Served, Standing
+from everwarm.router.supervisor import State
+
+
+def status_routes(service: Service) -> list[Route]:
+    status = Status(service)
+    return [
+        Route("/health", status.health, methods=["GET"]),
+        Route("/v1/health", status.health, methods=["GET"]),
+        Route("/ready", status.ready, methods=["GET"]),
+        Route("/metrics", status.metrics, methods=["GET"]),
+    ]
+
+
+class Status:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, _request: Request) -> Response:
+        """The gateway is alive: 200, whatever else is wrong. How each part is stands beside it; ``/ready`` says whether to
+        send requests."""
+        parts = components(self._service.pool.standings())
+        return json_response({"status": "ok", "components": {name: part.as_json() for name, part in parts.items()}})
+
+    async def ready(self, _request: Request) -> Response:
+        """Of one model: whether it can be used now. With several, whoever is needed is loaded: the server is ready."""
+        standings = self._service.pool.standings()
+        is_ready, wait_s, about = True, None, {"status": "ready", "models": len(standings)}
+        if len(standings) == 1:
+            (one,) = standings
+            sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it wakes when it is asked for
+            is_ready = one.supervisor.is_ready or (sleeps and not self._service.pool.is_stopping)
+            wait_s, about = one.retry_in_s or one.supervisor.back_in_s, _condition(one)
+        headers = {} if is_ready else {"retry-after": str(math.ceil(wait_s or 0.0) or 1)}
+        return json_response(about, 200 if is_ready else 503, headers)
+
+    async def metrics(self, request: Request) -> Response:
+        """The gateway's own, and the engine's of one model: the only one, or the one that is named."""
+        pool, name = self._service.pool, request.query_params.get("model")
+        standings, lag = pool.standings(), self._service.lag.take_most()
+        gauges = {
+            "everwarm_models": ("Models that can be asked for", float(len(standings))),
+            "everwarm_loop_lag_most_seconds": (
+                "The longest lag of the gateway's event loop since this was asked last",
+                lag.wall_s,
+            ),
+            "everwarm_loop_lag_most_busy_seconds": (
+                "The same, as much of it as the gateway was computing and not waiting for a processor",
+                lag.busy_s,
+            ),
+            "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
+        }
+        engine: dict[str, Any] = {}
+        counters: dict[str, tuple[str, float | dict[str, float]]] = {}
+        if name is not None or pool.catalog.find(None) is not None:
+            served = pool.look(name)
+            supervisor = served.supervisor
+            with contextlib.suppress(EngineStopped):  # it may be put to sleep just now
+                engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
+            gauges |= _engine_gauges(served)
+            counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
+            by_cause = {cause.value: float(supervisor.died_of[cause]) for cause in Cause}
+            counters["everwarm_engine_deaths"] = ("Times the engine died, by what of", by_cause)
+        return Response(self._service.metrics.render(engine, gauges, counters), media_type=CONTENT_TYPE)
+
+
+def _condition(one: Standing) -> dict[str, Any]:
+    supervisor = one.supervisor
+    state = "stalled" if supervisor.state is State.READY else supervisor.state.value
+    return {
+        "status": "ready" if supervisor.is_ready else state,
+        "loaded": supervisor.loaded,
+        "restarts": supervisor.n_restarts,
+        "reason": one.reason,
+        "last_restart": supervisor.last_restart,
+        "attempts": supervisor.deaths.n_given_up,
+        "retry_in_s": None if one.retry_in_s is None else round(one.retry_in_s, 1),
+    }
+
+
+def _engine_gauges(served: Served) -> dict[str, tuple[str, float]]:
+    supervisor, load, retry = served.supervisor, served.supervisor.load, served.retry
+    waits_s = 0.0 if retry is None or retry.at is None else max(0.0, retry.at - time.monotonic())
+    return {
+        "llamacpp:requests_processing": ("Requests being read or written", float(load.n_running if load else 0)),
+        "llamacpp:requests_deferred": ("Requests waiting for a slot", float(load.n_queued if load else 0)),
+        "everwarm_engine_ready": ("1 if the engine is ready", float(supervisor.is_ready)),
+        "everwarm_engine_failed_tries": (
+            "Tries in a row to start it again that failed, since it was given up",
+            float(supervisor.deaths.n_given_up),
+        ),
+        "everwarm_engine_retry_seconds": ("Until the next try; 0: it is not waited for", waits_s),
+    }

@@ -1,0 +1,71 @@
+"""OpenTelemetry: a span for each request and a child for each of its phases. Its packages are an extra, imported only when
+somebody wants traces; what goes wrong with a collector never reaches a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from everwarm import __version__
+from everwarm.errors import EverwarmError
+from everwarm.gateway.admin.request_log import Row
+
+PATH = "/v1/traces"
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    ended: Callable[[Row], None]
+    close: Callable[[], None]
+
+
+def traces_to(endpoint: str) -> Traces:
+    """Spans go to this collector (OTLP over HTTP), in batches, from a thread of their own."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise EverwarmError("traces need more packages: pip install 'everwarm[otel]'") from None
+    url = endpoint if endpoint.endswith(PATH) else endpoint.rstrip("/") + PATH
+    about = {"service.name": "everwarm", "service.version": __version__}
+    provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
+    tracer = provider.get_tracer("everwarm", __version__)
+    return Traces(lambda row: _say(tracer, row), provider.shutdown)
+
+
+def _say(tracer: Any, row: Row) -> None:
+    from opentelemetry.trace import Status, StatusCode, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    parent = row.caller.traceparent
+    above = TraceContextTextMapPropagator().extract({"traceparent": parent}) if parent else None
+    at = int(row.at * 1e9)
+    span = tracer.start_span(row.caller.path, above, start_time=at, attributes=attributes(row))
+    inside = set_span_in_context(span)
+    for name, seconds in row.phases():
+        child = tracer.start_span(name, inside, start_time=at)
+        at += int(seconds * 1e9)
+        child.end(at)
+    if row.status == "failed":
+        span.set_status(Status(StatusCode.ERROR, row.error_code))  # its words may quote the request
+    span.end(at)
+
+
+def attributes(row: Row) -> dict[str, str | int]:
+    """What a span says besides its times; no texts."""
+    said: dict[str, str | int] = {
+        "gen_ai.request.model": row.caller.model,
+        "gen_ai.usage.input_tokens": row.n_prompt,
+        "gen_ai.usage.output_tokens": row.n_reply,
+        "everwarm.request_id": row.id,
+        "everwarm.status": row.status,
+        "everwarm.cached_tokens": row.n_cached,
+        "everwarm.read_tokens": row.n_read,
+    }
+    if row.slot is not None:
+        said["everwarm.slot"] = row.slot
+    return said if row.done is None else said | {"everwarm.reason": row.done.why.reason}

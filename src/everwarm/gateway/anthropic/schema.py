@@ -1,0 +1,154 @@
+"""Anthropic's request bodies: typed, bounded, unknown fields ignored. Pure parsing; knows no HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from everwarm.errors import BadRequest
+from everwarm.gateway.openai.schema import MAX_MESSAGES, Count, Name, Probability, read
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    cache_control: Any = None  # where the client hopes for a cache; never seen by a template
+
+
+class Text(Block, frozen=True, tag="text"):
+    text: str
+
+
+class Base64Source(msgspec.Struct, frozen=True, tag_field="type", tag="base64"):
+    data: str
+    media_type: Annotated[str, Meta(max_length=100)] = "image/png"
+
+
+class UrlSource(msgspec.Struct, frozen=True, tag_field="type", tag="url"):
+    url: str
+
+
+class Image(Block, frozen=True, tag="image"):
+    source: Base64Source | UrlSource
+
+
+class TextSource(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    data: str
+
+
+class BlocksSource(msgspec.Struct, frozen=True, tag_field="type", tag="content"):
+    content: str | list[Text]
+
+
+class Document(Block, frozen=True, tag="document"):
+    source: TextSource | BlocksSource
+    title: str | None = None
+    context: str | None = None
+
+
+class ToolUse(Block, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Block, frozen=True, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[Text | Image | Document] | None = None
+    is_error: bool | None = None
+
+
+class Thinking(Block, frozen=True, tag="thinking"):
+    thinking: str
+
+
+class RedactedThinking(Block, frozen=True, tag="redacted_thinking"):
+    """Thinking of another server, in cipher: nothing to read."""
+
+
+Shown = Text | Image | Document
+AnyBlock = Text | Image | Document | ToolUse | ToolResult | Thinking | RedactedThinking
+
+
+class Turn(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[AnyBlock]
+
+
+class Tool(msgspec.Struct, frozen=True):
+    name: Name = ""
+    type: Name | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    cache_control: Any = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingChoice(msgspec.Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    user_id: str | None = None
+
+
+class CountBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a prompt. The last two are Everwarm's own."""
+
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: Name | None = None
+    system: str | list[Text] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingChoice | None = None
+    cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Name | None = None
+
+    @property
+    def marks_cache(self) -> bool:
+        """Whether the client said anywhere what is to be kept."""
+        blocks = [self, *(self.tools or ()), *blocks_of(self.system)]
+        for turn in self.messages:
+            for block in blocks_of(turn.content):
+                blocks += [block, *(blocks_of(block.content) if isinstance(block, ToolResult) else ())]
+        return any(getattr(block, "cache_control", None) is not None for block in blocks)
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """``max_tokens`` may be 0: the prompt is read and nothing is said."""
+
+    max_tokens: Count
+    output_config: dict[str, Any] | None = None
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    metadata: Metadata | None = None
+    seed: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] | None = None
+    deterministic: bool | None = None
+
+
+B = TypeVar("B", bound=CountBody)
+
+
+def read_body(data: bytes | bytearray, kind: type[B]) -> B:
+    try:
+        return read(data, kind)
+    except BadRequest as error:
+        if "Invalid value '" in str(error) and str(error).endswith(".type`"):
+            told = "text, image, document (text), tool_use, tool_result and thinking can be used here"
+            raise BadRequest(f"{error}: of blocks, {told}") from None
+        raise
+
+
+def blocks_of(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [Text(text=content)] if content else []
+    return list(content or ())

@@ -1,0 +1,272 @@
+"""Anthropic's conversation as a chat body.
+
+What has no counterpart is said in words the model can read, or refused: what a model would never see must not pass for
+seen. Pure: knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from everwarm.errors import BadRequest
+from everwarm.gateway.anthropic.schema import (
+    AnyBlock,
+    Base64Source,
+    CountBody,
+    Document,
+    Image,
+    MessagesBody,
+    RedactedThinking,
+    Shown,
+    Text,
+    TextSource,
+    Thinking,
+    Tool,
+    ToolChoice,
+    ToolResult,
+    ToolUse,
+    Turn,
+    UrlSource,
+    blocks_of,
+)
+from everwarm.gateway.openai.schema import ChatBody
+
+Json = dict[str, Any]
+
+REMINDER = "<system-reminder>"
+HARMLESS_TOOLS = "tool_search_tool_"  # they find tools that were held back; here none are
+
+
+def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
+    """The same conversation in the words of a chat body."""
+    tools = _tools(body.tools or ())
+    asked: Json = {}
+    if isinstance(body, MessagesBody):
+        asked = {
+            "max_tokens": body.max_tokens,
+            "stream": body.stream,
+            "stop": body.stop_sequences,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "seed": body.seed,
+            "deterministic": body.deterministic,
+            "response_format": _response_format(body.output_config or {}),
+        }
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    choice = body.tool_choice
+    return ChatBody(
+        model=body.model,
+        messages=chat_messages(body),
+        tools=tools or None,
+        tool_choice=_tool_choice(choice, tools),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        chat_template_kwargs={"enable_thinking": thinks, **(body.chat_template_kwargs or {})},
+        cache_salt=body.cache_salt,
+        prompt_cache_key=session[:512] if session else None,
+        **asked,
+    )
+
+
+def _response_format(config: Json) -> Json | None:
+    """What a reply must look like, in OpenAI's words."""
+    said = config.get("format")
+    if not isinstance(said, dict) or said.get("type") != "json_schema":
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": said.get("schema"), "strict": True}}
+
+
+# tools
+
+
+def _tools(tools: Sequence[Tool]) -> list[Json]:
+    return [_tool(tool) for tool in tools if not (tool.type or "").startswith(HARMLESS_TOOLS)]
+
+
+def _tool(tool: Tool) -> Json:
+    if tool.input_schema is None or not tool.name:
+        what = f"type {tool.type[:60]!r}" if tool.type and tool.type != "custom" else f"name {tool.name[:60]!r}"
+        raise BadRequest(f"the tool of {what} cannot be used here: give tools a name and an input_schema")
+    function: Json = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+
+
+def _tool_choice(choice: ToolChoice | None, tools: Sequence[Json]) -> Any:
+    if choice is None or choice.type in ("auto", "none"):
+        return None if choice is None else choice.type
+    names = [tool["function"]["name"] for tool in tools]
+    if not names:
+        raise BadRequest(f"tool_choice is {choice.type!r} but there are no tools: send some, or leave it out")
+    if choice.type == "any":
+        return "required"
+    if choice.name not in names:
+        raise BadRequest(f"tool_choice names {str(choice.name)[:60]!r}; the tools are: {', '.join(names)[:500]}")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+# messages
+
+
+@dataclass(slots=True)
+class _Said:
+    """A message of the chat while it is put together; neighbours of one role are one message."""
+
+    role: str
+    blocks: list[Shown] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
+    answers: str | None = None
+
+    def message(self) -> Json:
+        content = _content(self.blocks, separated=self.role != "assistant")
+        message: Json = {"role": self.role, "content": content}
+        if self.thoughts:
+            message["reasoning_content"] = "\n".join(self.thoughts)
+        if self.calls:
+            message |= {"content": content or None, "tool_calls": self.calls}
+        return message if self.answers is None else {**message, "tool_call_id": self.answers}
+
+
+def chat_messages(body: CountBody) -> list[Json]:
+    first = list(itertools.takewhile(lambda turn: turn.role == "system", body.messages))
+    system = [*blocks_of(body.system), *(block for turn in first for block in _text_only(turn))]
+    said = [_Said("system", system)] if system else []
+    for turn in body.messages[len(first) :]:
+        match turn.role:
+            case "assistant":
+                _assistant(said, turn)
+            case "user":
+                _user(said, turn)
+            case "system":
+                _remind(said, [Text(text=_wrapped(block.text)) for block in _text_only(turn)])
+    if not said or said[-1].role in ("system", "assistant"):
+        raise BadRequest("the conversation must end with a message of the user; replies cannot be begun for the model")
+    return [each.message() for each in said]
+
+
+def _assistant(said: list[_Said], turn: Turn) -> None:
+    now = _last(said, "assistant")
+    for block in blocks_of(turn.content):
+        match block:
+            case Text():
+                now.blocks.append(block)
+            case Thinking(thinking=thought):
+                now.thoughts.append(thought)
+            case RedactedThinking():
+                pass
+            case ToolUse():
+                arguments = json.dumps(block.input, ensure_ascii=False)
+                function = {"name": block.name, "arguments": arguments}
+                now.calls.append({"id": block.id, "type": "function", "function": function})
+            case _:
+                raise _misplaced(block, "the assistant")
+
+
+def _user(said: list[_Said], turn: Turn) -> None:
+    """Results of tools first, then what the user said. A reminder beside results stays with them: as a message of its own
+    it would open a new turn, and many templates drop the thinking of the turns before."""
+    blocks = blocks_of(turn.content)
+    shown: list[Shown] = []
+    for block in blocks:
+        match block:
+            case ToolResult():
+                said.append(_Said("tool", _result(block), answers=block.tool_use_id))
+            case Text() | Image() | Document():
+                shown.append(block)
+            case _:
+                raise _misplaced(block, "the user")
+    if len(shown) < len(blocks):
+        beside = list(itertools.takewhile(_reminds, shown))
+        _remind(said, beside)
+        shown = shown[len(beside) :]
+    if shown or not blocks:
+        _last(said, "user").blocks.extend(shown)
+
+
+def _remind(said: list[_Said], blocks: Sequence[Shown]) -> None:
+    """Said by the client in passing, to whatever was said last."""
+    if blocks:
+        now = said[-1] if said and said[-1].role in ("user", "tool") else _last(said, "user")
+        now.blocks.extend(blocks)
+
+
+def _last(said: list[_Said], role: str) -> _Said:
+    if not said or said[-1].role != role:
+        said.append(_Said(role))
+    return said[-1]
+
+
+def _result(block: ToolResult) -> list[Shown]:
+    """A mark on the whole result is one on its last block; that it is an error is said in words."""
+    blocks: list[Shown] = [*blocks_of(block.content)]
+    if block.is_error:
+        blocks = [Text(text="Error:"), *blocks]
+    if block.cache_control is not None and blocks:
+        blocks[-1] = msgspec.structs.replace(blocks[-1], cache_control=block.cache_control)
+    return blocks
+
+
+def _text_only(turn: Turn) -> list[Text]:
+    blocks = blocks_of(turn.content)
+    for block in blocks:
+        if not isinstance(block, Text):
+            raise _misplaced(block, "the system")
+    return blocks
+
+
+def _reminds(block: Shown) -> bool:
+    return isinstance(block, Text) and block.text.lstrip().startswith(REMINDER)
+
+
+def _wrapped(text: str) -> str:
+    return text if text.lstrip().startswith(REMINDER) else f"{REMINDER}\n{text}\n</system-reminder>"
+
+
+def _misplaced(block: AnyBlock, who: str) -> BadRequest:
+    kind = type(block).__struct_config__.tag
+    return BadRequest(f"a block of type {kind!r} cannot be said by {who}")
+
+
+# content
+
+
+def _content(blocks: Sequence[Shown], *, separated: bool) -> str | list[Json]:
+    """One text where that says it all, else parts. Blocks of text are told apart by a line end where they have none."""
+    parts = [_part(block) for block in blocks]
+    if separated:
+        for part, following in itertools.pairwise(parts):
+            text, after = part.get("text"), following.get("text")
+            if text and after and not text.endswith("\n") and not after.startswith("\n"):
+                part["text"] = f"{text}\n"
+    if all(part.keys() == {"type", "text"} for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(block: Shown) -> Json:
+    match block:
+        case Text(text=text):
+            part: Json = {"type": "text", "text": text}
+        case Image(source=Base64Source(data=data, media_type=kind)):
+            part = {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case Image(source=UrlSource(url=url)):
+            part = {"type": "image_url", "image_url": {"url": url}}
+        case Document():
+            part = {"type": "text", "text": "\n".join(_document(block))}
+    return part if block.cache_control is None else {**part, "cache_control": block.cache_control}
+
+
+def _document(block: Document) -> Iterable[str]:
+    yield from (line for line in (block.title, block.context) if line)
+    if isinstance(block.source, TextSource):
+        yield block.source.data
+    else:
+        yield from (text.text for text in blocks_of(block.source.content))

@@ -1,0 +1,124 @@
+"""Chat messages to prompt text with a model's own template, and where that text should be cut.
+
+Hints are a function of the template, what it is given and, where it shows the time, the time. Knows text; knows no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everwarm.errors import BadRequest
+from everwarm.gateway.chat import breakpoints, stable_points
+from everwarm.gateway.chat.content import Message, tools_without_breakpoints, without_breakpoints
+from everwarm.gateway.chat.jinja_template import Given, Layout, Template
+from everwarm.state.policy import MAX_BREAKPOINTS
+
+Tools = Sequence[Mapping[str, Any]]
+
+_N_ENDS = 4  # messages whose ends are searched for where a template does not say where they are
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt's text and its cut hints, in characters. ``boundaries`` are ends of messages, ``stables`` where likely next
+    turns part from this one, ``stable`` what all of them share, ``breakpoints`` what the client marked."""
+
+    text: str
+    boundaries: tuple[int, ...]
+    stable: int | None
+    stables: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
+
+
+class ChatTemplate:
+    def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+        self.source = source
+        self._template = Template(source, bos=bos, eos=eos)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The text for these messages; what the template raises is the caller's mistake."""
+        given = Given(tools_without_breakpoints(tools), kwargs)
+        wanted = self._template.adapted(list(map(without_breakpoints, messages)))
+        return self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt).text
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> Rendered:
+        """The prompt that asks for the next reply, with its cut hints."""
+        given = Given(tools_without_breakpoints(tools), kwargs)
+        plain = list(map(without_breakpoints, messages))
+        wanted = self._template.adapted(plain)
+        layout = self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt)
+        ends = self._ends(layout, wanted, given)
+        points = stable_points.stable_points(
+            layout, wanted, self._next_text(given), end=ends[-1] if ends else len(layout.text), with_tools=bool(tools)
+        )
+        marked = breakpoints.in_messages(
+            layout.text,
+            messages,
+            plain,
+            lambda said: self._text(self._template.adapted(said), given, add_generation_prompt),
+        ) | breakpoints.in_tools(
+            layout.text,
+            tools,
+            given.tools,
+            lambda said: self._text(wanted, given.with_tools(said), add_generation_prompt),
+        )
+        last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
+        return Rendered(layout.text, ends, points[0] if points else None, points, last)
+
+    def after_reply(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        /,
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,  # noqa: ARG002 - the same options as for the prompt itself
+        **kwargs: Any,
+    ) -> str | None:
+        """The text that the next request is sure to begin with, once this message was given as the reply.
+
+        It holds whether the client sends thinking back or leaves it out, for any next question, and after tool calls for
+        any results of theirs, which nothing else may follow. None: the template does not say.
+        """
+        given = Given(tools_without_breakpoints(tools), kwargs)
+        plain = list(map(without_breakpoints, messages))
+        return stable_points.after_reply(plain, without_breakpoints(reply), self._next_text(given))
+
+    def _next_text(self, given: Given) -> stable_points.Render:
+        later = given.later
+        return lambda messages: self._text(self._template.adapted(messages), later, True)
+
+    def _text(self, messages: Sequence[Message], given: Given, add_generation_prompt: bool) -> str | None:
+        try:
+            return self._template.lay_out(messages, given, add_generation_prompt=add_generation_prompt).text
+        except BadRequest:  # some want a user's message, strict alternation, or no tools
+            return None
+
+    def _ends(self, layout: Layout, messages: Sequence[Message], given: Given) -> tuple[int, ...]:
+        """Where messages end. A template that does not say is asked for the conversation up to the last ones."""
+        if layout.end is not None:
+            return tuple(sorted({at for at in (*(start for _, start in layout.starts), layout.end) if at > 0}))
+        found = set()
+        for n in {1, *range(max(1, len(messages) - _N_ENDS + 1), len(messages) + 1)}:
+            text = self._text(messages[:n], given, False)
+            if text is not None and layout.text.startswith(text):
+                found.add(len(text))
+        return tuple(sorted(found - {0}))

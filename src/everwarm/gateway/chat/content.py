@@ -1,0 +1,108 @@
+"""Message content in the forms that clients send and templates take, and the breakpoints that clients set in it.
+
+Pure: nothing given is changed. Knows no templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everwarm.gateway.http.json_cost import check_weight
+
+Message = Mapping[str, Any]
+
+BREAKPOINT_KEYS = ("cache_control", "prompt_cache_breakpoint")
+
+
+def parts_as_text(message: Message, parts: Sequence[Any]) -> Message:
+    return {**message, "content": "".join(map(_text_of, parts))}
+
+
+def text_as_parts(message: Message, text: str) -> Message:
+    return {**message, "content": [{"type": "text", "text": text}]}
+
+
+def with_objects(message: Message, calls: Sequence[Any]) -> Message:
+    """With the arguments of its calls as objects; what is no JSON stays as it is."""
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _text_of(part: Any) -> str:
+    text = part.get("text", part.get("refusal", "")) if isinstance(part, dict) else part
+    return text if isinstance(text, str) else ""
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    text = function["arguments"] or "{}"
+    try:
+        check_weight(text.encode("utf-8", "surrogatepass"))
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+# breakpoints: the end of a prefix that a client means to use again
+
+
+def is_breakpoint(said: Any) -> bool:
+    return _has_keys(said) and any(said.get(key) for key in BREAKPOINT_KEYS)
+
+
+def breakpoint_in(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a part says that it is one."""
+    return {key: part[key] for key in BREAKPOINT_KEYS if key in part}
+
+
+def without_breakpoints(message: Message) -> Message:
+    """A message as a template may see it; the same object where there is nothing to take away."""
+    content = message.get("content")
+    if isinstance(content, list) and any(_has_keys(part) for part in content):
+        message = {**message, "content": [_plain(part) for part in content]}
+    return _plain(message) if _has_keys(message) else message
+
+
+def tools_without_breakpoints(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+    if not any(_has_keys(tool) or _has_keys(tool.get("function")) for tool in tools or ()):
+        return tools
+    return [_plain({k: _plain(v) if k == "function" else v for k, v in tool.items()}) for tool in tools or ()]
+
+
+def breakpoints_of_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    """How many tools lie before each breakpoint."""
+    found = enumerate(tools or (), start=1)
+    return [n for n, tool in found if is_breakpoint(tool) or is_breakpoint(tool.get("function"))]
+
+
+def breakpoints_of_messages(messages: Sequence[Message]) -> list[tuple[int, int | None]]:
+    """Where breakpoints are: a message, and how many of its parts lie before; None: all of it."""
+    found: list[tuple[int, int | None]] = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            found += [(i, n) for n, part in enumerate(content, start=1) if is_breakpoint(part)]
+        if is_breakpoint(message):
+            found.append((i, None))
+    return found
+
+
+def with_text_at(message: Message, n_parts: int | None, text: str) -> Message:
+    """With a text put in after so many parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        n = len(content) if n_parts is None else n_parts
+        return {**message, "content": [*content[:n], {"type": "text", "text": text}, *content[n:]]}
+    return {**message, "content": f"{content or ''}{text}"}
+
+
+def _has_keys(said: Any) -> bool:
+    return isinstance(said, dict) and ("cache_control" in said or "prompt_cache_breakpoint" in said)
+
+
+def _plain(said: Any) -> Any:
+    return {k: v for k, v in said.items() if k not in BREAKPOINT_KEYS} if _has_keys(said) else said

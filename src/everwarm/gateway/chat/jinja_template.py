@@ -1,0 +1,340 @@
+"""A model's own Jinja template as a function from messages to text, which also says where each message begins in it.
+
+The template comes with the model file, so it is untrusted: it runs in Jinja's sandbox, which does not let it change what it
+is given. Nothing in it is random, and it is told the time. Knows no cuts and no tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+
+from everwarm.errors import BadRequest
+from everwarm.gateway.chat.content import Message, parts_as_text, text_as_parts, with_objects
+
+_PROBE = "a8f3c1"
+MAX_PROMPT_CHARS = 8 << 20  # of one text
+_MANY_VALUES = 5_000  # more are not written by the library's fast encoder, which lets no other thread run
+_TRACE = "everwarm_trace"  # the name under which a template finds the recorder of its own loops
+
+
+class PromptTextTooLong(BadRequest):
+    def __init__(self) -> None:
+        super().__init__(
+            f"the chat template makes a text of more than {MAX_PROMPT_CHARS:,} characters of this conversation: "
+            "shorten it, or its tools"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A rendered text. ``starts`` are (message, character), ascending, for the loops that wrote the messages, and ``end``
+    is where they were done; without such loops there are none."""
+
+    text: str
+    starts: tuple[tuple[int, int], ...] = ()
+    end: int | None = None
+
+
+@dataclass(slots=True)
+class Given:
+    """What a template is given besides the messages, for all renders of one request. Texts made of its tools are kept."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    now: datetime.datetime = field(default_factory=datetime.datetime.now)
+    said: dict[tuple[Any, ...], str] = field(default_factory=dict)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Given:
+        return Given(tools, self.kwargs, self.now)
+
+    @property
+    def later(self) -> Given:
+        """As the next request will see it: the day is the same, the time of day is not."""
+        step = datetime.timedelta(hours=1, minutes=1, seconds=1)
+        then = self.now + step if (self.now + step).date() == self.now.date() else self.now - step
+        return Given(self.tools, self.kwargs, then, self.said)
+
+
+class Template:
+    def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+        self.source = source
+        self._globals = {"bos_token": bos, "eos_token": eos}
+        self._changes_things = False
+        try:
+            self._frozen = _compiled(_Frozen, source)
+        except jinja2.TemplateError as error:
+            raise BadRequest(f"the chat template cannot be read: {error}") from None
+
+    def lay_out(self, messages: Sequence[Message], given: Given, *, add_generation_prompt: bool = True) -> Layout:
+        """The text for messages in the form the template wants; what it raises is the caller's mistake."""
+        try:
+            return self._lay_out(messages, given, add_generation_prompt)
+        except PromptTextTooLong:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a template does wrong, it is not the server's accident
+            raise BadRequest(f"the chat template refused the messages: {error or type(error).__name__}") from None
+
+    def _lay_out(self, messages: Sequence[Message], given: Given, add_generation_prompt: bool) -> Layout:
+        values = {
+            **self._globals,
+            **given.kwargs,
+            "messages": messages if isinstance(messages, list) else list(messages),
+            "tools": given.tools,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": given.now.strftime,
+        }
+        if not self._changes_things:
+            try:
+                return _written(self._frozen, values, given)
+            except jinja2.exceptions.SecurityError:
+                pass
+        layout = _written(self._loose, copy.deepcopy(values), Given(None, {}, given.now))
+        self._changes_things = True
+        return layout
+
+    @functools.cached_property
+    def _loose(self) -> jinja2.Template:
+        """For the few templates that change lists and objects: they get copies."""
+        return _compiled(_Environment, self.source)
+
+    # the forms a template wants
+
+    def adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with content in the form the template takes: most want one text and would print a list of parts."""
+        return [self._as_wanted(message) for message in messages]
+
+    def _as_wanted(self, message: Message) -> Message:
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(calls, list) and self._wants_objects:
+            message = with_objects(message, calls)
+        if isinstance(content, list) and not self._takes_parts:
+            return parts_as_text(message, content)
+        if isinstance(content, str) and self._wants_parts:
+            return text_as_parts(message, content)
+        return message
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        return self._shows([{"type": "text", "text": _PROBE}])
+
+    @functools.cached_property
+    def _wants_objects(self) -> bool:
+        """Whether a call's arguments as clients send them, JSON as text, would come out as text of text."""
+        function = {"name": "f", "arguments": f'{{"{_PROBE}": 1}}'}
+        messages: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        ]
+        try:
+            said = self._lay_out(messages, Given(), False).text
+        except Exception:  # noqa: BLE001 - it may have tried to look into a text
+            return True
+        return f'"{_PROBE}"' not in said.replace(f'\\"{_PROBE}\\"', "")
+
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        return self._takes_parts and not self._shows(_PROBE)
+
+    def _shows(self, content: Any) -> bool:
+        """Whether content of that form comes out as its text alone."""
+        try:
+            said = self._lay_out([{"role": "user", "content": content}], Given(), False).text
+        except Exception:  # noqa: BLE001 - whatever it does, this is not its way
+            return False
+        return _PROBE in said and "'text'" not in said and '"text"' not in said
+
+
+# rendering
+
+
+class _Trace:
+    """Where the output was when a loop came to a message. A template may call it, and then gets other hints, no more."""
+
+    __slots__ = ("_index", "_messages", "ends", "given", "keeps", "loops", "pieces")
+
+    def __init__(self, messages: Sequence[Message], given: Given) -> None:
+        self._messages = messages
+        self._index = {id(message): i for i, message in reversed(list(enumerate(messages)))}
+        self.keeps = {id(shown) for tool in given.tools or () for shown in (tool, tool.get("function"))}
+        self.given = given
+        self.loops: dict[int, list[tuple[int, int]]] = {}
+        self.ends: dict[int, int] = {}
+        self.pieces: list[str] = []  # of the text, as far as it is written
+
+    def __call__(self, loop: Any, *items: Any) -> None:
+        if not items:
+            self.ends[loop] = len(self.pieces)
+        elif (index := self._index.get(id(items[0]))) is not None:
+            starts = self.loops.setdefault(loop, [])
+            after = starts[-1][0] + 1 if starts else 0
+            if index < after < len(self._messages) and self._messages[after] is items[0]:
+                index = after  # the same object again
+            starts.append((index, len(self.pieces)))
+
+    def layout(self) -> Layout:
+        """By the loops that wrote something, if they went over the messages in order and once."""
+        text = "".join(self.pieces)
+        wrote = [loop for loop, starts in self.loops.items() if self.ends.get(loop, 0) > starts[0][1]]
+        starts = [start for loop in wrote for start in self.loops[loop]]
+        if not starts or any(b[0] <= a[0] or b[1] < a[1] for a, b in itertools.pairwise(starts)):
+            return Layout(text)
+        at = [0, *itertools.accumulate(map(len, self.pieces))]
+        return Layout(text, tuple((i, at[n]) for i, n in starts), at[self.ends[wrote[-1]]])
+
+
+def _written(template: jinja2.Template, values: dict[str, Any], given: Given) -> Layout:
+    trace = _Trace(values["messages"], given)
+    write, n_chars = trace.pieces.append, 0
+    for piece in template.root_render_func(template.new_context({**values, _TRACE: trace})):
+        write(piece)
+        n_chars += len(piece)
+        if n_chars > MAX_PROMPT_CHARS:
+            raise PromptTextTooLong
+    return trace.layout()
+
+
+def _compiled(kind: type[_Environment], source: str) -> jinja2.Template:
+    env = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    env.filters["tojson"] = _tojson
+    env.filters["random"] = _first
+    env.globals["raise_exception"] = _raise
+    del env.globals["lipsum"]
+    tree = env.parse(source)
+    numbers = itertools.count()
+    tree.body = _traced(tree.body, numbers)
+    code = env.compile(tree)
+    return jinja2.Template.from_code(env, code, env.make_globals(None))
+
+
+_BUFFERED = (jinja2.nodes.Macro, jinja2.nodes.CallBlock, jinja2.nodes.FilterBlock, jinja2.nodes.AssignBlock)
+
+
+def _traced(body: list[jinja2.nodes.Node], numbers: itertools.count[int]) -> list[jinja2.nodes.Node]:
+    """Statements in which every loop that writes straight to the output says what it has come to, and when it is done."""
+    found: list[jinja2.nodes.Node] = []
+    for node in body:
+        found.append(node)
+        if isinstance(node, _BUFFERED) or (isinstance(node, jinja2.nodes.For) and node.recursive):
+            continue
+        for name in ("body", "elif_", "else_"):
+            if isinstance(getattr(node, name, None), list):
+                setattr(node, name, _traced(getattr(node, name), numbers))
+        if isinstance(node, jinja2.nodes.For) and isinstance(node.target, jinja2.nodes.Name):
+            number = next(numbers)
+            node.body.insert(0, _says(number, jinja2.nodes.Name(node.target.name, "load")))
+            found.append(_says(number))
+    return found
+
+
+def _says(number: int, *items: jinja2.nodes.Expr) -> jinja2.nodes.Node:
+    arguments = [jinja2.nodes.Const(number), *items]
+    call = jinja2.nodes.Call(jinja2.nodes.Name(_TRACE, "load"), arguments, [], None, None)
+    return jinja2.nodes.ExprStmt(call).set_lineno(1)
+
+
+# the environment
+
+_OF_DICTS = frozenset(dir(dict))
+
+
+class _Environment(jinja2.sandbox.SandboxedEnvironment):
+    """The sandbox, with a short way for what templates do all the time. What it allows and gives is the same."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _OF_DICTS:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        elif kind in (jinja2.runtime.LoopContext, jinja2.utils.Namespace) and attribute[0] != "_":
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                pass
+        return super().getattr(obj, attribute)
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        kind = type(__obj)
+        if kind is _Trace:
+            return __obj(*args)
+        if kind is jinja2.runtime.Macro:
+            kwargs.pop("_block_vars", None)
+            kwargs.pop("_loop_vars", None)
+            return __obj(__context.eval_ctx, *args, **kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+class _Frozen(_Environment, jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Nothing can be changed, so nothing has to be copied."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what a model writes; for a prompt its body stands as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own way of declaring tags
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@jinja2.pass_context
+def _tojson(
+    context: jinja2.runtime.Context, value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any
+) -> str:
+    """Templates want plain JSON, not JSON escaped for HTML. That of a tool is made once for all renders of a request."""
+    trace = context.get(_TRACE)
+    if type(trace) is not _Trace or id(value) not in trace.keeps:
+        return _json_text(value, ensure_ascii, indent)
+    key = (id(value), ensure_ascii, indent)
+    if key not in trace.given.said:
+        trace.given.said[key] = _json_text(value, ensure_ascii, indent)
+    return trace.given.said[key]
+
+
+def _json_text(value: Any, ensure_ascii: bool, indent: int | None) -> str:
+    """Up to ``MAX_PROMPT_CHARS``: what is nested deeply and indented becomes far longer than it was."""
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, default=list)
+    if indent is None and not _has_many_values(value):
+        return encoder.encode(value)
+    texts, n_chars, pieces = [], 0, encoder.iterencode(value)
+    while text := "".join(itertools.islice(pieces, 4096)):
+        texts.append(text)
+        n_chars += len(text)
+        if n_chars > MAX_PROMPT_CHARS:
+            raise PromptTextTooLong
+    return "".join(texts)
+
+
+def _has_many_values(value: Any) -> bool:
+    todo, n_values = [value], 0
+    while todo and n_values <= _MANY_VALUES:
+        inner = todo.pop()
+        if isinstance(inner, dict | list):
+            n_values += len(inner)
+            todo += inner.values() if isinstance(inner, dict) else inner
+    return n_values > _MANY_VALUES
+
+
+def _first(values: Sequence[Any]) -> Any:
+    """What stands in for chance: a prompt that is another one every time could never be reused."""
+    return next(iter(values))
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,245 @@
+"""How much of a prompt the next turn will share, found by rendering what is likely to come next.
+
+Pure: texts and messages in, characters out; the template is a function that is given. A guess changes speed, never results.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everwarm.gateway.chat.content import Message, with_text_at
+from everwarm.gateway.chat.jinja_template import Layout
+
+Render = Callable[[list[Message]], str | None]  # None: the template refuses such messages
+
+WORDS = ("so it goes", "Yes, 7 of 9")  # what nobody knows yet: two texts that have no beginning in common
+_BLOCK = 1 << 18  # characters
+_MIN_LEFT_OUT = 16  # messages; fewer are not worth leaving out
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Block by block: whoever compares megabytes at once lets no other thread run."""
+    n = min(len(a), len(b))
+    low = next((at for at in range(0, n, _BLOCK) if a[at : at + _BLOCK] != b[at : at + _BLOCK]), n)
+    high = min(low + _BLOCK, n)
+    if a[low:high] == b[low:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# what may come next
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """A way the conversation may go on: the last ``n_changed`` messages are replaced."""
+
+    messages: tuple[Message, ...]
+    n_changed: int = 0
+
+    def after(self, messages: Sequence[Message]) -> list[Message]:
+        return [*messages[: len(messages) - self.n_changed], *self.messages]
+
+
+def likely_next(messages: Sequence[Message], *, with_tools: bool) -> list[Next]:
+    """A reply and another question; with tools also a call and its result; thinking sent back or not."""
+    replies = [_reply(), _reply(reasoning_content=WORDS[0])]
+    user = _user(WORDS[0])
+    found = [Next((reply, user)) for reply in replies]
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant":
+        found.append(Next((with_text_at(last, None, WORDS[0]), user), n_changed=1))  # its rest is what is asked for
+        if last.get("tool_calls"):
+            found.append(Next(tuple(results_of(last, WORDS[0]))))
+    if with_tools:
+        calls = [{**reply, "content": "", "tool_calls": [_CALL]} for reply in replies]
+        found += [Next((call, *results_of(call, WORDS[0]))) for call in calls]
+    return found
+
+
+def results_of(reply: Message, text: str) -> Iterator[Message]:
+    """What the tools a reply calls may answer."""
+    calls = reply.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        said = call if isinstance(call, dict) else {}
+        function = said.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        yield {"role": "tool", "tool_call_id": said.get("id"), "name": name, "content": text}
+
+
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def _reply(**more: Any) -> Message:
+    return {"role": "assistant", "content": WORDS[0], **more}
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+# the stable points of a prompt
+
+
+def stable_points(
+    layout: Layout, messages: Sequence[Message], render: Render, *, end: int, with_tools: bool
+) -> tuple[int, ...]:
+    """Where the likely next turns part from this text, ascending. Behind ``end``, where the last message is over, comes
+    only what asks for a reply: what agrees up to there is said to agree exactly up to there."""
+    quote = Quote.of(layout, messages)
+    likely = likely_next(messages, with_tools=with_tools)
+    shared = list(_shared(layout, messages, quote, likely, render))
+    if all(n is None for n in shared):
+        shared = list(_shared(layout, messages, quote, [Next((_reply(),))], render))
+    return tuple(sorted({min(n, end) for n in shared if n}))
+
+
+def _shared(
+    layout: Layout, messages: Sequence[Message], quote: Quote | None, likely: Sequence[Next], render: Render
+) -> Iterator[int | None]:
+    """How far each of the next turns agrees with this text; None: it is refused."""
+    is_faithful = False
+    for turn in likely:
+        found = None if quote is None else quote.shared_with(render(turn.after(quote.messages)))
+        if quote is not None and found is not None and found < quote.end and not is_faithful:
+            is_faithful = quote.is_faithful(render)
+            if not is_faithful:
+                quote = found = None
+        if found is None:
+            text = render(turn.after(messages))
+            found = None if text is None else common_prefix(layout.text, text)
+        yield found
+
+
+def after_reply(messages: Sequence[Message], reply: Message, render: Render) -> str | None:
+    """What the next request is sure to begin with, once this reply was given."""
+    silent = {k: v for k, v in reply.items() if k != "reasoning_content"}
+    texts = []
+    for sent, said in itertools.product([reply] if silent == reply else [reply, silent], WORDS):
+        following = list(results_of(reply, said)) or [_user(said)]
+        text = render([*messages, sent, *following])
+        if text is not None:
+            texts.append(text)
+    if not texts:
+        return None
+    return texts[0][: min(common_prefix(texts[0], text) for text in texts)] or None
+
+
+# long conversations
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """A conversation with turns left out that are like others, and the text they would have by the whole one's layout.
+
+    What a template does to a message depends on what kind it is and where it is, hardly on its words. So of every kind of
+    turn the first is kept, where a change would show first, and the last ones. Where a quote is not rendered like the
+    whole, or a change may have begun in what it leaves out, it says nothing, and the whole has to be rendered.
+    """
+
+    messages: list[Message]
+    text: str
+    offsets: list[int]  # where its pieces begin
+    places: list[int]  # where these are in the whole text
+    end: int  # of the last message, in the whole text
+    bridges: frozenset[
+        int
+    ]  # pieces before which something was left out; the first one is what comes before all messages
+
+    @classmethod
+    def of(cls, layout: Layout, messages: Sequence[Message]) -> Quote | None:
+        """None: it is not worth it, or the template says too little of where its messages are."""
+        first = layout.starts[0][0] if layout.starts else 0
+        if layout.end is None or len(layout.starts) != len(messages) - first or len(messages) < 2 * _MIN_LEFT_OUT:
+            return None
+        kept = _kept(messages)
+        if len(messages) - len(kept) < _MIN_LEFT_OUT or kept[:first] != list(range(first)):
+            return None
+        at = [*(start for _, start in layout.starts), layout.end]
+        pieces, bridges, before = [(0, at[0])], {0}, first - 1
+        for i in kept[first:]:
+            if i != before + 1:
+                bridges.add(len(pieces))
+            pieces.append((at[i - first], at[i - first + 1]))
+            before = i
+        pieces.append((layout.end, len(layout.text)))
+        offsets = [0, *itertools.accumulate(stop - start for start, stop in pieces)][:-1]
+        text = "".join(layout.text[start:stop] for start, stop in pieces)
+        places = [start for start, _ in pieces]
+        return cls([messages[i] for i in kept], text, offsets, places, layout.end, frozenset(bridges))
+
+    def is_faithful(self, render: Render) -> bool:
+        """Whether what is quoted is rendered as in the whole, up to the end of the last message."""
+        text = render(self.messages)
+        return text is not None and common_prefix(self.text, text) >= self.offsets[-1]
+
+    def shared_with(self, text: str | None) -> int | None:
+        """How far the whole text would agree with this quote's next turn; None: it cannot be told from a quote."""
+        if text is None:
+            return None
+        n = common_prefix(self.text, text)
+        piece = bisect.bisect_right(self.offsets, n) - 1
+        return None if piece in self.bridges else self.places[piece] + n - self.offsets[piece]
+
+
+def _kept(messages: Sequence[Message]) -> list[int]:
+    """The messages to quote: what comes before all turns, the first turn of every kind, and the last ones."""
+    kinds = [_kind(message) for message in messages]
+    *earlier, last = _turns(messages) or [[]]
+    turns = [*(_varied(steps, kinds) for steps in earlier), _varied(last, kinds, n_last=2)]
+    before = range(turns[0][0] if turns[0] else len(messages))
+    return [*before, *_varied(turns, kinds, n_last=2)]
+
+
+def _varied(groups: list[list[int]], kinds: list[tuple[Any, ...]], n_last: int = 0) -> list[int]:
+    """Of groups of messages every kind of group once, the first one, and the last ones."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for i, group in enumerate(groups):
+        kind = tuple(kinds[at] for at in group)
+        if kind not in seen or i >= len(groups) - n_last:
+            kept += group
+        seen.add(kind)
+    return kept
+
+
+def _turns(messages: Sequence[Message]) -> list[list[list[int]]]:
+    """Turns, from a user's message to before the next one, in steps: a message of a user or assistant and what follows."""
+    turns: list[list[list[int]]] = []
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if role == "user":
+            if turns and messages[turns[-1][-1][0]].get("role") == "user":
+                turns[-1].append([i])  # two in a row
+            else:
+                turns.append([[i]])
+        elif turns and role == "assistant":
+            turns[-1].append([i])
+        elif turns:
+            turns[-1][-1].append(i)
+    return turns
+
+
+def _kind(message: Message) -> tuple[Any, ...]:
+    content, calls = message.get("content"), message.get("tool_calls")
+    said: Any = _kind_of_text(content)
+    if isinstance(content, list):
+        said = tuple(_kind_of_text(part.get("text") if isinstance(part, dict) else part) for part in content)
+    n_calls = len(calls) if isinstance(calls, list) else 0
+    return (message.get("role"), said, n_calls, *[key for key, value in message.items() if value])
+
+
+def _kind_of_text(text: Any) -> int:
+    if not isinstance(text, str):
+        return -1 if text is None else -2
+    return (not text or text.isspace()) + 2 * (text[:1] == "<") + 4 * ("</think>" in text) + 8 * ("/no_think" in text)

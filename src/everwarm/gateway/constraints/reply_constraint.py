@@ -1,0 +1,143 @@
+"""What a request's reply must look like: a schema, a grammar, or a call of a tool. Pure: bodies in, forms out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everwarm.config import MAX_FORM_CHARS, Form, Thought, require
+from everwarm.errors import BadRequest
+from everwarm.gateway.constraints.json_schema import answer_schema
+from everwarm.gateway.constraints.tool_grammar import CallRules, call_rules
+from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
+from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.reasoning import Begins
+from everwarm.gateway.parsing.tool_parser import name_and_schema
+
+Json = Mapping[str, Any]
+Tools = Sequence[Json]
+
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
+
+
+def completion_form(body: CompletionBody) -> Form | None:
+    return _said_form(body)
+
+
+def chat_form(body: ChatBody, notation: Notation, prompt: str) -> Form | None:
+    """As the body asks for, after whatever the model may think first. ``notation`` and ``prompt`` tell how it writes."""
+    form, forced = _said_form(body), forced_tools(body.tool_choice, body.tools)
+    if form is None and forced is None:
+        return None
+    thought = _thought(notation, prompt)
+    if forced is not None:
+        if form is not None and form.kind != "json_schema":
+            raise BadRequest("tool_choice forces a call and grammar forces something else; give one of them")
+        return _lark(_calls(body, notation, forced), "calls", thought)
+    assert form is not None
+    if form.kind == "json_schema" and body.tools and body.tool_choice != "none" and notation.tools:
+        return _lark(_calls(body, notation, body.tools), f"calls | answer\nanswer: %json {form.text}", thought)
+    return Form(form.kind, form.text, thought=thought)
+
+
+def _lark(rules: CallRules, start: str, thought: Thought | None) -> Form:
+    return Form("lark", f"start: {start}\n{rules.text}", rules.tags, thought)
+
+
+def _thought(notation: Notation, prompt: str) -> Thought | None:
+    style = notation.thinking(prompt)
+    if style is None or style.begins is Begins.AFTER:
+        return None
+    return Thought(style.closing, "" if style.begins is Begins.INSIDE else style.opening)
+
+
+# what was said
+
+
+def _said_form(body: Body) -> Form | None:
+    said = {
+        "grammar": _grammar(body.grammar) if body.grammar else None,
+        "json_schema": None if body.json_schema is None else _answer(body.json_schema, strict=False),
+        "response_format": None if body.response_format is None else _response_format(body.response_format),
+    }
+    forms = {name: form for name, form in said.items() if form is not None}
+    if len(forms) > 1:
+        raise BadRequest(f"{' and '.join(forms)} each say what the reply must look like; give one of them")
+    return next(iter(forms.values()), None)
+
+
+def _answer(schema: Any, *, strict: bool) -> Form:
+    return Form("json_schema", answer_schema(schema, strict=strict))
+
+
+def _grammar(text: str) -> Form:
+    require(len(text) <= MAX_FORM_CHARS, f"the grammar has {len(text)} characters; give at most {MAX_FORM_CHARS}")
+    if _LARK.search(text):
+        return Form("lark", text)
+    if "::=" in text:
+        return Form("gbnf", text)
+    raise BadRequest("grammar is neither GBNF (with a rule `root ::= …`) nor Lark (with a rule `start: …`)")
+
+
+def _response_format(said: Json) -> Form | None:
+    match said.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return _answer(said.get("schema", {"type": "object"}), strict=False)
+        case "json_schema":
+            inner = said.get("json_schema", said)
+            if not isinstance(inner, Mapping) or "schema" not in inner:
+                raise BadRequest("response_format of type json_schema needs json_schema.schema")
+            return _answer(inner["schema"], strict=inner.get("strict") is True)
+        case other:
+            raise BadRequest(f"response_format is of type {str(other)[:40]!r}; give text, json_object or json_schema")
+
+
+# calls
+
+
+def _calls(body: ChatBody, notation: Notation, tools: Tools) -> CallRules:
+    format = notation.tools
+    if format is None:
+        raise BadRequest("this model's chat template teaches no format of tool calls that could be forced")
+    return call_rules(format, notation.template, tools, many=body.parallel_tool_calls is not False)
+
+
+def forced_tools(choice: str | Json | None, tools: Tools | None) -> Tools | None:
+    """The tools of which one must be called; None where the model is free."""
+    if choice is None or choice in ("auto", "none"):
+        return None
+    if not tools:
+        raise BadRequest("tool_choice asks for a call, but there are no tools")
+    if choice == "required":
+        return tools
+    assert isinstance(choice, Mapping)
+    match choice.get("type"):
+        case "function":
+            return [_named(choice, _by_name(tools))]
+        case "allowed_tools":
+            allowed = choice.get("allowed_tools", choice)
+            names = allowed.get("tools") if isinstance(allowed, Mapping) else None
+            if not isinstance(names, list) or not all(isinstance(name, Mapping) for name in names) or not names:
+                raise BadRequest("tool_choice of type allowed_tools needs a list of tools")
+            by_name = _by_name(tools)
+            found = [_named(name, by_name) for name in names]
+            return found if allowed.get("mode") == "required" else None
+        case other:
+            raise BadRequest(f"tool_choice is of type {str(other)[:40]!r}; give function or allowed_tools")
+
+
+def _by_name(tools: Tools) -> Mapping[str, Json]:
+    """The first tool of each name."""
+    return {name_and_schema(tool)[0]: tool for tool in reversed(tools)}
+
+
+def _named(choice: Json, tools: Mapping[str, Json]) -> Json:
+    inner = choice.get("function")
+    name = (inner if isinstance(inner, Mapping) else choice).get("name")
+    if isinstance(name, str) and name in tools:
+        return tools[name]
+    known = ", ".join(list(tools)[:-21:-1])
+    raise BadRequest(f"tool_choice names {str(name)[:40]!r}; the tools are: {known}")

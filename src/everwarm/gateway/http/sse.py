@@ -1,0 +1,164 @@
+"""Answers on the wire: JSON, server-sent events, and noticing that nobody is listening any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from everwarm.errors import EverwarmError, Forbidden
+from everwarm.gateway.access.limits import Place
+
+_encode = msgspec.json.Encoder().encode
+
+T = TypeVar("T")
+
+PATIENCE_S = 1.0  # an error within this time still gets its own status; then the stream begins
+KEEP_ALIVE_S = 10.0
+LOADING_S = 1.0  # between comments that say how far a model is loaded
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encode(body), status, headers, "application/json")
+
+
+def sse(body: Any) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def sse_named(body: Mapping[str, Any]) -> bytes:
+    """An event that also says its type by name."""
+    return b"event: " + str(body["type"]).encode() + b"\n" + sse(body)
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+SSE_KEEP_ALIVE = b": waiting\n\n"
+
+
+def sse_loading(model: str, loaded: float) -> bytes:
+    """A comment: clients ignore it, people and proxies see that something happens."""
+    name = "".join(c for c in model if c.isprintable())
+    return f": loading {name} {loaded:.0%}\n\n".encode()
+
+
+class EventStream(Response):
+    """Server-sent events, or lines, while ``admitted`` lasts. A refusal before the first keeps its own status code; closing
+    the connection closes ``frames`` at once, also while it waits."""
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        admitted: AbstractContextManager[Place | None],
+        error_frame: Callable[[EverwarmError], bytes],
+        limit_s: float | None = None,
+        *,
+        media_type: str = "text/event-stream",
+        keep_alive_frame: bytes = SSE_KEEP_ALIVE,
+    ) -> None:
+        super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"}, media_type)
+        del self.headers["content-length"]
+        self._frames = frames
+        self._admitted = admitted
+        self._error_frame = error_frame
+        self._limit_s = limit_s
+        self._keep_alive_frame = keep_alive_frame
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        with self._admitted as place, contextlib.suppress(Hangup):
+            await unless_gone(receive, self._stream(send if place is None else _noting(place, send)))
+
+    async def _stream(self, send: Send) -> None:
+        opening = _Opening(send, self.raw_headers, self._keep_alive_frame)
+        idle = asyncio.create_task(opening.keep_alive())
+        try:
+            async with within(self._limit_s), contextlib.aclosing(self._frames):
+                async for frame in self._frames:
+                    await opening.send(frame)
+        except EverwarmError as error:
+            if not opening.is_open:
+                raise
+            await opening.send(self._error_frame(error))
+        finally:
+            idle.cancel()
+        await opening.close()
+
+
+def _noting(place: Place, send: Send) -> Send:
+    """A response whose place knows for how long its client has taken nothing."""
+
+    async def noted(message: Message) -> None:
+        with place.sending():
+            await send(message)
+
+    return noted
+
+
+class _Opening:
+    """A response that begins with its first frame, or when patience ends; a sign of life whenever it was silent long."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], keep_alive_frame: bytes) -> None:
+        self._send = send
+        self._headers = headers
+        self._keep_alive_frame = keep_alive_frame
+        self._spoke_at = time.monotonic()
+        self.is_open = False
+
+    async def send(self, frame: bytes) -> None:
+        self._spoke_at = time.monotonic()
+        if not self.is_open:
+            self.is_open = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def keep_alive(self) -> None:
+        await asyncio.sleep(PATIENCE_S)
+        while True:
+            if not self.is_open or time.monotonic() - self._spoke_at > KEEP_ALIVE_S:
+                await self.send(self._keep_alive_frame)
+            await asyncio.sleep(KEEP_ALIVE_S / 4)
+
+    async def close(self) -> None:
+        if not self.is_open:
+            await self.send(b"")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
+    """No longer than this, or an error that says so."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise Forbidden(504, "timeout", f"the request took longer than {limit_s:g} s") from None
+
+
+class Hangup(Exception):
+    """The client has gone; nothing needs to be said any more."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, but drop it with ``Hangup`` as soon as the client hangs up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Hangup
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,417 @@
+"""Pictures in requests: from a content part to RGB pixels, decoded in processes that may die without anybody noticing.
+
+The gateway never runs a decoder. It reads base64, asks a child for the pixels, checks what the child says, and remembers
+pictures by their encoded bytes: one that comes with every turn is decoded once. Each namespace has its own: else time would
+tell which pictures others have sent. A request knows its pictures by sight and holds no pixels; they are lent to it, within
+a bound for all, while an engine needs them. Whatever is wrong with a picture, also that its decoder died or took too long,
+is the sender's ``BadRequest``. Knows no HTTP, no model and no prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import blake3
+
+from everwarm.errors import BadRequest, EngineStopped, Overloaded
+from everwarm.gateway.images.decoder_process import SLOW, Child, Died, Picture, PictureLimits
+from everwarm.gateway.images.image_download import Fetcher, RemotePolicy
+from everwarm.lru import NamespacedLru
+
+__all__ = ["Picture", "PictureLimits", "Pictures", "Sight"]
+
+log = logging.getLogger("everwarm.gateway")
+
+_INLINE_BYTES = 64 << 10  # less is not worth a thread
+_PIECE_CHARS = 256 << 10  # of base64; between two pieces other threads may run
+_MAX_URL_HEAD = 1024  # of a data: URL, before its comma
+_N_FETCHES = 4
+_N_SIGHTS = 16_384  # sizes and digests that are remembered
+_EXAMPLE = "data:image/png;base64,…"
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A picture without its pixels, and where they came from. ``part`` is the client's, as it is in the body."""
+
+    part: Mapping[str, Any]
+    width: int
+    height: int
+    digest: bytes  # of the pixels
+
+    @property
+    def n_bytes(self) -> int:
+        return 3 * self.width * self.height
+
+
+class Pictures:
+    """Owned by one event loop. Children start when they are needed and end with ``close``, or with this process."""
+
+    def __init__(
+        self,
+        limits: PictureLimits | None = None,
+        remote: RemotePolicy | None = None,
+        *,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        self.limits = limits or PictureLimits()
+        self._fetcher = fetcher or (Fetcher(remote) if remote else None)
+        self._decoding = Gate(self.limits.n_children, self.limits.max_waiting)
+        self._fetching = Gate(_N_FETCHES, self.limits.max_waiting)
+        self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-pictures")
+        self._idle: list[Child] = []
+        self._busy: set[Child] = set()
+        self._flights: dict[tuple[str, bytes], _Flight] = {}  # by namespace and encoded bytes, like both caches
+        self._cache: NamespacedLru[Picture] = NamespacedLru(self.limits.cache_bytes)
+        self._sizes: NamespacedLru[tuple[int, int, bytes]] = NamespacedLru(_N_SIGHTS)
+        self.lending = Lending(self.limits.max_lent_bytes, self.limits.max_waiting)
+        self._is_closed = False
+        self.n_decoded = self.n_remembered = self.n_deaths = 0
+
+    @property
+    def child_pids(self) -> list[int]:
+        return [child.pid for child in (*self._idle, *self._busy) if child.pid is not None]
+
+    async def from_parts(self, parts: Sequence[Mapping[str, Any]], namespace: str = "") -> list[Sight]:
+        """All pictures of one request, one after the other: so requests take turns, however many pictures they bring. Each
+        is decoded unless it is known, and its pixels are kept by the cache alone."""
+        limits = self.limits
+        if len(parts) > limits.max_pictures_per_request:
+            raise BadRequest(f"there are {len(parts)} pictures; send at most {limits.max_pictures_per_request}")
+        sights: list[Sight] = []
+        n_pixels = 0
+        for part in parts:
+            sights.append(Sight(part, *await self._size(await self._encoded(part), namespace)))
+            n_pixels += sights[-1].width * sights[-1].height
+            if n_pixels > limits.max_pixels_per_request:
+                most = limits.max_pixels_per_request
+                raise BadRequest(f"the pictures have more than {most:,} pixels together; send fewer or smaller ones")
+        return sights
+
+    @contextlib.asynccontextmanager
+    async def lent(self, sights: Sequence[Sight], namespace: str = "") -> AsyncIterator[list[Picture]]:
+        """Their pixels, each picture once, as soon as there is room for all of them. Who waits for it holds none."""
+        each = {sight.digest: sight for sight in sights}.values()
+        async with self.lending.of(namespace, sum(sight.n_bytes for sight in each)):
+            yield [await self._seen_again(sight, namespace) for sight in each]
+
+    async def from_part(self, part: Mapping[str, Any], namespace: str = "") -> Picture:
+        """A content part of OpenAI's chat completions or responses."""
+        return await self.decode(await self._encoded(part), namespace)
+
+    async def decode(self, data: bytes, namespace: str = "") -> Picture:
+        """The same bytes are decoded once in each namespace, also when several ask at the same time."""
+        return await self._decoded_once(data, (namespace, await self._key(data)))
+
+    async def _decoded_once(self, data: bytes, key: tuple[str, bytes]) -> Picture:
+        known = self._cache.get(*key)
+        if known is not None:
+            self.n_remembered += 1
+            return known
+        if self._is_closed:
+            raise EngineStopped("the server is stopping")
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight()
+            flight.task = asyncio.create_task(self._fly(flight, key, data), name="everwarm-picture")
+        try:
+            return await flight.awaited()
+        finally:
+            if flight.is_deserted:
+                flight.task.cancel()
+                self._forget(key, flight)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        flights = [flight.task for flight in self._flights.values()]
+        for child in (*self._idle, *self._busy):
+            child.kill("the server is stopping")
+        for task in flights:
+            task.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+        for child in (*self._idle, *self._busy):
+            await asyncio.to_thread(child.bury)
+        self._idle.clear()
+        self._busy.clear()
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    # inside
+
+    async def _encoded(self, part: Mapping[str, Any]) -> bytes:
+        url = address_of(part)
+        if url[:5].lower() == "data:":
+            start, most = _data_start(url), self.limits.max_bytes
+            if len(url) - start <= _INLINE_BYTES:
+                return read_base64(url, start, most)
+            return await asyncio.to_thread(read_base64, url, start, most)
+        if url[:7].lower() == "http://" or url[:8].lower() == "https://":
+            return await self._fetched(url)
+        raise BadRequest(f"image_url begins with {url[:12]!r}: send the picture itself, as {_EXAMPLE}")
+
+    async def _key(self, data: bytes) -> bytes:
+        if not data:
+            raise BadRequest(f"the picture is empty: send it as {_EXAMPLE}")
+        if len(data) > self.limits.max_bytes:
+            raise _too_large(self.limits.max_bytes)
+        return _digest(data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(_digest, data)
+
+    async def _size(self, data: bytes, namespace: str) -> tuple[int, int, bytes]:
+        key = namespace, await self._key(data)
+        known = self._sizes.get(*key)
+        return _size_of(await self._decoded_once(data, key)) if known is None else known
+
+    async def _seen_again(self, sight: Sight, namespace: str) -> Picture:
+        picture = await self.from_part(sight.part, namespace)
+        if picture.digest != sight.digest:
+            raise BadRequest("a picture changed at its address while the request was waiting: send it again")
+        return picture
+
+    async def _fetched(self, url: str) -> bytes:
+        if self._fetcher is None:
+            raise BadRequest(
+                f"this server does not fetch pictures from addresses: send the picture itself, as {_EXAMPLE}"
+            )
+        async with self._fetching.place():
+            return await self._fetcher.fetch(url)
+
+    async def _fly(self, flight: _Flight, key: tuple[str, bytes], data: bytes) -> Picture:
+        try:
+            async with self._decoding.place():
+                flight.has_begun = True
+                picture = await self._decoded(data)
+            self.n_decoded += 1
+            self._cache.put(*key, picture, len(picture.rgb))
+            self._sizes.put(*key, _size_of(picture), 1)
+            return picture
+        finally:
+            self._forget(key, flight)
+
+    def _forget(self, key: tuple[str, bytes], flight: _Flight) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+
+    async def _decoded(self, data: bytes) -> Picture:
+        loop = asyncio.get_running_loop()
+        child = self._rested() or Child(self.limits)
+        self._busy.add(child)
+        try:
+            await loop.run_in_executor(self._threads, child.start)
+            timer = loop.call_later(self.limits.timeout_s, child.kill, SLOW)
+            try:
+                return await loop.run_in_executor(self._threads, child.decode, data)
+            finally:
+                timer.cancel()
+        except Died as died:
+            self.n_deaths += 1
+            log.warning("a picture of %d bytes (%s) ended its decoder: %s", len(data), data[:8].hex(), died)
+            raise self._fatal(died) from None
+        finally:
+            self._give_back(child)
+
+    def _fatal(self, died: Died) -> BadRequest:
+        if died.was_slow:
+            limit_s = self.limits.timeout_s
+            return BadRequest(
+                f"the picture took longer than {limit_s:g} s to decode: send it smaller, or save it again"
+            )
+        return BadRequest(
+            "the picture cannot be decoded, its decoder died: it is damaged; save it again as PNG or JPEG"
+        )
+
+    def _rested(self) -> Child | None:
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_fit:
+                return child
+            self._threads.submit(child.bury)
+        return None
+
+    def _give_back(self, child: Child) -> None:
+        if self._is_closed:  # ``close`` buries it
+            return
+        self._busy.discard(child)
+        if child.is_fit and child.n_pictures < self.limits.n_pictures_per_child:
+            self._idle.append(child)
+        else:
+            self._threads.submit(child.bury)
+
+
+class Gate:
+    """So many at once. The others wait in order of arrival, and not too many of them."""
+
+    def __init__(self, n_places: int, max_waiting: int) -> None:
+        self._places = asyncio.Semaphore(n_places)
+        self._max_waiting = max_waiting
+        self.n_waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        if self._places.locked() and self.n_waiting >= self._max_waiting:
+            raise Overloaded(f"{self.n_waiting} pictures are waiting already; try again in a moment")
+        self.n_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.n_waiting -= 1
+        try:
+            yield
+        finally:
+            self._places.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Borrower:
+    namespace: str
+    n_bytes: int
+    turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Lending:
+    """How many bytes of pixels are on their way to engines or with them, in all and for each namespace. Whoever comes first
+    is first, but one namespace has half of it at most, and who waits for that holds up nobody else."""
+
+    def __init__(self, max_bytes: int, max_waiting: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_waiting = max_waiting
+        self._lent: dict[str, int] = {}
+        self._waiting: deque[_Borrower] = deque()
+        self.n_bytes = 0
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def of(self, namespace: str, n_bytes: int) -> AsyncIterator[None]:
+        borrower = _Borrower(namespace, min(n_bytes, self._max_bytes))
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(f"{len(self._waiting)} requests with pictures are waiting already; try again in a moment")
+        self._waiting.append(borrower)
+        self._serve()
+        try:
+            await borrower.turn
+            yield
+        finally:
+            self._give_back(borrower)
+
+    def _serve(self) -> None:
+        for borrower in list(self._waiting):
+            if borrower.turn.done():  # it is about to leave
+                continue
+            own = self._lent.get(borrower.namespace, 0)
+            if self.n_bytes + borrower.n_bytes > self._max_bytes:
+                return
+            if own and own + borrower.n_bytes > self._max_bytes // 2:
+                continue
+            self._waiting.remove(borrower)
+            self._lent[borrower.namespace] = own + borrower.n_bytes
+            self.n_bytes += borrower.n_bytes
+            borrower.turn.set_result(None)
+
+    def _give_back(self, borrower: _Borrower) -> None:
+        if borrower in self._waiting:
+            self._waiting.remove(borrower)
+        elif borrower.turn.done():
+            self.n_bytes -= borrower.n_bytes
+            self._lent[borrower.namespace] -= borrower.n_bytes
+            if not self._lent[borrower.namespace]:
+                del self._lent[borrower.namespace]
+        self._serve()
+
+
+class _Flight:
+    """A picture on its way, and how many wait for it. When nobody does any more it is dropped, unless it is being decoded
+    already: then it lands in the cache."""
+
+    task: asyncio.Task[Picture]
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._n_waiting = 0
+
+    @property
+    def is_deserted(self) -> bool:
+        return not self._n_waiting and not self.has_begun
+
+    async def awaited(self) -> Picture:
+        self._n_waiting += 1
+        try:
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            us = asyncio.current_task()
+            if self.task.cancelled() and not (us and us.cancelling()):
+                raise EngineStopped("the server is stopping") from None
+            raise
+        finally:
+            self._n_waiting -= 1
+
+
+# reading what clients send
+
+
+def address_of(part: Mapping[str, Any]) -> str:
+    """The URL of a picture in any of OpenAI's spellings."""
+    kind = part.get("type")
+    if kind not in ("image_url", "input_image"):
+        raise BadRequest(f"content of type {str(kind)[:40]!r} is no picture: give image_url or input_image")
+    url = part.get("image_url")
+    if isinstance(url, dict):
+        url = url.get("url")
+    if not isinstance(url, str) or not url:
+        raise BadRequest(f'a content part of type {kind} needs a picture: give "image_url": {{"url": "{_EXAMPLE}"}}')
+    return url
+
+
+def _data_start(url: str) -> int:
+    """Where the base64 of a data: URL begins. What kind of picture it claims to be does not matter."""
+    comma = url.find(",", 0, _MAX_URL_HEAD)
+    if comma < 0 or url[5:comma].rpartition(";")[2].strip().lower() != "base64":
+        raise BadRequest(f"{url[:40]!r} is not a data: URL in base64: give one like {_EXAMPLE}")
+    return comma + 1
+
+
+def read_base64(text: str, start: int, max_bytes: int) -> bytes:
+    """Spaces and line ends may stand anywhere, and the padding may be missing; nothing else may. In pieces, because one
+    call for all of it would stop every other thread."""
+    if (len(text) - start) * 2 > max_bytes * 3:  # even if some of it is spaces
+        raise _too_large(max_bytes)
+    parts, left, n_bytes = [], b"", 0
+    for begin in range(start, len(text), _PIECE_CHARS):
+        is_last = begin + _PIECE_CHARS >= len(text)
+        try:
+            piece = left + text[begin : begin + _PIECE_CHARS].encode("ascii").translate(None, b" \t\r\n\f")
+            if piece and n_bytes % 3:
+                raise ValueError("there is more after the padding")
+            n_whole = len(piece) if is_last else len(piece) // 4 * 4
+            padding = b"=" * (-n_whole % 4)
+            parts.append(binascii.a2b_base64(piece[:n_whole] + padding, strict_mode=True))
+        except ValueError as error:  # also binascii.Error and UnicodeError
+            why = "a character is not of its alphabet" if isinstance(error, UnicodeError) else str(error).lower()
+            raise BadRequest(f"the picture is not base64 ({why}): give {_EXAMPLE}") from None
+        left = piece[n_whole:]
+        n_bytes += len(parts[-1])
+        if n_bytes > max_bytes:
+            raise _too_large(max_bytes)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> BadRequest:
+    return BadRequest(f"the picture is larger than {max_bytes:,} bytes: send it smaller or more compressed")
+
+
+def _size_of(picture: Picture) -> tuple[int, int, bytes]:
+    return picture.width, picture.height, picture.digest
+
+
+def _digest(data: bytes) -> bytes:
+    return blake3.blake3(data).digest()

@@ -1,0 +1,164 @@
+"""What Ollama's clients ask about models: which there are, what one is like, which are in memory. Loads none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from everwarm import __version__
+from everwarm.errors import BadRequest, ModelFileError
+from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.ollama.schema import NamedBody
+from everwarm.gateway.parsing.reasoning import detect_reasoning
+from everwarm.gateway.parsing.tool_parser import detect_tools
+from everwarm.gateway.service import Service
+from everwarm.router.catalog import ModelSpec
+from everwarm.router.folder import ModelFile, one_file
+from everwarm.router.header import read_text
+from everwarm.router.names import quant_of, tagged
+from everwarm.router.plan import Phase
+from everwarm.router.pool import Standing
+
+Json = dict[str, Any]
+
+DIALECT = "0.12.0"  # of Ollama, as its clients ask before they use what is new
+_STAYS = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)
+_IN_MEMORY = (Phase.LOADING, Phase.READY, Phase.DRAINING)
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+_FILE_TYPES: Mapping[int, str] = {  # llama.cpp's numbers
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4",
+}  # fmt: skip
+
+
+class OllamaModels:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def version(self, _request: Request) -> Response:
+        return json_response({"version": DIALECT, "everwarm": __version__})
+
+    async def tags(self, _request: Request) -> Response:
+        return json_response({"models": await asyncio.to_thread(_listed, self._service.pool.standings())})
+
+    async def ps(self, _request: Request) -> Response:
+        loaded = [s for s in self._service.pool.standings() if s.status.phase in _IN_MEMORY]
+        models = await asyncio.to_thread(_listed, loaded)
+        more = [_presence(standing) for standing in loaded]
+        return json_response({"models": [model | about for model, about in zip(models, more, strict=True)]})
+
+    async def show(self, request: Request) -> Response:
+        body = (await self._service.read(request, NamedBody)).body
+        name = body.model or body.name
+        if not name:
+            raise BadRequest("model is missing; name one from /api/tags")
+        served = self._service.pool.find(name)
+        info = served.supervisor.info
+        sees = served.spec.mmproj is not None if info is None else info.sees
+        return json_response(await asyncio.to_thread(_shown, served.spec, sees))
+
+
+def _listed(standings: list[Standing]) -> list[Json]:
+    return [_entry(standing.spec, _file(standing.spec)) for standing in standings]
+
+
+def _file(spec: ModelSpec) -> ModelFile | None:
+    """What its file says; nothing if that is gone by now."""
+    try:
+        return one_file(spec.path)
+    except ModelFileError:
+        return None
+
+
+def _entry(spec: ModelSpec, file: ModelFile | None) -> Json:
+    name, n_bytes, changed_ns = tagged(spec.id), file.n_bytes if file else 0, file.changed_ns if file else 0
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _date(changed_ns),
+        "size": n_bytes,
+        "digest": hashlib.sha256(f"{spec.id}:{n_bytes}:{changed_ns}".encode()).hexdigest(),
+        "details": _details(spec, file),
+    }
+
+
+def _presence(standing: Standing) -> Json:
+    info, settings = standing.supervisor.info, standing.spec.settings
+    return {
+        "expires_at": _STAYS.isoformat(),
+        "size_vram": 0 if settings.model.n_gpu_layers == 0 or info is None else info.size_bytes,
+        "context_length": 0 if info is None else info.n_ctx,
+    }
+
+
+def _details(spec: ModelSpec, file: ModelFile | None) -> Json:
+    header = file.header if file else None
+    family = header.architecture if header else ""
+    label = header.text("general.size_label") if header else None
+    number = header.values.get("general.file_type") if header else None
+    named = _FILE_TYPES.get(number, "unknown") if isinstance(number, int) else "unknown"
+    is_whole = header is not None and header.values.get("split.count") in (None, 0, 1)
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": size_text(header.n_params) if header and is_whole else label or "",
+        "quantization_level": quant_of(spec.path.stem) or named,
+    }
+
+
+def _shown(spec: ModelSpec, sees: bool) -> Json:
+    file = _file(spec)
+    template = spec.template or _template(spec) or ""
+    values = file.header.values if file else {}
+    about = {key: value for key, value in values.items() if key != "tokenizer.chat_template"}
+    if file:
+        about["general.parameter_count"] = min(file.header.n_params, (1 << 63) - 1)
+    return {
+        "modelfile": f"FROM {spec.id}\n",
+        "parameters": "",
+        "template": template,
+        "details": _details(spec, file),
+        "model_info": {key: _plain(value) for key, value in about.items()},
+        "capabilities": capabilities(template, sees=sees),
+        "modified_at": _date(file.changed_ns if file else 0),
+    }
+
+
+def _template(spec: ModelSpec) -> str | None:
+    try:
+        return read_text(spec.path, "tokenizer.chat_template")
+    except ModelFileError:
+        return None
+
+
+def capabilities(template: str, *, sees: bool) -> list[str]:
+    """What can be asked of a model, as far as we can read what it answers."""
+    found = {"tools": bool(detect_tools(template)), "thinking": bool(detect_reasoning(template, "")), "vision": sees}
+    return ["completion", *(name for name, is_there in found.items() if is_there)]
+
+
+def size_text(n_params: int) -> str:
+    """``7.4M``, ``3B`` …"""
+    for unit, letter in _UNITS:
+        if n_params >= unit:
+            return f"{n_params / unit:.1f}".removesuffix(".0") + letter
+    return str(n_params)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _date(ns: int) -> str:
+    seconds = min(max(0, ns // 10**9), _STAYS.timestamp())
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,264 @@
+"""Ollama's bodies, and what they are in our own words: ``ChatBody`` and ``CompletionBody``. Pure; knows no HTTP.
+
+Ollama's clients name no calls: they are numbered in the order in which they stand, so that a history that grows is written
+the same way every time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from everwarm.errors import BadRequest
+from everwarm.gateway.openai.schema import MAX_MESSAGES, ChatBody, CompletionBody, Name
+
+Json = dict[str, Any]
+Think = bool | Literal["low", "medium", "high", "max"] | None
+
+MAX_PICTURES = 1024
+_NUMBER = r"\d{1,18}(?:\.\d{0,9})?"
+_DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_NUMBER}(?:ns|us|ms|s|m|h)){{1,8}})")
+
+T = TypeVar("T")
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class Call(msgspec.Struct, frozen=True):
+    function: Function
+    id: Name | None = None
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A message. ``images`` are base64."""
+
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_PICTURES)] | None = None
+    tool_calls: Annotated[list[Call], Meta(max_length=1024)] | None = None
+    tool_name: str | None = None
+    tool_call_id: Name | None = None
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What is heeded; whatever else is asked for belongs to the start of a server. Bounds are those of our own bodies."""
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and generate have in common."""
+
+    model: Name | None = None
+    stream: bool | None = None  # not said: yes
+    think: Think = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def ignored(self) -> list[str]:
+        """Options that change nothing here."""
+        return sorted(set(self.options or {}) - set(Options.__struct_fields__))
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model is to leave when the reply is there."""
+        return self.keep_alive is not None and _is_zero(self.keep_alive)
+
+    def common(self) -> Json:
+        """Fields of every body of ours."""
+        if self.logprobs:
+            raise BadRequest("logprobs are not given here; use /v1/chat/completions")
+        try:
+            options = msgspec.convert(self.options or {}, Options)
+        except msgspec.ValidationError as error:
+            raise BadRequest(f"the options cannot be used: {error}") from None
+        said = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
+        if "num_predict" in said:
+            said["n_predict"] = said.pop("num_predict")
+        if "seed" in said:
+            said["seed"] = max(-1, said["seed"])
+        return {"model": self.model, "stream": self.streams, **said}
+
+
+class OllamaChat(OllamaBody, frozen=True, kw_only=True):
+    messages: Annotated[list[Said], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+
+    @property
+    def only_loads(self) -> bool:
+        return not self.messages
+
+    def as_chat(self) -> ChatBody:
+        return _chat(self, messages_of(self.messages or []), self.tools)
+
+
+class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
+    """One prompt. With ``raw`` it is what the model reads, without a template."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_PICTURES)] | None = None
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+
+    @property
+    def only_loads(self) -> bool:
+        return not self.prompt and not self.images
+
+    def as_chat(self) -> ChatBody:
+        self._check()
+        system = [Said("system", self.system)] if self.system else []
+        return _chat(self, messages_of([*system, Said("user", self.prompt or "", images=self.images)]), None)
+
+    def as_completion(self) -> CompletionBody:
+        self._check()
+        if self.images or self.system or self.format:
+            raise BadRequest("system, images and format need the model's template; leave out raw: true")
+        return _converted({**self.common(), "prompt": self.prompt or ""}, CompletionBody)
+
+    def _check(self) -> None:
+        """What would change the prompt in a way we do not know must not pass for done."""
+        if self.suffix:
+            raise BadRequest("suffix is not supported: no model here fills in the middle; put everything into prompt")
+        if self.template:
+            raise BadRequest("template is not supported: send raw: true and the prompt as the model shall read it")
+        if self.context:
+            raise BadRequest("context is not supported: send the conversation's messages to /api/chat")
+
+
+class NamedBody(msgspec.Struct, frozen=True):
+    """Of a question about one model; older clients say ``name``."""
+
+    model: Name | None = None
+    name: Name | None = None
+
+
+def messages_of(said: list[Said]) -> list[Json]:
+    """OpenAI's messages. Calls and their results are matched: by id, by the tool's name, else in order."""
+    messages: list[Json] = []
+    waiting = _Waiting()
+    n_calls = 0
+    for one in said:
+        message: Json = {"role": one.role, "content": _content(one)}
+        if one.thinking:
+            message["reasoning_content"] = one.thinking
+        if one.tool_calls:
+            named = [(call.id or f"call{n_calls + i:05}", call) for i, call in enumerate(one.tool_calls)]
+            n_calls += len(named)
+            waiting = _Waiting([(id, call.function.name) for id, call in named])
+            message["tool_calls"] = [_call(id, call.function) for id, call in named]
+        if one.role == "tool":
+            message |= _answered(one, waiting)
+        messages.append(message)
+    return messages
+
+
+class _Waiting:
+    """Calls without a result. Each is looked at no more often than it is found, however many wait."""
+
+    def __init__(self, calls: Sequence[tuple[str, str]] = ()) -> None:
+        self._calls = calls
+        self._is_taken = [False] * len(calls)
+        self._all = deque(range(len(calls)))
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._by_name: defaultdict[str, deque[int]] = defaultdict(deque)
+        for i, (id, name) in enumerate(calls):
+            self._by_id[id].append(i)
+            self._by_name[name].append(i)
+
+    def take(self, id: str | None, name: str | None) -> tuple[str, str] | None:
+        """The first of that id, else of that name, else of all."""
+        for calls in (self._by_id.get(id or ""), self._by_name.get(name or ""), self._all):
+            while calls:
+                i = calls.popleft()
+                if not self._is_taken[i]:
+                    self._is_taken[i] = True
+                    return self._calls[i]
+        return None
+
+
+def _content(said: Said) -> str | list[Json]:
+    text = said.content or ""
+    if not said.images:
+        return text
+    pictures: list[Json] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in said.images]
+    return [*pictures, {"type": "text", "text": text}] if text else pictures
+
+
+def _data_url(image: str) -> str:
+    return image if image[:5].lower() == "data:" else f"data:image/png;base64,{image}"
+
+
+def _call(id: str, function: Function) -> Json:
+    arguments = json.dumps(function.arguments, ensure_ascii=False)
+    return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
+
+
+def _answered(said: Said, waiting: _Waiting) -> Json:
+    """Which call a result belongs to; it waits no longer."""
+    id, name = waiting.take(said.tool_call_id, said.tool_name) or (said.tool_call_id, said.tool_name)
+    about = {"tool_call_id": said.tool_call_id or id, "name": said.tool_name or name}
+    return {key: value for key, value in about.items() if value is not None}
+
+
+def _chat(body: OllamaBody, messages: list[Json], tools: list[Json] | None) -> ChatBody:
+    about: Json = {"messages": messages, "tools": tools or None, "response_format": _response_format(body.format)}
+    if body.think is not None:
+        level = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
+        about["chat_template_kwargs"] = {"enable_thinking": bool(body.think), **level}
+    return _converted({**body.common(), **about}, ChatBody)
+
+
+def _response_format(format: str | Json | None) -> Json | None:
+    if not format:
+        return None
+    if format == "json":
+        return {"type": "json_object"}
+    if isinstance(format, str):
+        raise BadRequest(f"format is {format[:40]!r}; give 'json' or a JSON schema")
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": format}}
+
+
+def _converted(fields: Json, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the body cannot be used: {error}") from None
+
+
+def _is_zero(duration: float | str) -> bool:
+    """``0``, ``"0"``, ``"0s"`` …; what is no duration is an error."""
+    if not isinstance(duration, str):
+        return duration == 0
+    if not _DURATION.fullmatch(duration):
+        raise BadRequest(f"keep_alive is {duration[:40]!r}; give seconds, or a duration such as '5m'")
+    return not any(digit in "123456789" for digit in duration)

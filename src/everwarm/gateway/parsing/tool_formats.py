@@ -1,0 +1,221 @@
+"""How models write tool calls: JSON, XML-like and Python-like, read while they are being written.
+
+Each format is a generator over a ``Reader``: it takes what it understands, yields where the text so far says too little,
+and raises ``NotACall`` where it cannot be a call. It says of a call only what is certain. Pure: knows text; knows no
+tokens, no HTTP and no tool's meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reader, Reading
+from everwarm.gateway.parsing.tool_values import (
+    Say,
+    as_object,
+    bare_as_json,
+    escaped,
+    json_text,
+    json_value,
+    kept,
+    literal_as_json,
+    python_string,
+    python_value,
+    quoted,
+)
+
+MAX_NAME_CHARS, MAX_KEY_CHARS = 128, 256
+
+_NAME = re.compile(r"[\w.:/@-]+")
+_XML_KEY = re.compile(r"[^<>\r\n]+")
+_PYTHON_KEY = re.compile(r"[-.\w]+")
+FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+
+Section = Callable[[Reader, str, str], Reading[None]]
+
+
+def json_section(r: Reader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - every format is called alike
+    """One call as an object, or several: in a list, or one after the other."""
+    listed = (yield from r.spaces()) == "["
+    if listed:
+        r.take_one("[")
+        yield from r.spaces()
+    yield from _json_calls(r, closer, listed=listed)
+
+
+def _json_calls(r: Reader, closer: str, *, listed: bool) -> Reading[None]:
+    while True:
+        yield from _json_call(r)
+        follows = yield from r.spaces()
+        if listed and follows == ",":
+            r.take_one(",")
+            r.end()
+            yield from r.spaces()
+        elif follows == "{":
+            r.end()
+        else:
+            break
+    if listed:
+        r.take_one("]")
+    yield from _close(r, closer)
+
+
+def _close(r: Reader, closer: str) -> Reading[None]:
+    """A closing tag may be missing: it may have been the end of the reply."""
+    yield from r.spaces()
+    if closer:
+        yield from r.word(closer)
+    r.end()
+
+
+def _json_call(r: Reader) -> Reading[None]:
+    name, arguments = "", ""
+    r.take_one("{")
+    while True:
+        yield from r.spaces()
+        key = yield from json_text(r)
+        yield from r.spaces()
+        r.take_one(":")
+        follows = yield from r.spaces()
+        if r.begun and key in ("name", "arguments", "parameters"):
+            raise NotACall
+        if key == "name":
+            name = yield from json_text(r)
+        elif key in ("arguments", "parameters") and name and follows == "{":
+            _begin(r, name)
+            yield from json_value(r, r.say)
+        else:
+            value = yield from kept(json_value, r)
+            arguments = as_object(value) if key in ("arguments", "parameters") else arguments
+        if (yield from r.spaces()) == "}":
+            break
+        r.take_one(",")
+    r.take_one("}")
+    if not r.begun:
+        _begin(r, name)
+        r.say(arguments or "{}")
+    r.whole()
+
+
+def _begin(r: Reader, name: str) -> None:
+    if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        raise NotACall
+    r.begin(name)
+
+
+def xml_section(r: Reader, opener: str, closer: str) -> Reading[None]:
+    """A function with its parameters as tags. The outer tag may be missing, and a model may fall back to JSON."""
+    if opener != FUNCTION:
+        if (yield from r.spaces()) == "{":
+            yield from json_section(r, opener, closer)
+            return
+        if (yield from r.word(FUNCTION)) is None:
+            raise NotACall
+    name = yield from r.match(_NAME, MAX_NAME_CHARS)
+    r.take_one(">")
+    n_arguments = 0
+    while True:
+        yield from r.spaces()
+        tag = yield from r.word(_PARAMETER, _FUNCTION_END)
+        if tag is None:
+            raise NotACall
+        if not r.begun:
+            r.begin(name)
+        if tag == _FUNCTION_END:
+            break
+        yield from _xml_parameter(r, name, ", " if n_arguments else "{")
+        n_arguments += 1
+    r.say("}" if n_arguments else "{}")
+    r.whole()
+    yield from _close(r, closer)
+
+
+def _xml_parameter(r: Reader, tool: str, before: str) -> Reading[None]:
+    key = (yield from r.match(_XML_KEY, MAX_KEY_CHARS)).strip()
+    r.take_one(">")
+    kind = r.kind(tool, key)
+    if kind.is_string:
+        r.say(f'{before}{quoted(key)}: "')
+        yield from _xml_text(r, lambda text: r.say(escaped(text)))
+        r.say('"')
+    else:
+        value = yield from kept(_xml_text, r)
+        r.say(f"{before}{quoted(key)}: {bare_as_json(kind, value)}")
+
+
+def _xml_text(r: Reader, say: Say) -> Reading[None]:
+    """A parameter's text and its closing tag; one line end on either side belongs to the tags."""
+    yield from r.word("\r\n", "\n")
+    while True:
+        tag = r.text.find(_PARAMETER_END, r.at)
+        end = tag
+        if tag < 0:
+            end = r.text.rfind("<", r.at)
+            if end < 0 or not _PARAMETER_END.startswith(r.text[end:]):
+                end = len(r.text)
+        if end > r.at and r.text[end - 1] == "\n":
+            end -= 1
+        if end > r.at and r.text[end - 1] == "\r":
+            end -= 1
+        if end > r.at:
+            say(r.take(end))
+        if tag >= 0:
+            r.take(tag + len(_PARAMETER_END))
+            return
+        yield from r.more()
+
+
+def python_section(r: Reader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - as above
+    """Calls as in Python, with named arguments, in a list; or as JSON, which a prompt may ask for."""
+    begins = yield from r.spaces()
+    if begins == "[":
+        r.take_one("[")
+        yield from r.spaces()
+    if r.peek() == "{":
+        yield from _json_calls(r, closer, listed=begins == "[")
+        return
+    while True:
+        yield from _python_call(r)
+        if (yield from r.spaces()) != ",":
+            break
+        r.take_one(",")
+        r.end()
+        yield from r.spaces()
+    if begins == "[":
+        r.take_one("]")
+    yield from _close(r, closer)
+
+
+def _python_call(r: Reader) -> Reading[None]:
+    name = yield from r.match(_NAME, MAX_NAME_CHARS)
+    yield from r.spaces()
+    r.take_one("(")
+    n_arguments = 0
+    while (yield from r.spaces()) != ")":
+        key = yield from r.match(_PYTHON_KEY, MAX_KEY_CHARS)
+        yield from r.spaces()
+        r.take_one("=")
+        yield from r.spaces()
+        if not r.begun:
+            r.begin(name)
+        r.say(f"{', ' if n_arguments else '{'}{quoted(key)}: ")
+        yield from _python_argument(r, r.kind(name, key))
+        n_arguments += 1
+        if (yield from r.spaces()) == ",":
+            r.take_one(",")
+        elif r.peek() != ")":
+            raise NotACall
+    r.take_one(")")
+    if not r.begun:
+        r.begin(name)
+    r.say("}" if n_arguments else "{}")
+    r.whole()
+
+
+def _python_argument(r: Reader, kind: Kind) -> Reading[None]:
+    if kind.is_string and r.peek() in ("'", '"'):
+        yield from python_string(r, r.say)
+    else:
+        value = yield from kept(python_value, r)
+        r.say(literal_as_json(kind, value))

@@ -1,0 +1,189 @@
+"""A reply split into text and tool calls, while it is being written.
+
+A call is said piece by piece as soon as it is certain that it is one; what turns out to be none comes out as text, in its
+place. Pure but for the calls' random ids: knows text and the tools' schemas; knows no tokens and no HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from everwarm.gateway.constraints.json_schema import allowed_types, referred
+from everwarm.gateway.parsing.reasoning import Text
+from everwarm.gateway.parsing.tool_formats import FUNCTION, Section, json_section, python_section, xml_section
+from everwarm.gateway.parsing.tool_reader import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    Kind,
+    NotACall,
+    Reader,
+    Reading,
+)
+
+__all__ = [
+    "TOOL_FORMATS",
+    "CallArguments",
+    "CallBegun",
+    "CallEnded",
+    "Event",
+    "Text",
+    "ToolParser",
+    "detect_tools",
+    "settled",
+]
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """Tags that open a section of calls, each with the one that closes it ("" where none does)."""
+
+    tags: dict[str, str]
+    section: Section
+
+
+TOOL_FORMATS: Mapping[str, _Format] = MappingProxyType(
+    {
+        "hermes": _Format({"<tool_call>": "</tool_call>", "<|tool_call|>": ""}, json_section),
+        "qwen-xml": _Format({"<tool_call>": "</tool_call>", FUNCTION: "</tool_call>"}, xml_section),
+        "jamba": _Format({"<tool_calls>": "</tool_calls>"}, json_section),
+        "nemotron": _Format({"<TOOLCALL>": "</TOOLCALL>"}, json_section),
+        "pythonic": _Format({"<|tool_call_start|>": "<|tool_call_end|>"}, python_section),
+    }
+)
+
+
+def detect_tools(template_source: str) -> str | None:
+    """The name of the format that a model's template teaches; None where it is none of ours."""
+
+    def has(*tags: str) -> bool:
+        return all(tag in template_source for tag in tags)
+
+    if has("<TOOLCALL>"):
+        return "nemotron"
+    if has("<|tool_call_start|>") or has("<|tool_list_start|>") or has("List of tools: ["):
+        return "pythonic"
+    if has("<tool_call>", FUNCTION, "<parameter="):
+        return "qwen-xml"
+    if has("<tool_calls>"):
+        return "jamba"
+    if has("<arg_key>") or has("<invoke name="):  # other families' insides of the same tag
+        return None
+    return "hermes" if has("<tool_call>") or has("<|tool_call|>") else None
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ToolParser:
+    """Fed with text in order. ``format`` is a name from ``TOOL_FORMATS``; ``tools`` as clients send them: their schemas
+    tell strings from other values where the format does not. ``kinds``: what they say, where that is known already."""
+
+    def __init__(
+        self,
+        format: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        kinds: Mapping[str, Mapping[str, Kind]] | None = None,
+        new_id: Callable[[], str] = call_id,
+    ) -> None:
+        self._format = TOOL_FORMATS[format]
+        self._opener = re.compile("|".join(map(re.escape, self._format.tags)))
+        self._reader = Reader(kinds_of(tools) if kinds is None else kinds, new_id)
+        self._reading = self._read()
+
+    def feed(self, text: str) -> list[Event]:
+        assert not self._reader.final, "the reply has ended"
+        self._reader.add(text)
+        next(self._reading)
+        return self._reader.drain()
+
+    def finish(self) -> list[Event]:
+        """What was held back, when the reply ends."""
+        self._reader.final = True
+        self._reader.add("")
+        next(self._reading, None)
+        return self._reader.drain()
+
+    def _read(self) -> Reading[None]:
+        r = self._reader
+        while (opener := (yield from self._text())) is not None:
+            try:
+                yield from self._format.section(r, opener, self._format.tags[opener])
+            except NotACall:
+                r.give_up()
+
+    def _text(self) -> Reading[str | None]:
+        """Says text up to a tag that opens a section, and takes the tag; None at the end of the reply."""
+        r = self._reader
+        while True:
+            opener = self._opener.search(r.text, r.at)
+            if opener:
+                r.text_until(opener.start())
+                return r.take(opener.end())
+            r.text_until(len(r.text) if r.final else self._n_certain())
+            if r.final:
+                r.text_ended()
+                return None
+            yield
+
+    def _n_certain(self) -> int:
+        """How far the text is no beginning of a tag; in a tag there is one ``<``, its first character."""
+        text = self._reader.text
+        at = text.rfind("<", self._reader.at)
+        return at if at >= 0 and any(tag.startswith(text[at:]) for tag in self._format.tags) else len(text)
+
+
+def settled(events: Iterable[Event]) -> list[Event]:
+    """For a reply that is all there: calls that went wrong after they had begun are the text they were written as, and
+    the others are counted anew."""
+    done: list[Event] = []
+    call: list[Event] = []
+    n_calls = 0
+    for event in events:
+        match event:
+            case Text():
+                done.append(event)
+            case CallBegun():
+                call = [CallBegun(n_calls, event.id, event.name)]
+            case CallArguments():
+                call.append(CallArguments(n_calls, event.json_fragment))
+            case CallEnded(complete=True):
+                done += [*call, CallEnded(n_calls, event.raw)]
+                n_calls += 1
+            case CallEnded():
+                done.append(Text(event.raw))
+    return done
+
+
+# what the tools' schemas say
+
+
+def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
+    """What each argument of each tool may be."""
+    kinds = {}
+    for tool in tools:
+        name, root = name_and_schema(tool)
+        said = referred(root["$ref"], root) if isinstance(root.get("$ref"), str) else root
+        properties = _mapping(_mapping(said).get("properties"))
+        types = allowed_types(list(properties.values()), root)
+        kinds[name] = {str(key): Kind(found) for key, found in zip(properties, types, strict=True)}
+    return kinds
+
+
+def name_and_schema(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Of a tool as any client sends it."""
+    function = _mapping(tool.get("function")) or tool
+    schema = function.get("parameters") or function.get("input_schema")
+    return str(function.get("name")), _mapping(schema)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,209 @@
+"""A reply being read for tool calls: the text that has come, what was taken of it, and what can be said for certain.
+
+Whatever is taken ends up in exactly one place: in a call's ``raw`` or in a ``Text``. Pure: knows no format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from everwarm.gateway.parsing.reasoning import Text
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+_SPACES = re.compile(r"[ \t\r\n]*")
+
+
+class NotACall(Exception):
+    """What was read cannot be, or did not become, a tool call. Never leaves the parser."""
+
+
+class CallBegun(msgspec.Struct, frozen=True):
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """A piece of a call's arguments; together the pieces of a complete call are one JSON object."""
+
+    index: int
+    json_fragment: str
+
+
+class CallEnded(msgspec.Struct, frozen=True):
+    """``raw`` is how the model wrote the call, markup included. A call that is not ``complete`` broke off or went wrong
+    after it had begun: its arguments are no JSON yet."""
+
+    index: int
+    raw: str
+    complete: bool = True
+
+
+Event = Text | CallBegun | CallArguments | CallEnded
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What a tool's schema says about an argument; ``types`` is empty where it says nothing."""
+
+    types: frozenset[str] = frozenset()
+
+    @property
+    def is_string(self) -> bool:
+        """Whether it can only be a string, and so be said before its end is known."""
+        return not self.types or self.types == {"string"}
+
+
+UNKNOWN = Kind()
+
+
+class Reader:
+    """The text that has come and not been taken, and what is to be said about it. ``_raw`` was taken: its first
+    ``_n_shown`` pieces have become part of a call, the others come out as text if it is none."""
+
+    def __init__(self, kinds: Mapping[str, Mapping[str, Kind]], new_id: Callable[[], str]) -> None:
+        self.text, self.at, self.final = "", 0, False
+        self._events: list[Event] = []
+        self._pieces: list[str] = []  # of the next event: arguments while a call is begun, otherwise text
+        self._kinds, self._new_id = kinds, new_id
+        self._raw: list[str] = []
+        self._n_shown = 0
+        self._n_begun = 0
+        self.begun = self._whole = self._just_ended = False
+
+    def kind(self, tool: str, argument: str) -> Kind:
+        return self._kinds.get(tool, {}).get(argument, UNKNOWN)
+
+    # what comes
+
+    def add(self, text: str) -> None:
+        self.text, self.at = self.text[self.at :] + text, 0
+
+    def more(self) -> Reading[None]:
+        if self.final:
+            raise NotACall
+        yield
+
+    def peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def take(self, end: int) -> str:
+        taken = self.text[self.at : end]
+        self._raw.append(taken)
+        self.at = end
+        return taken
+
+    def take_one(self, of: str) -> str:
+        """The next character, which must be one of these."""
+        c = self.peek()
+        if not c or c not in of:
+            raise NotACall
+        return self.take(self.at + 1)
+
+    def spaces(self, say: Callable[[str], object] | None = None) -> Reading[str]:
+        """Past whitespace, said if it is part of what is said; the character after it, "" at the end of the reply."""
+        while True:
+            match = _SPACES.match(self.text, self.at)
+            if match and match.end() > self.at:
+                space = self.take(match.end())
+                if say:
+                    say(space)
+            if self.at < len(self.text) or self.final:
+                return self.peek()
+            yield
+
+    def word(self, *words: str) -> Reading[str | None]:
+        """Which of these comes next, and past it."""
+        while True:
+            for word in words:
+                if self.text.startswith(word, self.at):
+                    return self.take(self.at + len(word))
+            rest = self.text[self.at : self.at + 32]
+            if self.final or not any(word.startswith(rest) for word in words):
+                return None
+            yield
+
+    def match(self, pattern: re.Pattern[str], max_chars: int) -> Reading[str]:
+        """All that fits the pattern."""
+        while True:
+            match = pattern.match(self.text, self.at)
+            end = match.end() if match else self.at
+            if end - self.at > max_chars or (end == self.at < len(self.text)):
+                raise NotACall
+            if end < len(self.text):
+                return self.take(end)
+            yield from self.more()
+
+    # what is said
+
+    def text_until(self, end: int) -> None:
+        """Text but for the whitespace at its end, which belongs to a call if one comes next."""
+        text = self.text[self.at : end]
+        said = text.rstrip()
+        if said:
+            self._say_text("".join((*self._raw, said)))
+            self._raw = [text[len(said) :]] if len(said) < len(text) else []
+        elif text:
+            self._raw.append(text)
+        self.at = end
+
+    def text_ended(self) -> None:
+        """Nothing comes any more. Whitespace after a call is no text."""
+        if not self._just_ended:
+            self._say_text("".join(self._raw))
+        self._raw = []
+
+    def drain(self) -> list[Event]:
+        """Everything said since the last time."""
+        self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def begin(self, name: str) -> None:
+        self._flush()
+        self._events.append(CallBegun(self._n_begun, self._new_id(), name))
+        self._n_begun += 1
+        self._n_shown = len(self._raw)
+        self.begun = True
+
+    def say(self, fragment: str) -> None:
+        """A piece of the arguments."""
+        self._n_shown = len(self._raw)
+        self._pieces.append(fragment)
+
+    def whole(self) -> None:
+        """The arguments are all there; only markup may follow."""
+        self._n_shown = len(self._raw)
+        self._whole = True
+
+    def end(self) -> None:
+        """All that was taken is part of the call."""
+        self.whole()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """What has not become part of a call is text."""
+        held = self._raw[self._n_shown :]
+        if self.begun:
+            self._flush()
+            raw = "".join(self._raw[: self._n_shown])
+            self._events.append(CallEnded(self._n_begun - 1, raw, self._whole))
+            self._just_ended = True
+        self._raw, self._n_shown, self.begun, self._whole = [], 0, False, False
+        self._say_text("".join(held))
+
+    def _say_text(self, text: str) -> None:
+        if text:
+            self._just_ended = False
+            self._pieces.append(text)
+
+    def _flush(self) -> None:
+        if self._pieces:
+            said = "".join(self._pieces)
+            self._events.append(CallArguments(self._n_begun - 1, said) if self.begun else Text(said))
+            self._pieces = []

@@ -1,0 +1,315 @@
+"""The body of ``/v1/responses``, and the chat it stands for. Pure: knows no HTTP and no storage.
+
+A conversation is a list of items here: messages, thoughts, calls and their outputs. Those that a model wrote in one go
+become one assistant message again, so that what is rendered is what it wrote.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from everwarm.errors import BadRequest
+from everwarm.gateway.openai.schema import MAX_MESSAGES, Body, ChatBody, Count
+from everwarm.gateway.responses.tools import Offered, choice, custom_arguments, function_name, offered
+
+Json = dict[str, Any]
+
+MAX_METADATA = 16
+ENCRYPTED = "reasoning.encrypted_content"
+_SEAL = b"everwarm reasoning\n"
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ReasoningWish(msgspec.Struct, frozen=True):
+    """``effort``: none and minimal mean no thinking; ``summary``: any but none means that thinking comes as a summary."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Annotated[str, Meta(max_length=32)] | None = None
+
+
+class TextWish(msgspec.Struct, frozen=True):
+    format: Json | None = None
+
+
+class ResponsesBody(Body, frozen=True, kw_only=True):
+    """``None`` means: not said."""
+
+    input: str | Annotated[list[Json], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | list[Json] | None = None
+    previous_response_id: Id | None = None
+    tools: Annotated[list[Json], Meta(max_length=1024)] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Count | None = None
+    text: TextWish | None = None
+    reasoning: ReasoningWish | None = None
+    include: Annotated[list[str], Meta(max_length=64)] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+    chat_template_kwargs: Json | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def seals_reasoning(self) -> bool:
+        return ENCRYPTED in (self.include or ())
+
+    @property
+    def wants_summary(self) -> bool:
+        return self.reasoning is not None and self.reasoning.summary not in (None, "none")
+
+    def check(self) -> None:
+        """What is not there and would change the answer if it were left out."""
+        if self.background:
+            raise BadRequest("background responses are not there; leave background out and stream instead")
+        if self.conversation is not None:
+            raise BadRequest("conversations are not there; use previous_response_id")
+        if self.prompt is not None:
+            raise BadRequest("stored prompts are not there; send instructions and input")
+
+
+# items
+
+
+class MessageItem(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Json]
+
+
+class CallItem(msgspec.Struct, frozen=True):
+    call_id: Id
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(msgspec.Struct, frozen=True):
+    call_id: Id
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    input: str
+    namespace: str | None = None
+
+
+class OutputItem(msgspec.Struct, frozen=True):
+    call_id: Id
+    output: str | list[Json]
+
+
+class ReasoningItem(msgspec.Struct, frozen=True):
+    summary: list[Json] | None = None
+    content: list[Json] | None = None
+    encrypted_content: str | None = None
+
+    def thought(self) -> str:
+        """From the seal where it is ours, else from what can be read."""
+        sealed = unsealed(self.encrypted_content) if self.encrypted_content else None
+        return sealed if sealed is not None else _plain(self.content or ()) or _plain(self.summary or ())
+
+
+class ReferenceItem(msgspec.Struct, frozen=True):
+    id: Id
+
+
+Item = MessageItem | CallItem | CustomCallItem | OutputItem | ReasoningItem
+_KINDS: dict[str, type[Any]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "custom_tool_call": CustomCallItem,
+    "function_call_output": OutputItem,
+    "custom_tool_call_output": OutputItem,
+    "reasoning": ReasoningItem,
+}
+T = TypeVar("T")
+
+
+def typed(item: Json) -> Item:
+    kind = item.get("type") or "message"
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise BadRequest(f"an input item is of type {str(kind)[:40]!r}; send one of {', '.join(_KINDS)}")
+    found: Item = _converted(item, _KINDS[kind])
+    return found
+
+
+def _converted(item: Json, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(item, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"an input item of type {item.get('type') or 'message'} cannot be used: {error}") from None
+
+
+def own_items(body: ResponsesBody, tail: str, find: Callable[[str], Json | None]) -> list[Json]:
+    """The items of this request's input, each with an id that ends in ``tail`` and its number; references are what
+    ``find`` says."""
+    said = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
+    items = []
+    for i, item in enumerate(said):
+        if item.get("type") == "item_reference" or (item.keys() == {"id"}):
+            id = _converted(item, ReferenceItem).id
+            found = find(id)
+            if found is None:
+                raise BadRequest(f"the item {id[:80]!r} is not kept here; send it whole")
+            items.append(found)
+        else:
+            typed(item)
+            items.append(_normal(item, f"{tail}{i:04x}"))
+    return items
+
+
+def _normal(item: Json, tail: str) -> Json:
+    """As the API shows it: with a type, an id, and content in parts."""
+    kind, content = item.get("type") or "message", item.get("content")
+    if isinstance(content, str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        item = {**item, "content": [{"type": part, "text": content}]}
+    id = item.get("id")
+    return {**item, "type": kind, "id": id if isinstance(id, str) and id else f"{kind[:3]}_{tail}"}
+
+
+# the chat
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of the model, and what its calls are to be named."""
+
+    chat: ChatBody
+    tools: Offered
+
+
+def asked(body: ResponsesBody, items: Sequence[Json]) -> Asked:
+    """``items``: the whole conversation, oldest first."""
+    tools = offered(body.tools)
+    instructions = body.instructions
+    before = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else instructions or []
+    messages = chat_messages(map(typed, [*before, *items]))
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise BadRequest(f"there are {len(messages)} messages; send at least one and at most {MAX_MESSAGES}")
+    shared = {name: getattr(body, name) for name in Body.__struct_fields__}
+    told: Json = {
+        "n": None,
+        "messages": messages,
+        "tools": tools.functions or None,
+        "tool_choice": choice(body.tool_choice, tools),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body.text.format if body.text else None),
+        "chat_template_kwargs": {**_thinking(body.reasoning), **(body.chat_template_kwargs or {})} or None,
+    }
+    if body.max_output_tokens is not None:
+        told["max_completion_tokens"] = body.max_output_tokens
+    return Asked(ChatBody(**(shared | told)), tools)
+
+
+def _thinking(wish: ReasoningWish | None) -> Json:
+    """What a template is told about it."""
+    effort = wish.effort if wish else None
+    if effort in ("none", "minimal"):
+        return {"enable_thinking": False}
+    return {"reasoning_effort": _EFFORTS[effort]} if effort else {}
+
+
+def _response_format(said: Json | None) -> Json | None:
+    match said:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "json_object"}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            about = {key: said[key] for key in ("name", "description", "strict") if said.get(key) is not None}
+            return {"type": "json_schema", "json_schema": {**about, "schema": schema}}
+    raise BadRequest("text.format must be text, json_object, or json_schema with a schema")
+
+
+def chat_messages(items: Iterable[Item]) -> list[Json]:
+    """Messages as a chat client would have sent them."""
+    messages: list[Json] = []
+    for item in items:
+        match item:
+            case MessageItem(role="assistant"):
+                last = _assistant(messages, lambda m: "content" in m and "tool_calls" not in m)
+                said = _content(item.content)
+                last["content"] = said
+            case MessageItem():
+                messages.append({"role": item.role, "content": _content(item.content)})
+            case ReasoningItem():
+                if thought := item.thought():
+                    last = _assistant(messages, lambda m: "content" in m or "tool_calls" in m)
+                    last.setdefault("reasoning_content", []).append(thought)
+            case CallItem() | CustomCallItem():
+                arguments = item.arguments if isinstance(item, CallItem) else custom_arguments(item.input)
+                function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _assistant(messages, lambda _: False).setdefault("tool_calls", []).append(call)
+            case OutputItem():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+    return [{"content": None, **message, **_thoughts(message)} for message in messages]
+
+
+def _thoughts(message: Json) -> Json:
+    return {"reasoning_content": "".join(message["reasoning_content"])} if "reasoning_content" in message else {}
+
+
+def _assistant(messages: list[Json], is_over: Callable[[Json], bool]) -> Json:
+    """The assistant message that is being put together: the last one unless it is over."""
+    if not messages or messages[-1]["role"] != "assistant" or is_over(messages[-1]):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _content(said: str | list[Json]) -> str | list[Json]:
+    """One text where there is only text."""
+    if isinstance(said, str):
+        return said
+    parts = [_part(part) for part in said]
+    return "".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
+
+
+def _part(part: Json) -> Json:
+    match part:
+        case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "input_image", "image_url": str(url)}:
+            return {"type": "image_url", "image_url": {"url": url}}
+    raise BadRequest(
+        f"content of type {str(part.get('type'))[:40]!r} cannot be used: send input_text with a text, or input_image with "
+        "the picture itself as image_url"
+    )
+
+
+def _plain(parts: Iterable[Json]) -> str:
+    texts = [part.get("text") for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+# thinking that clients carry for us
+
+
+def sealed(thought: str) -> str:
+    """Thinking in a form that clients send back as it is. It is encoded, not encrypted: it is theirs to read."""
+    return base64.b64encode(_SEAL + thought.encode()).decode()
+
+
+def unsealed(said: str) -> str | None:
+    """None for what was not sealed here."""
+    try:
+        data = base64.b64decode(said, validate=True)
+        return data.removeprefix(_SEAL).decode() if data.startswith(_SEAL) else None
+    except (binascii.Error, ValueError):
+        return None
