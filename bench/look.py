@@ -13,11 +13,11 @@ import numpy as np
 
 from bench.measure import EMBEDDED, median_s, table
 from everwarm.config import GREEDY
-from everwarm.engine import messages as m
-from everwarm.engine.assemble import assemble
+from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.look import Lookup, summary, turn_page
+from everwarm.engine.inspect.cache_view import Lookup, summary, turn_page
 from everwarm.engine.loop import Loop, start
+from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, Event, Finished
 from everwarm.engine.settings import EngineSettings
 from everwarm.llama.process import collect_rarely

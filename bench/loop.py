@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.measure import EMBEDDED, table
 from everwarm.config import GREEDY
-from everwarm.engine.assemble import assemble
+from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings

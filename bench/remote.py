@@ -23,8 +23,8 @@ from bench.measure import hundred_megabytes, median_s, much_kv, table
 from bench.seaweed import BUCKET, environment, seaweed
 from everwarm.config import GREEDY
 from everwarm.engine.engine import Engine
-from everwarm.engine.fetch import Loaded, Wish
 from everwarm.engine.settings import EngineSettings, RemoteSettings
+from everwarm.engine.tiers.loader import Loaded, Wish
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.bucket import Bucket
 from everwarm.state.lineage import root_key

@@ -22,8 +22,8 @@ from bench.quiet import undisturbed
 from bench.server import Server, ask, everwarm, post
 from everwarm.config import GREEDY, default_threads
 from everwarm.engine.engine import Engine
-from everwarm.engine.fetch import Wish
 from everwarm.engine.settings import EngineSettings, StoreSettings
+from everwarm.engine.tiers.loader import Wish
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 

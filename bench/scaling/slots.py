@@ -11,7 +11,7 @@ from bench.loop import Stopwatch
 from bench.measure import EMBEDDED
 from bench.scaling.fit import Curve, Growth
 from everwarm.config import GREEDY
-from everwarm.engine.assemble import assemble
+from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings

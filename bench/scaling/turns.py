@@ -8,10 +8,10 @@ import numpy as np
 from bench.measure import EMBEDDED, least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.config import GREEDY
-from everwarm.engine.assemble import assemble
+from everwarm.engine.build import assemble
+from everwarm.engine.cache.restore import Goal
 from everwarm.engine.core import Core
 from everwarm.engine.request import Ask
-from everwarm.engine.restore import Goal
 from everwarm.engine.settings import EngineSettings
 from everwarm.prompt.prompt import Prompt
 from everwarm.types import START

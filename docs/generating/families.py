@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from everwarm.engine.memory_plan import MAX_SPARES, SPARE_SHARE
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.sizes import MAX_SPARES, SPARE_SHARE
 from everwarm.router.estimate import Shape, shape_of
 from everwarm.router.header import Header
 from everwarm.state.params import CheckpointParams

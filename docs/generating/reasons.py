@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everwarm.engine.why import Reason
+from everwarm.engine.inspect.read_reason import Reason
 from generating.markdown import code, table, written_by
 
 HELPS = {
@@ -24,7 +24,7 @@ HELPS = {
 def page() -> str:
     return "\n".join(
         [
-            written_by("src/everwarm/engine/why.py"),
+            written_by("src/everwarm/engine/inspect/read_reason.py"),
             "# Reason codes\n",
             "Every answer says in `timings.cache` why it read what it read; [the server](../server.md#why-was-it-read-again) has the whole "
             "object. `reason` is that of the larger part of what was read. `again` says why tokens that were known were read again, where "

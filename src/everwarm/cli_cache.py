@@ -171,7 +171,7 @@ def verify(
     require(limit is None or 0 <= limit <= MAX_LIMIT, f"--limit is {limit}; give 0 to {MAX_LIMIT}")
     directory = _directory(state_dir)
     found = [inventory.read_folder(path) for path in inventory.choose_folders(directory, folder)]
-    from everwarm.engine.checkup import check_up  # it needs the engine, which takes a moment
+    from everwarm.engine.verify.checkup import check_up  # it needs the engine, which takes a moment
 
     with _progress() as begin:
         reports = check_up(found, model, limit, begin)

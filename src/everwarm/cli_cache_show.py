@@ -16,7 +16,7 @@ from everwarm.state.inspect import Inspected
 from everwarm.state.inventory import Folder, Lineage
 
 if TYPE_CHECKING:
-    from everwarm.engine.checkup import Report
+    from everwarm.engine.verify.checkup import Report
 
 SHORT_KEY = 12
 _MOST_SHOWN = 50

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import numpy as np
 
 from everwarm.config import GREEDY
-from everwarm.engine.assemble import assemble
+from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.replay import replay as read_cold
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Request, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
+from everwarm.engine.verify.cold_replay import replay as read_cold
 from everwarm.llama import abi
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context

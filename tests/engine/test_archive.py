@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from engine.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text
-from everwarm.engine import archive as archive_module
 from everwarm.engine import core as core_module
-from everwarm.engine import fetch as fetch_module
-from everwarm.engine.archive import Archive
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
+from everwarm.engine.tiers import disk_writer as archive_module
+from everwarm.engine.tiers import loader as fetch_module
+from everwarm.engine.tiers.disk_writer import Archive
 from everwarm.state.tree import START
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))

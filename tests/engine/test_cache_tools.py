@@ -22,11 +22,11 @@ import pytest
 from engine.drive import EVERY_KIND, check, drain, open_core, run, submit, text
 from everwarm import cli
 from everwarm.config import parse_bytes, parse_duration
-from everwarm.engine import slotio
-from everwarm.engine.checkup import Report, check_up
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
-from everwarm.engine.verify import Finding
+from everwarm.engine.slotfile import slot_io
+from everwarm.engine.verify.checkup import Report, check_up
+from everwarm.engine.verify.verify_states import Finding
 from everwarm.errors import BadRequest
 from everwarm.llama.batch import Feed
 from everwarm.state.about import read_about, write_about
@@ -243,7 +243,7 @@ def test_show_takes_the_path_of_a_slots_companion(tmp_path, here):
     with open_core() as core:
         run(core, HISTORY, stable=STABLE)
         slot = next(slot for slot in core.slots if slot.n_fed)
-        slotio.write(main, slotio.capture(core, slot, ""), Claim("fingerprint", ""))
+        slot_io.write(main, slot_io.capture(core, slot, ""), Claim("fingerprint", ""))
     done = here("show", f"{main}.checkpoints", "--json")
     facts = json.loads(done.stdout)
     assert done.returncode == 0 and facts["kind"] == "slot" and facts["is_whole"]

@@ -14,9 +14,9 @@ from engine.test_archive import kept_core, put_away
 from engine.test_pictures import ask, picture, seeing_core
 from engine.test_shared import sharing
 from everwarm.config import ModelOptions
-from everwarm.engine import messages as m
 from everwarm.engine.core import Core
-from everwarm.engine.slotfiles import SlotFiles
+from everwarm.engine.process import messages as m
+from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.errors import ModelChanged
 from everwarm.llama.watch import FileWatch
 from everwarm.state.arena import memory_file

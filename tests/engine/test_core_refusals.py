@@ -4,8 +4,8 @@ import pytest
 
 from engine.drive import assert_greedy, check, drain, open_core, run, step_until, submit, text
 from everwarm.engine.core import Core
+from everwarm.engine.recovery import MAX_ATTEMPTS
 from everwarm.engine.request import Finish, NewToken
-from everwarm.engine.trouble import MAX_ATTEMPTS
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
 
 ALWAYS = 10**9

@@ -17,7 +17,7 @@ from everwarm.config import ContextOptions, ModelOptions
 from everwarm.engine import fingerprint as table
 from everwarm.engine.fingerprint import Decision, Row, decided, state_fingerprint
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.verify import find_model, replay_states
+from everwarm.engine.verify.verify_states import find_model, replay_states
 from everwarm.errors import ContextTooBig, ModelFileError
 from everwarm.llama import abi, mtmd_abi
 from everwarm.llama.batch import Feed

@@ -24,10 +24,10 @@ from engine.drive import (
     tidy,
 )
 from engine.test_archive import files, kept_core, put_away
-from everwarm.engine import reading
+from everwarm.engine.cache import provenance
 from everwarm.engine.core import Core
-from everwarm.engine.ram import Ram
 from everwarm.engine.slots import Slot
+from everwarm.engine.tiers.ram import Ram
 from everwarm.state.arena import memory_file
 from everwarm.state.params import CheckpointParams
 from everwarm.state.segment import Segment
@@ -75,8 +75,8 @@ def test_a_state_in_the_middle_of_a_segment_is_exact(arch, n_kept):
 def test_a_state_in_the_middle_of_another_reading_is_not_used_by_a_deterministic_request(monkeypatch):
     """The control: what decides it is the comparison of histories."""
     prompt = [*LONG[:350], *text(3, 30)]
-    for is_part_of, n_cached in ((reading.is_part_of, 300), (lambda *_: False, 0)):
-        monkeypatch.setattr(reading, "is_part_of", is_part_of)
+    for is_part_of, n_cached in ((provenance.is_part_of, 300), (lambda *_: False, 0)):
+        monkeypatch.setattr(provenance, "is_part_of", is_part_of)
         with open_core(checkpoints=EVERY_100) as core:
             run(core, LONG, deterministic=True)
             move_out(core)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.drive import EVERY_KIND, check, drain, open_core, run, step_until, submit, text, tidy
-from everwarm.engine import messages as m
+from everwarm.engine.cache.drop import drop
 from everwarm.engine.core import Core
-from everwarm.engine.discard import drop
-from everwarm.engine.look import Lookup, summary, turn_page, walk
+from everwarm.engine.inspect.cache_view import Lookup, summary, turn_page, walk
+from everwarm.engine.process import messages as m
 from everwarm.engine.request import NewToken
 from everwarm.errors import Forbidden
 

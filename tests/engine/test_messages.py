@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everwarm.config import Form, Sampling, Thought
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge
 from everwarm.state.params import CheckpointParams

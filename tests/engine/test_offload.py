@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from engine.drive import EVERY_KIND, GUARD, check, open_core, record_logits, run, submit, text
-from everwarm.engine import messages as m
-from everwarm.engine.conversation import Conversation
+from everwarm.engine.cache.drop import drop
+from everwarm.engine.cache.offload import Offload, Where
 from everwarm.engine.core import Core
-from everwarm.engine.discard import drop
 from everwarm.engine.loop import Loop
-from everwarm.engine.offload import Offload, Where
+from everwarm.engine.process import messages as m
+from everwarm.engine.process.request_handler import Conversation
 from everwarm.engine.request import Event, Finish, Finished, NewToken
 from everwarm.engine.settings import StoreSettings
 from everwarm.state.arena import memory_file
@@ -253,7 +253,7 @@ def test_what_is_kept_nowhere_is_said_to_be(memory):
 
 
 def test_a_disk_that_does_not_answer_holds_up_no_reply_for_ever(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("everwarm.engine.offload.DISK_WAIT_S", 0.05)
+    monkeypatch.setattr("everwarm.engine.cache.offload.DISK_WAIT_S", 0.05)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
         core.archive.wait_open(30)
         without_room(core)
@@ -323,7 +323,7 @@ def test_a_turn_is_handed_to_the_disk_in_time_although_its_slot_is_busy_again(me
 
 
 def test_turns_wait_in_ram_while_the_disk_is_behind_and_follow_later(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("everwarm.engine.archive.MAX_QUEUED", -1)
+    monkeypatch.setattr("everwarm.engine.tiers.disk_writer.MAX_QUEUED", -1)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
         core.archive.wait_open(30)
         ended = finish(core, HISTORY, 4, stable=STABLE)
@@ -331,7 +331,7 @@ def test_turns_wait_in_ram_while_the_disk_is_behind_and_follow_later(memory, tmp
         assert not core.archive.tidy(core.slots) and core.nap_s is not None
         core.archive.flush()
         assert core.archive.disk.names() == frozenset()
-        monkeypatch.setattr("everwarm.engine.archive.MAX_QUEUED", 1 << 30)
+        monkeypatch.setattr("everwarm.engine.tiers.disk_writer.MAX_QUEUED", 1 << 30)
         core.archive.tidy_overdue(core.slots, ended.receipt.ended_at + 6)
         core.archive.flush()
         assert core.archive.disk.names()

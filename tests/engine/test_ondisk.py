@@ -12,16 +12,16 @@ import pytest
 
 from engine.drive import EVERY_KIND, GUARD, check, drain, open_core, run, step_until, submit, text
 from engine.test_archive import files, kept_core, put_away
-from everwarm.engine import discard
-from everwarm.engine import messages as m
+from everwarm.engine.cache import drop
 from everwarm.engine.core import Core
-from everwarm.engine.curator import Curator
-from everwarm.engine.fetch import Fetch
-from everwarm.engine.look import Lookup, turn_page
-from everwarm.engine.pins import N_SPACE, pinned_on_disk
+from everwarm.engine.inspect.cache_commands import Curator
+from everwarm.engine.inspect.cache_view import Lookup, turn_page
+from everwarm.engine.inspect.read_reason import Reason, Why
+from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings
-from everwarm.engine.why import Reason, Why
+from everwarm.engine.tiers.disk_pins import N_SPACE, pinned_on_disk
+from everwarm.engine.tiers.loader import Fetch
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
@@ -311,7 +311,7 @@ def test_what_is_dropped_is_quoted_to_nobody_neither_later_nor_while_it_runs(tmp
     parting = [*SHARED, *text(3, 60)]
     with kept_core(tmp_path) as core:
         run(core, known, namespace=NAMESPACE)
-        discard.drop(core, core.tree.root(NAMESPACE))
+        drop.drop(core, core.tree.root(NAMESPACE))
         why = run(core, parting, namespace=NAMESPACE).why
         assert why is not None and why.first_different is not None
         assert list(why.first_different.known.codes[:8]) == known[200:208]

@@ -10,10 +10,10 @@ import pytest
 
 from engine.drive import check, memory_of, open_core, record_logits, replay, run, text, tidy
 from engine.test_shared import put_away, sharing, url
-from everwarm.engine import keeper, restore
+from everwarm.engine.cache import checkpointing, restore
 from everwarm.engine.core import Core
-from everwarm.engine.exact import compare_with_cold
-from everwarm.engine.fetch import Fetcher
+from everwarm.engine.tiers.loader import Fetcher
+from everwarm.engine.verify.exact import compare_with_cold
 
 __all__ = ["url"]
 
@@ -78,7 +78,7 @@ def test_every_turn_reads_only_what_is_new(arch: str, n_opening: int, by_message
 
 def test_without_kv_of_their_own_reading_turns_would_read_more_and_more(monkeypatch) -> None:
     """The control of the tests around it."""
-    monkeypatch.setattr(keeper, "reach_back", lambda node, _: node)
+    monkeypatch.setattr(checkpointing, "reach_back", lambda node, _: node)
     with open_core(n_slots=1) as core:
         chat = turns(core, Chat(1), 6)
     assert chat.regret > 3 * 60, chat.regrets

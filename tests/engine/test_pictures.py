@@ -11,12 +11,12 @@ import pytest
 
 from engine.drive import GUARD, check, drain, run, text, tidy
 from everwarm.config import GREEDY
-from everwarm.engine import slotio
-from everwarm.engine.assemble import assemble
-from everwarm.engine.exact import compare_with_cold
-from everwarm.engine.gallery import Pixels
+from everwarm.engine.build import assemble
+from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.request import Ask, Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
+from everwarm.engine.slotfile import slot_io
+from everwarm.engine.verify.exact import compare_with_cold
 from everwarm.errors import BadRequest, PixelsMissing
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.arena import memory_file
@@ -273,13 +273,13 @@ def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
     new, path, claim = text(9, 20), tmp_path / "a.bin", Claim("me", "", trusts_origin=True)
     with seeing_core(arch, n_slots=1) as core:
         look(core, parts, slot=0)
-        saved = slotio.capture(core, core.slots[0], "")
-        slotio.write(path, saved, claim)
+        saved = slot_io.capture(core, core.slots[0], "")
+        slot_io.write(path, saved, claim)
         whole = n_items(parts) + 3
         golden = look(core, [*parts, new])
     with seeing_core(arch, n_slots=1) as core:
-        again, _ = slotio.read(path, claim, core.context.n_ctx)
-        n = slotio.put_back(core, core.slots[0], again, "")
+        again, _ = slot_io.read(path, claim, core.context.n_ctx)
+        n = slot_io.put_back(core, core.slots[0], again, "")
         assert n == saved.n_tokens > whole and core.slots[0].n_fed == whole
         check(core)
         result = look(core, [*parts, new], with_pixels=False)
@@ -287,7 +287,7 @@ def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
         assert core.gallery.n_encoded == 0
         path.with_name("a.bin.checkpoints").unlink()
         with pytest.raises(Damaged, match="pictures"):
-            slotio.read(path, claim, core.context.n_ctx)
+            slot_io.read(path, claim, core.context.n_ctx)
 
 
 def test_what_was_read_so_far_holds_no_picture_that_is_still_ahead():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from engine.drive import open_core, run, text, tidy
-from everwarm.engine import assemble as assembly
-from everwarm.engine import pinning as module
-from everwarm.engine.pinning import Pinning, why_not
+from everwarm.engine import build as assembly
 from everwarm.engine.settings import EngineSettings
+from everwarm.engine.tiers import pinned_arena as module
+from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.errors import BadRequest
 from everwarm.llama.pinned import Runtime
 from everwarm.state.arena import Arena, memory_file

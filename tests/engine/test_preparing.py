@@ -10,10 +10,10 @@ import pytest
 
 from engine.drive import open_core
 from everwarm.config import Form
-from everwarm.engine import messages as m
-from everwarm.engine.conversation import LONG_TEXT, Conversation
-from everwarm.engine.preparing import Preparing, Task, Turns
-from everwarm.engine.worker import Wire
+from everwarm.engine.process import messages as m
+from everwarm.engine.process.preparation import Preparing, Task, Turns
+from everwarm.engine.process.request_handler import LONG_TEXT, Conversation
+from everwarm.engine.process.worker import Wire
 from everwarm.errors import BadRequest, Overloaded
 from everwarm.llama.forms import Forms
 from everwarm.prompt.tokenize import Tokenizer

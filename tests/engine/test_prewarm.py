@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.drive import EVERY_KIND, HYBRIDS, check, drain, open_core, run, submit, text
-from everwarm.engine import slotio
 from everwarm.engine.core import Core
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import StoreSettings
+from everwarm.engine.slotfile import slot_io
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import GUARD, CutKind, Entry, victims
 
@@ -146,7 +146,7 @@ def test_a_slots_content_stays_the_conversation_that_ran_in_it(tmp_path):
         offer(core)
         idle(core)
         assert core.slots[0].resident().codes.tolist() == SHOWN, "it was read somewhere else"
-        saved = slotio.capture(core, core.slots[0], "")
+        saved = slot_io.capture(core, core.slots[0], "")
         assert saved.prompt.codes.tolist() == content
         check(core)
 
@@ -156,7 +156,7 @@ def test_erasing_a_slot_forgets_what_was_read_ahead_as_well():
         talk(core, slot=0)
         offer(core)
         idle(core)
-        slotio.erase(core, core.slots[0], "")
+        slot_io.erase(core, core.slots[0], "")
         check(core)
         kinds = [node.checkpoint.kind for node in core.tree.nodes() if node.checkpoint]
         assert CutKind.PREWARM not in kinds

@@ -8,11 +8,12 @@ import pytest
 
 from engine.drive import EVERY_KIND, assert_greedy, check, open_core, submit, text
 from everwarm.engine import core as core_module
-from everwarm.engine import stall, trouble
-from everwarm.engine.admission import Admission
+from everwarm.engine import recovery
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request, Result
-from everwarm.engine.scheduler import fit
+from everwarm.engine.scheduling import stall_watch
+from everwarm.engine.scheduling.admission import Admission
+from everwarm.engine.scheduling.scheduler import fit
 from everwarm.errors import ContextFull
 
 UNLIMITED = 1 << 20  # as a caller without max_tokens
@@ -56,7 +57,7 @@ class Watched:
 
 def forbid_unfair_suspensions(core: Core, monkeypatch) -> list[int]:
     """Every suspension is of the youngest and never of a lone one; returns who was suspended, as it happens."""
-    suspended, suspend = [], trouble.suspend
+    suspended, suspend = [], recovery.suspend
 
     def checked(core, slot, why):
         running = sorted(s.request.admitted for s in core.slots if s.request is not None)
@@ -64,7 +65,7 @@ def forbid_unfair_suspensions(core: Core, monkeypatch) -> list[int]:
         suspended.append(slot.request.id)
         suspend(core, slot, why)
 
-    monkeypatch.setattr(trouble, "suspend", checked)
+    monkeypatch.setattr(recovery, "suspend", checked)
     return suspended
 
 
@@ -113,7 +114,7 @@ def stop_in_vain(core, grants, events):
         return grants
     kept = fit(grants, core.oldest_first(), core.context.cells.free)
     if not kept:
-        trouble.suspend_or_finish(core, ContextFull("every cell is taken"), events)
+        recovery.suspend_or_finish(core, ContextFull("every cell is taken"), events)
     return kept
 
 
@@ -151,7 +152,7 @@ def test_two_that_begin_alike_in_cells_of_their_own_end(arch):
 
 def test_the_control_without_the_rule_nobody_moves(monkeypatch):
     step_in_vain(monkeypatch)
-    monkeypatch.setattr(stall, "MAX_STEPS", 1 << 30)
+    monkeypatch.setattr(stall_watch, "MAX_STEPS", 1 << 30)
     with open_core("llama", n_ctx=256, n_spares=4) as core:
         watched = play_pairs(core)
         assert len(watched.results) < 2 and watched.n_vain > watched.most_steps / 2

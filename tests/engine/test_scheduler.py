@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everwarm.engine.scheduler import Budget, Grant, Lane, fit, next_to_suspend, plan
+from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, next_to_suspend, plan
 
 readers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 3000), is_writing=st.just(False))
 writers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 5), is_writing=st.just(True))

@@ -88,7 +88,7 @@ def test_where_conversations_part_is_shared(url):
 @pytest.mark.parametrize("n_spares", [0, 4])
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_a_turn_is_shared_while_others_run(url, arch, n_spares, wait_s, monkeypatch):
-    monkeypatch.setattr("everwarm.engine.archive.OVERDUE_S", wait_s)
+    monkeypatch.setattr("everwarm.engine.tiers.disk_writer.OVERDUE_S", wait_s)
     with sharing(url, arch, n_spares=n_spares) as core:
         submit(core, text(4, 30), 400)
         mine = submit(core, HISTORY, 4, stable=STABLE)

@@ -7,10 +7,10 @@ import logging
 import pytest
 
 from everwarm.config import ModelOptions
-from everwarm.engine import sizes as module
-from everwarm.engine.assemble import assemble
+from everwarm.engine import memory_plan as module
+from everwarm.engine.build import assemble
+from everwarm.engine.memory_plan import MAX_RAM_BYTES, SLACK_BYTES, decide_sizes, ram_room
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.sizes import MAX_RAM_BYTES, SLACK_BYTES, decide_sizes, ram_room
 from everwarm.llama.model import Model
 from models import tiny_model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.test_slot_origin import MINE, conversation
-from everwarm.engine import slotio
+from everwarm.engine.slotfile import slot_io
 from everwarm.errors import EverwarmError
 from everwarm.state.object import Damaged
 from everwarm.state.slotfile import COMPANION
@@ -47,12 +47,12 @@ def changed(data: bytes, other: bytes, rng: random.Random) -> bytes:
 
 def test_no_changed_pair_is_accepted(folder: Path) -> None:
     rng, path = random.Random(3), folder / "a.bin"
-    slotio.write(folder / "b.bin", conversation(seed=4), MINE)
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(folder / "b.bin", conversation(seed=4), MINE)
+    slot_io.write(path, conversation(), MINE)
     files = (path, path.with_name(path.name + COMPANION))
     others = [(folder / "b.bin").read_bytes(), (folder / f"b.bin{COMPANION}").read_bytes()]
     good = [file.read_bytes() for file in files]
-    saved, _ = slotio.read(path, MINE, 4096)
+    saved, _ = slot_io.read(path, MINE, 4096)
     assert np.array_equal(saved.state, conversation().state), "the control: unchanged it is read"
     n_refused = 0
     for _ in range(N_MUTANTS):
@@ -62,8 +62,8 @@ def test_no_changed_pair_is_accepted(folder: Path) -> None:
             continue
         files[which].write_bytes(mutant)
         with pytest.raises((Damaged, EverwarmError)):
-            slotio.read(path, MINE, 4096)
+            slot_io.read(path, MINE, 4096)
         files[which].write_bytes(good[which])
         n_refused += 1
     assert n_refused > 0.9 * N_MUTANTS
-    slotio.read(path, MINE, 4096)
+    slot_io.read(path, MINE, 4096)

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from engine.drive import EVERY_KIND, check, drain, open_core, run, text, tidy
-from everwarm.engine import slotio
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import StoreSettings
+from everwarm.engine.slotfile import slot_io
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import slotfile
@@ -36,14 +36,14 @@ MINE = Claim("model", "mine")
 TRUSTING = replace(MINE, trusts_origin=True)
 
 
-def conversation(n: int = 40, seed: int = 3) -> slotio.Saved:
+def conversation(n: int = 40, seed: int = 3) -> slot_io.Saved:
     """What a slot file holds, without a model that it could be of."""
     rng = np.random.default_rng(seed)
-    return slotio.Saved(Prompt.of_tokens(rng.integers(0, 250, n)), rng.integers(0, 256, 5000).astype(np.uint8))
+    return slot_io.Saved(Prompt.of_tokens(rng.integers(0, 250, n)), rng.integers(0, 256, 5000).astype(np.uint8))
 
 
-def read(path: Path, claim: Claim = MINE) -> slotio.Saved:
-    return slotio.read(path, claim, 4096)[0]
+def read(path: Path, claim: Claim = MINE) -> slot_io.Saved:
+    return slot_io.read(path, claim, 4096)[0]
 
 
 def rewrite_header(companion: Path, **changes: object) -> None:
@@ -75,8 +75,8 @@ def rewrite_header(companion: Path, **changes: object) -> None:
 )
 def test_a_file_that_nobody_vouches_for_is_refused_with_the_reason(tmp_path, how, why, claim):
     path, companion = tmp_path / "a.bin", tmp_path / f"a.bin{COMPANION}"
-    slotio.write(path, conversation(), MINE)
-    slotio.write(tmp_path / "b.bin", conversation(seed=4), MINE)
+    slot_io.write(path, conversation(), MINE)
+    slot_io.write(tmp_path / "b.bin", conversation(seed=4), MINE)
     match how:
         case "none":
             companion.unlink()
@@ -118,7 +118,7 @@ def strange_file(path: Path, arch: str) -> list[int]:
     """A slot file of another model of the same shape, as llama-server would have written it; returns what it holds."""
     with open_core(arch, path=tiny_model(arch, seed=1)) as core:
         result = run(core, HISTORY, slot=0)
-        slotio.write(path, slotio.capture(core, core.slots[0], ""), Claim("another model", ""))
+        slot_io.write(path, slot_io.capture(core, core.slots[0], ""), Claim("another model", ""))
     path.with_name(path.name + COMPANION).unlink()
     return [*HISTORY, *result.tokens[:-1]]
 
@@ -128,7 +128,7 @@ def trusting_core(arch: str, path: Path, *, is_apart: bool = True, **settings):
     """A file of unknown origin is in slot 0; or, for a control, as if somebody had vouched for it."""
     with open_core(arch, **settings) as core:
         saved = read(path, Claim("model", "", trusts_origin=True))
-        slotio.put_back(core, core.slots[0], saved if is_apart else replace(saved, unverified=""), "")
+        slot_io.put_back(core, core.slots[0], saved if is_apart else replace(saved, unverified=""), "")
         check(core)
         yield core
 
@@ -193,15 +193,15 @@ def test_what_stems_from_a_trusted_file_is_not_saved_and_can_be_erased(tmp_path,
     with trusting_core(arch, tmp_path / "a.bin") as core:
         for _ in range(2):  # as restored, and gone on from
             with pytest.raises(BadRequest, match="unknown origin"):
-                slotio.capture(core, core.slots[0], "")
+                slot_io.capture(core, core.slots[0], "")
             assert run(core, [*whole, *NEW], slot=0).n_cached >= len(whole)
         with pytest.raises(BadRequest, match="no conversation of yours"):
-            slotio.capture(core, core.slots[0], "other")
-        assert slotio.erase(core, core.slots[0], "other") == 0
-        assert slotio.erase(core, core.slots[0], "") == len(whole) + len(NEW) + 3
+            slot_io.capture(core, core.slots[0], "other")
+        assert slot_io.erase(core, core.slots[0], "other") == 0
+        assert slot_io.erase(core, core.slots[0], "") == len(whole) + len(NEW) + 3
         check(core)
         assert run(core, [*whole, *NEW], slot=0).n_cached == 0
-        assert slotio.capture(core, core.slots[0], "").prompt.codes.tolist()[: len(whole)] == whole
+        assert slot_io.capture(core, core.slots[0], "").prompt.codes.tolist()[: len(whole)] == whole
 
 
 def test_an_unverified_namespace_is_its_owners():
@@ -215,7 +215,7 @@ def test_an_unverified_namespace_is_its_owners():
 
 def test_a_file_of_another_namespace_is_as_if_it_were_not_there(tmp_path):
     path, yours = tmp_path / "a.bin", Claim("model", "yours", owns_unbound=True, trusts_origin=True)
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(path, conversation(), MINE)
     with pytest.raises(Damaged) as other:
         read(path, yours)
     with pytest.raises(Damaged) as missing:
@@ -226,34 +226,34 @@ def test_a_file_of_another_namespace_is_as_if_it_were_not_there(tmp_path):
 
 def test_a_file_of_another_namespace_is_not_written_over(tmp_path):
     path = tmp_path / "a.bin"
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(path, conversation(), MINE)
     before = [file.read_bytes() for file in sorted(tmp_path.iterdir())]
     with pytest.raises(BadRequest, match="choose another filename"):
-        slotio.write(path, conversation(seed=4), replace(MINE, namespace="yours", owns_unbound=True))
+        slot_io.write(path, conversation(seed=4), replace(MINE, namespace="yours", owns_unbound=True))
     assert [file.read_bytes() for file in sorted(tmp_path.iterdir())] == before
-    slotio.write(path, conversation(n=50), replace(MINE, fingerprint="another model of mine"))
+    slot_io.write(path, conversation(n=50), replace(MINE, fingerprint="another model of mine"))
     assert read(path, replace(MINE, fingerprint="another model of mine")).n_tokens == 50
 
 
 @pytest.mark.parametrize("owns_unbound", [True, False])
 def test_a_file_from_before_files_had_an_owner_is_the_default_namespaces(tmp_path, owns_unbound):
     path, claim = tmp_path / "a.bin", replace(MINE, owns_unbound=owns_unbound)
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(path, conversation(), MINE)
     rewrite_header(path.with_name(f"a.bin{COMPANION}"), owner="")
     if owns_unbound:
         assert read(path, claim).n_tokens == 40
-        slotio.write(path, conversation(n=50), claim)
+        slot_io.write(path, conversation(n=50), claim)
         assert read(path).n_tokens == 50, "it has an owner now"
     else:
         with pytest.raises(UnknownOrigin, match="before slot files were bound"):
             read(path, claim)
         with pytest.raises(BadRequest, match="choose another filename"):
-            slotio.write(path, conversation(n=50), claim)
+            slot_io.write(path, conversation(n=50), claim)
 
 
 def test_a_companion_names_nobody(tmp_path):
     for name, namespace in (("a", "mine"), ("b", "mine"), ("c", "yours")):
-        slotio.write(tmp_path / name, conversation(seed=ord(name)), Claim("model", namespace))
+        slot_io.write(tmp_path / name, conversation(seed=ord(name)), Claim("model", namespace))
     owners = set()
     for name in "abc":
         with (tmp_path / f"{name}{COMPANION}").open("rb") as file:
@@ -264,7 +264,7 @@ def test_a_companion_names_nobody(tmp_path):
 
 def test_a_name_that_is_no_text_of_ours_is_nobodys(tmp_path):
     path = tmp_path / "a.bin"
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(path, conversation(), MINE)
     rewrite_header(path.with_name(f"a.bin{COMPANION}"), owner="ünïcödé")
     with pytest.raises(UnknownOrigin, match=NO_FILE):
         read(path)
@@ -279,10 +279,10 @@ def read_ahead(core, tokens: list[int], namespace: str) -> None:
 def test_what_was_read_ahead_in_a_slot_is_not_erased_by_whoever_had_it_before():
     with open_core() as core:
         run(core, text(8, 100), namespace="mine", slot=0)
-        assert slotio.erase(core, core.slots[0], "mine") > 0
+        assert slot_io.erase(core, core.slots[0], "mine") > 0
         read_ahead(core, HISTORY, "yours")
         assert core.slots[0].node.root() is core.tree.root("yours"), "this test could not fail"
-        assert slotio.erase(core, core.slots[0], "mine") == 0
+        assert slot_io.erase(core, core.slots[0], "mine") == 0
         check(core)
         assert run(core, [*HISTORY, *NEW], namespace="yours").n_cached == len(HISTORY)
 
@@ -295,10 +295,10 @@ def test_a_slot_is_saved_from_its_own_namespaces_reading():
         core.keeper.move_out_slot(core.slots[0])
         read_ahead(core, whole, "yours")
         assert core.slots[0].node.root() is core.tree.root("yours"), "this test could not fail"
-        assert slotio.capture(core, core.slots[0], "mine").prompt.codes.tolist() == whole
+        assert slot_io.capture(core, core.slots[0], "mine").prompt.codes.tolist() == whole
         assert core.slots[0].node.root() is core.tree.root("mine")
         with pytest.raises(BadRequest):
-            slotio.capture(core, core.slots[0], "yours")
+            slot_io.capture(core, core.slots[0], "yours")
         check(core)
 
 
@@ -322,7 +322,7 @@ class Interrupted(Files):
 @pytest.mark.parametrize("takes_turns", [True, False])
 def test_two_engines_that_save_one_name_leave_one_whole_pair(tmp_path, takes_turns, monkeypatch):
     path = tmp_path / "a.bin"
-    other = threading.Thread(target=lambda: slotio.write(path, conversation(n=60, seed=5), MINE))
+    other = threading.Thread(target=lambda: slot_io.write(path, conversation(n=60, seed=5), MINE))
 
     def between() -> None:
         other.start()
@@ -333,7 +333,7 @@ def test_two_engines_that_save_one_name_leave_one_whole_pair(tmp_path, takes_tur
 
     if not takes_turns:
         monkeypatch.setattr(slotfile, "locked", lambda *_, **__: contextlib.nullcontext())
-    slotio.write(path, conversation(n=50), MINE, Interrupted(between))
+    slot_io.write(path, conversation(n=50), MINE, Interrupted(between))
     other.join()
     if takes_turns:
         assert read(path).n_tokens == 60, "the second one's, whole"
@@ -345,30 +345,30 @@ def test_two_engines_that_save_one_name_leave_one_whole_pair(tmp_path, takes_tur
 
 def test_a_reader_sees_both_files_of_one_save(tmp_path):
     path, seen = tmp_path / "a.bin", []
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(path, conversation(), MINE)
     reader = threading.Thread(target=lambda: seen.append(read(path).n_tokens))
 
     def between() -> None:
         reader.start()
         time.sleep(0.05)
 
-    slotio.write(path, conversation(n=50), MINE, Interrupted(between))
+    slot_io.write(path, conversation(n=50), MINE, Interrupted(between))
     reader.join()
     assert seen == [50]
 
 
 def test_a_crash_between_the_two_leaves_what_is_refused_and_written_over(tmp_path):
     path = tmp_path / "a.bin"
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(path, conversation(), MINE)
 
     def crash() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        slotio.write(path, conversation(n=50), MINE, Interrupted(crash))
+        slot_io.write(path, conversation(n=50), MINE, Interrupted(crash))
     with pytest.raises(UnknownOrigin, match="belongs to another file"):
         read(path)
-    slotio.write(path, conversation(n=60), MINE)
+    slot_io.write(path, conversation(n=60), MINE)
     assert read(path).n_tokens == 60
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.bin", f"a.bin{COMPANION}"]
 
@@ -379,9 +379,9 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
             raise OSError(28, "No space left on device")
 
     path = tmp_path / "a.bin"
-    slotio.write(path, conversation(), MINE)
+    slot_io.write(path, conversation(), MINE)
     with pytest.raises(OSError, match="No space"):
-        slotio.write(path, conversation(n=50), MINE, Full())
+        slot_io.write(path, conversation(n=50), MINE, Full())
     assert read(path).n_tokens == 40
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.bin", f"a.bin{COMPANION}"]
 
@@ -446,5 +446,5 @@ def test_what_is_being_written_is_held(tmp_path):
 
 def test_saving_sweeps_what_an_earlier_save_left(tmp_path):
     old = left(tmp_path / f"{TEMPORARY}a.bin-0123456789abcdef")
-    slotio.write(tmp_path / "a.bin", conversation(), MINE)
+    slot_io.write(tmp_path / "a.bin", conversation(), MINE)
     assert not old.exists()

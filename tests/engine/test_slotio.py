@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
-from everwarm.engine import slotio
 from everwarm.engine.settings import StoreSettings
+from everwarm.engine.slotfile import slot_io
 from everwarm.errors import BadRequest
 from everwarm.llama import blobs
 from everwarm.llama.model import MemoryKind
@@ -26,15 +26,15 @@ CLAIM = Claim("fingerprint", "")
 TRUSTING = Claim("fingerprint", "", trusts_origin=True)
 
 
-def save(core, path: Path, slot: int = 0) -> slotio.Saved:
-    saved = slotio.capture(core, core.slots[slot], "")
-    slotio.write(path, saved, CLAIM)
+def save(core, path: Path, slot: int = 0) -> slot_io.Saved:
+    saved = slot_io.capture(core, core.slots[slot], "")
+    slot_io.write(path, saved, CLAIM)
     return saved
 
 
 def restore(core, path: Path, slot: int = 0, claim: Claim = CLAIM) -> int:
-    saved, _ = slotio.read(path, claim, core.context.n_ctx)
-    n = slotio.put_back(core, core.slots[slot], saved, "")
+    saved, _ = slot_io.read(path, claim, core.context.n_ctx)
+    n = slot_io.put_back(core, core.slots[slot], saved, "")
     check(core)
     return n
 
@@ -73,7 +73,7 @@ def test_what_is_restored_is_byte_for_byte_what_was_saved(tmp_path, arch):
         save(core, tmp_path / "b.bin")
     with open_core(arch) as core:
         restore(core, tmp_path / "a.bin")
-        again = slotio.capture(core, core.slots[0], "")
+        again = slot_io.capture(core, core.slots[0], "")
     assert again.prompt.codes.tolist() == saved.prompt.codes.tolist()
     assert again.state.tobytes() == saved.state.tobytes()
     assert [s.point.n_items for s in again.points] == [s.point.n_items for s in saved.points]
@@ -106,29 +106,29 @@ def test_a_state_that_is_verified_when_it_is_needed_is_never_used_damaged(tmp_pa
     data[sections[f"state-{STABLE}"].offset + 1000] ^= is_damaged
     companion.write_bytes(data)
     with open_core() as core:
-        saved, _ = slotio.read(path, CLAIM, core.context.n_ctx, core.ram.arena)
+        saved, _ = slot_io.read(path, CLAIM, core.context.n_ctx, core.ram.arena)
         assert STABLE in [found.point.n_items for found in saved.points]
-        slotio.put_back(core, core.slots[0], saved, "")
-        again = slotio.capture(core, core.slots[0], "")
+        slot_io.put_back(core, core.slots[0], saved, "")
+        again = slot_io.capture(core, core.slots[0], "")
         assert (STABLE in [found.point.n_items for found in again.points]) is not is_damaged
         result = run(core, [*HISTORY[:STABLE], *NEW])
         assert result.n_cached == (MIDDLE if is_damaged else STABLE)
         check(core)
     if is_damaged:
         with pytest.raises(Damaged, match=r"companion a\.bin\.checkpoints is damaged"):
-            slotio.read(path, CLAIM, 4096)  # without an arena everything is verified at once
+            slot_io.read(path, CLAIM, 4096)  # without an arena everything is verified at once
     else:
-        assert slotio.read(path, CLAIM, 4096)[0].points
+        assert slot_io.read(path, CLAIM, 4096)[0].points
 
 
 def test_saving_empty_slots_and_other_peoples_slots_is_refused(tmp_path):
     with open_core() as core:
         with pytest.raises(BadRequest):
-            slotio.capture(core, core.slots[1], "")
+            slot_io.capture(core, core.slots[1], "")
         run(core, HISTORY, namespace="mine", slot=0)
         with pytest.raises(BadRequest):
-            slotio.capture(core, core.slots[0], "yours")
-        assert slotio.erase(core, core.slots[0], "yours") == 0
+            slot_io.capture(core, core.slots[0], "yours")
+        assert slot_io.erase(core, core.slots[0], "yours") == 0
         assert run(core, [*HISTORY, *NEW], namespace="mine").n_cached >= len(HISTORY) - 20
 
 
@@ -136,7 +136,7 @@ def test_erasing_forgets_what_nobody_shares(tmp_path):
     with open_core() as core:
         talk(core)
         run(core, [*HISTORY[:MIDDLE], *NEW], slot=1)
-        assert slotio.erase(core, core.slots[0], "") == len(HISTORY) + 3
+        assert slot_io.erase(core, core.slots[0], "") == len(HISTORY) + 3
         check(core)
         assert run(core, [*HISTORY[:MIDDLE], *text(7, 20)], slot=1).n_cached == MIDDLE
         assert run(core, [*HISTORY, *NEW]).n_cached == MIDDLE
@@ -167,8 +167,8 @@ def test_a_mutated_main_file_is_refused_or_is_right_and_the_slot_stays_usable(tm
                 data[: int(rng.integers(1, 200))] = b""
         path.write_bytes(data)
         try:
-            saved, _ = slotio.read(path, TRUSTING, core.context.n_ctx)
-            slotio.put_back(core, core.slots[0], saved, "")
+            saved, _ = slot_io.read(path, TRUSTING, core.context.n_ctx)
+            slot_io.put_back(core, core.slots[0], saved, "")
         except (Damaged, BadRequest):
             pass
         check(core)
@@ -194,7 +194,7 @@ def test_a_symbolic_link_is_never_followed(tmp_path):
         save(core, tmp_path / "a.bin")
         (tmp_path / "link").symlink_to(tmp_path / "a.bin")
         with pytest.raises(Damaged):
-            slotio.read(tmp_path / "link", CLAIM, core.context.n_ctx)
+            slot_io.read(tmp_path / "link", CLAIM, core.context.n_ctx)
         target = tmp_path / "victim"
         target.write_text("precious")
         (tmp_path / "b.bin").symlink_to(target)
@@ -242,7 +242,7 @@ def test_what_was_erased_is_not_on_disk_either_but_what_others_share_is(tmp_path
         run(core, HISTORY, stable=STABLE, boundaries=(200,), slot=0)
         core.put_away()
         before = core.archive.disk.n_bytes
-        assert slotio.erase(core, core.slots[0], "") > 0
+        assert slot_io.erase(core, core.slots[0], "") > 0
         assert 0 < core.archive.disk.n_bytes < before
     with open_core(store=store, n_slots=2) as core:
         assert run(core, [*other[:280], *NEW]).n_cached == 280

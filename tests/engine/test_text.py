@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.engine.text import ReplyText
+from everwarm.engine.process.reply_text import ReplyText
 
 OWL = "🦉".encode()
 

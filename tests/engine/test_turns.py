@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from engine.drive import EVERY_KIND, drain, open_core, record_logits, run, submit, text
 from everwarm.engine import core as core_module
-from everwarm.engine import pausing
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request
-from everwarm.engine.turns import Turns, next_side
+from everwarm.engine.scheduling import pausing
+from everwarm.engine.scheduling.turns import Turns, next_side
 from everwarm.state.history import chunk_at, is_begun_by, is_seated_at
 
 LONG = text(7, 150)

@@ -8,7 +8,7 @@ import pytest
 from engine.drive import EVERY_KIND, GUARD, open_core, run, text, tidy
 from engine.test_archive import HISTORY, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
-from everwarm.engine.why import N_SHOWN, Reason, Seen, Why, explain
+from everwarm.engine.inspect.read_reason import N_SHOWN, Reason, Seen, Why, explain
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.forgotten import MAX_ITEMS, MAX_LINEAGES, Forgotten, Parting
@@ -267,11 +267,11 @@ def test_no_cache_and_deterministic_are_named():
 
 
 def test_what_was_erased_is_not_remembered():
-    from everwarm.engine import slotio
+    from everwarm.engine.slotfile import slot_io
 
     with open_core(n_slots=1) as core:
         run(core, HISTORY)
-        slotio.erase(core, core.slots[0], "")
+        slot_io.erase(core, core.slots[0], "")
         assert run(core, HISTORY).why == Why(Reason.NEW, n_kv=0)
 
 

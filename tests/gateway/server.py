@@ -238,7 +238,7 @@ def children(pid: int) -> list[int]:
 
 def _is_engine(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return b"everwarm.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"everwarm.engine.process.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
@@ -271,7 +271,7 @@ def _is_worker(pid: int, gateway: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return b"everwarm.engine.worker" in words and words[-1] == str(gateway).encode() and is_alive(pid)
+    return b"everwarm.engine.process.worker" in words and words[-1] == str(gateway).encode() and is_alive(pid)
 
 
 def raw(port: int, data: bytes, timeout_s: float = PATIENCE_S) -> bytes:

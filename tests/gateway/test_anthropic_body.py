@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest
 from everwarm.gateway.anthropic.encode import Frame, Stream, whole
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import Draining, Overloaded
 from everwarm.gateway.access import limits as module
 from everwarm.gateway.access.limits import Limits, Place

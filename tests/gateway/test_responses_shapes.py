@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EverwarmError, Overloaded, PromptTooLong
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.roles import in_known_roles

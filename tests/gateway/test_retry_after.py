@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.drive import open_core, run, submit, text
-from everwarm.engine.backlog import Pace, backlog_of
-from everwarm.engine.messages import Backlog
+from everwarm.engine.process.messages import Backlog
+from everwarm.engine.scheduling.backlog import Pace, backlog_of
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped, Overloaded
 from everwarm.gateway.access.limits import Limits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everwarm.demo.tiny import ARCHITECTURES
-from everwarm.engine import sizes
+from everwarm.engine import memory_plan
 from everwarm.engine.settings import EngineSettings
 from everwarm.llama.memory import measure
 from everwarm.router import estimate
@@ -56,7 +56,7 @@ def test_weights_context_and_buffers_are_added_up() -> None:
 def test_spares_are_counted_as_the_engine_takes_them() -> None:
     hybrid, window, attention = Shape(10, state_bytes=100), Shape(10, 10, 64), Shape(10)
     auto = replace(SETTINGS, n_spares=None)
-    assert estimate.MAX_SPARES == sizes.MAX_SPARES
+    assert estimate.MAX_SPARES == memory_plan.MAX_SPARES
     assert [n_sequences(shape, auto) for shape in (hybrid, window, attention)] == [21, 5, 5]
     assert n_sequences(hybrid, replace(auto, n_spares=3)) == 8
     assert n_sequences(hybrid, replace(auto, checkpoints=CheckpointParams(max_checkpoints=0))) == 5

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from everwarm.config import GREEDY
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
 from everwarm.router.catalog import only

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from everwarm.config import GREEDY
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, Refused
 from everwarm.router import supervisor as supervisors

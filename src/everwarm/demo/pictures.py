@@ -13,9 +13,9 @@ from rich.table import Table
 
 from everwarm.config import GREEDY
 from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
-from everwarm.engine import messages as m
 from everwarm.engine.engine import Engine
-from everwarm.engine.illustrated import Illustrated
+from everwarm.engine.images.image_prompt import Illustrated
+from everwarm.engine.process import messages as m
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings
 

@@ -19,9 +19,9 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.demo.pictures import show_pictures
 from everwarm.demo.text import story
 from everwarm.engine.engine import Engine
-from everwarm.engine.exact import ExactReport, compare_with_cold
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
+from everwarm.engine.verify.exact import ExactReport, compare_with_cold
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.prompt.prompt import Prompt

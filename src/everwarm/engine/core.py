@@ -16,30 +16,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everwarm.engine.admission import Admission, Verdict, require_possible
-from everwarm.engine.archive import Archive
-from everwarm.engine.backlog import Pace
-from everwarm.engine.counts import Counts
-from everwarm.engine.fetch import Fetcher
-from everwarm.engine.gallery import Gallery
-from everwarm.engine.joining import Joiner
-from everwarm.engine.keeper import Keeper
-from everwarm.engine.offload import Offload
-from everwarm.engine.pausing import can_pause, is_as_before, seats_window
-from everwarm.engine.prewarm import Prewarm
-from everwarm.engine.probs import probabilities
-from everwarm.engine.ram import Ram, Receipt
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.compaction import Joiner
+from everwarm.engine.cache.offload import Offload
+from everwarm.engine.cache.prewarm import Prewarm
+from everwarm.engine.cache.restore import Goal, Restored, Restorer
+from everwarm.engine.images.image_cache import Gallery
+from everwarm.engine.images.image_prefill import see_next
+from everwarm.engine.inspect.stats import Counts
+from everwarm.engine.memory_plan import Sizes
+from everwarm.engine.process.logprobs import probabilities
+from everwarm.engine.recovery import lose_numbers, start_over, suspend, suspend_or_finish, with_room
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
-from everwarm.engine.restore import Goal, Restored, Restorer
-from everwarm.engine.scheduler import Budget, Grant, Lane, plan
-from everwarm.engine.seeing import see_next
+from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
+from everwarm.engine.scheduling.backlog import Pace
+from everwarm.engine.scheduling.pausing import can_pause, is_as_before, seats_window
+from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, plan
+from everwarm.engine.scheduling.stall_watch import Stall
+from everwarm.engine.scheduling.turns import Turns, next_side
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.sizes import Sizes
+from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot
-from everwarm.engine.stall import Stall
-from everwarm.engine.trouble import lose_numbers, start_over, suspend, suspend_or_finish, with_room
-from everwarm.engine.turns import Turns, next_side
-from everwarm.engine.unverified import Unverified
+from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.engine.tiers.loader import Fetcher
+from everwarm.engine.tiers.ram import Ram, Receipt
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, ModelChanged, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from everwarm.config import Form, Sampling
-from everwarm.engine.assemble import assemble
+from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.gallery import Pixels
+from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.loop import Job, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings

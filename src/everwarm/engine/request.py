@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from everwarm.config import Sampling, require
-from everwarm.engine.gallery import Pixels
-from everwarm.engine.ram import Receipt
-from everwarm.engine.why import Why
+from everwarm.engine.images.image_cache import Pixels
+from everwarm.engine.inspect.read_reason import Why
+from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.forms import CompiledForm
 from everwarm.llama.sampler import Sampler

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from everwarm.engine import messages as m
-from everwarm.engine.messages import ModelInfo
+from everwarm.engine.process import messages as m
+from everwarm.engine.process.messages import ModelInfo
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.gateway.access.auth import principal_of
 from everwarm.gateway.access.limits import Limits, Place, estimated_tokens

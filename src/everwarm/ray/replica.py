@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.types import Message
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import EngineStopped, ReplicaNotFound
 from everwarm.gateway.access.middleware import error_response
 from everwarm.gateway.admin.request_log import MOST_KEPT

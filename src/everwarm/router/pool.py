@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from everwarm.engine.messages import Backlog
+from everwarm.engine.process.messages import Backlog
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
 from everwarm.router.catalog import Catalog, ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.lru import NamespacedLru
 
 MAX_SEEN = 4096

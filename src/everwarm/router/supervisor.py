@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, ModelFileError, PixelsMissing, Refused
 from everwarm.memory_limits import address_space_limit, cgroup_limits, n_oom_kills
@@ -381,7 +381,7 @@ class Supervisor:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "everwarm.engine.worker",
+            "everwarm.engine.process.worker",
             str(theirs.fileno()),
             str(self._memory),
             str(os.getpid()),

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from everwarm.engine.messages import Backlog
+from everwarm.engine.process.messages import Backlog
 from everwarm.errors import Draining, Overloaded
 from everwarm.gateway.access.retry_after import Told, retry_after_s
 from everwarm.gateway.settings import ServerSettings

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from everwarm.engine.messages import Backlog
+from everwarm.engine.process.messages import Backlog
 
 LEAST_S = 1
 MOST_S = 600

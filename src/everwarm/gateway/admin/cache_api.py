@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
 from everwarm.gateway.access.auth import principal_of, reach_of, sight_of
 from everwarm.gateway.access.middleware import error_body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.gateway.admin.request_log import Recent, Row, Totals
 from everwarm.gateway.openai import encode
 from everwarm.router.pool import Standing

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

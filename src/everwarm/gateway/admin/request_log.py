@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 
 MOST_KEPT = 512
 TOLD_EVERY_S = 0.25

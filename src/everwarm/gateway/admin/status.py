@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import EngineStopped
 from everwarm.gateway.admin.health import components
 from everwarm.gateway.admin.metrics import CONTENT_TYPE

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import EverwarmError, PromptTooLong, Refused
 from everwarm.gateway.parsing.output_parser import Event
 from everwarm.gateway.parsing.reasoning import Reasoning, Text

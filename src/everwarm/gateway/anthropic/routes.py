@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import EverwarmError
 from everwarm.gateway.anthropic import encode as shapes
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body

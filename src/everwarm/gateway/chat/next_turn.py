@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.gateway.access.limits import Limits
 from everwarm.gateway.parsing.output_parser import ReplyReader
 from everwarm.router.supervisor import Supervisor

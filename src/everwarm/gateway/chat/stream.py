@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.gateway.chat.generate import collect
 from everwarm.gateway.http.sse import LOADING_S
 from everwarm.gateway.openai.encode import chat_finish_reason

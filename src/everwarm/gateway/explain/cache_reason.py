@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from everwarm.engine import messages as m
-from everwarm.engine.why import Reason
+from everwarm.engine.inspect.read_reason import Reason
+from everwarm.engine.process import messages as m
 
 Json = dict[str, Any]
 

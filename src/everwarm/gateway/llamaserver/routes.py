@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import principal_of
 from everwarm.gateway.chat.generate import collect

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.gateway.chat.stream import Ended, Heard
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.gateway.chat.generate import Choice
 from everwarm.gateway.explain import cache_reason
 from everwarm.gateway.parsing.output_parser import ReplyReader

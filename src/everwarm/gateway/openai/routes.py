@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.gateway.chat.generate import Event, collect
 from everwarm.gateway.explain import cache_reason
 from everwarm.gateway.http.sse import LOADING_S, SSE_DONE, json_response, sse, sse_loading

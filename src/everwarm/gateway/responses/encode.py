@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from everwarm.engine import messages as m
+from everwarm.engine.process import messages as m
 from everwarm.errors import EverwarmError
 from everwarm.gateway.parsing import output_parser
 from everwarm.gateway.parsing.reasoning import Reasoning, Text

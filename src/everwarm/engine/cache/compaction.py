@@ -1,0 +1,92 @@
+"""Idle work: small segments of a conversation become one, so that bringing it back does not get dearer with its turns.
+
+Which ones is decided elsewhere (``state.joining``). Bytes are joined as they are in RAM: nothing on the device is asked for
+them, and nothing on disk is written again, for a segment remembers the objects that it consists of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.slots import Slot
+from everwarm.engine.tiers.ram import Ram
+from everwarm.errors import StateRejected
+from everwarm.llama.context import Context
+from everwarm.state.history import history_over
+from everwarm.state.joining import Stretch, to_join
+from everwarm.state.segment import Segment
+
+log = logging.getLogger("everwarm.engine")
+
+
+def join(context: Context, segments: Sequence[Segment]) -> Segment:
+    """Segments that follow each other as one. Safe on any thread."""
+    blob = context.join_segments([segment.blob for segment in segments])
+    first, last = segments[0], segments[-1]
+    items, pieces = (first.n_start, last.n_stop), tuple(piece for s in segments for piece in s.pieces)
+    return Segment(blob, first.start, last.stop, last.clean, last.chunks, 0, items, last.path, pieces)
+
+
+class Joiner:
+    def __init__(self, keeper: Keeper, ram: Ram) -> None:
+        self._keeper = keeper
+        self._ram = ram
+
+    def tidy(self, slots: Sequence[Slot], *, has_archive: bool) -> bool:
+        """One piece of idle work, on conversations that are saved already. False: there is none."""
+        for slot in slots:
+            is_saved = slot.is_idle and slot.is_tidy and (slot.is_archived or not has_archive)
+            if is_saved and not slot.is_joined:
+                groups = to_join(slot.node, slot.n_settled, self._keeper.most_joined)
+                slot.is_joined = not groups or not self._can_join(groups[-1])
+                if groups:
+                    return True
+        return False
+
+    def _can_join(self, group: Sequence[Stretch]) -> bool:
+        try:
+            return self._join(group)
+        except StateRejected as error:
+            log.warning("segments could not be joined: %s", error)
+            return False
+
+    def _join(self, group: Sequence[Stretch]) -> bool:
+        """False: there is no room for it where it would outlive the engine."""
+        old = [stretch.segment.blob for stretch in group]
+        whole = join(self._keeper.context, [self._used(stretch) for stretch in group])
+        if not self._ram.arena.has(whole.blob):
+            return False
+        for stretch in group:
+            self._cut_rest(stretch)
+        self._keeper.tree.set_segment(group[-1].users[-1], whole)
+        self._ram.keep_meanwhile(old)
+        self._keeper.enforce_budget()  # where a segment was parted there are two heads now
+        return True
+
+    def _used(self, stretch: Stretch) -> Segment:
+        """What the lineage uses of a segment."""
+        segment, end = stretch.segment, stretch.users[-1]
+        self._ram.require_sound(segment.blob)
+        if end.mark == segment.stop:
+            return segment
+        blob = self._keeper.context.cut_segment(segment.blob, segment.start, end.mark)
+        history = None if segment.chunks is None else history_over(segment.chunks, end.n_items)
+        pieces = tuple(piece for piece in segment.pieces if piece.n_start < end.n_items)
+        items = (segment.n_start, end.n_items)
+        return Segment(blob, segment.start, end.mark, segment.clean, history, 0, items, end.path, pieces)
+
+    def _cut_rest(self, stretch: Stretch) -> None:
+        """Whoever uses a segment beyond where this lineage left it keeps that part alone."""
+        segment, junction = stretch.segment, stretch.users[-1]
+        end = junction
+        while (child := next((c for c in end.children.values() if c.segment is segment), None)) is not None:
+            end = child
+        if end is junction:
+            return
+        blob = self._keeper.context.cut_segment(segment.blob, junction.mark, segment.stop, self._ram.place)
+        pieces = tuple(piece for piece in segment.pieces if piece.n_stop > junction.n_items)
+        items = (junction.n_items, segment.n_stop)
+        about = (segment.clean, segment.chunks, 0, items, segment.path, pieces)
+        self._keeper.tree.set_segment(end, Segment(blob, junction.mark, segment.stop, *about))

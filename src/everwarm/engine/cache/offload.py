@@ -1,0 +1,214 @@
+"""Copies running requests to RAM beside the steps, so that a turn outlives the engine before its last frame leaves.
+
+While a reply is written, the KV of its prompt and the states that a next turn or a retry goes on from are copied, one
+bounded piece between two steps. When it ends, the rest follows: the reply's KV and the state at its end. A receipt then
+says what must be safe; another thread completes it while the loop goes on, and whoever sends the last frame waits for that.
+What has no room in the arena goes to the disk instead, and what has none there either is said to be kept nowhere. Knows no
+frames.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.provenance import cover
+from everwarm.engine.slots import Slot
+from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.engine.tiers.ram import Note, Ram, Receipt
+from everwarm.state.policy import CutKind
+from everwarm.state.tree import Node
+
+log = logging.getLogger("everwarm.engine")
+
+PIECE_BYTES = 64 << 20  # of KV, between two steps; a state is copied whole
+MIN_PIECE_TOKENS = 64
+SHARE = 0.1  # of the time while replies are written: so much goes into copies at most
+DISK_WAIT_S = 5.0  # a last frame waits no longer for a disk that does not answer
+
+
+class Where(enum.Enum):
+    """Where a finished turn is when its last frame leaves."""
+
+    RAM = "ram"  # safe from the engine's death
+    DISK = "disk"  # and from everybody's
+    NOWHERE = "none"  # a death now costs reading it again
+
+
+@dataclass(slots=True)
+class Offload:
+    keeper: Keeper
+    ram: Ram
+    archive: Archive | None
+    kv_bytes_per_token: int
+    not_before: float = 0.0  # the next piece
+
+    @property
+    def piece_tokens(self) -> int:
+        return max(MIN_PIECE_TOKENS, PIECE_BYTES // max(1, self.kv_bytes_per_token))
+
+    # beside the steps
+
+    def copy_piece(self, slots: Sequence[Slot]) -> bool:
+        """One piece of somebody whose reply is being written. False: nothing is left, or the last piece was just now."""
+        waiting = [s for s in slots if not s.is_offloaded and _is_writing(s)]
+        began = time.monotonic()
+        if not waiting or began < self.not_before:
+            return False
+        slot = min(waiting, key=lambda s: s.request.id if s.request is not None else 0)
+        slot.is_offloaded = not self._copy_next(slot)
+        now = time.monotonic()
+        self.not_before = now + (now - began) * (1 / SHARE - 1)
+        return not slot.is_offloaded
+
+    def _copy_next(self, slot: Slot) -> bool:
+        """The states first: a spare that holds one without a copy cannot be given to anybody else."""
+        request = slot.request
+        assert request is not None
+        kind = self.keeper.context.kind
+        if not kind.needs_checkpoints:
+            return self._copy_kv(slot, request.n_prompt)
+        points = needed_points(slot, request.n_prompt)
+        for node in points:
+            if self._copy_state(node):
+                return True
+        if kind.has_attention and points and self.keeper.save_piece(slot.seq, points[-1].lineage(), self.piece_tokens):
+            return True
+        return any(self._copy_state(node) for node in slot.node.lineage() if not _is_end(node))
+
+    def _copy_state(self, node: Node) -> bool:
+        """Once: what was evicted since is not copied again and again."""
+        checkpoint = node.checkpoint
+        if checkpoint is None or checkpoint.parked is None or checkpoint.state is not None or checkpoint.tidied:
+            return False
+        checkpoint.tidied = True
+        self.keeper.copy_down(node)
+        self.keeper.enforce_budget()
+        return True
+
+    def _copy_kv(self, slot: Slot, n_prompt: int) -> bool:
+        """Plain attention: a prompt has no cuts, so its pieces get nodes here."""
+        if slot.node.n_items < n_prompt:
+            tree, n_items = self.keeper.tree, min(slot.node.n_items + self.piece_tokens, n_prompt)
+            self.keeper.seat(slot, tree.grow(slot.node, slot.resident(), n_items))
+        return self.keeper.save_piece(slot.seq, slot.node.lineage(), self.piece_tokens)
+
+    # at the end of a turn
+
+    def finish(self, slot: Slot, n_prompt: int, ended_at: float) -> Receipt:
+        """Copies what is left of the turn that ended in this slot. What has no room in the arena is offered to the disk."""
+        on_disk = None
+        with self.keeper.over_budget():
+            points = self._copy_rest(slot, n_prompt)
+            if self.archive is not None and points:
+                self.archive.note_end(slot, ended_at)
+                if self.keeper.is_over_budget or not self._has_room(points):
+                    on_disk = self.archive.offer_ended(slot)
+        notes = self._notes(points)
+        blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
+        return Receipt(ended_at, notes, blobs, on_disk)
+
+    def _copy_rest(self, slot: Slot, n_prompt: int) -> list[Node]:
+        """Returns the points that somebody may go on from."""
+        kind = self.keeper.context.kind
+        points = needed_points(slot, n_prompt) if kind.needs_checkpoints else [slot.node] if slot.n_fed else []
+        for node in points:
+            if node.checkpoint is not None and node.checkpoint.parked is not None:
+                self.keeper.copy_down(node)
+        if kind.has_attention and points:
+            self.keeper.save_lineage(slot.seq, points[-1].lineage())
+        return points
+
+    def _has_room(self, points: Sequence[Node]) -> bool:
+        notes = self._notes(points)
+        if notes is None or self.ram.arena.n_rows_left < len(notes):
+            return False
+        return all(blob is not None and self.ram.arena.has(blob) for blob in (note.blob() for note in notes))
+
+    def _notes(self, points: Sequence[Node]) -> tuple[Note, ...] | None:
+        """What the next engine must find to go on from these points; None: some of it is not in RAM."""
+        kind = self.keeper.context.kind
+        states = [node for node in points if node.checkpoint is not None and node.checkpoint.state is not None]
+        if not points or (kind.needs_checkpoints and len(states) < len(points)):
+            return None
+        notes = [self.ram.note_of_state(node) for node in states] if kind.needs_checkpoints else []
+        if kind.has_attention:
+            parts = cover(points[-1].lineage(), 0, points[-1].n_items)
+            if parts is None:
+                return None
+            notes = [self.ram.note_of_segment(_last_user(node)) for node, _ in parts] + notes
+        return tuple(notes)
+
+    def when_safe(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
+        """Calls ``done`` once, from another thread, as soon as it is known where the turn is."""
+
+        def is_in_ram(is_kept: bool) -> None:
+            done(Where.RAM) if is_kept else self._when_on_disk(receipt, done)
+
+        if receipt.notes is None:
+            return self._when_on_disk(receipt, done)
+        self.ram.keep_now(receipt.notes, receipt.blobs, is_in_ram)
+
+    def _when_on_disk(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
+        archive, name = self.archive, receipt.on_disk
+        if archive is None or name is None:
+            return done(Where.NOWHERE)
+        once = _Once(done)
+        timer = threading.Timer(DISK_WAIT_S, once, (Where.NOWHERE,))
+        timer.daemon = True
+        timer.start()
+
+        def is_written() -> None:
+            timer.cancel()
+            once(Where.DISK if archive.has(name) else Where.NOWHERE)
+
+        archive.after_all(is_written)
+
+
+class _Once:
+    """Calls a function the first time only."""
+
+    def __init__(self, function: Callable[[Where], None]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    def __call__(self, where: Where) -> None:
+        with self._lock:
+            is_done, self._is_done = self._is_done, True
+        if not is_done:
+            self._function(where)
+
+
+def needed_points(slot: Slot, n_prompt: int) -> list[Node]:
+    """Whose states a next turn, a retry or another reply to the same prompt goes on from, the deepest last: the stable
+    points of this prompt, the last one before its end, and the end of the reply."""
+    kept = [(n, n.checkpoint.kind) for n in slot.node.lineage() if n.checkpoint is not None]
+    before_end = [n for n, kind in kept if n.n_items < n_prompt and kind is not CutKind.PREWARM][-1:]
+    stable = [n for n, kind in kept if kind is CutKind.STABLE]
+    stable = [n for n in stable if n is stable[-1] or n.n_items >= slot.n_settled]
+    reply = [n for n, _ in kept if n is slot.node and n.n_items > n_prompt]
+    chosen = {n.n_items: n for n in (*before_end, *stable, *reply)}
+    return [chosen[n_items] for n_items in sorted(chosen)]
+
+
+def _is_writing(slot: Slot) -> bool:
+    request = slot.request
+    return request is not None and not request.ask.ahead and slot.n_fed >= request.n_prompt
+
+
+def _is_end(node: Node) -> bool:
+    """The end of a prompt is of use with its logits only, and those do not outlive the engine."""
+    return node.checkpoint is not None and node.checkpoint.kind is CutKind.END
+
+
+def _last_user(node: Node) -> Node:
+    """The deepest node of a branch that uses the same segment."""
+    while (child := next((c for c in node.children.values() if c.segment is node.segment), None)) is not None:
+        node = child
+    return node

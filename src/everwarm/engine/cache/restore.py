@@ -1,0 +1,339 @@
+"""Bringing a slot to the deepest point of a prompt that anybody has kept, cheapest way first.
+
+In place (the KV stays, the state comes from RAM), unparked (no copy), or KV and state reloaded. What libllama refuses is
+quarantined and the next best is tried, down to nothing: a request never fails because a cache entry did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.prewarm import note_used
+from everwarm.engine.cache.provenance import cover, entry, is_exact, is_part_of
+from everwarm.engine.request import CheckpointUse
+from everwarm.engine.slots import Slot
+from everwarm.engine.tiers.ram import Ram
+from everwarm.errors import ContextFull, KvMissing, MemoryFault
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.history import history_over, n_items_of
+from everwarm.state.segment import Segment
+from everwarm.state.tree import Match, Node
+from everwarm.types import SeqId
+
+log = logging.getLogger("everwarm.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where a slot stands now. ``logits`` are there if nothing at all has to be decoded."""
+
+    n_items: int
+    use: CheckpointUse | None = None
+    logits: np.ndarray | None = None
+    n_refused: int = 0  # ways there that were tried and could not be used
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a slot is to be brought to."""
+
+    prompt: Prompt
+    namespace: str
+    clean_only: bool = False
+    n_brought: int = 0  # what was brought from another tier for it
+    tier: str = "disk"  # which
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A sequence on the device that holds the beginning of the prompt."""
+
+    seq: SeqId
+    n_common: int
+
+
+class Restorer:
+    def __init__(self, keeper: Keeper, ram: Ram) -> None:
+        self._keeper = keeper
+        self._ram = ram
+        self._context = keeper.context
+        self._tree = keeper.tree
+
+    def sources(self, prompt: Prompt, namespace: str) -> list[Source]:
+        """Every sequence of this namespace on the device, with how much of the prompt it begins with."""
+        root = self._tree.root(namespace)
+        found = [
+            Source(slot.seq, int(prompt.common_prefix(slot.resident())))
+            for slot in self._keeper.slots
+            if slot.n_fed and slot.node.root() is root
+        ]
+        for spare, node in self._keeper.spares.items():
+            if node is not None and node.root() is root:
+                found.append(Source(spare, min(int(prompt.common_prefix(node.path)), node.n_items)))
+        return found
+
+    def match(self, prompt: Prompt, namespace: str, sources: Sequence[Source]) -> Match:
+        n_resident = max((source.n_common for source in sources), default=0)
+        return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
+
+    def knows(self, namespace: str) -> bool:
+        """Whether anything of a namespace is kept, on the device or in RAM."""
+        root = self._tree.namespaces().get(namespace)
+        return root is not None and bool(root.children)
+
+    def reach(self, prompt: Prompt, namespace: str) -> int:
+        """The items of a prompt that need not be read again in this namespace; what is only on disk does not count."""
+        sources = self.sources(prompt, namespace)
+        match, most = self.match(prompt, namespace, sources), len(prompt) - 1
+        if not self._context.kind.needs_checkpoints:
+            return min(match.n_kv, most)
+        common = {source.seq: source.n_common for source in sources}
+        ends = [node.n_items for node in match.usable]
+        ends += [slot.n_fed for slot in self._keeper.slots if slot.is_idle and common.get(slot.seq) == slot.n_fed]
+        return max((n for n in ends if n <= most), default=0)
+
+    def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
+        """Restore the deepest usable point into ``slot``. Unless its logits were kept, an item is left to decode."""
+        here = self._stay(slot, goal, match, sources)
+        if here is not None:
+            return here
+        if not self._context.kind.needs_checkpoints:
+            return self._bring_attention(slot, goal, match, sources)
+        n_before = self._keeper.counts.n_quarantined
+        for node in match.usable:
+            restored = self._try(slot, goal, node, match, sources)
+            if restored is not None:
+                break
+            sources = self.sources(goal.prompt, goal.namespace)  # the attempt may have moved others out
+        else:
+            restored = self.start_cold(slot, goal)
+        return replace(restored, n_refused=self._keeper.counts.n_quarantined - n_before)
+
+    def start_cold(self, slot: Slot, goal: Goal) -> Restored:
+        self._keeper.vacate(slot, self._tree.root(goal.namespace))
+        self._stand(slot, goal, [], 0)
+        return Restored(0)
+
+    # how much room that takes
+
+    def n_cells_beside(self, slot: Slot, goal: Goal, running: Sequence[SeqId]) -> int:
+        """Cells that these sequences and ``slot`` will hold once the prompt has been brought there and the rest is read.
+        Only what the way back really shares with a running one counts once: an equal prefix in other cells does not."""
+        sources = self.sources(goal.prompt, goal.namespace)
+        found = self._found(slot, goal.prompt, self.match(goal.prompt, goal.namespace, sources), sources)
+        n_found = goal.prompt.n_tokens(found.n_common)
+        n_read = goal.prompt.n_tokens(len(goal.prompt)) - n_found
+        return self._context.cells.used_with(running, found.seq, n_found) + n_read
+
+    def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sequence[Source]) -> Source:
+        """Whose cells a restore starts with, as ``bring`` would; what comes from RAM takes new ones."""
+        own, n_items = _common(slot, sources), self._n_restorable(prompt, match)
+        if 0 < own == slot.n_fed and n_items <= own:
+            return Source(slot.seq, own)
+        node = next((node for node in match.usable if node.n_items == n_items), None)
+        if node is not None and node.checkpoint is not None and node.checkpoint.parked is not None:
+            return Source(node.checkpoint.parked, n_items)
+        best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
+        if own >= n_items or best.n_common <= own or not self._context.kind.can_share_cells:
+            return Source(slot.seq, min(own, n_items))
+        chunks = self._keeper.history(best.seq)
+        return Source(best.seq, entry(match.path, min(best.n_common, n_items), n_items, chunks))
+
+    def _n_restorable(self, prompt: Prompt, match: Match) -> int:
+        """The deepest point that can be restored and leaves something to decode, or its logits."""
+        if not self._context.kind.needs_checkpoints:
+            return min(match.n_kv, len(prompt) - 1)
+        return max((node.n_items for node in match.usable if _leaves_work(node, prompt)), default=0)
+
+    # ways to a point, cheapest first
+
+    def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored | None:
+        """The slot ends inside the prompt and nothing deeper is known: just go on. Or it stands at the end of it, and what
+        comes next was kept."""
+        own = _common(slot, sources)
+        if not 0 < own == slot.n_fed or (goal.clean_only and not self._context.is_clean(slot.seq)):
+            return None
+        if own == len(goal.prompt):
+            return self._stay_at_end(slot, goal)
+        if self._n_restorable(goal.prompt, match) > own:
+            return None
+        slot.items = goal.prompt.first(own)
+        note_used(self._keeper, slot.node)
+        return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
+
+    def _stay_at_end(self, slot: Slot, goal: Goal) -> Restored | None:
+        node, checkpoint = slot.node, slot.node.checkpoint
+        if node.n_items != slot.n_fed or checkpoint is None or checkpoint.logits is None:
+            return None
+        if checkpoint.chunks != tuple(slot.chunks):  # the same items, read another way
+            return None
+        slot.items = goal.prompt
+        self._keeper.note_restored(node, "in place")
+        note_used(self._keeper, node)
+        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, "in place"), checkpoint.logits)
+
+    def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> Restored | None:
+        checkpoint = node.checkpoint
+        if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not is_exact(node)):
+            return None
+        with self._tree.pinned(node):
+            try:
+                how = self._restore(slot, goal, node, match, sources)
+            except MemoryFault as error:
+                self._give_up(slot)
+                if not isinstance(error, ContextFull | KvMissing):
+                    self._keeper.quarantine(node, error)
+                return None
+            how = f"from {goal.tier}" if node.n_items == goal.n_brought else how
+            self._stand(slot, goal, match.path, node.n_items)
+            slot.chunks = list(checkpoint.chunks)
+            self._keeper.note_restored(node, how)
+            note_used(self._keeper, node)
+        logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
+        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, how), logits)
+
+    def _restore(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> str:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        root = self._tree.root(goal.namespace)
+        if checkpoint.parked is not None:
+            self._keeper.vacate(slot, root)
+            self._context.unpark(checkpoint.parked, slot.seq)
+            return "unparked"
+        assert checkpoint.state is not None
+        self._ram.require_sound(checkpoint.state)
+        how = "from ram"
+        if self._context.kind.has_attention:
+            how = self._bring_kv(slot, goal, node.n_items, match.path, sources)
+        else:
+            self._keeper.vacate(slot, root)
+        history = history_over(slot.chunks, node.n_items) if self._context.kind.has_attention else checkpoint.chunks
+        clean = checkpoint.clean and history is not None and history == checkpoint.chunks
+        self._context.restore(slot.seq, checkpoint.state, node.mark, clean=clean)
+        return how
+
+    def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
+        """Plain attention: any item can be returned to, so the deepest KV wins."""
+        n = min(self._clean_kv(match) if goal.clean_only else match.n_kv, len(goal.prompt) - 1)
+        try:
+            how = self._bring_kv(slot, goal, n, match.path, sources)
+            self._context.trim(slot.seq, goal.prompt.mark(n))
+        except MemoryFault as error:
+            log.warning("the KV of %d tokens could not be brought back: %s", n, error)
+            self._give_up(slot)
+            return replace(self.start_cold(slot, goal), n_refused=1)
+        history = history_over(slot.chunks, n)
+        slot.chunks = list(history) if history and n_items_of(history) == n else []  # cut inside a chunk: not known
+        self._stand(slot, goal, match.path, n)
+        how = f"from {goal.tier}" if n and n == goal.n_brought else how
+        return Restored(n, CheckpointUse(n, None, how) if n else None)
+
+    @staticmethod
+    def _clean_kv(match: Match) -> int:
+        """How far the KV in RAM comes from readings that were alone."""
+        n = 0
+        for node in match.path:
+            if node.n_items > match.n_shared or node.segment is None or not node.segment.clean:
+                break
+            n = node.n_items
+        return n
+
+    # KV
+
+    def _bring_kv(self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node], sources: Sequence[Source]) -> str:
+        """Make the slot hold the KV of the first ``n_items``: its own, another sequence's, the rest from segments.
+
+        On the way the slot's record always says what its sequence really holds: making room may need to know.
+        """
+        own = min(_common(slot, sources), n_items)
+        best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
+        have, how = entry(path, own, n_items, tuple(slot.chunks)), "from ram"
+        self._keeper.save_kv(slot.seq, slot.node, beyond=have)
+        if own == n_items:
+            return "in place"
+        if best.n_common > own and self._context.kind.can_share_cells:
+            chunks = list(self._keeper.history(best.seq))
+            have, how = entry(path, min(best.n_common, n_items), n_items, tuple(chunks)), "shared"
+            self._keeper.vacate(slot, self._tree.root(goal.namespace))
+            self._context.share_kv(best.seq, slot.seq, goal.prompt.mark(have))
+            slot.chunks = chunks
+        else:
+            if best.n_common > own:
+                self._keeper.save_lineage(best.seq, [n for n in path if own < n.n_items <= best.n_common])
+            self._context.keep_kv(slot.seq, goal.prompt.mark(have))
+        self._stand(slot, goal, path, have)
+        self._splice(slot, goal, n_items, path)
+        return how if have == n_items else "from ram"
+
+    def _splice(self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node]) -> None:
+        """Load the segments from the slot's end on, each object once."""
+        prompt = goal.prompt
+        parts = cover(path, slot.n_fed, n_items)
+        if parts is None:
+            raise KvMissing(f"the KV from {slot.n_fed} tokens on is not there any more")
+        for segment, stop in [(node.segment, stop) for node, stop in parts if node.segment is not None]:
+            try:
+                self._ram.require_sound(segment.blob)
+                self._splice_part(slot, segment, prompt, stop, n_items)
+            except ContextFull:
+                raise
+            except MemoryFault:
+                self._keeper.drop_segments(node for node in path if node.segment is segment)
+                raise
+            slot.chunks = list(segment.chunks or ())
+            self._stand(slot, goal, path, stop)
+
+    def _splice_part(self, slot: Slot, segment: Segment, prompt: Prompt, stop: int, n_items: int) -> None:
+        """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut. Of one that
+        begins before it only the rest is loaded, or there would be a hole. Others follow up to ``n_items``."""
+        start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
+        blob, n_cells, n_needed = segment.blob, segment.n_cells, end.n_tokens - start.n_tokens
+        if start != segment.start or n_cells > max(n_needed, self._context.cells.free):
+            blob, n_cells = self._context.cut_segment(blob, start, end), n_needed
+        if not self._keeper.make_room(n_cells, keep=slot):
+            raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
+        is_whole = stop < n_items or _is_cut_between_chunks(segment, stop)  # the next one is asked whether it goes on
+        clean = _goes_on(slot, segment) and is_whole
+        self._context.splice_segment(slot.seq, blob, start, end, n_cells=n_cells, clean=clean)
+
+    # the slot's own record
+
+    def _give_up(self, slot: Slot) -> None:
+        """A restore failed half-way: keep the KV that is still good for the next best checkpoint, then start empty."""
+        if self._context.cells.count(slot.seq) < slot.node.mark.n_tokens:
+            self._keeper.seat(slot, slot.node.root())  # the fault took the KV as well
+        self._keeper.vacate(slot, slot.node.root())
+
+    def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int) -> None:
+        """The slot holds the prompt's first ``n_items``; its node is the last one inside them."""
+        root = self._tree.root(goal.namespace)
+        inside = (node for node in reversed(path) if node.n_items <= n_items and self._tree.has(node))
+        self._keeper.seat(slot, next(inside, root))
+        slot.n_fed = n_items
+        slot.items = goal.prompt.first(n_items)
+        slot.has_changed()
+
+
+def _common(slot: Slot, sources: Sequence[Source]) -> int:
+    return next((source.n_common for source in sources if source.seq == slot.seq), 0)
+
+
+def _goes_on(slot: Slot, segment: Segment) -> bool:
+    """Whether a segment comes from the clean reading that the slot's cells come from."""
+    return segment.clean if slot.n_fed == 0 else is_part_of(segment, tuple(slot.chunks), slot.n_fed)
+
+
+def _leaves_work(node: Node, prompt: Prompt) -> bool:
+    """ "No tokens to decode" is impossible: an item is left to decode, or the logits after the last were kept."""
+    return node.n_items < len(prompt) or (node.checkpoint is not None and node.checkpoint.logits is not None)
+
+
+def _is_cut_between_chunks(segment: Segment, n_items: int) -> bool:
+    """Whether what was read up to there was read without what follows; of a whole segment nothing follows."""
+    history = None if segment.chunks is None else history_over(segment.chunks, n_items)
+    return n_items == segment.n_stop or (history is not None and n_items_of(history) == n_items)

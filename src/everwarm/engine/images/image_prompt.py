@@ -1,0 +1,100 @@
+"""A text with pictures in it, as a prompt: text before, between and after them is tokenized by itself, as the model's own
+rule wants it, and every picture is one item."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+
+from everwarm.engine.images.image_cache import Gallery, Pixels
+from everwarm.engine.process import messages as m
+from everwarm.engine.process.cut_hints import Hints
+from everwarm.errors import BadRequest
+from everwarm.prompt.prompt import MediaItem, Prompt
+from everwarm.prompt.tokenize import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of text. ``at`` is where it begins in the whole text, ``lead`` what was put before it."""
+
+    at: int
+    lead: int
+    text: str
+    n_before: int  # items before it
+    add_special: bool
+
+
+class Illustrated:
+    def __init__(self, gallery: Gallery, tokenizer: Tokenizer) -> None:
+        self._gallery = gallery
+        self._tokenizer = tokenizer
+
+    def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, Hints, dict[bytes, Pixels]]:
+        """The prompt, its hints in items, and its pictures by the digest of their items."""
+        runs = text.split(message.marker)
+        if not message.marker or len(runs) != len(message.pictures) + 1:
+            raise BadRequest("the text has another number of places for pictures than there are pictures")
+        shown = [Pixels(p.digest, p.width, p.height, p.rgb) for p in message.pictures]
+        items = [self._gallery.item(pixels) for pixels in shown]
+        codes, media, parts = self._laid_out(runs, items, len(message.marker), message.add_special)
+        whole = Prompt(np.concatenate(codes), MappingProxyType(media))
+        hints = Hints.counted(message, partial(self._counts_at, parts), partial(self._sure_count_at, parts))
+        pictures: dict[bytes, Pixels] = {}
+        for item, pixels in zip(items, shown, strict=True):
+            if pictures.get(item.digest) is None or pixels.rgb is not None:  # one that is there twice comes once
+                pictures[item.digest] = pixels
+        return whole, hints, pictures
+
+    def _laid_out(
+        self, runs: list[str], items: list[MediaItem], n_marker: int, add_special: bool
+    ) -> tuple[list[np.ndarray], dict[int, MediaItem], list[Part]]:
+        rule = self._gallery.media
+        codes, media, parts, n_items = [], {}, [], 0
+        for i, (at, run) in enumerate(_placed(runs, n_marker)):
+            lead, tail = rule.end if i else "", rule.begin if i < len(items) else ""
+            part = Part(at, len(lead), lead + run + tail, n_items, add_special and i == 0)
+            tokens = self._tokenizer.tokenize(part.text, add_special=part.add_special).codes
+            codes.append(tokens)
+            parts.append(part)
+            n_items += len(tokens)
+            if i < len(items):
+                media[n_items] = items[i]
+                codes.append(np.array([items[i].code], np.int32))
+                n_items += 1
+        return codes, media, parts
+
+    def _counts_at(self, parts: list[Part], ats: Sequence[int]) -> list[int]:
+        """Items before characters of the whole text; inside a marker: before the picture."""
+        inside: defaultdict[int, list[int]] = defaultdict(list)  # which of them, by their part
+        places = [_inside(parts, at) for at in ats]
+        for i, (part, _) in enumerate(places):
+            inside[part.at].append(i)
+        counts = [0] * len(ats)
+        for own in inside.values():
+            part = places[own[0]][0]
+            found = self._tokenizer.count_at(part.text, [places[i][1] for i in own], add_special=part.add_special)
+            for i, count in zip(own, found, strict=True):
+                counts[i] = part.n_before + count
+        return counts
+
+    def _sure_count_at(self, parts: list[Part], at: int) -> int:
+        part, inside = _inside(parts, at)
+        return part.n_before + self._tokenizer.sure_count_at(part.text, inside, add_special=part.add_special)
+
+
+def _inside(parts: list[Part], at: int) -> tuple[Part, int]:
+    part = next(part for part in reversed(parts) if part.at <= at or part is parts[0])
+    return part, min(part.lead + at - part.at, len(part.text))
+
+
+def _placed(runs: list[str], n_marker: int) -> Iterator[tuple[int, str]]:
+    at = 0
+    for run in runs:
+        yield at, run
+        at += len(run) + n_marker

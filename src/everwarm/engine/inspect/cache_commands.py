@@ -1,0 +1,255 @@
+"""Questions about what is kept, and orders to pin or forget some of it, from frames.
+
+Everything that touches the tree happens on the loop's thread, a bounded piece at a time; what can be done elsewhere is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from everwarm.engine.cache import drop
+from everwarm.engine.cache.drop import Dropped
+from everwarm.engine.core import OPEN_WAIT_S, Core
+from everwarm.engine.inspect.cache_view import MAX_PAGE, Lookup, Number, summary, turn_page, view_of
+from everwarm.engine.inspect.disk_view import View, pin_of
+from everwarm.engine.loop import Loop
+from everwarm.engine.process import messages as m
+from everwarm.engine.tiers.disk_pins import MOST_PINS, N_SPACE, Held, pinned_below, pinned_on_disk
+from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.errors import BadRequest, EverwarmError, Forbidden
+from everwarm.state.forest import point_of
+from everwarm.state.lineage import root_key
+from everwarm.state.tree import Node
+
+log = logging.getLogger("everwarm.engine")
+
+
+class Curator:
+    def __init__(self, core: Core, send: Callable[[m.Message], None], number: Number) -> None:
+        self._core = core
+        self._send = send
+        self._number = number
+        self._lookup = Lookup(core)
+        self._aside = ThreadPoolExecutor(1, "everwarm-look")
+
+    def handle(self, message: m.CacheQuestion, loop: Loop) -> None:
+        """On the reader's thread."""
+        match message:
+            case m.AskCache():
+                loop.post(lambda core: self._answer(message.id, lambda: summary(core)))
+            case m.AskTree():
+                if not 1 <= message.limit <= MAX_PAGE:
+                    raise BadRequest(f"limit is {message.limit}; give 1 to {MAX_PAGE}")
+                loop.post(lambda core: self._turn_page(core, message))
+            case m.CacheOrder():
+                loop.post(lambda core: self._obey(core, message, loop))
+
+    @contextmanager
+    def _telling(self, id: int) -> Iterator[None]:
+        """Whatever goes wrong is said to whoever asked."""
+        try:
+            yield
+        except EverwarmError as error:
+            self._send(m.failed(id, error))
+        except Exception:
+            log.exception("a question about what is kept could not be answered")
+            self._send(m.failed(id, EverwarmError("internal error")))
+
+    def _answer(self, id: int, work: Callable[[], Any]) -> None:
+        with self._telling(id):
+            self._send(m.Answer(id, work()))
+
+    # on the loop's thread
+
+    def _turn_page(self, core: Core, question: m.AskTree) -> None:
+        with self._telling(question.id):
+            page = turn_page(core, question, self._number)
+            self._aside.submit(self._answer, question.id, lambda: self._lookup.finish(page))
+
+    def _obey(self, core: Core, order: m.CacheOrder, loop: Loop) -> None:
+        with self._telling(order.id):
+            if order.action == "drop":
+                self._drop(core, order)
+            elif order.node is not None and order.node < 0 and core.archive is not None:
+                self._aside.submit(self._pin_on_disk, core.archive, order, view_of(core))
+            elif order.action == "pin" and order.pin_quota is not None:
+                wish = _checked_in_ram(core, order)
+                self._aside.submit(self._pin_if_allowed, order, wish, loop)
+            else:
+                self._pin(core, order)
+
+    def _pin(self, core: Core, order: m.CacheOrder) -> None:
+        """The answer comes when it is written down."""
+        node, archive = _find(core, order), core.archive
+        if node.parent is None:
+            raise _is_root()
+        (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
+        said = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
+        if archive is None:
+            return self._send(m.Answer(order.id, said))
+        archive.keep_pinned(node) if order.action == "pin" else archive.after_all(archive.pins.strike(node))
+        archive.after_all(lambda: self._send(m.Answer(order.id, said)))
+
+    def _drop(self, core: Core, order: m.CacheOrder) -> None:
+        """The answer comes when it is gone from the disk as well; it says in whose namespace words were forgotten."""
+        doomed = _out_of_ram(core, order)
+        if core.archive is not None:
+            self._aside.submit(self._drop_on_disk, core.archive, order, doomed)
+        elif order.node is not None and order.node < 0:
+            raise _not_found(order.node)
+        else:
+            self._answer(order.id, lambda: _said(order, doomed, doomed.dropped))
+
+    # on another
+
+    def _pin_if_allowed(self, order: m.CacheOrder, wish: PinWish, loop: Loop) -> None:
+        """The disk is asked here, what it says is obeyed on the loop's thread."""
+
+        def go_on(core: Core) -> None:
+            with self._telling(order.id):
+                self._pin(core, order)
+
+        with self._telling(order.id):
+            archive = self._core.archive
+            if archive is not None and archive.disk is not None and not wish.is_pinned:
+                space = root_key(archive.fingerprint, wish.namespace)[:N_SPACE]
+                held = pinned_on_disk(archive.disk, space)
+                _require_quota(order, self._core, Held(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
+            loop.post(go_on)
+
+    def _pin_on_disk(self, archive: Archive, order: m.CacheOrder, view: View) -> None:
+        """What is only there; as above, the answer comes when it is written down."""
+
+        def change() -> dict[str, Any]:
+            disk = archive.disk
+            assert disk is not None and kept is not None
+            disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
+            n_bytes = disk.size_of([kept.name, *kept.needs])
+            is_pinned = point_of(kept.key, kept.n_items) in disk.pins.marked
+            return {"id": order.node, "pinned": is_pinned, "bytes": n_bytes}
+
+        with self._telling(order.id):
+            twig = self._lookup.disk.find(view, order.node or 0, order.namespace)
+            if twig is None:
+                raise _not_found(order.node)
+            if (kept := twig.kept) is None:
+                raise _is_root()
+            if order.action == "pin" and archive.disk is not None:
+                _require_quota(order, self._core, pinned_on_disk(archive.disk, kept.space, pin_of(kept)))
+            archive.after_all(lambda: self._answer(order.id, change))
+
+    def _drop_on_disk(self, archive: Archive, order: m.CacheOrder, doomed: Doomed) -> None:
+        """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
+
+        def forget() -> dict[str, Any]:
+            if order.node is None:
+                return _said(order, doomed, doomed.dropped + drop.drop_spaces_on_disk(archive, spaces))
+            on_the_way = sum((drop.drop_on_disk(archive, lineage) for lineage in doomed.lineages), Dropped())
+            return _said(order, doomed, doomed.dropped + on_the_way + drop.drop_states(archive, states))
+
+        with self._telling(order.id):
+            archive.wait_open(OPEN_WAIT_S)
+            archive.require_disk()
+            spaces = self._lookup.disk.spaces(doomed.view, order.namespace)
+            states = [] if order.node is None else self._lookup.disk.below(doomed.view, doomed.ids, order.namespace)
+            if order.node is not None and order.node < 0 and not states:
+                raise _not_found(order.node)
+            archive.after_all(lambda: self._answer(order.id, forget))
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """What somebody wants forgotten, and what of it is gone from RAM already."""
+
+    namespace: str  # how those begin whose words are forgotten
+    view: View  # of the tree before
+    ids: list[int]
+    lineages: list[drop.Lineages]
+    dropped: Dropped
+
+
+def _out_of_ram(core: Core, order: m.CacheOrder) -> Doomed:
+    """With everything that could quote it: words are forgotten in whole namespaces, whatever node is named."""
+    is_in_ram = order.node is not None and order.node >= 0
+    namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
+    drop.forget_ahead(core, namespace)
+    view = view_of(core)
+    if order.node is not None and order.node < 0:
+        drop.forget_words(core, namespace)
+        return Doomed(namespace, view, [order.node], [], Dropped())
+    roots = [root for name, root in core.tree.namespaces().items() if name.startswith(order.namespace)]
+    nodes = roots if order.node is None else [_find(core, order)]
+    ids = [n.id for node in nodes for n in node.below()]
+    lineages = [drop.lineages(core, node) for node in nodes] if core.archive is not None else []
+    dropped = sum((drop.drop(core, node) for node in nodes), Dropped())
+    drop.forget_words(core, namespace)
+    return Doomed(namespace, view, ids, lineages, dropped)
+
+
+def _said(order: m.CacheOrder, doomed: Doomed, dropped: Dropped) -> dict[str, Any]:
+    about = {"id": order.node, "dropped": dropped.n_objects, "bytes": dropped.n_bytes}
+    return {**about, "namespace": doomed.namespace}
+
+
+def _not_found(id: int | None) -> Forbidden:
+    return Forbidden(404, "node_not_found", f"there is no node {id}; GET /cache/tree lists those there are")
+
+
+def _is_root() -> BadRequest:
+    return BadRequest("a root keeps nothing itself; name a node below it")
+
+
+def _find(core: Core, order: m.CacheOrder) -> Node:
+    """Whether others have such a node is nobody's business."""
+    node = None if order.node is None else core.tree.census.by_id.get(order.node)
+    if node is None or not core.tree.namespace(node).startswith(order.namespace):
+        raise _not_found(order.node)
+    return node
+
+
+@dataclass(frozen=True, slots=True)
+class PinWish:
+    """A node that a user wants pinned: whether it is, whose it is, and what of its path is not pinned yet."""
+
+    is_pinned: bool
+    namespace: str
+    n_new_bytes: int
+
+
+def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
+    """The quota holds in RAM and on disk alike: what is pinned may have left the one or not have come to the other."""
+    node = _find(core, order)
+    if not node.is_pinned:
+        pinned = [*pinned_below(node.root()), node]
+        on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
+        _require_quota(order, core, Held(len(pinned), _full_weight(core, on_the_way)))
+    new = [n for n in node.lineage() if not n.n_pinned]
+    return PinWish(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
+
+
+def _require_quota(order: m.CacheOrder, core: Core, held: Held) -> None:
+    if order.pin_quota is None:
+        return
+    most = int(order.pin_quota * core.keeper.ram_budget)
+    if held.n_bytes > most or held.n_pins > MOST_PINS:
+        shown = f"{held.n_pins} pins with {held.n_bytes:,} bytes; {MOST_PINS} with {most:,} bytes are allowed"
+        message = f"with this one your namespace would have {shown}: unpin others, or use an admin key"
+        raise Forbidden(403, "pin_quota_exceeded", message)
+
+
+def _weight(node: Node) -> int:
+    """Bytes in RAM of everything on the way to a node; a segment that several share counts once."""
+    segments = {id(n.segment): n.segment.blob.nbytes for n in node.lineage() if n.segment is not None}
+    return sum(segments.values()) + sum(n.checkpoint.size_bytes for n in node.lineage() if n.checkpoint is not None)
+
+
+def _full_weight(core: Core, nodes: Iterable[Node]) -> int:
+    """Bytes that these nodes take once all of them is in RAM; now some may be on the device only."""
+    shape, kept = core.sizes.shape, [node for node in nodes if node.parent is not None]
+    n_tokens = sum(int(n.mark.n_tokens) - int(n.parent.mark.n_tokens) for n in kept if n.parent is not None)
+    return n_tokens * shape.kv_bytes_per_token + shape.state_bytes * sum(n.checkpoint is not None for n in kept)

@@ -1,0 +1,44 @@
+"""Why a prompt was read, as the gateway is told; with words where somebody wants them."""
+
+from __future__ import annotations
+
+from everwarm.engine.inspect.read_reason import Different
+from everwarm.engine.process import messages as m
+from everwarm.engine.request import CheckpointUse, Result
+from everwarm.llama.vocab import Vocab
+from everwarm.prompt.prompt import Prompt
+
+PICTURE = "[picture]"
+
+
+def said(result: Result, vocab: Vocab | None) -> m.Why:
+    """``vocab``: None where nobody asked for words."""
+    why = result.why
+    if why is None:  # it never started
+        return m.Why()
+    return m.Why(
+        why.reason.value,
+        None if why.again is None else why.again.value,
+        why.n_shared,
+        why.n_kv,
+        why.n_checkpoint,
+        None if result.checkpoint is None else _used(result.checkpoint),
+        None if why.first_different is None else _diverged(why.first_different, vocab),
+    )
+
+
+def _used(use: CheckpointUse) -> m.Used:
+    return m.Used(use.n_tokens, use.kind.value if use.kind else "end", use.how)
+
+
+def _diverged(different: Different, vocab: Vocab | None) -> m.Diverged:
+    if vocab is None:
+        return m.Diverged(different.at)
+    parts = (different.before, different.known, different.given)
+    return m.Diverged(different.at, *(words(vocab, part) for part in parts))
+
+
+def words(vocab: Vocab, items: Prompt) -> str:
+    """What some items stand for. Half a character at an end is replaced."""
+    pieces = (PICTURE.encode() if code < 0 else vocab.piece(code) for code in items.codes.tolist())
+    return b"".join(pieces).decode("utf-8", "replace")

@@ -1,0 +1,283 @@
+"""The states that are only on disk, as nodes of the tree: what the index knows places them, their headers describe them.
+
+Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers what they
+said. An object that goes meanwhile, or whose header is damaged, is not there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from everwarm.engine.core import Core
+from everwarm.engine.process import messages as m
+from everwarm.engine.tiers.disk_pins import N_SPACE
+from everwarm.state.disk import Disk
+from everwarm.state.forest import Forest, Point, Spot, Twig, passed, plant, point_of
+from everwarm.state.index import Kept
+from everwarm.state.lineage import keys, root_key
+from everwarm.state.namespace import SHORT_NAMESPACE
+from everwarm.state.object import Damaged, Header
+from everwarm.state.pins import Pin
+from everwarm.state.tree import Node
+
+BREATH, LONG_BREATH = 32, 128  # things between two pauses; of the simple ones
+MOST_SPOTS = 1 << 16  # that are remembered, of nodes that are gone
+MOST_HEADERS = 1 << 14
+BETWEEN = " … "  # the beginning and the end of a text
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The tree as it was. Nodes may have changed since, but where they are has not."""
+
+    nodes: list[Node]  # the newest last
+    names: dict[int, str]  # namespaces by the ids of their roots
+    roots: dict[str, int]  # the ids of the roots that are shown, by namespace
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Others: other nodes. Whoever comes has a greater id than all before."""
+        return len(self.nodes), self.nodes[-1].id if self.nodes else 0, *self.roots.values()
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is remembered of a header."""
+
+    cut: str
+    words: str
+    media: tuple[tuple[int, int], ...]  # index of an item, and its cells beyond one
+
+    def n_tokens(self, n_items: int) -> int:
+        return n_items + sum(n_more for index, n_more in self.media if index < n_items)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What is on disk."""
+
+    version: int
+    names: frozenset[str]
+    states: list[Kept]  # that are whole
+    kv_sizes: dict[str, int]
+    marked: frozenset[Point]  # what is pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """What is on disk, seen from a tree."""
+
+    files: Files
+    forest: Forest
+    here: dict[int, Kept]  # states on disk at nodes in RAM, by the nodes' ids
+    spaces: dict[str, str]  # known namespaces, by the names that headers have for them
+    fingerprint: str
+
+    def state_at(self, id: int) -> Kept | None:
+        return self.here.get(id)
+
+    def is_pinned(self, kept: Kept) -> bool:
+        return point_of(kept.key, kept.n_items) in self.files.marked
+
+    def namespace(self, space: str) -> str:
+        """The beginning of a hash that nobody has used since the start stands for what it is the hash of."""
+        return self.spaces.get(space, space)
+
+    def is_in(self, space: str, namespace: str) -> bool:
+        """Whether a space is that of a namespace that begins so, or of the very one."""
+        return self.namespace(space).startswith(namespace) or root_key(self.fingerprint, namespace)[:N_SPACE] == space
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    nodes: list[m.NodeSeen]
+    next: int | None
+
+
+@dataclass(slots=True)
+class OnDisk:
+    core: Core
+    _spots: dict[int, tuple[Point, Spot]] = field(default_factory=dict)  # of nodes in RAM, by id
+    _abouts: dict[str, About] = field(default_factory=dict)
+    _spaces: dict[str, str] = field(default_factory=dict)
+    _files: Files | None = None
+    _last: tuple[tuple[object, ...], Shelf] | None = None
+
+    def look(self, view: View) -> Shelf | None:
+        """None: there is no disk tier. The same as before while nothing has changed."""
+        archive = self.core.archive
+        disk = None if archive is None else archive.disk
+        if archive is None or disk is None:
+            return None
+        if self._files is None or self._files.version != disk.version:
+            self._files = _files(disk)
+        seen = (self._files.version, *view.members)
+        if self._last is None or self._last[0] != seen:
+            self._learn_spots(view, archive.fingerprint)
+            self._last = seen, self._shelf(view, self._files, archive.fingerprint)
+        return self._last[1]
+
+    def _learn_spots(self, view: View, fingerprint: str) -> None:
+        if len(self._spots) > MOST_SPOTS + len(view.nodes):
+            alive = {node.id for node in view.nodes}
+            self._spots = {id: spot for id, spot in self._spots.items() if id in alive}
+        new: dict[tuple[int, str], list[Node]] = defaultdict(list)
+        for node in politely(view.nodes, LONG_BREATH):
+            if node.id not in self._spots and node.parent is not None:
+                new[id(node.path), view.names.get(node.root().id, "")].append(node)
+        for (_, namespace), same in politely(new.items()):  # one pass over what they have in common
+            root = root_key(fingerprint, namespace)
+            named = keys(root, same[0].path, {node.n_items for node in same})
+            for node in same:
+                spot = Spot(node.id, node.n_items, root[:N_SPACE])
+                self._spots[node.id] = point_of(named[node.n_items], node.n_items), spot
+
+    def _shelf(self, view: View, files: Files, fingerprint: str) -> Shelf:
+        for name in view.names.values():
+            self._spaces[root_key(fingerprint, name)[:N_SPACE]] = name
+        roots = {root_key(fingerprint, name)[:N_SPACE]: id for name, id in view.roots.items()}
+        spots = dict(self._spots[node.id] for node in view.nodes if node.parent is not None)
+        forest = plant(files.states, files.kv_sizes, spots, roots, partial(politely, breath=LONG_BREATH))
+        named = ((spots.get(point_of(each.key, each.n_items)), each) for each in files.states)
+        here = {spot.id: each for spot, each in named if spot is not None}
+        return Shelf(files, forest, here, dict(self._spaces), fingerprint)
+
+    def below(self, view: View, ids: Iterable[int], namespace: str = "") -> list[Kept]:
+        """The states that are only on disk, at or below these nodes, in namespaces that begin so."""
+        shelf = self.look(view)
+        found = [] if shelf is None else shelf.forest.below(ids)
+        return [kept for kept in found if shelf is not None and shelf.is_in(kept.space, namespace)]
+
+    def find(self, view: View, id: int, namespace: str = "") -> Twig | None:
+        shelf = self.look(view)
+        at = None if shelf is None else shelf.forest.place.get(id)
+        found = None if shelf is None or at is None else shelf.forest.twigs[at]
+        return found if found is not None and shelf is not None and shelf.is_in(found.space, namespace) else None
+
+    def spaces(self, view: View, namespace: str) -> frozenset[str] | None:
+        """Those of namespaces that begin so, whether or not there is a state of theirs; None: all there are."""
+        shelf = self.look(view) if namespace else None
+        if shelf is None:
+            return None if not namespace else frozenset()
+        disk = self.core.archive.disk if self.core.archive is not None else None
+        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()} if disk else set()
+        return frozenset(space for space in (*there, *shelf.spaces) if shelf.is_in(space, namespace))
+
+    # rows
+
+    def rows(self, shelf: Shelf, question: m.AskTree, room: int) -> Rows | None:
+        """At most so many, from the place that is asked for or from the beginning. None: that place is not there."""
+        twigs, after = shelf.forest.twigs, question.after
+        at = 0
+        if after is not None and after < 0:
+            if after not in shelf.forest.place:
+                return None
+            at = shelf.forest.place[after]
+        found: list[m.NodeSeen] = []
+        gone: dict[int, Twig] = {}
+        for twig in politely(twigs[at:]):
+            if not shelf.is_in(twig.space, question.namespace):
+                continue
+            if len(found) == room:
+                return Rows(found, twig.id)
+            about = None if twig.kept is None else self.about(twig.kept.name)
+            if twig.kept is not None and about is None:
+                gone[twig.id] = twig
+            else:
+                with_words = question.words_of is not None and shelf.is_in(twig.space, question.words_of)
+                found.append(_seen(_above(twig, gone), about, shelf, with_words=with_words))
+        return Rows(found, None)
+
+    def about(self, name: str) -> About | None:
+        """None: it is gone, or damaged."""
+        about = self._abouts.get(name)
+        archive = self.core.archive
+        if about is None and archive is not None and archive.disk is not None:
+            try:
+                with archive.disk.reading(name) as reader:
+                    about = _about(reader.header)
+            except Damaged:
+                return None
+            while len(self._abouts) >= MOST_HEADERS:
+                del self._abouts[next(iter(self._abouts))]
+            self._abouts[name] = about
+        return about
+
+
+def _files(disk: Disk) -> Files:
+    version, kept = disk.version, {each.name: each for each in disk.objects()}
+    states = [
+        each
+        for each in politely(kept.values(), LONG_BREATH)
+        if each.kind == "state" and all(n in kept for n in each.needs)
+    ]
+    sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
+    return Files(version, frozenset(kept), states, sizes, disk.pins.marked)
+
+
+def _about(header: Header) -> About:
+    media = tuple((index, max(0, n_tokens - 1)) for index, _, n_tokens, _, _ in header.media)
+    return About(header.cut, header.words, media)
+
+
+def pin_of(kept: Kept) -> Pin:
+    """With the points that are known on the way to a state."""
+    ways = [point for _, _, *both in passed(kept) for point in both if point is not None and point[1] < kept.n_items]
+    return Pin(kept.key, kept.n_items, kept.space, tuple(sorted(set(ways), key=lambda point: point[1])))
+
+
+def _above(twig: Twig, gone: dict[int, Twig]) -> Twig:
+    """Below the next that is there."""
+    lost = gone.get(twig.parent or 0)
+    if lost is None:
+        return twig
+    higher = _above(lost, gone)
+    return Twig(twig.id, higher.parent, higher.n_above, twig.space, twig.kept, twig.kv_bytes)
+
+
+def _seen(twig: Twig, about: About | None, shelf: Shelf, *, with_words: bool) -> m.NodeSeen:
+    kept, namespace = twig.kept, shelf.namespace(twig.space)[:SHORT_NAMESPACE]
+    n_children = shelf.forest.n_children[twig.id]
+    if kept is None or about is None:
+        words = "" if with_words else None
+        return m.NodeSeen(twig.id, None, 0, 0, namespace, n_children, None, 0, False, None, (), 0, (), 0, None, words)
+    has_state = bool(about.cut)
+    return m.NodeSeen(
+        twig.id,
+        twig.parent,
+        about.n_tokens(twig.n_above),
+        about.n_tokens(kept.n_items),
+        namespace,
+        n_children,
+        kept.used_at,
+        kept.hits,
+        shelf.is_pinned(kept),
+        about.cut or None,
+        ("disk",) if has_state else (),
+        kept.size if has_state else 0,
+        ("disk",) if twig.has_kv else (),
+        twig.kv_bytes,
+        None,
+        _words(about.words, twig.n_above) if with_words else None,
+    )
+
+
+def _words(words: str, n_above: int) -> str:
+    """How the text begins is said where it does."""
+    _, between, end = words.rpartition(BETWEEN)
+    return f"… {end}" if n_above and between else words
+
+
+def politely(things: Iterable[T], breath: int = BREATH) -> Iterator[T]:
+    """With pauses: the loop's thread waits for the interpreter no longer than a few of them take."""
+    for i, thing in enumerate(things):
+        if i % breath == 0:
+            time.sleep(1e-4)
+        yield thing

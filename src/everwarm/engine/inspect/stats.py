@@ -1,0 +1,77 @@
+"""Counting what requests cost, and saying why when a prompt had to be read again."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.restore import Restored
+from everwarm.engine.inspect.read_reason import Seen, Why, explain
+from everwarm.engine.request import Request
+from everwarm.engine.tiers.loader import Brought
+from everwarm.state.policy import GUARD
+from everwarm.state.tree import Match
+
+log = logging.getLogger("everwarm.engine")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start."""
+
+    n_requests: int = 0
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_avoidable: int = 0  # prompt tokens read again although somebody had read them before
+    n_full_rereads: int = 0
+    n_suspended: int = 0
+    n_turns: int = 0  # times a deterministic request and the others gave way to each other
+    n_stalls: int = 0  # times that nothing moved although somebody waited
+    n_decode_failures: int = 0
+    n_prewarms: int = 0  # turns read before anybody asked
+    n_prewarms_interrupted: int = 0
+    n_prewarm_tokens: int = 0
+
+    def add(self, request: Request, keeper: Keeper, match: Match, restored: Restored, brought: Brought) -> None:
+        """A request has started: from where, at what price, and why."""
+        request.n_cached = min(restored.n_items, request.n_prompt)
+        request.n_shared = match.n_shared
+        request.used = restored.use
+        if request.ask.ahead:
+            return
+        why = request.why = why_of(request, keeper, match, restored, brought)
+        self.n_requests += 1
+        n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(match.n_shared)
+        self.n_prompt += request.n_prompt_tokens
+        self.n_cached += n_cached
+        self.n_avoidable += max(0, n_shared - n_cached)
+        if match.n_shared > GUARD and request.n_cached == 0 and request.ask.use_cache:
+            self.n_full_rereads += 1
+            reason = why.again or why.reason
+            log.warning(
+                "full re-read of %d tokens although %d were known: %s", request.n_prompt_tokens, n_shared, reason.words
+            )
+
+
+def why_of(request: Request, keeper: Keeper, match: Match, restored: Restored, brought: Brought) -> Why:
+    """Looks up only what the answer may depend on."""
+    ask, tree, kind = request.ask, keeper.tree, keeper.context.kind
+    is_known = request.n_prompt - match.n_shared <= GUARD
+    return explain(
+        Seen(
+            ask.prompt,
+            match,
+            request.n_cached,
+            restored.n_refused,
+            brought.n_passed,
+            brought.n_spoilt,
+            brought.n_elsewhere,
+            None if is_known else tree.forgotten.parting(ask.namespace, ask.prompt),
+            ask.use_cache,
+            ask.deterministic,
+            kind.has_attention,
+            kind.needs_checkpoints,
+            keeper.spacing.max_checkpoints,
+        )
+    )

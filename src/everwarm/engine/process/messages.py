@@ -1,0 +1,504 @@
+"""What gateway and engine say to each other: small frozen messages, MessagePack, length-prefixed frames.
+
+Both sides import this and nothing of each other. No pickle: a frame can only become one of these types.
+
+    header    bytes that follow · of these, the message · the number of the request or question, 0 for none
+    message   MessagePack
+    pixels    of a Submit's pictures, one after the other, as they are: nobody copies them to send them
+
+Whoever sends checks the size before, and whoever receives a frame that is too large skips it: it is the error of the one
+request whose number it bears.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from everwarm.config import Form, Sampling
+from everwarm.engine.settings import EngineSettings
+from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
+
+MAX_FRAME_BYTES: Final = 256 << 20  # to the engine
+MAX_ANSWER_BYTES: Final = 64 << 20  # to the gateway
+HEADER: Final = struct.Struct("<IIQ")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """``id`` ties questions, requests and answers together; the gateway numbers them."""
+
+
+# to the engine
+
+
+class Open(Message, frozen=True, tag=True):
+    """The first frame: what to load."""
+
+    model: str
+    settings: EngineSettings
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """Decoded pixels; without them where the engine is believed to know the picture."""
+
+    digest: bytes
+    width: int
+    height: int
+    rgb: bytes | None = None
+
+
+class Submit(Message, frozen=True, tag=True):
+    """A prompt, as text (with cut hints in characters) or as tokens (hints in tokens). Each ``marker`` in the text stands
+    for the next of the pictures."""
+
+    id: int
+    text: str | None = None
+    tokens: list[int] | None = None
+    add_special: bool = True
+    boundaries: tuple[int, ...] = ()
+    stable: int | None = None
+    sampling: Sampling = Sampling()
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    namespace: str = ""
+    use_cache: bool = True
+    deterministic: bool = False
+    ignore_eos: bool = False
+    n_probs: int | None = None
+    slot: int | None = None
+    session: str | None = None
+    wants_progress: bool = False
+    wants_diagnostics: bool = False
+    marker: str = ""
+    pictures: tuple[Picture, ...] = ()
+    form: Form | None = None
+    stables: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
+
+
+class Prewarm(Message, frozen=True, tag=True):
+    """The text that the next request of a conversation will begin with, to be read when there is nothing else to do.
+    Nobody waits for an answer."""
+
+    text: str
+    add_special: bool = True
+    namespace: str = ""
+    session: str | None = None
+
+
+class Cancel(Message, frozen=True, tag=True):
+    id: int
+
+
+class Tokenize(Message, frozen=True, tag=True):
+    id: int
+    text: str
+    add_special: bool
+    parse_special: bool = True
+    with_pieces: bool = True
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """Tokens in so few values that a million of them are read at once: ids and the pieces' sizes are packed, four bytes
+    each, and the pieces stand one after the other."""
+
+    ids: bytes
+    sizes: bytes = b""
+    pieces: bytes = b""
+
+
+class Count(Message, frozen=True, tag=True):
+    """How many tokens a prompt would be, pictures included; their pixels are not needed."""
+
+    id: int
+    text: str
+    add_special: bool
+    marker: str = ""
+    pictures: tuple[Picture, ...] = ()
+    namespace: str = ""
+
+
+class Detokenize(Message, frozen=True, tag=True):
+    id: int
+    tokens: list[int]
+
+
+class AskSlots(Message, frozen=True, tag=True):
+    """``namespace``: of slots that others use only whether they are busy is said; "": everything is."""
+
+    id: int
+    namespace: str = ""
+
+
+class AskStats(Message, frozen=True, tag=True):
+    id: int
+
+
+class SlotAction(Message, frozen=True, tag=True):
+    """Save a slot's conversation to a file, restore it from there, or erase it. The gateway has checked the path, and who
+    may restore what."""
+
+    id: int
+    slot: int
+    action: Literal["save", "restore", "erase"]
+    path: str = ""
+    namespace: str = ""
+    owns_unbound: bool = False  # files from before they were bound to a namespace are the caller's
+    trusts_origin: bool = False  # a file without a companion is taken on the caller's word
+
+
+class AskCache(Message, frozen=True, tag=True):
+    """What is kept, in numbers."""
+
+    id: int
+
+
+class AskTree(Message, frozen=True, tag=True):
+    """So many nodes of the tree, from the one numbered ``after`` on, parents first."""
+
+    id: int
+    limit: int
+    after: int | None = None
+    namespace: str = ""  # only those that begin so
+    words_of: str | None = None  # words of those that begin so; None: of none
+    alone: bool = False  # as if there were no others
+
+
+class CacheOrder(Message, frozen=True, tag=True):
+    """Keep a node longest, no longer so, or forget it with everything below. Without a node: everything."""
+
+    id: int
+    action: Literal["pin", "unpin", "drop"]
+    node: int | None = None
+    namespace: str = ""  # only in those that begin so
+    pin_quota: float | None = None  # the share of RAM that a namespace's pins may hold; None: any
+
+
+class NodeSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A node of the tree as people are shown it; lengths in tokens, bytes in RAM."""
+
+    id: int
+    parent: int | None
+    start: int
+    end: int
+    namespace: str
+    n_children: int
+    last_use: float | None
+    hits: int
+    pinned: bool
+    kind: str | None  # of its checkpoint; None: it has none
+    state_tiers: tuple[str, ...]
+    state_bytes: int
+    kv_tiers: tuple[str, ...]
+    kv_bytes: int
+    running: (
+        tuple[int, int, int] | None
+    )  # the gateway's number of a request that stands here, tokens it has, its prompt
+    words: str | None = None
+
+
+class TreeSeen(msgspec.Struct, frozen=True):
+    version: int
+    n_total: int
+    next: int | None
+    nodes: list[NodeSeen]
+
+
+class Stop(Message, frozen=True, tag=True):
+    """End what runs and exit 0."""
+
+
+# to the gateway
+
+
+class Loading(Message, frozen=True, tag=True):
+    fraction: float
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the gateway needs to know of a model it never loads."""
+
+    description: str
+    memory_kind: str
+    n_params: int
+    size_bytes: int
+    n_ctx: int
+    n_ctx_train: int
+    n_vocab: int
+    n_slots: int
+    n_spares: int
+    ram_bytes: int
+    state_bytes: int
+    kv_bytes_per_token: int
+    every_n_tokens: int
+    max_checkpoints: int
+    chat_template: str | None
+    bos: str
+    eos: str
+    adds_bos: bool
+    build: str
+    sees: bool = False  # pictures
+
+
+class Ready(Message, frozen=True, tag=True):
+    info: ModelInfo
+
+
+class Changed(Message, frozen=True, tag=True):
+    """A file of the model was overwritten: this engine ends, and another should be started on what the file is now."""
+
+    message: str
+
+
+class Fatal(Message, frozen=True, tag=True):
+    """The model cannot be served as things are. ``of_memory``: with more memory it could be."""
+
+    message: str
+    of_memory: bool = False
+
+
+class Backlog(Message, frozen=True):
+    """What is ahead of a new request, in tokens, and the seconds that each takes."""
+
+    n_slots: int
+    n_running: int
+    n_waiting: int
+    n_reply: float  # of a reply, on average
+    n_to_read: float  # of prompts, running and waiting
+    n_to_write: float  # of replies; as many as replies have had lately, unless they are limited to fewer
+    n_next_read: float  # of the running request that will end first
+    n_next_write: float
+    read_s: float
+    write_s: float  # each, of all replies that are written together
+
+
+class Beat(Message, frozen=True, tag=True):
+    """I am alive. ``step_age_s``: how long the running step has been running."""
+
+    step_age_s: float | None
+    n_running: int
+    n_queued: int
+    version: int = 0  # of the tree
+    degraded: dict[str, str] = {}  # tiers, and why each does not do all that was asked of it
+    backlog: Backlog | None = None  # None: no model is loaded yet
+
+
+class Begun(Message, frozen=True, tag=True):
+    id: int
+    n_prompt: int
+    n_cached: int
+    slot: int
+    n_stable: int = 0  # tokens up to the stable point
+
+
+class PromptRead(Message, frozen=True, tag=True):
+    id: int
+    n_read: int
+    n_prompt: int
+    n_cached: int
+    seconds: float
+
+
+class TokenProb(msgspec.Struct, frozen=True):
+    token: int
+    piece: bytes
+    logprob: float
+    top: list[tuple[int, bytes, float]]
+
+
+class Piece(Message, frozen=True, tag=True):
+    """New reply tokens, and the text that is certain by now."""
+
+    id: int
+    text: str
+    tokens: list[int]
+    probs: list[TokenProb] | None = None
+
+
+class Diverged(msgspec.Struct, frozen=True):
+    """Where a prompt leaves what was known. The words only where they were asked for."""
+
+    at: int
+    before: str | None = None
+    known: str | None = None
+    given: str | None = None
+
+
+class Used(msgspec.Struct, frozen=True):
+    """The checkpoint that was restored."""
+
+    n_tokens: int
+    kind: str
+    how: str
+
+
+class Why(msgspec.Struct, frozen=True):
+    """Why the prompt was read as far as it was; the codes are ``engine.inspect.read_reason.Reason``."""
+
+    reason: str = "new"
+    again: str | None = None
+    n_shared: int = 0
+    n_kv: int | None = None
+    n_checkpoint: int = 0
+    restored: Used | None = None
+    diverged: Diverged | None = None
+
+
+class Done(Message, frozen=True, tag=True):
+    """The end of a reply. ``text`` is what was held back until the end."""
+
+    id: int
+    text: str
+    finish: str
+    stop_text: str | None
+    n_prompt: int
+    n_cached: int
+    n_shared: int
+    n_reply: int
+    slot: int
+    checkpoint: str | None
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    decode_s: float
+    why: Why = Why()
+    kept: str = "none"  # where the turn is now: ram, disk or none
+    keep_s: float = 0.0  # how long this waited for that
+
+
+class Failed(Message, frozen=True, tag=True):
+    """A request or question that could not be answered, in the error's own words."""
+
+    id: int
+    status: int
+    code: str
+    message: str
+    n_prompt: int | None = None
+    n_context: int | None = None
+    retry_after_s: int | None = None
+
+
+class Answer(Message, frozen=True, tag=True):
+    id: int
+    data: Any
+
+
+def failed(id: int, error: EverwarmError) -> Failed:
+    """An error, in its own words."""
+    n_prompt, n_context = (error.n_prompt, error.n_context) if isinstance(error, PromptTooLong) else (None, None)
+    return Failed(id, error.status, error.code, str(error), n_prompt, n_context)
+
+
+CacheQuestion = AskCache | AskTree | CacheOrder
+Question = Tokenize | Count | Detokenize | AskSlots | AskStats | CacheQuestion | SlotAction
+ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
+ToGateway = Loading | Ready | Changed | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A message ready to be sent: its parts, in order."""
+
+    parts: tuple[bytes | bytearray, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def frame(message: Message, most: int = MAX_FRAME_BYTES) -> Frame:
+    """Or ``FrameTooLarge``, which is the fault of this message alone."""
+    pixels: list[bytes] = []
+    if isinstance(message, Submit) and message.pictures:
+        pixels = [picture.rgb for picture in message.pictures if picture.rgb]
+        shown = (msgspec.structs.replace(p, rgb=b"") if p.rgb else p for p in message.pictures)
+        message = msgspec.structs.replace(message, pictures=tuple(shown))
+    n_text = len(getattr(message, "text", None) or "")  # as many bytes or more
+    _check_size(n_text + sum(map(len, pixels)), most)
+    data = bytearray(HEADER.size)
+    _encoder.encode_into(message, data, HEADER.size)
+    n_message = len(data) - HEADER.size
+    size = n_message + sum(map(len, pixels))
+    _check_size(size, most)
+    HEADER.pack_into(data, 0, size, n_message, getattr(message, "id", 0))
+    return Frame((data, *pixels))
+
+
+def _check_size(n_bytes: int, most: int) -> None:
+    if n_bytes > most:
+        raise FrameTooLarge(n_bytes, most)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """``n_bytes`` follow, of which the first ``n_message`` are the message."""
+
+    n_bytes: int
+    n_message: int
+    id: int
+
+    def check(self, most: int) -> None:
+        """``FrameTooLarge`` where it is not to be read, only skipped."""
+        _check_size(max(self.n_bytes, self.n_message), most)
+
+
+def header_of(data: bytes | bytearray) -> Header:
+    return Header(*HEADER.unpack_from(data))
+
+
+def wanted_pixels(message: ToEngine) -> list[int]:
+    """How many bytes of pixels follow the message, picture by picture."""
+    pictures = message.pictures if isinstance(message, Submit) else ()
+    return [3 * p.width * p.height for p in pictures if p.rgb == b""]
+
+
+def with_pixels(message: ToEngine, pixels: Sequence[bytes]) -> ToEngine:
+    if not isinstance(message, Submit) or not pixels:
+        return message
+    following = iter(pixels)
+    shown = (msgspec.structs.replace(p, rgb=next(following)) if p.rgb == b"" else p for p in message.pictures)
+    return msgspec.structs.replace(message, pictures=tuple(shown))
+
+
+class FrameBuffer:
+    """Messages out of a stream of bytes, however it was cut: for the gateway, which gets no pixels."""
+
+    def __init__(self, most: int = MAX_ANSWER_BYTES) -> None:
+        self._most = most
+        self._data = bytearray()
+        self._n_skipped = 0  # bytes that are still to be thrown away
+
+    def feed(self, data: bytes) -> Iterator[bytes | Failed]:
+        """Bodies of messages; in the place of one that is too large, what its request is told."""
+        n_skipped = min(self._n_skipped, len(data))
+        self._n_skipped -= n_skipped
+        self._data += memoryview(data)[n_skipped:]
+        at = 0
+        while len(self._data) - at >= HEADER.size:
+            header = header_of(self._data[at : at + HEADER.size])
+            start, end = at + HEADER.size, at + HEADER.size + header.n_bytes
+            try:
+                header.check(self._most)
+            except FrameTooLarge as error:
+                yield failed(header.id, error)
+                at = min(end, len(self._data))
+                self._n_skipped = end - at
+                continue
+            if end > len(self._data):
+                break
+            yield bytes(memoryview(self._data)[start:end])
+            at = end
+        del self._data[:at]
+
+
+def read_to_engine(body: bytes | memoryview) -> ToEngine:
+    return _to_engine.decode(body)
+
+
+def read_to_gateway(body: bytes) -> ToGateway:
+    return _to_gateway.decode(body)

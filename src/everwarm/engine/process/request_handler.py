@@ -1,0 +1,391 @@
+"""Between frames and the core: texts become prompts, events become pieces of text.
+
+``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. What may keep the
+reader busy for long, a form that is new or a long text, is prepared on other threads. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from everwarm.engine.cache.offload import Where
+from everwarm.engine.core import Core
+from everwarm.engine.images.image_cache import Pixels
+from everwarm.engine.images.image_prompt import Illustrated
+from everwarm.engine.inspect.cache_commands import Curator
+from everwarm.engine.inspect.cache_view import evictions
+from everwarm.engine.inspect.diagnostics import said
+from everwarm.engine.loop import Loop
+from everwarm.engine.process import messages as m
+from everwarm.engine.process.cut_hints import Hints
+from everwarm.engine.process.preparation import Preparing
+from everwarm.engine.process.reply_text import ReplyText
+from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
+from everwarm.engine.slotfile.slot_commands import SlotFiles
+from everwarm.engine.slots import Slot
+from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
+from everwarm.llama.forms import Forms
+from everwarm.prompt.prompt import Prompt
+from everwarm.prompt.tokenize import Tokenizer
+
+log = logging.getLogger("everwarm.engine")
+
+Send = Callable[[m.Message], None]
+
+LONG_TEXT = 64 << 10  # characters; longer ones are not tokenized by the reader
+_COUNTED_CONTEXTS = 4  # a text is counted if it may fit a context of so many times this one
+GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
+
+
+@dataclass(slots=True)
+class Reply:
+    """One request that was accepted, by the gateway's number."""
+
+    id: int
+    text: ReplyText
+    wants_progress: bool
+    wants_words: bool = False  # of where its prompt leaves what was known
+    began_at: float = field(default_factory=time.monotonic)
+    stop_text: str | None = None
+    n_stable: int = 0
+    n_cached: int = 0
+    slot: int = -1
+    has_spoken: bool = False
+    # gathered, not sent yet
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probs: list[m.TokenProb] = field(default_factory=list)
+
+
+class Conversation:
+    def __init__(self, core: Core, send: Send) -> None:
+        self._core = core
+        self._vocab = core.model.vocab
+        self._tokenizer = Tokenizer(self._vocab)
+        self._send = send
+        self._replies: dict[int, Reply] = {}  # by the core's request id
+        self._requests: dict[int, int] = {}  # the core's request id by the gateway's number
+        self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
+        self._sent_at = 0.0
+        self._aside = ThreadPoolExecutor(1, "everwarm-aside")
+        self._preparing_forms = Preparing("forms")
+        self._preparing_texts = Preparing("texts", max_waiting_each=256)
+        self._slot_files = SlotFiles(core, send)
+        self._curator = Curator(core, send, self._number_of)
+        self._forms = Forms(self._vocab)
+
+    # frames in, on the reader's thread
+
+    def handle(self, message: m.ToEngine, loop: Loop) -> None:
+        """Never raises for what a frame says: the mistake goes back to whoever asked."""
+        try:
+            self._dispatch(message, loop)
+        except EverwarmError as error:
+            self._send(m.failed(getattr(message, "id", 0), error))
+        except Exception:
+            log.exception("%s could not be handled", type(message).__name__)
+            self._send(m.failed(getattr(message, "id", 0), EverwarmError("internal error")))
+
+    def _dispatch(self, message: m.ToEngine, loop: Loop) -> None:
+        match message:
+            case m.Submit():
+                self._take(message, loop)
+            case m.Prewarm():
+                self._aside.submit(self._offer, message, loop)
+            case m.Cancel(id=id):
+                if not self._preparing_forms.cancel(id) and not self._preparing_texts.cancel(id):
+                    loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
+            case m.Tokenize() | m.Count() | m.Detokenize():
+                self._aside.submit(self._answer, message)  # a long text must not keep others waiting
+            case m.SlotAction():
+                self._slot_files.handle(message, loop)
+            case m.AskCache() | m.AskTree() | m.CacheOrder():
+                self._curator.handle(message, loop)
+            case m.AskSlots(id=id, namespace=namespace):
+                loop.post(lambda core: self._send(m.Answer(id, slots(core, namespace))))
+            case m.AskStats(id=id):
+                loop.post(lambda core: self._send(m.Answer(id, stats(core))))
+            case _:
+                raise BadRequest(f"{type(message).__name__} is not for a running engine")
+
+    def _take(self, message: m.Submit, loop: Loop) -> None:
+        """At once where that is quick: everybody whose frame comes later waits for it."""
+        if message.form is not None and not self._forms.is_settled(message.form, message.namespace):
+            self._preparing_forms.add(message.id, message.namespace, partial(self._prepare, message, loop))
+        elif len(message.text or "") > LONG_TEXT:
+            self._preparing_texts.add(message.id, message.namespace, partial(self._prepare, message, loop))
+        elif (post := self._prepare(message, loop)) is not None:
+            post()
+
+    def _prepare(self, message: m.Submit, loop: Loop) -> Callable[[], None] | None:
+        """How to hand the request to the loop; None where it was refused."""
+        try:
+            self._check_length(message.text or "", self._core.context.n_ctx)
+            ask = self._ask(message)
+        except EverwarmError as error:
+            self._send(m.failed(message.id, error))
+        except Exception:
+            log.exception("a request could not be prepared")
+            self._send(m.failed(message.id, EverwarmError("internal error")))
+        else:
+            return partial(loop.post, lambda _: self._submit(message, ask))
+        return None
+
+    def _check_length(self, text: str, most: int) -> None:
+        """What cannot fit by its bytes alone is not tokenized: that takes minutes for megabytes."""
+        if len(text) <= LONG_TEXT or not self._vocab.splits_independently:
+            return
+        n_least = len(text.encode("utf-8", "replace")) // self._vocab.longest_piece_bytes
+        if n_least > most:
+            raise PromptTooLong(n_least, most, is_least=True)
+
+    def _offer(self, message: m.Prewarm, loop: Loop) -> None:
+        """Nobody waits for it, so nobody hears of a failure but the log."""
+        try:
+            ahead = self._ask_ahead(message)
+        except Exception:
+            log.exception("what the next turn begins with could not be prepared")
+            return
+        if ahead is not None:
+            loop.post(lambda core: core.prewarm.offer(core.unverified.route(ahead)))
+
+    def _answer(self, question: m.Tokenize | m.Count | m.Detokenize) -> None:
+        vocab = self._vocab
+        try:
+            if isinstance(question, m.Detokenize):
+                return self._send(m.Answer(question.id, vocab.detokenize(question.tokens)))
+            if isinstance(question, m.Count):
+                return self._send(m.Answer(question.id, self._count(question)))
+            special, parse = question.add_special, question.parse_special
+            tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
+            pieces = [vocab.piece(token) for token in tokens.tolist()] if question.with_pieces else []
+            sizes = np.fromiter(map(len, pieces), "<u4", len(pieces)).tobytes()
+            self._send(m.Answer(question.id, m.Tokenized(tokens.astype("<i4").tobytes(), sizes, b"".join(pieces))))
+        except EverwarmError as error:
+            self._send(m.failed(question.id, error))
+
+    def _count(self, question: m.Count) -> int:
+        fields = {name: getattr(question, name) for name in question.__struct_fields__}
+        self._check_length(question.text, _COUNTED_CONTEXTS * self._core.context.n_ctx)
+        prompt = self._ask(m.Submit(**fields)).prompt
+        return prompt.n_tokens(len(prompt))
+
+    def _ask(self, message: m.Submit) -> Ask:
+        pictures: dict[bytes, Pixels] = {}
+        tokenizer = self._tokenizer.within(message.namespace)
+        if message.text is not None and message.pictures:
+            if self._core.gallery is None:
+                raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
+            prompt, hints, pictures = Illustrated(self._core.gallery, tokenizer).prompt(message, message.text)
+        elif message.text is not None:
+            prompt, hints = _prompt_of_text(tokenizer, message, message.text)
+        else:
+            prompt = Prompt.of_tokens(message.tokens or [])
+            hints = Hints(message.boundaries, message.stable, message.stables, message.breakpoints)
+        return Ask(
+            prompt,
+            message.sampling,
+            message.max_tokens,
+            hints.boundaries,
+            hints.stable,
+            message.namespace,
+            message.use_cache,
+            message.deterministic,
+            message.ignore_eos,
+            message.n_probs,
+            message.slot,
+            message.session,
+            pictures,
+            hints.stables,
+            hints.breakpoints,
+            None if message.form is None else self._forms.compile(message.form, message.namespace),
+        )
+
+    def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
+        """All of the text that no continuation can change."""
+        special, tokenizer = message.add_special, self._tokenizer.within(message.namespace)
+        prompt = tokenizer.tokenize(message.text, add_special=special)
+        n = tokenizer.sure_count_at(message.text, len(message.text), add_special=special)
+        if n < 2:
+            return None
+        return Ask(prompt.first(n), max_tokens=0, namespace=message.namespace, session=message.session, ahead=True)
+
+    # on the loop's thread
+
+    def _submit(self, message: m.Submit, ask: Ask) -> None:
+        self._send_gathered()  # the next step may be a long one
+        try:
+            request = self._core.submit(ask)
+        except EverwarmError as error:
+            return self._send(m.failed(message.id, error))
+        wants = message.wants_progress, message.wants_diagnostics
+        reply = self._replies[request.id] = Reply(message.id, ReplyText(message.stop), *wants)
+        reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
+        self._requests[message.id] = request.id
+
+    def _number_of(self, request_id: int) -> int:
+        """The gateway's number of a request."""
+        reply = self._replies.get(request_id)
+        return -1 if reply is None else reply.id
+
+    def deliver(self, events: list[Event]) -> None:
+        for event in events:
+            reply = self._replies.get(event.request_id)
+            if reply is not None:
+                self._deliver(event, reply)
+        self._slot_files.go_on()
+        if self._gathering and (time.monotonic() - self._sent_at >= GATHER_S or self._core.is_reading):
+            self._send_gathered()
+
+    def _send_gathered(self) -> None:
+        for reply in list(self._gathering.values()):
+            self._send_tokens(reply)
+        self._sent_at = time.monotonic()
+
+    def _send_tokens(self, reply: Reply) -> None:
+        if self._gathering.pop(reply.id, None) is not None:
+            self._send(m.Piece(reply.id, "".join(reply.pieces), reply.tokens, reply.probs or None))
+            reply.pieces, reply.tokens, reply.probs = [], [], []
+
+    def _deliver(self, event: Event, reply: Reply) -> None:
+        match event:
+            case NewToken():
+                self._new_token(event, reply)
+            case Started():
+                reply.n_cached, reply.slot = event.n_cached, event.slot
+                self._send(m.Begun(reply.id, event.n_prompt, event.n_cached, event.slot, reply.n_stable))
+            case Progress():
+                if reply.wants_progress:
+                    seconds = time.monotonic() - reply.began_at
+                    self._send(m.PromptRead(reply.id, event.n_read, event.n_prompt, reply.n_cached, seconds))
+            case Finished():
+                self._send_tokens(reply)
+                del self._replies[event.request_id]
+                self._requests.pop(reply.id, None)
+                self._finished(event, reply)
+
+    def _new_token(self, event: NewToken, reply: Reply) -> None:
+        if reply.stop_text is not None:
+            return
+        certain = reply.text.feed(self._vocab.piece(event.token))
+        reply.pieces.append(certain.text)
+        reply.tokens.append(event.token)
+        if event.probs is not None:
+            reply.probs.append(self._prob(event.token, event.probs))
+        self._gathering[reply.id] = reply
+        if not reply.has_spoken:
+            reply.has_spoken = True
+            self._send_tokens(reply)
+        if certain.stop is not None:
+            reply.stop_text = certain.stop
+            self.deliver(self._core.stop(event.request_id))
+
+    def _prob(self, token: int, probs: Probs) -> m.TokenProb:
+        top = [(t, self._vocab.piece(t), p) for t, p in probs.top]
+        return m.TokenProb(token, self._vocab.piece(token), probs.logprob, top)
+
+    def _finished(self, event: Finished, reply: Reply) -> None:
+        """The last frame leaves when the turn would outlive this engine, or is known not to. Nobody else waits for that."""
+        receipt, offload, last = event.receipt, self._core.offload, self._last_frame(event.result, reply)
+        if receipt is None or offload is None:
+            return self._send(last)
+
+        def send(where: Where) -> None:
+            waited = time.monotonic() - receipt.ended_at
+            is_done = isinstance(last, m.Done)
+            self._send(msgspec.structs.replace(last, kept=where.value, keep_s=waited) if is_done else last)
+
+        offload.when_safe(receipt, send)
+
+    def _last_frame(self, result: Result, reply: Reply) -> m.Done | m.Failed:
+        if result.error is not None:
+            return m.failed(reply.id, result.error)
+        rest = "" if reply.stop_text is not None else reply.text.finish()
+        use = result.checkpoint
+        return m.Done(
+            id=reply.id,
+            text=rest,
+            finish=Finish.STOP.value if reply.stop_text is not None else result.finish.value,
+            stop_text=reply.stop_text,
+            n_prompt=result.n_prompt,
+            n_cached=result.n_cached,
+            n_shared=result.n_shared,
+            n_reply=len(result.tokens),
+            slot=reply.slot,
+            checkpoint=None if use is None else f"{use.kind.value if use.kind else 'end'}, {use.how}",
+            queue_s=result.timings.queue_s,
+            restore_s=result.timings.restore_s,
+            prefill_s=result.timings.prefill_s,
+            decode_s=result.timings.decode_s,
+            why=said(result, self._vocab if reply.wants_words else None),
+        )
+
+
+def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, Hints]:
+    """Hints in characters become hints in tokens that no later text can change."""
+    count = partial(tokenizer.count_at, text, add_special=message.add_special)
+    sure = partial(tokenizer.sure_count_at, text, add_special=message.add_special)
+    return tokenizer.tokenize(text, add_special=message.add_special), Hints.counted(message, count, sure)
+
+
+def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
+    """Each slot as llama-server shows it, without anybody's text; of others' only whether they are busy."""
+    shown = []
+    for slot in core.slots:
+        request = slot.request
+        if (request or slot.n_fed) and not core.tree.namespace(slot.node).startswith(namespace):
+            busy = {"is_processing": request is not None and not request.ask.ahead, "is_prewarming": False}
+            shown.append({"id": slot.seq, "n_ctx": core.context.n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
+            continue
+        is_ahead = request is not None and request.ask.ahead
+        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx}
+        about |= {"is_processing": request is not None and not is_ahead, "is_prewarming": is_ahead}
+        n_fed = slot.resident().n_tokens(slot.n_fed)
+        about["n_prompt_tokens"] = n_fed if request is None else request.n_prompt_tokens
+        if request is not None:
+            about |= {
+                "id_task": request.id,
+                "n_prompt_tokens_cache": request.n_tokens(request.n_cached),
+                "n_prompt_tokens_processed": _n_read(slot, request),
+                "next_token": [{"has_next_token": True, "n_decoded": request.n_reply, "n_remain": request.n_left}],
+            }
+        shown.append(about)
+    return shown
+
+
+def _n_read(slot: Slot, request: Request) -> int:
+    """Prompt tokens it has read so far."""
+    return max(0, request.n_tokens(min(slot.n_fed, request.n_prompt)) - request.n_tokens(request.n_cached))
+
+
+def stats(core: Core) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(core.counts),
+        **dataclasses.asdict(core.keeper.counts),
+        "evictions": evictions(core),
+        "seconds_per_token": core.keeper.seconds_per_token if core.n_measured else None,
+        "ram_bytes": core.tree.ram_bytes,
+        "ram_n_states": core.tree.census.n_states,
+        "ram_n_segments": core.tree.census.n_segments,
+        "ram_budget_bytes": core.keeper.ram_budget,
+        "n_parked": sum(node is not None for node in core.keeper.spares.values()),
+        "n_spares": len(core.keeper.spares),
+        "n_cells_used": core.context.cells.used,
+        "n_cells": core.context.n_ctx,
+        "n_decodes": core.context.n_decodes,
+        "n_fed": core.context.n_fed,
+        "n_pictures_encoded": 0 if core.gallery is None else core.gallery.n_encoded,
+        **core.ram.stats(),
+        **(core.archive.stats() if core.archive is not None else {}),
+        "disk_n_brought": 0 if core.fetcher is None else core.fetcher.n_brought,
+    }

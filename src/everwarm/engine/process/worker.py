@@ -1,0 +1,303 @@
+"""The engine process: ``python -m everwarm.engine.process.worker SOCKET MEMORY PARENT_PID``, the first two being descriptors.
+
+    reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches libllama
+    writer thread   what the socket did not take at once      beat thread    says "alive" whatever the loop is doing
+
+Exits 0 after ``Stop``, 2 when the model cannot be served, 3 when a file of it was overwritten, and at once when the gateway
+is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from everwarm.engine.build import assemble
+from everwarm.engine.core import Core
+from everwarm.engine.inspect.cache_view import version_of
+from everwarm.engine.loop import Loop
+from everwarm.engine.process import messages as m
+from everwarm.engine.process.request_handler import Conversation
+from everwarm.engine.scheduling.backlog import backlog_of
+from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
+from everwarm.llama.abi import BUILD
+from everwarm.llama.process import collect_rarely, die_with_parent
+from everwarm.logs import log_to_stderr
+from everwarm.memory_limits import tightest_limit
+
+log = logging.getLogger("everwarm.worker")
+
+BEAT_S = 0.25
+EXIT_FATAL = 2
+EXIT_CHANGED = 3
+REST_S = 0.5  # before a model is opened again that was changed while it was opened
+STILL_S = 60.0  # at most, for somebody to finish writing a model file
+
+
+class Wire:
+    """Frames over a socket. Reads block on one thread; writes never wait: what the socket does not take at once is kept and
+    written by a thread of its own."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._file = sock.makefile("rb")
+        self.n_read = 0  # bytes of messages and pixels
+        self._lock = threading.Lock()
+        self._kept = bytearray()
+        self._has_kept = threading.Event()
+        threading.Thread(target=self._write_kept, name="everwarm-writer", daemon=True).start()
+
+    def read(self) -> m.ToEngine | None:
+        """The next message that can be understood, or None when the gateway is gone. One that is too large or no message
+        is skipped: whoever sent it is told."""
+        while True:
+            data = self._file.read(m.HEADER.size)
+            if len(data) < m.HEADER.size:
+                return None
+            header, before = m.header_of(data), self.n_read
+            try:
+                return self._message(header)
+            except EOFError:
+                return None
+            except (EverwarmError, ValueError, msgspec.MsgspecError) as error:
+                log.error("a frame of %d bytes for request %d is skipped: %s", header.n_bytes, header.id, error)
+                self._skip(header.n_bytes - (self.n_read - before))
+                refusal = (
+                    error if isinstance(error, EverwarmError) else BadRequest(f"the engine was told nonsense: {error}")
+                )
+                self.send(m.failed(header.id, refusal))
+
+    def _message(self, header: m.Header) -> m.ToEngine:
+        header.check(m.MAX_FRAME_BYTES)
+        message = m.read_to_engine(self._exactly(header.n_message))
+        sizes = m.wanted_pixels(message)
+        if header.n_message + sum(sizes) != header.n_bytes:
+            raise ValueError(
+                f"{sum(sizes)} bytes of pixels were announced, {header.n_bytes - header.n_message} are sent"
+            )
+        return m.with_pixels(message, [self._exactly(size) for size in sizes])
+
+    def _exactly(self, n_bytes: int) -> bytes:
+        data = self._file.read(n_bytes)
+        self.n_read += len(data)
+        if len(data) < n_bytes:
+            raise EOFError
+        return data
+
+    def _skip(self, n_bytes: int) -> None:
+        while n_bytes > 0 and (data := self._file.read(min(n_bytes, 1 << 20))):
+            n_bytes -= len(data)
+
+    def send(self, message: m.Message) -> None:
+        try:
+            (data,) = m.frame(message, m.MAX_ANSWER_BYTES).parts
+        except FrameTooLarge as error:
+            log.error("an answer is not sent: %s", error)
+            (data,) = m.frame(m.failed(getattr(message, "id", 0), error)).parts
+        with self._lock:
+            n = 0 if self._kept else self._send_now(data)
+            if n < len(data):
+                self._kept += memoryview(data)[n:]
+                self._has_kept.set()
+
+    def _send_now(self, data: bytes | bytearray) -> int:
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            os._exit(1)  # nobody is listening any more
+
+    def flush(self) -> None:
+        """Wait until everything is written, but not for ever."""
+        deadline = time.monotonic() + 5
+        while self._kept and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _write_kept(self) -> None:
+        while True:
+            self._has_kept.wait()
+            select.select([], [self._sock], [])
+            with self._lock:
+                del self._kept[: self._send_now(bytes(self._kept[: 1 << 18]))]
+                if not self._kept:
+                    self._has_kept.clear()
+
+
+class Pulse:
+    """Beats from the first moment on, also while a model loads or a step takes minutes."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._watched: tuple[Core, Loop] | None = None
+        threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
+
+    def watch(self, core: Core, loop: Loop) -> None:
+        self._watched = (core, loop)
+
+    def _run(self) -> None:
+        while True:
+            self._wire.send(self._beat())
+            if self._watched is not None:
+                self._look_at_files(*self._watched)
+            time.sleep(BEAT_S)
+
+    def _look_at_files(self, core: Core, loop: Loop) -> None:
+        """Also while nobody asks for anything."""
+        for files in core.files:
+            files.look()
+        if any(files.is_changed for files in core.files):
+            loop.post(Core.require_same_model)
+
+    def _beat(self) -> m.Beat:
+        if self._watched is None:
+            return m.Beat(None, 0, 0)
+        core, loop = self._watched
+        running = [request for slot in core.slots if (request := slot.request) is not None]
+        n_running = sum(not request.ask.ahead for request in running)
+        about = (loop.step_age_s(), n_running, len(core.queue), version_of(core))
+        return m.Beat(*about, core.degraded, backlog_of(core))
+
+
+def main() -> None:
+    fd, memory, parent_pid = map(int, sys.argv[1:4])
+    die_with_parent(parent_pid)
+    for sig in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which tells us when to stop
+        signal.signal(sig, signal.SIG_IGN)
+    log_to_stderr()
+    wire = Wire(socket.socket(fileno=fd))
+    first = wire.read()
+    if not isinstance(first, m.Open):
+        os._exit(1)
+    pulse = Pulse(wire)
+    core = _open(first, wire, memory)
+    _call_test_hook(core)
+    collect_rarely()
+    wire.send(m.Ready(_info(core)))
+    _serve(core, wire, pulse)
+
+
+def _open(message: m.Open, wire: Wire, memory: int) -> Core:
+    shown = [-1.0]
+
+    def progress(fraction: float) -> None:
+        if fraction - shown[0] >= 0.01 or fraction >= 1.0:
+            shown[0] = fraction
+            wire.send(m.Loading(fraction))
+
+    try:
+        return assemble(Path(message.model), message.settings, progress, memory)
+    except ModelChanged as error:
+        wire.send(m.Changed(str(error)))
+        wire.flush()
+        time.sleep(REST_S)
+        sys.exit(EXIT_CHANGED)
+    except EverwarmError as error:
+        fatal = m.Fatal(str(error), of_memory=isinstance(error, ContextTooBig))
+    except MemoryError:
+        fatal = _out_of_memory()
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        fatal = _out_of_memory()
+    wire.send(fatal)
+    wire.flush()
+    sys.exit(EXIT_FATAL)
+
+
+def _out_of_memory() -> m.Fatal:
+    limit = tightest_limit()
+    there = "this machine has no more" if limit is None else f"the limit is {limit}"
+    return m.Fatal(f"the model could not be loaded for lack of memory: {there}; raise it, or give less", of_memory=True)
+
+
+def _call_test_hook(core: Core) -> None:
+    """For tests only: what EVERWARM_TEST_HOOK names as ``module:function`` gets the core before anybody is served."""
+    named = os.environ.get("EVERWARM_TEST_HOOK")
+    if named:
+        log.warning("EVERWARM_TEST_HOOK is set: %s changes this engine, which is for tests only", named)
+        module, _, function = named.partition(":")
+        getattr(importlib.import_module(module), function)(core)
+
+
+def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
+    conversation = Conversation(core, wire.send)
+    loop = Loop(core, conversation.deliver)
+    pulse.watch(core, loop)
+    threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
+    try:
+        loop.run()
+    except ModelChanged as error:
+        return _leave(core, wire, error)
+    began = time.monotonic()
+    core.put_away()
+    log.info("put away what is worth keeping in %.3f s: %.1f MiB in RAM", time.monotonic() - began, _mib_kept(core))
+    wire.flush()
+    core.close()
+
+
+def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
+    """Nothing is put away: what is not kept yet may have been computed with anything. Whoever writes may finish first."""
+    log.error("%s; nothing more is kept of it", error)
+    wire.send(m.Changed(str(error)))
+    wire.flush()
+    for files in core.files:
+        files.wait_still(STILL_S)
+    os._exit(EXIT_CHANGED)
+
+
+def _mib_kept(core: Core) -> float:
+    return core.tree.ram_bytes / (1 << 20)
+
+
+def _read_all(wire: Wire, loop: Loop, conversation: Conversation) -> None:
+    """Until told to stop. When the gateway is gone there is nobody to work for."""
+    try:
+        while (message := wire.read()) is not None:
+            if isinstance(message, m.Stop):
+                return loop.stop()
+            conversation.handle(message, loop)
+    except Exception:
+        log.exception("a frame could not be understood")
+    os._exit(1)
+
+
+def _info(core: Core) -> m.ModelInfo:
+    model, sizes, vocab = core.model, core.sizes, core.model.vocab
+    return m.ModelInfo(
+        description=model.description,
+        memory_kind=model.memory_kind.value,
+        n_params=model.n_params,
+        size_bytes=model.size_bytes,
+        n_ctx=core.context.n_ctx,
+        n_ctx_train=model.n_ctx_train,
+        n_vocab=vocab.n_tokens,
+        n_slots=len(core.slots),
+        n_spares=sizes.n_spares,
+        ram_bytes=sizes.ram_bytes,
+        state_bytes=sizes.shape.state_bytes,
+        kv_bytes_per_token=sizes.shape.kv_bytes_per_token,
+        every_n_tokens=sizes.spacing.every_n_tokens,
+        max_checkpoints=sizes.spacing.max_checkpoints,
+        chat_template=model.chat_template,
+        bos=vocab.piece(vocab.bos).decode("utf-8", "replace") if vocab.bos is not None else "",
+        eos=vocab.piece(vocab.eos).decode("utf-8", "replace") if vocab.eos is not None else "",
+        adds_bos=vocab.adds_bos,
+        build=BUILD,
+        sees=core.gallery is not None,
+    )
+
+
+if __name__ == "__main__":
+    main()

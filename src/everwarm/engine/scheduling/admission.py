@@ -1,0 +1,188 @@
+"""Whether a waiting request may start now: is there a slot, is there room, and is somebody just reading what it needs?"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Iterable, Sequence
+
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.restore import Goal, Restorer, Source
+from everwarm.engine.images.image_cache import Gallery
+from everwarm.engine.request import Ask, Request
+from everwarm.engine.slots import Slot
+from everwarm.engine.tiers.loader import Brought, Fetch, Fetcher
+from everwarm.errors import BadRequest, PromptTooLong
+from everwarm.llama.context import Context
+from everwarm.prompt.prompt import Prompt
+from everwarm.state import policy
+from everwarm.state.policy import GUARD, Cut, CutKind
+
+RETURN_STEPS = 32  # that everybody can take once a suspended request has come back
+
+
+class Verdict(enum.Enum):
+    START = "start"
+    WAIT = "wait"  # for a particular slot or reader: others may pass
+    FULL = "full"  # nobody may pass: first come, first served
+
+
+class Admission:
+    def __init__(self, keeper: Keeper, restorer: Restorer, fetcher: Fetcher | None) -> None:
+        self._keeper = keeper
+        self._context = keeper.context
+        self._restorer = restorer
+        self._fetcher = fetcher
+        self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or all that can be said
+
+    def judge(self, request: Request) -> Verdict:
+        verdict = self._judge_place(request)
+        return Verdict.WAIT if verdict is Verdict.START and self._is_fetching(request) else verdict
+
+    def _judge_place(self, request: Request) -> Verdict:
+        slots = self._keeper.slots
+        running = [slot for slot in slots if slot.request is not None]
+        if not running:
+            return Verdict.START
+        alone = request.ask.deterministic or any(s.request and s.request.ask.deterministic for s in running)
+        if alone or len(running) == len(slots):
+            return Verdict.FULL
+        if request.ask.slot is not None and not slots[request.ask.slot].is_idle:
+            return Verdict.WAIT
+        prompt = request.items(request.n_items)
+        if not self._fits_beside(request, prompt, running):
+            return Verdict.FULL
+        if request.ask.use_cache and self._is_being_read(request, prompt, running):
+            return Verdict.WAIT
+        return Verdict.START
+
+    # the disk
+
+    def _is_fetching(self, request: Request) -> bool:
+        """Whether what is known only on disk is still being read; the first time this asks for it. Others may pass."""
+        if self._fetcher is None or not request.ask.use_cache:
+            return False
+        if request.id not in self._fetches:
+            if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._keeper.slots):
+                return True  # what is read ahead lies in RAM
+            prompt, namespace = request.items(request.n_items), request.ask.namespace
+            match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
+            ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
+            exact = request.ask.deterministic
+            self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match, ends, exact=exact)
+        fetch = self._fetches[request.id]
+        return isinstance(fetch, Fetch) and not fetch.is_done
+
+    def lay_fetched(self, request: Request) -> Brought:
+        """Put what was read for a request into the tree."""
+        fetch = self._fetches.pop(request.id, Brought())
+        if isinstance(fetch, Brought) or self._fetcher is None:
+            return Brought() if isinstance(fetch, Fetch) else fetch
+        return self._fetcher.lay(fetch)
+
+    def forget(self, request: Request) -> None:
+        self._fetches.pop(request.id, None)
+
+    def drop_fetches(self, requests: Iterable[Request]) -> None:
+        """What was read from other tiers for these is not laid into the tree: somebody wants it forgotten."""
+        for request in requests:
+            if request.id in self._fetches:
+                self._fetches[request.id] = Brought()
+
+    @property
+    def is_waiting_for_disk(self) -> bool:
+        return any(isinstance(fetch, Fetch) and not fetch.is_done for fetch in self._fetches.values())
+
+    def wait_for_disk(self, seconds: float) -> None:
+        """When there is nothing else to do."""
+        reading = (fetch for fetch in self._fetches.values() if isinstance(fetch, Fetch) and not fetch.is_done)
+        fetch = next(reading, None)
+        if fetch is not None:
+            fetch.wait(seconds)
+
+    # room and readers
+
+    def _fits_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
+        """Whether its new cells fit beside those of the running ones, once everybody else has made room. What would
+        share most is asked first, for that is cheap; then what bringing it back will really share."""
+        if not self._context.kind.has_attention:
+            return True
+        shared = 0
+        if self._context.kind.can_share_cells and request.ask.use_cache:
+            root = self._keeper.tree.root(request.ask.namespace)
+            kin = [slot for slot in running if slot.node.root() is root]
+            shared = max((int(prompt.common_prefix(slot.resident())) for slot in kin), default=0)
+        used = self._context.cells.used_by(slot.seq for slot in running)
+        new = prompt.n_tokens(len(prompt)) - prompt.n_tokens(shared)
+        room = self._context.n_ctx - self._n_to_grow(request, len(running))
+        return used + new <= room and (not shared or self._n_cells_beside(request, prompt, running) <= room)
+
+    def _n_to_grow(self, request: Request, n_running: int) -> int:
+        """Cells that stay free for the next steps. One that was suspended does not come back for a few tokens only:
+        moving it costs as much as many of them."""
+        if request.admitted is None:
+            return n_running + 1
+        return RETURN_STEPS * n_running + min(RETURN_STEPS, request.n_left + 1)
+
+    def _n_cells_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> int:
+        slot = self.seat(request, self._restorer.sources(prompt, request.ask.namespace))
+        goal = Goal(prompt, request.ask.namespace)
+        return self._restorer.n_cells_beside(slot, goal, [other.seq for other in running])
+
+    def _is_being_read(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
+        """Whether waiting for another request's reading saves reading the same twice. If so, that one stops where the
+        two part, to keep the state this one will start from."""
+        root = self._keeper.tree.root(request.ask.namespace)
+        for slot in running:
+            reader = slot.request
+            if reader is None or slot.n_fed >= reader.n_prompt or slot.node.root() is not root:
+                continue
+            n_common = int(prompt.common_prefix(reader.items(reader.n_prompt)))
+            if n_common - slot.n_fed > GUARD and n_common - self._known(request, prompt) > GUARD:
+                self._cut_at(slot, min(n_common, len(prompt) - 1))  # the last item is always read
+                return True
+        return False
+
+    def _known(self, request: Request, prompt: Prompt) -> int:
+        match = self._restorer.match(
+            prompt, request.ask.namespace, self._restorer.sources(prompt, request.ask.namespace)
+        )
+        if not self._context.kind.needs_checkpoints:
+            return match.n_kv
+        return match.usable[0].n_items if match.usable else 0
+
+    def _cut_at(self, slot: Slot, at: int) -> None:
+        reader = slot.request
+        if reader is None or at >= reader.n_prompt or not self._context.kind.needs_checkpoints:
+            return
+        if self._keeper.spacing.max_checkpoints and all(cut.at != at for cut in slot.cuts):
+            bisect.insort(slot.cuts, Cut(at, CutKind.BRANCH), key=lambda cut: -cut.at)
+
+    def seat(self, request: Request, sources: Sequence[Source]) -> Slot:
+        """The idle slot that a request gets."""
+        slots = self._keeper.slots
+        if request.ask.slot is not None:
+            return slots[request.ask.slot]
+        common = {source.seq: source.n_common for source in sources}
+        idle = ((i, slot) for i, slot in enumerate(slots) if slot.is_idle)
+        return slots[policy.seat([policy.Seat(i, s.n_fed, common.get(s.seq, 0), s.used_at) for i, s in idle])]
+
+
+def require_possible(ask: Ask, context: Context, n_slots: int, gallery: Gallery | None = None) -> None:
+    """Refuse what can never be answered, with what would be right."""
+    n_tokens = ask.prompt.n_tokens(len(ask.prompt))
+    if n_tokens >= context.n_ctx:
+        raise PromptTooLong(n_tokens, context.n_ctx)
+    if ask.prompt.media and gallery is None:
+        raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
+    largest = max((int(item.n_tokens) for item in ask.prompt.media.values()), default=0)
+    if gallery is not None and not gallery.media.is_causal and largest > context.options.n_ubatch:
+        raise BadRequest(
+            f"a picture takes {largest} tokens and this model reads each at once; "
+            f"send a smaller one, or start with a --ubatch-size of at least {largest}"
+        )
+    top = context.model.vocab.n_tokens - 1
+    if int(ask.prompt.codes.max()) > top:
+        raise BadRequest(f"token {int(ask.prompt.codes.max())} is not in the vocabulary; give 0 to {top}")
+    if ask.slot is not None and not 0 <= ask.slot < n_slots:
+        raise BadRequest(f"slot {ask.slot} does not exist; give 0 to {n_slots - 1}")

@@ -1,0 +1,71 @@
+"""How much work is ahead of a new request: what is still to be read and to be written, and how fast that goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everwarm.engine.process import messages as m
+from everwarm.engine.request import Finish, Request
+
+if TYPE_CHECKING:
+    from everwarm.engine.core import Core
+
+STEP_MEMORY = 0.99  # single steps are often disturbed
+REPLY_MEMORY = 0.8
+FIRST_REPLY = 256.0  # tokens of a reply, until one has ended
+
+
+@dataclass(slots=True)
+class Pace:
+    """What was measured of replies: seconds for each token of all that are written together, and how long they are."""
+
+    write_s: float = 0.02
+    n_reply: float = FIRST_REPLY
+    n_steps: int = 0
+    n_ended: int = 0
+
+    def wrote(self, n_tokens: int, seconds: float) -> None:
+        self.write_s = _mixed(self.write_s, seconds / n_tokens, self.n_steps, STEP_MEMORY)
+        self.n_steps += 1
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        if finish in (Finish.STOP, Finish.LENGTH) and not request.ask.ahead:
+            self.n_reply = _mixed(self.n_reply, request.n_reply, self.n_ended, REPLY_MEMORY)
+            self.n_ended += 1
+
+
+def backlog_of(core: Core) -> m.Backlog:
+    """Safe to ask from any thread: what it reads may be a step old."""
+    running = [(slot.n_fed, request) for slot in core.slots if (request := slot.request) is not None]
+    waiting = [(0, request) for request in list(core.queue)]
+    n_new = 1 - core.counts.n_cached / core.counts.n_prompt if core.counts.n_prompt else 1.0
+    reads = [max(0.0, request.n_prompt - n_fed) for n_fed, request in running]
+    writes = [_n_expected(core.pace, request) for _, request in running]
+    soonest = min(zip(reads, writes, strict=True), key=sum, default=(0.0, 0.0))
+    return m.Backlog(
+        n_slots=len(core.slots),
+        n_running=len(running),
+        n_waiting=len(waiting),
+        n_reply=core.pace.n_reply,
+        n_to_read=sum(reads) + sum(n_new * request.n_prompt for _, request in waiting),
+        n_to_write=sum(writes) + sum(_n_expected(core.pace, request) for _, request in waiting),
+        n_next_read=soonest[0],
+        n_next_write=soonest[1],
+        read_s=core.keeper.seconds_per_token,
+        write_s=core.pace.write_s,
+    )
+
+
+def _n_expected(pace: Pace, request: Request) -> float:
+    """Tokens it will still write: as many as a reply has on average, or as it has already, but no more than it may; all
+    that it may where nothing else ends it."""
+    if request.ask.ignore_eos:
+        return float(request.n_left)
+    return min(float(request.n_left), max(pace.n_reply, request.n_reply))
+
+
+def _mixed(known: float, new: float, n: int, most: float) -> float:
+    """An average of what came lately. The first replaces what was only guessed."""
+    memory = min(most, n / (n + 1))
+    return memory * known + (1 - memory) * new

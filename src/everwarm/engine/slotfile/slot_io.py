@@ -1,0 +1,337 @@
+"""Saving a slot's conversation to a file, bringing it back, and forgetting it: what llama-server's slot actions do.
+
+``capture``, ``put_back`` and ``erase`` run on the loop's thread while the slot is idle; ``write`` and ``read`` do the file
+work and may run anywhere. The main file is llama.cpp's; the companion holds every checkpoint of the conversation, so that
+after a restore any next request is warm, not only one that goes on, and says which model and whose the file is: one that
+nobody vouches for is refused, or kept apart from everything else (``unverified``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import blake3
+import numpy as np
+
+from everwarm.engine.cache import drop
+from everwarm.engine.cache.restore import Goal
+from everwarm.engine.core import Core
+from everwarm.engine.slots import Slot
+from everwarm.errors import BadRequest, MemoryFault
+from everwarm.llama.blobs import HEADER_BYTES
+from everwarm.prompt.prompt import Codes, Prompt
+from everwarm.state.arena import Arena
+from everwarm.state.files import Files, sweep
+from everwarm.state.namespace import is_unverified, owner_of, unverified
+from everwarm.state.object import Damaged, Header, Point, Reader, encode
+from everwarm.state.policy import CutKind
+from everwarm.state.slotfile import (
+    COMPANION,
+    NAMESPACE,
+    NO_FILE,
+    Claim,
+    UnknownOrigin,
+    companion_of,
+    encode_main,
+    main_digest,
+    open_pair,
+    owner_digest,
+    publish,
+    read_open_main,
+)
+from everwarm.state.tree import Checkpoint
+from everwarm.types import Blob, Place, heap
+
+OF_NO_NAMESPACE = (
+    "it is from before slot files were bound to a namespace; restore it without a cache_salt, and save it again"
+)
+
+
+class SavedPoint(NamedTuple):
+    point: Point
+    state: Blob
+    logits: Blob | None
+
+    @property
+    def sections(self) -> dict[str, Blob]:
+        logits = {} if self.logits is None else {self.point.logits: self.logits}
+        return {self.point.section: self.state} | logits
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A conversation outside of the engine."""
+
+    prompt: Prompt
+    state: Blob
+    points: tuple[SavedPoint, ...] = ()
+    unverified: str = ""  # the digest of a file of unknown origin that it came from
+
+    @property
+    def n_tokens(self) -> int:
+        return self.prompt.n_tokens(len(self.prompt))
+
+
+def capture(core: Core, slot: Slot, namespace: str) -> Saved:
+    """The slot's last conversation, brought back into it first if it has left the context."""
+    if not len(slot.content) or owner_of(slot.namespace) != namespace:
+        raise BadRequest(
+            f"slot {slot.seq} holds no conversation of yours; a slot's content is the last conversation that ran in it "
+            "since the engine started"
+        )
+    if is_unverified(slot.namespace):
+        raise BadRequest(
+            f"the conversation of slot {slot.seq} goes on from a slot file of unknown origin, and nothing that stems from "
+            "such a file is saved; send its prompt with cache_prompt false, and save it then"
+        )
+    _bring_back(core, slot)
+    if not slot.n_fed:
+        raise BadRequest(f"the conversation of slot {slot.seq} is not kept any more")
+    keeper = core.keeper
+    points = []
+    for node in slot.node.lineage():
+        checkpoint = node.checkpoint
+        if checkpoint is None or node.n_items > slot.n_fed:
+            continue
+        if checkpoint.parked is not None:
+            keeper.copy_down(node)
+        if checkpoint.state is not None and core.ram.arena.is_sound(checkpoint.state):
+            logits = None if checkpoint.logits is None else checkpoint.logits.view(np.uint8)
+            names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
+            point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
+            points.append(SavedPoint(point, checkpoint.state, logits))
+    state = core.context.capture_sequence(slot.seq, core.ram.arena.lend)
+    return Saved(slot.items.first(slot.n_fed), state, tuple(points))
+
+
+def _bring_back(core: Core, slot: Slot) -> None:
+    held, is_there = slot.resident(), slot.node.root() is core.tree.root(slot.namespace)
+    if is_there and int(slot.content.common_prefix(held)) == len(slot.content) == slot.n_fed:
+        return
+    more = Prompt.of_tokens([0])  # so that the whole of it may be restored
+    prompt = slot.content.followed_by(len(slot.content), more)
+    sources = core.restorer.sources(prompt, slot.namespace)
+    match = core.restorer.match(prompt, slot.namespace, sources)
+    if core.fetcher is not None and core.fetcher.bring(prompt, slot.namespace, match):
+        match = core.restorer.match(prompt, slot.namespace, sources)
+    core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
+
+
+def write(path: Path, saved: Saved, claim: Claim, files: Files | None = None) -> int:
+    """Both files at once, each whole or not at all; returns their bytes."""
+    files = files or Files()
+    if path.parent.name.startswith(NAMESPACE):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.ExitStack() as both, ThreadPoolExecutor(1, "everwarm-main-file") as aside:
+        first = aside.submit(both.enter_context, files.aside(path, encode_main(saved.prompt.cells, saved.state)))
+        companion = both.enter_context(files.aside(companion_of(path), _encode_companion(saved, claim)))
+        main = first.result()
+        publish(path, main, companion, claim, files)
+    sweep(path.parent)
+    return main.size + companion.size
+
+
+def _encode_companion(saved: Saved, claim: Claim) -> Iterator[bytes | memoryview]:
+    main = main_digest(saved.prompt.cells, saved.state)
+    header = Header(
+        kind="slot",
+        fingerprint=claim.fingerprint,
+        key="",
+        start="",
+        n_start=0,
+        n_items=len(saved.prompt),
+        media=saved.prompt.rows(0, len(saved.prompt)),
+        points=tuple(saved_point.point for saved_point in saved.points),
+        main=main,
+        owner=owner_digest(claim.fingerprint, main, claim.namespace),
+    )
+    parts = {"items": np.ascontiguousarray(saved.prompt.codes, "<i4").view(np.uint8)}
+    for saved_point in saved.points:
+        parts |= saved_point.sections
+    return encode(header, parts, max_threads=blake3.blake3.AUTO)
+
+
+def read(path: Path, claim: Claim, max_tokens: int, arena: Arena | None = None) -> tuple[Saved, int]:
+    """The conversation in a slot file with its checkpoints, and its bytes. ``Damaged``, with the reason, unless its
+    companion says that it is the caller's, of this model, and belongs to this very file. States that are read into an
+    arena are verified before they are used."""
+    place = heap if arena is None else arena.lend
+    with open_pair(path) as pair:
+        if pair.companion is None:
+            return _read_alone(pair.main, path.name, claim, max_tokens, place)
+        reader = _vouching(pair.companion, path.name, claim)
+        with ThreadPoolExecutor(1, "everwarm-companion") as aside:
+            reading = aside.submit(_read_companion, reader, path.name, arena)
+            main = read_main_file(pair.main, max_tokens, place)
+            digest, companion = main.digest, reading.result()
+        if digest != reader.header.main or not np.array_equal(companion.prompt.cells, main.cells):
+            raise UnknownOrigin(
+                f"its companion {path.name}{COMPANION} belongs to another file, so {path.name} was changed or written "
+                "by somebody else since it was saved here; save it again"
+            )
+        n_bytes = main.n_bytes + os.fstat(pair.companion).st_size
+    return Saved(companion.prompt, main.state, companion.points), n_bytes
+
+
+def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place) -> tuple[Saved, int]:
+    """A file that only the caller vouches for."""
+    if not claim.trusts_origin:
+        raise UnknownOrigin(
+            f"it has no companion {name}{COMPANION}, so nobody knows which model and build it is a state of. Restore a "
+            "file that was saved here with its companion beside it; a file of llama-server with the very same model can "
+            "be restored by an admin of a server that was started with --trust-slot-files"
+        )
+    main = read_main_file(fd, max_tokens, place)
+    if main.has_pictures:
+        raise UnknownOrigin("it holds pictures, and it has no companion that says which")
+    return Saved(Prompt.of_tokens(main.cells), main.state, unverified=main.digest), main.n_bytes
+
+
+def _vouching(fd: int, name: str, claim: Claim) -> Reader:
+    """The companion of a file, if it says that the file may be restored here. Only its header was read then."""
+    try:
+        reader = Reader(fd)
+    except Damaged as error:
+        raise UnknownOrigin(f"its companion {name}{COMPANION} is damaged ({error}); save it again") from None
+    head = reader.header
+    if head.kind != "slot":
+        raise UnknownOrigin(f"{name}{COMPANION} is no companion of a slot file but a {head.kind} object; save it again")
+    if not claim.owns(head):
+        raise UnknownOrigin(NO_FILE if head.owner else OF_NO_NAMESPACE)
+    if head.fingerprint != claim.fingerprint:
+        raise UnknownOrigin(
+            f"it was saved by another model, or by this one with other settings or another build (fingerprint "
+            f"{head.fingerprint[:12]}, here {claim.fingerprint[:12]}); save it again with this one"
+        )
+    return reader
+
+
+@dataclass(frozen=True)
+class Main:
+    """llama.cpp's file: the token of every cell, and the sequence's state."""
+
+    cells: Codes
+    state: Blob
+    n_bytes: int
+
+    @property
+    def has_pictures(self) -> bool:
+        return int(self.cells.min()) < 0
+
+    @cached_property
+    def digest(self) -> str:
+        return main_digest(self.cells, self.state)
+
+
+class Companion(NamedTuple):
+    prompt: Prompt
+    points: tuple[SavedPoint, ...]
+
+
+def read_main_file(fd: int, max_tokens: int, place: Place) -> Main:
+    cells, state = read_open_main(fd, max_tokens, HEADER_BYTES, place)
+    return Main(cells, state, os.fstat(fd).st_size)
+
+
+def _read_companion(reader: Reader, name: str, arena: Arena | None) -> Companion:
+    head = reader.header
+    where = (heap,) if arena is None else (arena.place, arena.doubt)
+    try:
+        prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media)
+        if prompt is None or any(not 0 < point.n_items <= len(prompt) for point in head.points):
+            raise Damaged("a checkpoint lies outside of the conversation")
+        points = [
+            SavedPoint(p, reader.read(p.section, *where), reader.read(p.logits) if p.logits else None)
+            for p in head.points
+        ]
+    except Damaged as error:
+        raise UnknownOrigin(f"its companion {name}{COMPANION} is damaged ({error}); save it again") from None
+    return Companion(prompt, tuple(points))
+
+
+def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
+    """The conversation into the slot, whatever was there before; returns how many tokens a next request can reuse."""
+    if saved.unverified:
+        namespace = unverified(namespace, saved.unverified)
+        core.unverified.add(namespace, saved.prompt)
+    n = _put_sequence(core, slot, saved.prompt, saved.state, namespace)
+    _put_points(core, slot, saved.points)
+    return n
+
+
+def _put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace: str) -> int:
+    n = prompt.n_tokens(len(prompt))
+    if n >= core.context.n_ctx:
+        raise BadRequest(f"the file holds {n} tokens but the context {core.context.n_ctx}")
+    if int(prompt.codes.max()) >= core.model.vocab.n_tokens:
+        raise BadRequest("the file holds tokens that this model does not have")
+    empty(core, slot)
+    if not core.keeper.make_room(n, keep=slot):
+        raise BadRequest(f"there is no room for {n} tokens beside what is running; try again later")
+    try:
+        core.context.restore_sequence(slot.seq, state, prompt.end)
+    except MemoryFault as error:
+        raise BadRequest(f"the file is not a state of this model: {error}") from None
+    slot.n_fed, slot.items, slot.content, slot.namespace = len(prompt), prompt, prompt, namespace
+    core.keeper.seat(slot, core.tree.root(namespace))
+    core.keeper.mark_end(slot)
+    return n
+
+
+def _put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
+    """The checkpoints of the conversation that was put into the slot; its end is kept, too."""
+    prompt, root = slot.content, core.tree.root(slot.namespace)
+    for point, state, logits in points:
+        node = core.tree.grow(root, prompt, point.n_items)
+        if node.checkpoint is None:
+            cut = CutKind.named(point.cut)
+            kept = Checkpoint(cut, point.clean, point.chunks, state=state, used_at=time.monotonic())
+            if logits is not None and logits.nbytes == 4 * core.model.vocab.n_tokens:
+                kept.logits = logits.view(np.float32)
+            core.tree.set_checkpoint(node, kept)
+        if point.n_items == slot.n_fed:
+            slot.chunks = list(point.chunks)
+    core.keeper.take(slot, CutKind.REPLY)
+    core.keeper.enforce_budget()
+
+
+def empty(core: Core, slot: Slot) -> None:
+    """Nothing is in the slot afterwards; what was is still known."""
+    core.keeper.vacate(slot, slot.node.root())
+    slot.content = Prompt.of_tokens([])
+
+
+def erase(core: Core, slot: Slot, namespace: str) -> int:
+    """Forget the slot's conversation as far as no other one shares it; returns its tokens."""
+    content = slot.content
+    if not len(content) or owner_of(slot.namespace) != namespace:
+        return 0  # what was read ahead in it since may be another's
+    namespace = slot.namespace
+    n = content.n_tokens(len(content))
+    _bring_back(core, slot)
+    for branch in core.prewarm.forget(core, slot.node):
+        drop.drop(core, branch)
+    node = slot.node
+    core.context.drop(slot.seq)
+    core.keeper.seat(slot, node.root())
+    slot.clear()
+    slot.content = Prompt.of_tokens([])
+    while node.parent is not None and not node.children and not node.holders:
+        parent = node.parent
+        if node.checkpoint is not None:
+            core.keeper.drop_checkpoint(node, "erased")
+        if node.segment is not None:
+            core.tree.drop_segment(node)
+        node = parent
+    core.tree.forgotten.clear(namespace)
+    if core.archive is not None:
+        core.archive.forget(content, namespace, beyond=node.n_items)
+    return n

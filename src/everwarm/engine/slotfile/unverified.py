@@ -1,0 +1,38 @@
+"""Conversations that came from slot files of unknown origin: who goes on from one, and in which namespace.
+
+Each file has a namespace of its own (``state.namespace``). A request is moved into it as a whole, before anything is looked
+up for it, and stays there; so what it reads is known nowhere else, and nothing of it leaves RAM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from everwarm.engine.cache.restore import Restorer
+from everwarm.engine.request import Ask
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.namespace import is_unverified, owner_of
+
+
+@dataclass(slots=True)
+class Unverified:
+    restorer: Restorer
+    _files: dict[str, Prompt] = field(default_factory=dict)  # what each of them holds, by its namespace
+
+    def add(self, namespace: str, prompt: Prompt) -> None:
+        assert is_unverified(namespace)
+        self._files[namespace] = prompt
+
+    def route(self, ask: Ask) -> Ask:
+        """The same, in the namespace of a file if it goes on from all that the file holds, and no verified reading reaches
+        as far. Whoever shares only a beginning with a file has nothing to do with it."""
+        if not self._files or not ask.use_cache or ask.deterministic or is_unverified(ask.namespace):
+            return ask
+        self._files = {name: prompt for name, prompt in self._files.items() if self.restorer.knows(name)}
+        best, most = ask.namespace, self.restorer.reach(ask.prompt, ask.namespace)
+        for name, prompt in self._files.items():
+            if owner_of(name) == ask.namespace and int(ask.prompt.common_prefix(prompt)) == len(prompt):
+                n_items = self.restorer.reach(ask.prompt, name)
+                if n_items > most:
+                    best, most = name, n_items
+        return ask if best == ask.namespace else replace(ask, namespace=best)

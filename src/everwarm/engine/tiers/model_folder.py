@@ -1,0 +1,58 @@
+"""What an engine writes about itself into its folder, and what it learns from the engines before it: how fast they read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.state.about import MAX_WAYS, FolderAbout, Way, read_about, write_about
+
+log = logging.getLogger("everwarm.archive")
+
+WORTH_WRITING = 0.1  # by how much the speed has to change
+
+
+class Signature:
+    """On the archive's thread; whatever fails here costs nobody anything."""
+
+    def __init__(self, folder: Path, fingerprint: str, keeper: Keeper) -> None:
+        self._folder = folder
+        self._keeper = keeper
+        before = read_about(folder)
+        if before is not None and before.seconds_per_token is not None:
+            keeper.seconds_per_token = before.seconds_per_token
+        self._unmeasured = keeper.seconds_per_token if before is None or before.seconds_per_token is None else None
+        self._about = self._of_this_engine(fingerprint, before)
+        self._write(self._about)
+
+    def _of_this_engine(self, fingerprint: str, before: FolderAbout | None) -> FolderAbout:
+        model = self._keeper.context.model
+        path = os.fsencode(model.path.absolute()).decode("utf-8", "replace")
+        own = Way(model.options, self._keeper.context.options)
+        others = () if before is None else tuple(way for way in before.ways if way != own)
+        return FolderAbout(
+            fingerprint=fingerprint,
+            model=Path(path).name,
+            path=path,
+            description=model.description,
+            seconds_per_token=None if before is None else before.seconds_per_token,
+            ways=(own, *others)[:MAX_WAYS],
+        )
+
+    def renew(self) -> None:
+        """Write down the speed if it has changed."""
+        now, said = self._keeper.seconds_per_token, self._about.seconds_per_token
+        if now == self._unmeasured or (said is not None and abs(now / said - 1) < WORTH_WRITING):
+            return
+        self._about = msgspec.structs.replace(self._about, seconds_per_token=now)
+        self._write(self._about)
+
+    def _write(self, about: FolderAbout) -> None:
+        try:
+            write_about(self._folder, about)
+        except (OSError, ValueError) as error:
+            log.warning("what this engine is could not be written into %s: %s", self._folder, error)

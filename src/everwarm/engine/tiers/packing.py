@@ -1,0 +1,153 @@
+"""A point of the tree as objects: the state there, and the KV that leads to it. Where they go others know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.provenance import cover
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.history import history_over
+from everwarm.state.lineage import keys, root_key
+from everwarm.state.object import Cut, Header, Part, file_size, name_of
+from everwarm.state.segment import Piece, Segment
+from everwarm.state.tree import Node
+from everwarm.types import Blob
+
+Segments = list[tuple[Segment, int]]  # each with up to which item it is used
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One object to write, with its parts as they are in RAM: nobody changes them."""
+
+    header: Header
+    parts: dict[str, Part]
+
+    @property
+    def size(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An object of KV, and up to which item it is used."""
+
+    piece: Piece
+    reach: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kv:
+    """The KV of a lineage as objects, and those of them that are still to be written."""
+
+    uses: tuple[Use, ...]
+    jobs: tuple[Job, ...]
+
+
+class Packing:
+    def __init__(self, keeper: Keeper, words: Callable[[Prompt], str]) -> None:
+        self._keeper = keeper
+        self._words = words
+        self.fingerprint = ""
+
+    def root(self, node: Node) -> str:
+        return root_key(self.fingerprint, self._keeper.tree.namespace(node))
+
+    def segments(self, node: Node) -> Segments | None:
+        """All KV that the point needs; None: some of it is not in RAM, or it must not leave it."""
+        if node.root().is_volatile:
+            return None
+        if not self._keeper.context.kind.has_attention:
+            return []
+        parts = cover(node.lineage(), 0, node.n_items)
+        return None if parts is None else [(n.segment, stop) for n, stop in parts if n.segment is not None]
+
+    def kv(self, root: str, segments: Segments, is_kept: Callable[[str], bool]) -> Kv | None:
+        """The objects that hold these segments, with those to write that are not kept. None: that cannot be done."""
+        used: dict[str, Use] = {}
+        jobs: list[Job] = []
+        for segment, reach in segments:
+            for job in self._missing(root, segment, reach, is_kept):
+                if job is None:
+                    return None
+                jobs.append(job)
+            ends = [*(piece.n_start for piece in segment.pieces[1:]), segment.n_stop]
+            for piece, end in zip(segment.pieces, ends, strict=True):
+                if piece.n_start < reach:
+                    used[piece.name] = Use(piece, min(end, reach))
+        return Kv(tuple(used.values()), tuple(jobs))
+
+    def _missing(
+        self, root: str, segment: Segment, n_items: int, is_kept: Callable[[str], bool]
+    ) -> Iterator[Job | None]:
+        """What has to be written of a segment before the first items of it are kept. One that was joined from others is
+        written in their pieces again: then nothing is ever written twice."""
+        pieces = list(segment.pieces)
+        starts = [segment.n_start, *(piece.n_start for piece in pieces[1:])]
+        for i, start in enumerate(starts):
+            if start < n_items and (not pieces or not is_kept(pieces[i].name)):
+                stop = starts[i + 1] if i + 1 < len(starts) else segment.n_stop
+                job = self._kv_job(root, segment, start, stop)
+                if job is not None:
+                    piece = Piece(start, stop, name_of(job.header), file_size(job.header, job.parts))
+                    pieces[i : i + 1] = [piece]
+                yield job
+        segment.pieces = tuple(pieces)
+
+    def _kv_job(self, root: str, segment: Segment, n_start: int, n_stop: int) -> Job | None:
+        """None: the way to the segment's end is not known any more."""
+        path = segment.path
+        if path is None:
+            return None
+        named = keys(root, path, (n_start, n_stop))
+        header = Header(
+            kind="kv",
+            fingerprint=self.fingerprint,
+            start=named[n_start],
+            key=named[n_stop],
+            n_start=n_start,
+            n_items=n_stop,
+            clean=segment.clean,
+            chunks=None if segment.chunks is None else history_over(segment.chunks, n_stop),
+            media=path.rows(n_start, n_stop),
+            space=root[:16],
+        )
+        return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": self._part(segment, path, n_start, n_stop)})
+
+    def _part(self, segment: Segment, path: Prompt, n_start: int, n_stop: int) -> Part:
+        if (n_start, n_stop) == (segment.n_start, segment.n_stop):
+            return segment.blob
+        context, whole, marks = self._keeper.context, segment.blob, (path.mark(n_start), path.mark(n_stop))
+        return Cut(whole, context.cut_bytes(whole, *marks), lambda: context.cut_segment(whole, *marks))
+
+    def state_job(self, root: str, node: Node, kv: Kv) -> Job:
+        n, checkpoint = node.n_items, node.checkpoint
+        key = keys(root, node.path, (n,))[n]
+        header = Header(
+            kind="state",
+            fingerprint=self.fingerprint,
+            start=key,
+            key=key,
+            n_start=n,
+            n_items=n,
+            cut="" if checkpoint is None else checkpoint.kind.value,
+            clean=checkpoint is not None and checkpoint.clean,
+            chunks=None if checkpoint is None else checkpoint.chunks,
+            needs=tuple(use.piece.name for use in kv.uses),
+            reaches=tuple(use.reach for use in kv.uses),
+            media=node.path.rows(0, n),
+            words=self._words(node.path.first(n)),
+            space=root[:16],
+        )
+        parts: dict[str, Part] = {"items": _bytes(node.path, 0, n)}
+        if checkpoint is not None and checkpoint.state is not None:
+            parts["state"] = checkpoint.state
+        return Job(header, parts)
+
+
+def _bytes(path: Prompt, start: int, stop: int) -> Blob:
+    return np.ascontiguousarray(path.codes[start:stop], "<i4").view(np.uint8)

@@ -1,0 +1,68 @@
+"""From the tree to the remote store: what is worth its bytes to other servers.
+
+Where the next turn of a conversation goes on, and the crossings above it. Everything else others can read again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everwarm.config import read_key
+from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.shared_points import crossings, is_worth_it
+from everwarm.engine.settings import RemoteSettings
+from everwarm.engine.tiers.packing import Job, Packing
+from everwarm.state.bucket import Bucket
+from everwarm.state.lineage import keys
+from everwarm.state.object import Header, Part, file_size
+from everwarm.state.remote import Parcel, Remote
+from everwarm.state.seal import SEAL_BYTES
+from everwarm.state.signpost import Need, Signpost, grid_points, names_at
+from everwarm.state.tree import Node
+from everwarm.types import Blob
+
+
+class Sharer:
+    def __init__(
+        self, settings: RemoteSettings, packing: Packing, keeper: Keeper, is_sound: Callable[[Blob], bool]
+    ) -> None:
+        self._packing = packing
+        self._keeper = keeper
+        self._is_always = settings.restore_policy == "always"
+        key = b"" if settings.key_file is None else read_key(settings.key_file)
+        bucket = Bucket(settings.url, settings.endpoint)
+        self.remote = Remote(bucket, key, packing.fingerprint, is_sound, settings.wait_s)
+
+    def offer(self, node: Node, *, is_hinted: bool) -> None:
+        """A turn has ended, and the next one will go on from this point. ``is_hinted``: at one of its own boundaries."""
+        for point in self._points(node):
+            parcel = self._parcel(point, is_hinted=is_hinted or point is not node)
+            if parcel is not None:
+                self.remote.offer(parcel)
+
+    def _points(self, node: Node) -> list[Node]:
+        found = (*crossings(self._keeper, node), node)
+        return [n for n in found if is_worth_it(self._keeper, n, is_always=self._is_always)]
+
+    def _parcel(self, node: Node, *, is_hinted: bool) -> Parcel | None:
+        """None: it is there already, or not all of it is here."""
+        root, n = self._packing.root(node), node.n_items
+        cells = {} if is_hinted else grid_points(n)
+        named = keys(root, node.path, {n, *cells.values()})
+        if self.remote.is_known(Signpost(named[n], n, 1).name):
+            return None
+        segments = self._packing.segments(node)
+        if segments is None:
+            return None
+        kv = self._packing.kv(root, segments, self.remote.is_known)
+        if kv is None:
+            return None
+        state = self._packing.state_job(root, node, kv)
+        needs = [Need(use.piece.name, use.piece.size + SEAL_BYTES, use.reach) for use in kv.uses]
+        signpost = Signpost(named[n], n, file_size(state.header, state.parts) + SEAL_BYTES, tuple(needs))
+        names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
+        return Parcel(tuple(_object(job) for job in (*kv.jobs, state)), signpost, tuple(names))
+
+
+def _object(job: Job) -> tuple[Header, dict[str, Part]]:
+    return job.header, job.parts

@@ -1,0 +1,246 @@
+"""Are the states on disk what a cold reading gives? Replays them in a context of their own and compares.
+
+A clean state must have the very bytes of a cold reading in the same chunks (E2), and so must KV of the same clean reading.
+Any other is compared by what the model would say next. Bits depend on how the model was opened, so a state that differs is
+tried in every way that engines of its folder are known to have used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import blake3
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from everwarm.config import CELLS_STEP, ContextOptions, ModelOptions
+from everwarm.engine.fingerprint import state_fingerprint
+from everwarm.engine.verify.cold_replay import cold_state, is_same_state, replay
+from everwarm.engine.verify.stored import Reading, Stored, is_plausible, load_stored, n_cells_of, n_chunk_of, reading_of
+from everwarm.errors import BadRequest, MemoryFault, ModelFileError
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
+from everwarm.llama.model import Model, fingerprint_of
+from everwarm.llama.rope import rope_limit_of
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.about import Way
+from everwarm.state.inventory import Folder, Lineage, Tick
+from everwarm.state.object import Damaged
+from everwarm.types import Blob, SeqId, token_mark
+
+Verdict = Literal["exact", "differs", "refused", "close", "skipped"]
+Logits = NDArray[np.float32]
+
+_SEQ = SeqId(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``exact``: the bytes of a cold reading. ``differs``: clean, and other bytes. ``close``: not clean,
+    so that only its ``spread`` can be known. ``refused``: libllama does not take it. ``skipped``: it could not be tried."""
+
+    name: str
+    verdict: Verdict
+    spread: float | None = None  # the largest difference of a logit of the next token from a cold reading's
+    why: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.verdict in ("differs", "refused")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A model file that states belong to, and the ways in which to open it; ``known``: engines did open it so, so that
+    other bytes can only come from elsewhere."""
+
+    path: Path
+    ways: tuple[Way, ...]
+    known: bool
+    fingerprint: str  # of the states
+
+
+def find_model(folder: Folder, given: Path | None) -> Opening:
+    """The given file, or the one the folder remembers, if these states are its own; ``BadRequest`` says why not."""
+    about = folder.about
+    if given is None and (about is None or not about.path):
+        raise BadRequest("it is not known which model file they belong to; name it with --model")
+    path = given or Path(about.path if about is not None else "")
+    if not path.is_file():
+        raise BadRequest(f"there is no model file {path}; name it with --model")
+    known = about is not None and bool(about.ways)
+    try:
+        rope_limit = rope_limit_of(path)
+        ways = about.ways if about is not None and known else _ways_of(folder.fingerprint or "", rope_limit)
+        own = tuple(way for way in ways if _fingerprint(path, way, rope_limit) == folder.fingerprint)
+    except (OSError, ModelFileError) as error:
+        raise BadRequest(f"a file of the model cannot be read: {error}") from None
+    if not own:
+        told = "or has other adapters, or the environment has other switches of libllama (GGML_…, LLAMA_…)"
+        raise BadRequest(f"{path} is another model than the one they belong to, {told}")
+    return Opening(path, own, known, folder.fingerprint or "")
+
+
+def _fingerprint(path: Path, way: Way, rope_limit: int | None) -> str:
+    return state_fingerprint(fingerprint_of(path, way.model), way.context, rope_limit, os.environ)
+
+
+def _ways_of(fingerprint: str, rope_limit: int | None) -> tuple[Way, ...]:
+    """What a fingerprint itself says of the settings; whoever uses them makes sure that it comes out again."""
+    names = ("cache_type_k", "cache_type_v", "flash_attention")
+    values = dict(zip(names, fingerprint.split("|")[1:], strict=False))
+    sizes = [{}] if rope_limit is None else [{"n_ctx": max(1, rope_limit)}, {"n_ctx": rope_limit + 1}]
+    try:
+        return tuple(Way(ModelOptions(), msgspec.convert(values | size, ContextOptions)) for size in sizes)
+    except (msgspec.ValidationError, BadRequest):
+        return ()
+
+
+def replay_states(opening: Opening, lineages: Sequence[Lineage], tick: Tick) -> list[Finding]:
+    """A finding for every state, and for all KV that could be compared by bytes."""
+    odd = (lineage.state.name for lineage in lineages if not is_plausible(lineage))
+    found = {name: Finding(name, "refused", why="it has another number of items than it says") for name in odd}
+    for state in (lineage.state for lineage in lineages if lineage.state.header.media):
+        found[state.name] = Finding(state.name, "skipped", why="it has pictures, and they are not kept")
+    pending = [lineage for lineage in lineages if lineage.state.name not in found]
+    for way in opening.ways:
+        if not pending:
+            break
+        with Model(opening.path, way.model) as model, Context(model, _options(way, model, pending)) as context:
+            for lineage in pending:
+                for finding in _compare(context, lineage, tick):
+                    if finding.verdict == "exact" or finding.name not in found:
+                        found[finding.name] = finding
+            _require_same_model(opening, model, way)
+        pending = [lineage for lineage in pending if _is_open(lineage, found)]
+    return [finding if opening.known else _doubted(finding) for finding in found.values()]
+
+
+def _require_same_model(opening: Opening, model: Model, way: Way) -> None:
+    """Otherwise nothing was found out about any state."""
+    own = state_fingerprint(model.fingerprint, way.context, model.rope_limit, os.environ)
+    if own != opening.fingerprint or not model.files.is_right():
+        raise BadRequest(f"{opening.path} was changed while its states were read again; try again")
+
+
+def _doubted(finding: Finding) -> Finding:
+    """Other bytes prove nothing where it is not known how the model was opened."""
+    if finding.verdict != "differs":
+        return finding
+    return replace(finding, verdict="close", why="how its model was opened is not known")
+
+
+def _is_open(lineage: Lineage, found: dict[str, Finding]) -> bool:
+    """Whether another way of opening the model may still explain what differs."""
+    names = (lineage.state.name, *(kv.name for kv in lineage.kv))
+    return any(name in found and found[name].verdict == "differs" for name in names)
+
+
+def _options(way: Way, model: Model, lineages: Sequence[Lineage]) -> ContextOptions:
+    """The engine's own, with room for every chunk, and only as large as bits depend on: a window's do on its ring."""
+    n_cells = max(map(n_cells_of, lineages))
+    n_ubatch = max(way.context.n_ubatch, *map(n_chunk_of, lineages))
+    options = replace(way.context, n_ubatch=n_ubatch, n_batch=max(way.context.n_batch, n_ubatch))
+    if model.memory_kind.has_window:
+        return replace(options, n_ctx=max(options.n_ctx, n_cells))
+    if model.rope_limit is not None and options.n_cells > model.rope_limit:
+        n_cells = max(n_cells, model.rope_limit + 1)  # a smaller context would choose the other factors
+    return replace(options, n_ctx=-(-n_cells // CELLS_STEP) * CELLS_STEP, n_seq_max=1)
+
+
+# one state
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a sequence holds at a point: its state, the digests of its KV by parts, and what it makes the model say."""
+
+    state: Blob | None
+    kv: list[str]
+    logits: Logits
+
+
+def _compare(context: Context, lineage: Lineage, tick: Tick) -> list[Finding]:
+    name = lineage.state.name
+    try:
+        stored = load_stored(lineage, context.kind, context.model.vocab.n_tokens)
+        reading = reading_of(stored, context.n_batch)
+        cold = _emptied(context, lambda: _read_cold(context, stored, reading, tick))
+    except (Damaged, FileNotFoundError) as error:
+        return [Finding(name, "skipped", why=str(error))]
+    except MemoryFault as error:
+        return [Finding(name, "skipped", why=f"a cold reading failed: {error}")]
+    try:
+        warm = _emptied(context, lambda: _restore(context, stored))
+    except MemoryFault as error:
+        return [Finding(name, "refused", why=str(error))]
+    return _judge(stored, reading, cold, warm)
+
+
+def _judge(stored: Stored, reading: Reading, cold: _Memory, warm: _Memory) -> list[Finding]:
+    spread = _spread(cold.logits, warm.logits)
+    pairs = zip(stored.parts, cold.kv, warm.kv, strict=True)
+    kv = [(part, a == b) for part, a, b in pairs if reading.clean and part.is_of(reading.chunks)]
+    findings = [Finding(part.name, "exact") if same else Finding(part.name, "differs", spread) for part, same in kv]
+    if not reading.clean:
+        return [Finding(stored.name, "close", spread), *findings]
+    if cold.state is not None and warm.state is not None:
+        same = is_same_state(cold.state, warm.state)
+    else:
+        same = all(same for _, same in kv)  # plain attention: there is nothing but KV
+    return [Finding(stored.name, "exact" if same else "differs", None if same else spread), *findings]
+
+
+def _emptied(context: Context, work: Callable[[], _Memory]) -> _Memory:
+    try:
+        return work()
+    finally:
+        context.drop(_SEQ)
+
+
+def _read_cold(context: Context, stored: Stored, reading: Reading, tick: Tick) -> _Memory:
+    prompt, state = Prompt(reading.codes), None
+    if context.kind.needs_checkpoints:
+        state = cold_state(context, _SEQ, prompt, reading.chunks, tick)
+    else:
+        replay(context, _SEQ, prompt, reading.chunks, tick)
+        context.trim(_SEQ, token_mark(stored.n_items))
+    return _Memory(state, _kv_digests(context, stored), _next_logits(context, stored))
+
+
+def _restore(context: Context, stored: Stored) -> _Memory:
+    end = token_mark(stored.n_items)
+    for part in stored.parts:
+        start, stop = context.end(_SEQ), token_mark(part.reach)
+        context.splice_segment(_SEQ, part.blob, start, stop, n_cells=part.n_cells, clean=False)
+    state = None
+    if stored.state is not None:
+        context.restore(_SEQ, stored.state, end, clean=False)
+        state = context.capture(_SEQ)  # as this context would have taken it, so that only the numbers can differ
+    return _Memory(state, _kv_digests(context, stored), _next_logits(context, stored))
+
+
+def _kv_digests(context: Context, stored: Stored) -> list[str]:
+    digests, at = [], 0
+    for part in stored.parts:
+        blob = context.capture_segment(_SEQ, token_mark(at), token_mark(part.reach))
+        digests.append(blake3.blake3(blob.data, max_threads=blake3.blake3.AUTO).hexdigest())
+        at = part.reach
+    return digests
+
+
+def _next_logits(context: Context, stored: Stored) -> Logits:
+    """Said after one more token; which one does not matter."""
+    context.decode([Feed(_SEQ, stored.codes[-1:], context.end(_SEQ), wants_logits=True)])
+    return context.logits(0).copy()
+
+
+def _spread(a: Logits, b: Logits) -> float:
+    spread = float(np.abs(a - b).max())
+    return spread if math.isfinite(spread) else math.inf
