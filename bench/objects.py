@@ -10,8 +10,8 @@ from pathlib import Path
 
 from bench.measure import table
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk import Disk
-from everwarm.state.index import Kept
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.index import Kept
 
 SIZES = (1_000, 10_000, 100_000)
 N_LENGTHS = 8000

@@ -26,9 +26,9 @@ from everwarm.engine.engine import Engine
 from everwarm.engine.settings import EngineSettings, RemoteSettings
 from everwarm.engine.tiers.loader import Loaded, Wish
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.bucket import Bucket
 from everwarm.state.lineage import root_key
-from everwarm.state.signpost import Signpost
+from everwarm.state.remote.bucket import Bucket
+from everwarm.state.remote.pointer import Signpost
 
 N_LONG, N_READS = 8192, 9
 _MIB = 1 << 20

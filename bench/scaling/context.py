@@ -16,10 +16,10 @@ from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk import Disk
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Header
 from everwarm.state.policy import CutKind
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.object import Header
 from everwarm.state.tree import Checkpoint, Tree
 from everwarm.types import START, Blob, SeqId
 

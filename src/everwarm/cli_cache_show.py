@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everwarm.state.inspect import Inspected
-from everwarm.state.inventory import Folder, Lineage
+from everwarm.state.tools.inspect_object import Inspected
+from everwarm.state.tools.inventory import Folder, Lineage
 
 if TYPE_CHECKING:
     from everwarm.engine.verify.checkup import Report

@@ -13,7 +13,7 @@ from rich.tree import Tree
 
 from everwarm.cli_cache_show import SHORT_KEY, readable, size_text
 from everwarm.gateway.client import Inquiry
-from everwarm.state.inventory import Folder, Lineage
+from everwarm.state.tools.inventory import Folder, Lineage
 
 Json = dict[str, Any]
 Need = tuple[str, int]  # KV by name, and how far of it is used

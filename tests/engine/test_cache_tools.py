@@ -29,10 +29,10 @@ from everwarm.engine.verify.checkup import Report, check_up
 from everwarm.engine.verify.verify_states import Finding
 from everwarm.errors import BadRequest
 from everwarm.llama.batch import Feed
-from everwarm.state.about import read_about, write_about
-from everwarm.state.inventory import folders, read_folder
-from everwarm.state.object import Header, Reader, encode, name_of
-from everwarm.state.slotfile import Claim
+from everwarm.state.store.folder_meta import read_about, write_about
+from everwarm.state.store.object import Header, Reader, encode, name_of
+from everwarm.state.store.slot_file import Claim
+from everwarm.state.tools.inventory import folders, read_folder
 from models import tiny_model
 from state.crash_writer import in_memory
 

@@ -19,7 +19,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.errors import ModelChanged
 from everwarm.llama.watch import FileWatch
-from everwarm.state.arena import memory_file
+from everwarm.state.store.arena import memory_file
 from llama.test_adapters import WIDTH, write_lora
 from models import tiny_model, tiny_vision
 

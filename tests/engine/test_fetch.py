@@ -8,7 +8,7 @@ from engine.drive import check, drain, run, submit, text
 from engine.test_archive import HISTORY, NEW, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken
-from everwarm.state.object import Damaged
+from everwarm.state.store.object import Damaged
 
 NEXT = [*HISTORY[:STABLE], *NEW]
 

@@ -25,7 +25,7 @@ from everwarm.llama.context import Context
 from everwarm.llama.model import Model, fingerprint_of
 from everwarm.llama.opening import open_context
 from everwarm.llama.rope import rope_limit_of
-from everwarm.state.inventory import folders, read_folder
+from everwarm.state.tools.inventory import folders, read_folder
 from models import tiny_model
 
 LIMIT = 1024

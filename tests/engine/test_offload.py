@@ -19,8 +19,8 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.process.request_handler import Conversation
 from everwarm.engine.request import Event, Finish, Finished, NewToken
 from everwarm.engine.settings import StoreSettings
-from everwarm.state.arena import memory_file
 from everwarm.state.namespace import unverified
+from everwarm.state.store.arena import memory_file
 
 HISTORY, NEW, STABLE = text(1, 600), text(2, 40), 590
 NEXT = [*HISTORY[:STABLE], *NEW]

@@ -25,7 +25,7 @@ from everwarm.engine.tiers.loader import Fetch
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
-from everwarm.state.object import Reader
+from everwarm.state.store.object import Reader
 
 SHARED = text(1, 200)
 NAMESPACE = "ab" * 16

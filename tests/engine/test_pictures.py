@@ -19,9 +19,9 @@ from everwarm.engine.slotfile import slot_io
 from everwarm.engine.verify.exact import compare_with_cold
 from everwarm.errors import BadRequest, PixelsMissing
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.arena import memory_file
-from everwarm.state.object import Damaged
-from everwarm.state.slotfile import Claim
+from everwarm.state.store.arena import memory_file
+from everwarm.state.store.object import Damaged
+from everwarm.state.store.slot_file import Claim
 from models import tiny_vision
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))

@@ -16,7 +16,7 @@ from everwarm.engine.tiers import pinned_arena as module
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.errors import BadRequest
 from everwarm.llama.pinned import Runtime
-from everwarm.state.arena import Arena, memory_file
+from everwarm.state.store.arena import Arena, memory_file
 from llama.test_pinned import FakeCuda
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from engine.test_archive import files, kept_core, put_away
 from engine.test_ondisk import NAMESPACE, on_disk, order, pages, talk
 from engine.test_ram import die
 from everwarm.engine.core import Core
-from everwarm.state.index import INDEX
+from everwarm.state.store.index import INDEX
 from everwarm.state.tree import Node
 
 MORE = text(9, 30)

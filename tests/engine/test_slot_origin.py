@@ -23,12 +23,12 @@ from everwarm.engine.settings import StoreSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
-from everwarm.state import slotfile
-from everwarm.state.arena import memory_file
-from everwarm.state.files import LEFT_S, TEMPORARY, Files, sweep
 from everwarm.state.namespace import is_unverified, owner_of, unverified
-from everwarm.state.object import Damaged, Reader, encode
-from everwarm.state.slotfile import COMPANION, NO_FILE, Claim, UnknownOrigin, namespace_folder, sweep_all
+from everwarm.state.store import slot_file
+from everwarm.state.store.arena import memory_file
+from everwarm.state.store.files import LEFT_S, TEMPORARY, Files, sweep
+from everwarm.state.store.object import Damaged, Reader, encode
+from everwarm.state.store.slot_file import COMPANION, NO_FILE, Claim, UnknownOrigin, namespace_folder, sweep_all
 from models import tiny_model
 
 HISTORY, NEW = text(1, 300), text(2, 30)
@@ -82,7 +82,7 @@ def test_a_file_that_nobody_vouches_for_is_refused_with_the_reason(tmp_path, how
             companion.unlink()
         case "other model":
             rewrite_header(
-                companion, fingerprint="another", owner=slotfile.owner_digest("another", "", "mine"), main=""
+                companion, fingerprint="another", owner=slot_file.owner_digest("another", "", "mine"), main=""
             )
         case "garbage":
             companion.write_bytes(b"x" * 9000)
@@ -332,7 +332,7 @@ def test_two_engines_that_save_one_name_leave_one_whole_pair(tmp_path, takes_tur
             other.join()
 
     if not takes_turns:
-        monkeypatch.setattr(slotfile, "locked", lambda *_, **__: contextlib.nullcontext())
+        monkeypatch.setattr(slot_file, "locked", lambda *_, **__: contextlib.nullcontext())
     slot_io.write(path, conversation(n=50), MINE, Interrupted(between))
     other.join()
     if takes_turns:

@@ -15,8 +15,8 @@ from everwarm.errors import BadRequest
 from everwarm.llama import blobs
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.object import Damaged, Reader
-from everwarm.state.slotfile import COMPANION, VERSION, Claim, checked_name, read_main
+from everwarm.state.store.object import Damaged, Reader
+from everwarm.state.store.slot_file import COMPANION, VERSION, Claim, checked_name, read_main
 from everwarm.types import token_mark
 
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))

@@ -11,11 +11,11 @@ from everwarm.engine.core import Core
 from everwarm.engine.inspect.read_reason import N_SHOWN, Reason, Seen, Why, explain
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
-from everwarm.state.forgotten import MAX_ITEMS, MAX_LINEAGES, Forgotten, Parting
-from everwarm.state.object import Damaged
+from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Forgotten, Parting
 from everwarm.state.params import CheckpointParams
 from everwarm.state.policy import CutKind
 from everwarm.state.segment import Segment
+from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Tree
 from everwarm.types import Position, TokenCount
 

@@ -22,7 +22,7 @@ from everwarm.errors import Forbidden
 from everwarm.gateway.access.auth import Principal, Role, own_namespace
 from everwarm.gateway.llamaserver import slot_files
 from everwarm.gateway.settings import ServerSettings
-from everwarm.state.slotfile import read_main
+from everwarm.state.store.slot_file import read_main
 from gateway.server import Server, serving, until, words
 
 PROMPT = np.random.default_rng(3).integers(12, 2000, 300).tolist()

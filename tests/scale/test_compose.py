@@ -16,7 +16,7 @@ from bench.seaweed import free_ports, weed
 from ray.scripts.scripts import start
 
 from everwarm.ray.settings import read_cluster
-from everwarm.state.bucket import Bucket, StoreFault
+from everwarm.state.remote.bucket import Bucket, StoreFault
 from gateway.server import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ray"

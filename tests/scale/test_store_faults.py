@@ -10,12 +10,12 @@ import pytest
 from bench.seaweed import BUCKET, S3
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state import remote as remote_module
-from everwarm.state.breaker import Breaker
-from everwarm.state.bucket import Bucket
-from everwarm.state.object import Damaged
-from everwarm.state.remote import Remote
-from everwarm.state.seal import Seal
+from everwarm.state.remote import remote_tier as remote_module
+from everwarm.state.remote.bucket import Bucket
+from everwarm.state.remote.circuit_breaker import Breaker
+from everwarm.state.remote.mac import Seal
+from everwarm.state.remote.remote_tier import Remote
+from everwarm.state.store.object import Damaged
 from scale.proxy import FAULTS, Proxy, proxied
 from state.test_remote import KEY, MODEL, N, fetch, find, parcel, stored
 
@@ -110,7 +110,7 @@ def test_without_verifying_a_flipped_bit_would_be_loaded(s3: S3, monkeypatch):
         proxy.faults, proxy.share = ("flipped",), 1.0
         with pytest.raises(Damaged):
             fetch(fleet.one, post)
-        monkeypatch.setattr("everwarm.state.object.Reader.read", _read_unverified)
+        monkeypatch.setattr("everwarm.state.store.object.Reader.read", _read_unverified)
         monkeypatch.setattr(Seal, "is_right", lambda *_: True)
         assert fetch(fleet.one, post) != stored(parcel(prompt=prompt))
         fleet.leave()

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk import Disk
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Header, Reader, encode, name_of
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.object import Header, Reader, encode, name_of
 from everwarm.types import Blob
 
 FINGERPRINT = "a model and its settings"

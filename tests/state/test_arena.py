@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from everwarm.state import arena as module
-from everwarm.state.arena import ALIGN, N_ROWS, PAGE, Arena, memory_file
+from everwarm.state.store import arena as module
+from everwarm.state.store.arena import ALIGN, N_ROWS, PAGE, Arena, memory_file
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 MIB = 1 << 20
@@ -230,7 +230,7 @@ def test_rows_that_claim_the_same_bytes_are_not_both_believed(memory):
 _WRITER = """
 import sys
 import numpy as np
-from everwarm.state.arena import Arena
+from everwarm.state.store.arena import Arena
 arena = Arena(int(sys.argv[1]), "me", 4 << 20, 1 << 20)
 held, seed = {}, 0
 while True:

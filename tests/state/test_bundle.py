@@ -18,12 +18,12 @@ import msgspec
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.state import bundle
-from everwarm.state.about import ABOUT, FolderAbout, encode_about, folder_name, read_about, write_about
-from everwarm.state.bundle import Imported, check_bundle, closure, open_bundle, write_bundle, write_members
-from everwarm.state.disk import Disk
-from everwarm.state.inventory import read_folder
-from everwarm.state.object import Header
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.folder_meta import ABOUT, FolderAbout, encode_about, folder_name, read_about, write_about
+from everwarm.state.store.object import Header
+from everwarm.state.tools import bundle
+from everwarm.state.tools.bundle import Imported, check_bundle, closure, open_bundle, write_bundle, write_members
+from everwarm.state.tools.inventory import read_folder
 from state.crash_writer import FINGERPRINT, Thing, conversation, in_memory, kv, state
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import pytest
 
-from everwarm.state.disk import Disk
-from everwarm.state.files import TEMPORARY, Files
-from everwarm.state.object import ALIGN, Damaged
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.files import TEMPORARY, Files
+from everwarm.state.store.object import ALIGN, Damaged
 from state import crash_writer
 from state.crash_writer import Thing, conversation, in_memory, kv, numbered
 

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state import disk as disk_module
-from everwarm.state.disk import DirectoryTaken, Disk
-from everwarm.state.files import TEMPORARY, Files
 from everwarm.state.lineage import root_key
-from everwarm.state.object import ALIGN, MAX_SECTIONS, Damaged
+from everwarm.state.store import disk as disk_module
+from everwarm.state.store.disk import DirectoryTaken, Disk
+from everwarm.state.store.files import TEMPORARY, Files
+from everwarm.state.store.object import ALIGN, MAX_SECTIONS, Damaged
 from state.crash_writer import ROOT, STEP, Thing, blob, codes_of, conversation, in_memory, kv, state
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -595,7 +595,7 @@ def test_a_second_disk_on_the_same_directory_is_refused_until_the_first_is_close
 
 def test_another_process_is_refused_too(open_disk, place):
     open_disk()
-    code = f"from everwarm.state.disk import Disk; from pathlib import Path; Disk(Path({str(place)!r}), 1)"
+    code = f"from everwarm.state.store.disk import Disk; from pathlib import Path; Disk(Path({str(place)!r}), 1)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode and "DirectoryTaken" in run.stderr
 

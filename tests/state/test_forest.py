@@ -7,10 +7,10 @@ import random
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.forest import Forest, Spot, id_of, plant, point_of
-from everwarm.state.index import Kept
+from everwarm.state.disk_forest import Forest, Spot, id_of, plant, point_of
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Header, name_of
+from everwarm.state.store.index import Kept
+from everwarm.state.store.object import Header, name_of
 
 ROOT = root_key("model", "somebody")
 SPACE = ROOT[:16]

@@ -13,12 +13,21 @@ import pytest
 
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.errors import BadRequest
-from everwarm.state import inventory
-from everwarm.state.about import ABOUT, MAX_ABOUT, FolderAbout, Way, decode_about, folder_name, read_about, write_about
-from everwarm.state.disk import Disk
-from everwarm.state.index import INDEX, peek_uses
-from everwarm.state.inspect import inspect
-from everwarm.state.object import Damaged, Reader, Unreadable
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.folder_meta import (
+    ABOUT,
+    MAX_ABOUT,
+    FolderAbout,
+    Way,
+    decode_about,
+    folder_name,
+    read_about,
+    write_about,
+)
+from everwarm.state.store.index import INDEX, peek_uses
+from everwarm.state.store.object import Damaged, Reader, Unreadable
+from everwarm.state.tools import inventory
+from everwarm.state.tools.inspect_object import inspect
 from state.crash_writer import FINGERPRINT, STEP, Thing, conversation, in_memory, kv, state
 
 PLENTY = 1 << 30
@@ -105,7 +114,7 @@ def test_looking_beside_a_running_engine_changes_nothing_and_sees_its_latest_use
 def test_looking_after_a_kill_changes_nothing_either(directory, place):
     """The index then has its newest rows in a log, which SQLite itself would work in and remove."""
     code = (
-        "import sys; from pathlib import Path; from everwarm.state.disk import Disk\n"
+        "import sys; from pathlib import Path; from everwarm.state.store.disk import Disk\n"
         "from state.crash_writer import conversation\n"
         "disk = Disk(Path(sys.argv[1]), 1 << 30)\n"
         "for thing in conversation(1): thing.put(disk)\n"

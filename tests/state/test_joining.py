@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.census import pin
-from everwarm.state.joining import MOST, merged, runs, to_join
+from everwarm.state.node_index import pin
 from everwarm.state.policy import CutKind
 from everwarm.state.segment import Piece, Segment
+from everwarm.state.segment_merge import MOST, merged, runs, to_join
 from everwarm.state.tree import Checkpoint, Node, Tree
 
 ITEMS = list(range(20_000))

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from everwarm.state import object as object_module
-from everwarm.state.object import (
+from everwarm.state.store import object as object_module
+from everwarm.state.store.object import (
     ALIGN,
     END,
     MAGIC,

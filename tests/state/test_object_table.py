@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from everwarm.state.index import Kept
-from everwarm.state.object_table import ObjectTable
+from everwarm.state.store.index import Kept
+from everwarm.state.store.object_table import ObjectTable
 
 N_STEPS = 3000
 

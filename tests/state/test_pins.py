@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from everwarm.state.disk import Disk
-from everwarm.state.forest import point_of
-from everwarm.state.index import INDEX
-from everwarm.state.pins import MAX_PINS, PINS, Pin, Pins
+from everwarm.state.disk_forest import point_of
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.index import INDEX
+from everwarm.state.store.pin_file import MAX_PINS, PINS, Pin, Pins
 from state.crash_writer import STEP, Thing, state
 from state.test_disk import Failing, OpenDisk, check, open_disk, place, put_all, replace_index  # noqa: F401 - fixtures
 

@@ -21,15 +21,15 @@ from everwarm.config import read_key
 from everwarm.engine.settings import RemoteSettings
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
-from everwarm.state import remote as remote_module
-from everwarm.state.breaker import FIRST_OPEN_S, MOST_OPEN_S, Breaker
-from everwarm.state.bucket import Bucket, Piece, StoreFault
-from everwarm.state.download import PIECE
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Damaged, Header, file_size, name_of
-from everwarm.state.remote import Parcel, Remote
-from everwarm.state.seal import SEAL_BYTES, Seal
-from everwarm.state.signpost import GRIDS, Need, Signpost, grid_points, names_at, probes
+from everwarm.state.remote import remote_tier as remote_module
+from everwarm.state.remote.bucket import Bucket, Piece, StoreFault
+from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, Breaker
+from everwarm.state.remote.download import PIECE
+from everwarm.state.remote.mac import SEAL_BYTES, Seal
+from everwarm.state.remote.pointer import GRIDS, Need, Signpost, grid_points, names_at, probes
+from everwarm.state.remote.remote_tier import Parcel, Remote
+from everwarm.state.store.object import Damaged, Header, file_size, name_of
 
 MODEL, KEY = "model|f16|f16|auto|unified", bytes(range(32))
 ITEMS = Prompt.of_tokens(range(100, 400))

@@ -34,8 +34,8 @@ from everwarm.llama.memory import gpu_free_bytes, host_free_bytes, is_on_gpu
 from everwarm.llama.model import Model, Progress, identity_of
 from everwarm.llama.pinned import loaded_runtime
 from everwarm.llama.rope import rope_limit_of
-from everwarm.state.arena import Arena, memory_file
-from everwarm.state.joining import most_joined
+from everwarm.state.segment_merge import most_joined
+from everwarm.state.store.arena import Arena, memory_file
 from everwarm.state.tree import Tree
 from everwarm.types import SeqId
 

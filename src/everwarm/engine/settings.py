@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
 from everwarm.engine.fingerprint import state_fingerprint
-from everwarm.state.bucket import require_bucket
 from everwarm.state.params import CheckpointParams
+from everwarm.state.remote.bucket import require_bucket
 
 MAX_SLOTS = 64
 MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out

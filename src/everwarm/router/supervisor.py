@@ -38,7 +38,7 @@ from everwarm.router.header import read_header
 from everwarm.router.seen import Seen
 from everwarm.router.silence import TICK_S, Silence
 from everwarm.router.stderr import Stderr
-from everwarm.state.arena import budget_in, memory_file
+from everwarm.state.store.arena import budget_in, memory_file
 
 log = logging.getLogger("everwarm.router")
 

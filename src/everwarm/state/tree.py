@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.census import Census, check_tree, new_id
-from everwarm.state.forgotten import Forgotten
+from everwarm.state.ghosts import Forgotten
 from everwarm.state.history import Chunks
 from everwarm.state.namespace import is_unverified
+from everwarm.state.node_index import Census, check_tree, new_id
 from everwarm.state.policy import CutKind
 from everwarm.state.segment import Segment
 from everwarm.types import START, Blob, Mark, SeqId

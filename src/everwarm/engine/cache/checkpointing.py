@@ -21,13 +21,13 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
-from everwarm.state import joining, policy
+from everwarm.state import policy, segment_merge
+from everwarm.state.eviction import Scales, weigh
 from everwarm.state.history import SEATED, Chunks, history_over, record
 from everwarm.state.params import Spacing
 from everwarm.state.policy import CutKind
 from everwarm.state.segment import Segment
 from everwarm.state.tree import Checkpoint, Node, Tree
-from everwarm.state.weigh import Scales, weigh
 from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")
@@ -45,7 +45,7 @@ class Keeper:
     ram_budget: int
     seconds_per_token: float
     namespace_share: float = 1.0  # of the budget, for each at most
-    most_joined: int = joining.MOST  # tokens of a segment that is made of several
+    most_joined: int = segment_merge.MOST  # tokens of a segment that is made of several
     may_exceed: bool = False  # the budget, for a moment
     spares: dict[SeqId, Node | None] = field(default_factory=dict)
     counts: KeeperCounts = field(default_factory=KeeperCounts)
@@ -156,7 +156,7 @@ class Keeper:
         n_cells = self.context.cells.count(seq)
         here = (n for n in nodes if n.parent is not None and n.mark.n_tokens <= n_cells)
         unsaved = [n for n in here if self._is_better(seq, n)]
-        return joining.runs(unsaved, partial(self._is_exact, seq), most)
+        return segment_merge.runs(unsaved, partial(self._is_exact, seq), most)
 
     def _is_exact(self, seq: SeqId, node: Node) -> bool:
         return self.context.cells.is_clean(seq) and history_over(self.history(seq), node.n_items) is not None

@@ -1,6 +1,6 @@
 """Idle work: small segments of a conversation become one, so that bringing it back does not get dearer with its turns.
 
-Which ones is decided elsewhere (``state.joining``). Bytes are joined as they are in RAM: nothing on the device is asked for
+Which ones is decided elsewhere (``state.segment_merge``). Bytes are joined as they are in RAM: nothing on the device is asked for
 them, and nothing on disk is written again, for a segment remembers the objects that it consists of.
 """
 
@@ -15,8 +15,8 @@ from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.state.history import history_over
-from everwarm.state.joining import Stretch, to_join
 from everwarm.state.segment import Segment
+from everwarm.state.segment_merge import Stretch, to_join
 
 log = logging.getLogger("everwarm.engine")
 

@@ -14,10 +14,10 @@ from everwarm.engine.core import Core
 from everwarm.engine.tiers.disk_writer import Archive
 from everwarm.errors import EngineStopped
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk import Disk
-from everwarm.state.forest import point_of
-from everwarm.state.index import Kept
+from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import keys, root_key
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.index import Kept
 from everwarm.state.tree import Node
 from everwarm.types import SeqId
 

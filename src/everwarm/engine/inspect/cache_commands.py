@@ -22,7 +22,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.tiers.disk_pins import MOST_PINS, N_SPACE, Held, pinned_below, pinned_on_disk
 from everwarm.engine.tiers.disk_writer import Archive
 from everwarm.errors import BadRequest, EverwarmError, Forbidden
-from everwarm.state.forest import point_of
+from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import root_key
 from everwarm.state.tree import Node
 

@@ -16,13 +16,13 @@ from typing import TypeVar
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
 from everwarm.engine.tiers.disk_pins import N_SPACE
-from everwarm.state.disk import Disk
-from everwarm.state.forest import Forest, Point, Spot, Twig, passed, plant, point_of
-from everwarm.state.index import Kept
+from everwarm.state.disk_forest import Forest, Point, Spot, Twig, passed, plant, point_of
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.namespace import SHORT_NAMESPACE
-from everwarm.state.object import Damaged, Header
-from everwarm.state.pins import Pin
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.index import Kept
+from everwarm.state.store.object import Damaged, Header
+from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node
 
 BREATH, LONG_BREATH = 32, 128  # things between two pauses; of the simple ones

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.forgotten import Parting
+from everwarm.state.ghosts import Parting
 from everwarm.state.policy import GUARD
 from everwarm.state.tree import Match
 

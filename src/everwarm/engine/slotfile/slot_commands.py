@@ -16,8 +16,8 @@ from everwarm.engine.slotfile import slot_io
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.state.namespace import owner_of
-from everwarm.state.object import Damaged
-from everwarm.state.slotfile import Claim
+from everwarm.state.store.object import Damaged
+from everwarm.state.store.slot_file import Claim
 
 log = logging.getLogger("everwarm.engine")
 

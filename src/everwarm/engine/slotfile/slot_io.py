@@ -28,12 +28,12 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault
 from everwarm.llama.blobs import HEADER_BYTES
 from everwarm.prompt.prompt import Codes, Prompt
-from everwarm.state.arena import Arena
-from everwarm.state.files import Files, sweep
 from everwarm.state.namespace import is_unverified, owner_of, unverified
-from everwarm.state.object import Damaged, Header, Point, Reader, encode
 from everwarm.state.policy import CutKind
-from everwarm.state.slotfile import (
+from everwarm.state.store.arena import Arena
+from everwarm.state.store.files import Files, sweep
+from everwarm.state.store.object import Damaged, Header, Point, Reader, encode
+from everwarm.state.store.slot_file import (
     COMPANION,
     NAMESPACE,
     NO_FILE,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk import Disk
-from everwarm.state.forest import point_of
+from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.pins import Pin
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node, Tree
 
 N_SPACE = 16  # of a root's name: what headers say of it

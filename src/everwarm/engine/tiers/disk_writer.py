@@ -27,13 +27,13 @@ from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.remote_writer import Sharer
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.about import folder_name
-from everwarm.state.disk import Disk
-from everwarm.state.elsewhere import NOWHERE, look_elsewhere
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import are_sound, name_of
 from everwarm.state.policy import CutKind
-from everwarm.state.remote import Remote
+from everwarm.state.remote.remote_tier import Remote
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.folder_meta import folder_name
+from everwarm.state.store.foreign import NOWHERE, look_elsewhere
+from everwarm.state.store.object import are_sound, name_of
 from everwarm.state.tree import Node
 from everwarm.types import Blob
 

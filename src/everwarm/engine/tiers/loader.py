@@ -24,14 +24,14 @@ from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.remote_fetch import Afar
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.index import Kept
-from everwarm.state.joining import fetched
 from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_unverified
-from everwarm.state.object import Damaged, Header, Reader, size_of
 from everwarm.state.policy import GUARD, CutKind
-from everwarm.state.remote import Remote
+from everwarm.state.remote.remote_tier import Remote
 from everwarm.state.segment import Piece, Segment
+from everwarm.state.segment_merge import fetched
+from everwarm.state.store.index import Kept
+from everwarm.state.store.object import Damaged, Header, Reader, size_of
 from everwarm.state.tree import Checkpoint, Match
 
 log = logging.getLogger("everwarm.archive")

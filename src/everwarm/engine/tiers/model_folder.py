@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from everwarm.engine.cache.checkpointing import Keeper
-from everwarm.state.about import MAX_WAYS, FolderAbout, Way, read_about, write_about
+from everwarm.state.store.folder_meta import MAX_WAYS, FolderAbout, Way, read_about, write_about
 
 log = logging.getLogger("everwarm.archive")
 

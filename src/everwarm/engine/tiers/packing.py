@@ -12,8 +12,8 @@ from everwarm.engine.cache.provenance import cover
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.history import history_over
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.object import Cut, Header, Part, file_size, name_of
 from everwarm.state.segment import Piece, Segment
+from everwarm.state.store.object import Cut, Header, Part, file_size, name_of
 from everwarm.state.tree import Node
 from everwarm.types import Blob
 

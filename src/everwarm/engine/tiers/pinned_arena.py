@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from everwarm.engine.settings import PinRam
 from everwarm.llama.pinned import NotPinned, Pinned, Runtime
-from everwarm.state.arena import Arena
+from everwarm.state.store.arena import Arena
 
 log = logging.getLogger("everwarm.ram")
 

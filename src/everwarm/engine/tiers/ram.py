@@ -28,15 +28,15 @@ from everwarm.engine.tiers.pinned_arena import Pinning
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
-from everwarm.state.arena import Arena, Found
-from everwarm.state.census import pin, unpin
+from everwarm.state.eviction import Scales, weigh
 from everwarm.state.history import Chunks
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.namespace import is_unverified
+from everwarm.state.node_index import pin, unpin
 from everwarm.state.policy import CutKind, victims
 from everwarm.state.segment import Piece, Segment
+from everwarm.state.store.arena import Arena, Found
 from everwarm.state.tree import Checkpoint, Node, Tree
-from everwarm.state.weigh import Scales, weigh
 from everwarm.types import Blob, Mark, Position, TokenCount
 
 log = logging.getLogger("everwarm.ram")

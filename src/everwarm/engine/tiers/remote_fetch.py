@@ -6,10 +6,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from everwarm.state.disk import Disk
-from everwarm.state.object import Reader
-from everwarm.state.remote import Remote
-from everwarm.state.signpost import Signpost
+from everwarm.state.remote.pointer import Signpost
+from everwarm.state.remote.remote_tier import Remote
+from everwarm.state.store.disk import Disk
+from everwarm.state.store.object import Reader
 
 _FIRST_GUESS = 1 << 20  # of the size of what no signpost names
 

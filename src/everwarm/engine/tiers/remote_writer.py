@@ -12,12 +12,12 @@ from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.shared_points import crossings, is_worth_it
 from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.tiers.packing import Job, Packing
-from everwarm.state.bucket import Bucket
 from everwarm.state.lineage import keys
-from everwarm.state.object import Header, Part, file_size
-from everwarm.state.remote import Parcel, Remote
-from everwarm.state.seal import SEAL_BYTES
-from everwarm.state.signpost import Need, Signpost, grid_points, names_at
+from everwarm.state.remote.bucket import Bucket
+from everwarm.state.remote.mac import SEAL_BYTES
+from everwarm.state.remote.pointer import Need, Signpost, grid_points, names_at
+from everwarm.state.remote.remote_tier import Parcel, Remote
+from everwarm.state.store.object import Header, Part, file_size
 from everwarm.state.tree import Node
 from everwarm.types import Blob
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from everwarm.engine.verify.verify_states import Finding, Opening, find_model, replay_states
 from everwarm.errors import BadRequest, ModelError
-from everwarm.state.inventory import Broken, Folder, Tick, check_digests, quarantine
+from everwarm.state.tools.inventory import Broken, Folder, Tick, check_digests, quarantine
 
 Begin = Callable[[str, int], Tick]  # hears of a new piece of work and its size; answers with whom to tell of progress
 

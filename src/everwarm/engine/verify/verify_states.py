@@ -29,9 +29,9 @@ from everwarm.llama.context import Context
 from everwarm.llama.model import Model, fingerprint_of
 from everwarm.llama.rope import rope_limit_of
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.about import Way
-from everwarm.state.inventory import Folder, Lineage, Tick
-from everwarm.state.object import Damaged
+from everwarm.state.store.folder_meta import Way
+from everwarm.state.store.object import Damaged
+from everwarm.state.tools.inventory import Folder, Lineage, Tick
 from everwarm.types import Blob, SeqId, token_mark
 
 Verdict = Literal["exact", "differs", "refused", "close", "skipped"]

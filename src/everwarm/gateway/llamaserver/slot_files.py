@@ -11,7 +11,7 @@ from starlette.requests import Request
 from everwarm.errors import Forbidden
 from everwarm.gateway.access.auth import own_namespace, principal_of
 from everwarm.gateway.settings import ServerSettings
-from everwarm.state.slotfile import COMPANION, checked_name, namespace_folder
+from everwarm.state.store.slot_file import COMPANION, checked_name, namespace_folder
 
 MAX_FILES_OF_A_USER = 64  # in each of its namespaces
 

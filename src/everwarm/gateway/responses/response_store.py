@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.state.disk import make_folder
-from everwarm.state.files import Files
+from everwarm.state.store.disk import make_folder
+from everwarm.state.store.files import Files
 
 log = logging.getLogger("everwarm.responses")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from everwarm.state import policy
-from everwarm.state.forest import Point, point_of
-from everwarm.state.index import Kept
+from everwarm.state.disk_forest import Point, point_of
+from everwarm.state.store.index import Kept
 
 
 @dataclass(frozen=True, slots=True)

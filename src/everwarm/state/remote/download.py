@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError, Future
 
 import numpy as np
 
-from everwarm.state.object import Damaged, Reader
-from everwarm.state.seal import SEAL_BYTES, Seal
+from everwarm.state.remote.mac import SEAL_BYTES, Seal
+from everwarm.state.store.object import Damaged, Reader
 
 PIECE = 8 << 20
 SLACK = 1 << 20  # headers of the same object may differ in length

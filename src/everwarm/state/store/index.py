@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from everwarm.state.files import Files
-from everwarm.state.object import Kind
+from everwarm.state.store.files import Files
+from everwarm.state.store.object import Kind
 
 log = logging.getLogger("everwarm.disk")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from everwarm.errors import BadRequest
 from everwarm.state import policy
-from everwarm.state.disk import DirectoryTaken, hold
-from everwarm.state.files import TEMPORARY, Files
-from everwarm.state.inventory import Folder, Lineage, is_folder_name
+from everwarm.state.store.disk import DirectoryTaken, hold
+from everwarm.state.store.files import TEMPORARY, Files
+from everwarm.state.tools.inventory import Folder, Lineage, is_folder_name
 
 _UNMEASURED = 1e-3  # seconds per token, where no engine has measured any
 

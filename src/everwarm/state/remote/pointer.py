@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from everwarm.state.inventory import OBJECT_NAME
-from everwarm.state.object import SUFFIX, Damaged
-from everwarm.state.seal import SEAL_BYTES, Seal
+from everwarm.state.remote.mac import SEAL_BYTES, Seal
+from everwarm.state.store.object import SUFFIX, Damaged
+from everwarm.state.tools.inventory import OBJECT_NAME
 
 GRIDS = (64, 512, 4096)
 N_PER_GRID = 3  # cells from a prompt's end back

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import blake3
 
-from everwarm.state.index import Kept
+from everwarm.state.store.index import Kept
 
 Point = tuple[str, int]  # how the name of a lineage begins, and its items
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.errors import BadRequest
-from everwarm.state.about import (
+from everwarm.state.store.disk import make_folder
+from everwarm.state.store.files import Files
+from everwarm.state.store.folder_meta import (
     ABOUT,
     MAX_ABOUT,
     FolderAbout,
@@ -27,11 +29,9 @@ from everwarm.state.about import (
     read_about,
     write_about,
 )
-from everwarm.state.disk import make_folder
-from everwarm.state.files import Files
-from everwarm.state.inventory import OBJECT_NAME, Folder, Object, Tick, open_object, read_folder
-from everwarm.state.object import Damaged, Header, Reader, name_of
-from everwarm.state.pruning import holding
+from everwarm.state.store.object import Damaged, Header, Reader, name_of
+from everwarm.state.tools.inventory import OBJECT_NAME, Folder, Object, Tick, open_object, read_folder
+from everwarm.state.tools.prune import holding
 
 MAX_MEMBERS = 1_000_000
 _BLOCK = tarfile.BLOCKSIZE

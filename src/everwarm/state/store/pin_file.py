@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from everwarm.state.files import TEMPORARY, Files
-from everwarm.state.forest import Point, point_of
+from everwarm.state.disk_forest import Point, point_of
+from everwarm.state.store.files import TEMPORARY, Files
 
 log = logging.getLogger("everwarm.disk")
 

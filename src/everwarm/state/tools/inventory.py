@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everwarm.errors import BadRequest
-from everwarm.state.about import FolderAbout, read_about
-from everwarm.state.disk import DirectoryTaken, hold
-from everwarm.state.files import Files
-from everwarm.state.index import INDEX, peek_uses
-from everwarm.state.object import MAJOR, SUFFIX, Damaged, Header, Reader, Unreadable, name_of
+from everwarm.state.store.disk import DirectoryTaken, hold
+from everwarm.state.store.files import Files
+from everwarm.state.store.folder_meta import FolderAbout, read_about
+from everwarm.state.store.index import INDEX, peek_uses
+from everwarm.state.store.object import MAJOR, SUFFIX, Damaged, Header, Reader, Unreadable, name_of
 
 QUARANTINE = "quarantine"
 OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")

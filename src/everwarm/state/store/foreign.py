@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.about import folder_name, read_about
-from everwarm.state.index import INDEX, peek_states
 from everwarm.state.lineage import keys, root_key
+from everwarm.state.store.folder_meta import folder_name, read_about
+from everwarm.state.store.index import INDEX, peek_states
 
 MAX_FOLDERS = 4
 

@@ -14,9 +14,9 @@ import msgspec
 
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.errors import EverwarmError
-from everwarm.state.files import Files
 from everwarm.state.lineage import root_key
-from everwarm.state.object import MAJOR
+from everwarm.state.store.files import Files
+from everwarm.state.store.object import MAJOR
 
 ABOUT = "about.json"
 MAX_ABOUT = 64 << 10

@@ -23,14 +23,14 @@ from pathlib import Path
 
 from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.files import TEMPORARY, Files
-from everwarm.state.forest import point_of
-from everwarm.state.index import INDEX, Index, Kept
+from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import keys
-from everwarm.state.object import SUFFIX, Damaged, Header, Part, Reader, Unreadable, encode, file_size, name_of
-from everwarm.state.object_table import ObjectTable
-from everwarm.state.pins import PINS, Pin, Pins
-from everwarm.state.room import Crowd, Limits, crowd, ranked
+from everwarm.state.store.disk_eviction import Crowd, Limits, crowd, ranked
+from everwarm.state.store.files import TEMPORARY, Files
+from everwarm.state.store.index import INDEX, Index, Kept
+from everwarm.state.store.object import SUFFIX, Damaged, Header, Part, Reader, Unreadable, encode, file_size, name_of
+from everwarm.state.store.object_table import ObjectTable
+from everwarm.state.store.pin_file import PINS, Pin, Pins
 
 log = logging.getLogger("everwarm.disk")
 

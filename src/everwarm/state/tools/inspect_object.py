@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.errors import BadRequest
-from everwarm.state.files import Files
-from everwarm.state.inventory import OBJECT_NAME, check_digests
-from everwarm.state.object import Damaged, Header, Reader, Section
-from everwarm.state.slotfile import COMPANION, main_digest, read_main
+from everwarm.state.store.files import Files
+from everwarm.state.store.object import Damaged, Header, Reader, Section
+from everwarm.state.store.slot_file import COMPANION, main_digest, read_main
+from everwarm.state.tools.inventory import OBJECT_NAME, check_digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ import numpy as np
 
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
-from everwarm.state.files import Aside, Files, locked, sweep
-from everwarm.state.object import Damaged, Header, Reader, fill
+from everwarm.state.store.files import Aside, Files, locked, sweep
+from everwarm.state.store.object import Damaged, Header, Reader, fill
 from everwarm.types import Blob, Place, heap
 
 MAGIC, VERSION = 0x67677371, 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from everwarm.state.index import Kept
+from everwarm.state.store.index import Kept
 
 
 class ObjectTable(Mapping[str, Kept]):
