@@ -23,9 +23,9 @@ from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.reply_constraint import chat_form
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.model_syntax import Notation
-from everwarm.llama.forms import Matcher
-from everwarm.llama.formtrial import LIMITS
-from everwarm.llama.grammar import Words, grammar_of
+from everwarm.llama.constraints.grammar import Words, grammar_of
+from everwarm.llama.constraints.matcher import Matcher
+from everwarm.llama.constraints.trial import LIMITS
 
 N_ROUNDS, N_REPLY = 12, 256
 BEFORE = ("", " ", " ", '"', "\n", ", ")

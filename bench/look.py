@@ -20,7 +20,7 @@ from everwarm.engine.loop import Loop, start
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, Event, Finished
 from everwarm.engine.settings import EngineSettings
-from everwarm.llama.process import collect_rarely
+from everwarm.llama.system.process import collect_rarely
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.segment import Segment

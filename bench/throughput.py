@@ -15,7 +15,7 @@ from bench.peer import Peer, PeerOptions, llama_server
 from everwarm.config import GREEDY, default_threads
 from everwarm.engine.engine import Engine
 from everwarm.engine.settings import EngineSettings
-from everwarm.llama.process import collect_rarely
+from everwarm.llama.system.process import collect_rarely
 
 N_PROMPT, N_REPLY, N_ROUNDS = 512, 96, 60
 

@@ -18,7 +18,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
 from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.errors import ModelChanged
-from everwarm.llama.watch import FileWatch
+from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state.store.arena import memory_file
 from llama.test_adapters import WIDTH, write_lora
 from models import tiny_model, tiny_vision

@@ -19,9 +19,10 @@ from everwarm.engine.fingerprint import Decision, Row, decided, state_fingerprin
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.verify.verify_states import find_model, replay_states
 from everwarm.errors import ContextTooBig, ModelFileError
-from everwarm.llama import abi, mtmd_abi
+from everwarm.llama import abi
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
+from everwarm.llama.media import mtmd_abi
 from everwarm.llama.model import Model, fingerprint_of
 from everwarm.llama.opening import open_context
 from everwarm.llama.rope import rope_limit_of

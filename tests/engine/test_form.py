@@ -12,7 +12,7 @@ from everwarm.engine.engine import Engine
 from everwarm.engine.request import Finish, NewToken
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, FormFailed
-from everwarm.llama.forms import Forms
+from everwarm.llama.constraints.matcher import Forms
 from everwarm.llama.model import Model
 from models import EMBEDDED, tiny_model
 

@@ -15,7 +15,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.tiers import pinned_arena as module
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.errors import BadRequest
-from everwarm.llama.pinned import Runtime
+from everwarm.llama.system.pinned_memory import Runtime
 from everwarm.state.store.arena import Arena, memory_file
 from llama.test_pinned import FakeCuda
 

@@ -15,7 +15,7 @@ from everwarm.engine.process.preparation import Preparing, Task, Turns
 from everwarm.engine.process.request_handler import LONG_TEXT, Conversation
 from everwarm.engine.process.worker import Wire
 from everwarm.errors import BadRequest, Overloaded
-from everwarm.llama.forms import Forms
+from everwarm.llama.constraints.matcher import Forms
 from everwarm.prompt.tokenize import Tokenizer
 
 PATIENCE_S = 30.0

@@ -14,7 +14,7 @@ from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.model_syntax import Notation
 from everwarm.gateway.parsing.output_parser import ReplyReader
 from everwarm.gateway.parsing.tool_parser import kinds_of
-from everwarm.llama.forms import Forms, Matcher
+from everwarm.llama.constraints.matcher import Forms, Matcher
 from everwarm.llama.model import Model
 from everwarm.llama.vocab import Vocab
 from gateway.form_cases import SCHEMAS, TOOLS, WORDS_OF, obeys

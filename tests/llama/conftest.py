@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from everwarm.llama.media import MediaModel
+from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model
 from models import tiny_vision
 

@@ -10,8 +10,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from everwarm.llama import media, projector_rules
-from everwarm.llama.media import MediaModel
+from everwarm.llama.media import media_model, projector_rules
+from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model
 from llama.sight import picture
 from llama.trials import outcome
@@ -36,7 +36,7 @@ def main() -> None:
     if arguments[0] == "--unchecked":
         arguments = arguments[1:]
         projector_rules.check = lambda file: None
-        media.Projector = lambda path, size_of: type("Any", (), {"style": ""})
+        media_model.Projector = lambda path, size_of: type("Any", (), {"style": ""})
     arch, *paths = arguments
     with Model(tiny_vision(arch)[0]) as model:
         json.dump({path: outcome(partial(look, model), path) for path in paths}, sys.stdout)

@@ -15,7 +15,7 @@ from everwarm.config import ContextOptions
 from everwarm.llama import abi
 from everwarm.llama.batch import BatchArrays, Feed, Tokens
 from everwarm.llama.lib import library_path
-from everwarm.llama.media import Embedding, MediaModel, decode_image
+from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import Model
 from everwarm.llama.opening import open_context
 from everwarm.types import Mark, Position, SeqId, TokenCount

@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from everwarm.llama import crowding
 from everwarm.llama.lib import lib
+from everwarm.llama.system import spin_wait
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="schedstat and libgomp are Linux's")
 
 
 def test_one_busy_look_is_enough_and_calm_takes_a_while():
-    verdict = crowding.Verdict(n_calm_needed=3)
+    verdict = spin_wait.Verdict(n_calm_needed=3)
     seen = [verdict.look(share) for share in (0.0, 0.34, 0.36, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0)]
     assert seen == [False, False, True, True, True, True, True, True, False, False]
 
@@ -36,7 +36,7 @@ def _until(condition) -> bool:
 
 @linux
 def test_the_second_team_comes_once_and_goes():
-    team = crowding.SecondTeam(ctypes.CDLL(str(lib().path)))
+    team = spin_wait.SecondTeam(ctypes.CDLL(str(lib().path)))
     before = _tasks()
     team.gather()
     team.gather()
@@ -51,7 +51,7 @@ def test_waiting_for_a_core_is_seen():
     """Two threads of one process on one core: each waits about half of the time."""
     code = (
         "import os, subprocess, sys, time\n"
-        "from everwarm.llama.crowding import waited_s\n"
+        "from everwarm.llama.system.spin_wait import waited_s\n"
         "os.sched_setaffinity(0, {next(iter(os.sched_getaffinity(0)))})\n"
         "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
         "before, end = waited_s(), time.monotonic() + 1.0\n"
@@ -70,7 +70,7 @@ def test_a_chosen_policy_is_kept_and_ours_is_not_passed_on(chosen):
         "import os, threading\nfrom everwarm.llama.lib import lib\nlib()\n"
         "print(os.environ.get('GOMP_SPINCOUNT'), any(t.name == 'everwarm-crowding' for t in threading.enumerate()))"
     )
-    env = {k: v for k, v in os.environ.items() if k not in crowding.POLICY} | chosen
+    env = {k: v for k, v in os.environ.items() if k not in spin_wait.POLICY} | chosen
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.split() == [str(chosen.get("GOMP_SPINCOUNT")), str(not chosen)]
 
@@ -78,7 +78,7 @@ def test_a_chosen_policy_is_kept_and_ours_is_not_passed_on(chosen):
 @linux
 def test_without_libgomp_nothing_happens():
     before = threading.active_count()
-    crowding.guard(ctypes.CDLL("libm.so.6"))  # a library that has no GOMP_parallel
+    spin_wait.guard(ctypes.CDLL("libm.so.6"))  # a library that has no GOMP_parallel
     assert threading.active_count() == before
-    crowding.guard(ctypes.CDLL(str(lib().path)))
+    spin_wait.guard(ctypes.CDLL(str(lib().path)))
     assert threading.active_count() == before + 1, "this test could not fail"

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from everwarm.errors import BadRequest, LibraryMismatch, ModelError, ModelFileError
-from everwarm.llama import abi, lib, mtmd_abi
-from everwarm.llama.digest import file_digest, file_identity
+from everwarm.llama import abi, lib
 from everwarm.llama.lib import Mtmd, library_path
-from everwarm.llama.media import MAX_SIDE, Embedding, MediaModel, MediaShape
+from everwarm.llama.media import mtmd_abi
+from everwarm.llama.media.media_model import MAX_SIDE, Embedding, MediaModel, MediaShape
 from everwarm.llama.model import Model
+from everwarm.llama.system.file_digest import file_digest, file_identity
 from llama.mutants import File, minicpm, take_apart, text
 from llama.sight import picture
 from models import tiny_model, tiny_vision

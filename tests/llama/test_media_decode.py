@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.llama.media import LOST, Embedding, MediaModel, MediaShape
+from everwarm.llama.media.media_model import LOST, Embedding, MediaModel, MediaShape
 from everwarm.llama.model import Model
 from llama.sight import Eye, Logits, eye, picture
 from llama.steps import N_UBATCH, same_bits, text

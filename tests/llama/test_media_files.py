@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from everwarm.errors import ModelFileError
-from everwarm.llama import projector, projector_rules
-from everwarm.llama.projector import Projector
+from everwarm.llama.media import projector_file, projector_rules
+from everwarm.llama.media.projector_file import Projector
 from llama.mutants import MUTATIONS, File, Pair, mutants, take_apart
 from llama.trials import run_in_child
 from models import tiny_vision
@@ -115,7 +115,7 @@ def test_the_widths_of_all_tensors_are_compared(file: File, tmp_path: Path) -> N
 
 
 def test_a_long_header_is_not_read_to_its_end(file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projector, "MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr(projector_file, "MAX_HEADER_BYTES", 1000)
     assert "has a header of more than 1000 bytes" in refusal(file, tmp_path)
 
 

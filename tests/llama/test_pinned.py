@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everwarm.llama.pinned import NotPinned, Pinned, Runtime, loaded_runtime, runtime_of
+from everwarm.llama.system.pinned_memory import NotPinned, Pinned, Runtime, loaded_runtime, runtime_of
 
 SIZE = 4 * mmap.PAGESIZE
 

@@ -14,14 +14,14 @@ import pytest
 
 from everwarm.config import ContextOptions
 from everwarm.errors import ModelChanged, ModelFileError, WeightsTouched
-from everwarm.llama import digest as digest_module
-from everwarm.llama import watch as watch_module
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
-from everwarm.llama.digest import file_digest, file_identity, open_file_digest
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
-from everwarm.llama.watch import FileWatch
+from everwarm.llama.system import file_digest as digest_module
+from everwarm.llama.system import file_watch as watch_module
+from everwarm.llama.system.file_digest import file_digest, file_identity, open_file_digest
+from everwarm.llama.system.file_watch import FileWatch
 from models import tiny_model
 
 CONTENT, OTHER = b"a" * 100_000, b"b" * 100_000

@@ -11,7 +11,7 @@ import pytest
 from everwarm.demo.tiny import ARCHITECTURES
 from everwarm.engine import memory_plan
 from everwarm.engine.settings import EngineSettings
-from everwarm.llama.memory import measure
+from everwarm.llama.system.memory_fit import measure
 from everwarm.router import estimate
 from everwarm.router.estimate import Shape, loaded_bytes, n_sequences, shape_of
 from everwarm.router.header import Header, read_header

@@ -39,7 +39,7 @@ PURE = (
     "state/eviction.py",
     "state/segment_merge.py",
     "state/segment.py",
-    "llama/cutting.py",
+    "llama/kv_splice.py",
     "engine/scheduling/scheduler.py",
     "engine/fingerprint.py",
     "engine/inspect/read_reason.py",

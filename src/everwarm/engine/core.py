@@ -45,7 +45,7 @@ from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
-from everwarm.llama.watch import FileWatch
+from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state import policy
 from everwarm.state.history import SEATED, chunk_at, n_items_of, record
 from everwarm.state.policy import CutKind

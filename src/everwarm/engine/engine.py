@@ -27,7 +27,7 @@ from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
 from everwarm.llama.closing import Closing
-from everwarm.llama.forms import Forms
+from everwarm.llama.constraints.matcher import Forms
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everwarm.engine.settings import MAX_SEQUENCES, EngineSettings
-from everwarm.llama.memory import (
+from everwarm.llama.model import Model
+from everwarm.llama.system.memory_fit import (
     MemoryShape,
     free_bytes,
     host_free_bytes,
@@ -15,7 +16,6 @@ from everwarm.llama.memory import (
     measure,
     require_fit,
 )
-from everwarm.llama.model import Model
 from everwarm.state.params import Spacing
 
 SPARE_SHARE = 0.05  # of the free memory, for parked checkpoints

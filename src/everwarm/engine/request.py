@@ -17,7 +17,7 @@ from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.inspect.read_reason import Why
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.llama.forms import CompiledForm
+from everwarm.llama.constraints.matcher import CompiledForm
 from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.history import Chunks

@@ -25,8 +25,8 @@ from everwarm.llama.blobs import (
     with_header,
     without_nan,
 )
-from everwarm.llama.cutting import cut, cut_bytes, joined
-from everwarm.llama.media import Embedding, MediaModel, decode_image
+from everwarm.llama.kv_splice import cut, cut_bytes, joined
+from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.sequences import Sequences
 from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap

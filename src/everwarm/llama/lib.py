@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everwarm.errors import LibraryMismatch
-from everwarm.llama import abi, crowding, mtmd_abi
+from everwarm.llama import abi
+from everwarm.llama.media import mtmd_abi
+from everwarm.llama.system import spin_wait
 
 log = logging.getLogger("everwarm.llama")
 
@@ -108,12 +110,12 @@ def _load(path: Path) -> ctypes.CDLL:
     except OSError:
         log.debug("no libstdc++.so.6 to load first; fine where libllama brings its own")
     try:
-        with crowding.long_spin() as is_ours:
+        with spin_wait.long_spin() as is_ours:
             cdll = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryMismatch(f"{path.name} cannot be loaded ({error}): {ADVICE}") from None
     if is_ours:
-        crowding.guard(cdll)
+        spin_wait.guard(cdll)
     return cdll
 
 

@@ -16,11 +16,11 @@ from everwarm.config import ModelOptions
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.closing import Closing
-from everwarm.llama.digest import file_digest, file_identity, parts_of
 from everwarm.llama.lib import Lib, lib
 from everwarm.llama.rope import rope_limit_of
+from everwarm.llama.system.file_digest import file_digest, file_identity, parts_of
+from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.vocab import Vocab
-from everwarm.llama.watch import FileWatch
 
 GGUF_MAGIC = b"GGUF"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
-from everwarm.llama.digest import file_identity, parts_of
 from everwarm.llama.lib import lib
+from everwarm.llama.system.file_digest import file_identity, parts_of
 
 FACTORS = (b"rope_factors_long.weight", b"rope_factors_short.weight")
 

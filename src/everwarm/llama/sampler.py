@@ -17,8 +17,8 @@ from everwarm.config import Sampling
 from everwarm.errors import BadRequest, DecodeFailed
 from everwarm.llama import abi
 from everwarm.llama.closing import Closing
+from everwarm.llama.constraints.matcher import Matcher
 from everwarm.llama.context import Context, Logits
-from everwarm.llama.forms import Matcher
 from everwarm.llama.model import Model
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import blake3
 
 from everwarm.errors import BadRequest, PixelsMissing
-from everwarm.llama.media import Embedding, MediaModel
+from everwarm.llama.media.media_model import Embedding, MediaModel
 from everwarm.lru import NamespacedLru
 from everwarm.prompt.prompt import MediaItem
 from everwarm.types import Position, TokenCount

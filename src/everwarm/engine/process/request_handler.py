@@ -34,7 +34,7 @@ from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Prob
 from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
-from everwarm.llama.forms import Forms
+from everwarm.llama.constraints.matcher import Forms
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenize import Tokenizer
 

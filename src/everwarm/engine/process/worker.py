@@ -32,7 +32,7 @@ from everwarm.engine.process.request_handler import Conversation
 from everwarm.engine.scheduling.backlog import backlog_of
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
-from everwarm.llama.process import collect_rarely, die_with_parent
+from everwarm.llama.system.process import collect_rarely, die_with_parent
 from everwarm.logs import log_to_stderr
 from everwarm.memory_limits import tightest_limit
 

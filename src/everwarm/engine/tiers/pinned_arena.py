@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from everwarm.engine.settings import PinRam
-from everwarm.llama.pinned import NotPinned, Pinned, Runtime
+from everwarm.llama.system.pinned_memory import NotPinned, Pinned, Runtime
 from everwarm.state.store.arena import Arena
 
 log = logging.getLogger("everwarm.ram")

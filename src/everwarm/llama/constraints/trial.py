@@ -1,4 +1,4 @@
-"""A form tried out in a process of its own, before the engine compiles it: ``python -m everwarm.llama.formtrial``.
+"""A form tried out in a process of its own, before the engine compiles it: ``python -m everwarm.llama.constraints.trial``.
 
 Some schemas and grammars of a few hundred bytes take llguidance minutes, gigabytes or more stack than there is. Here they
 cost a child that is killed. Whatever passes takes the engine no longer than it took here. Knows no model: a vocabulary is
@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from everwarm.config import Form
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.llama.grammar import Words, grammar_of
+from everwarm.llama.constraints.grammar import Words, grammar_of
 
 LIMITS: Final = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 TRIAL_S, START_S = 1.5, 30.0

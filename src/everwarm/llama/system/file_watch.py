@@ -22,7 +22,14 @@ from typing import NamedTuple
 
 from everwarm.errors import ModelChanged, ModelFileError
 from everwarm.llama.closing import Closing
-from everwarm.llama.digest import identity_text, open_file_digest, read_digest, remember, remembered, wait_settled
+from everwarm.llama.system.file_digest import (
+    identity_text,
+    open_file_digest,
+    read_digest,
+    remember,
+    remembered,
+    wait_settled,
+)
 
 log = logging.getLogger("everwarm.files")
 

@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.errors import BadRequest, ModelError, ModelFileError, WeightsTouched
-from everwarm.llama import abi, mtmd_abi, projector_rules
+from everwarm.llama import abi
 from everwarm.llama.closing import Closing
 from everwarm.llama.lib import Lib
+from everwarm.llama.media import mtmd_abi, projector_rules
+from everwarm.llama.media.projector_file import Projector
 from everwarm.llama.model import Model
-from everwarm.llama.projector import Projector
-from everwarm.llama.watch import FileWatch
+from everwarm.llama.system.file_watch import FileWatch
 
 MIN_SIDE = 2
 MAX_SIDE = 1 << 14

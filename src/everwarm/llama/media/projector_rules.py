@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from everwarm.llama.projector import BOOL, F32, HALF, I32, PLAIN, TEXT, U32, Projector
+from everwarm.llama.media.projector_file import BOOL, F32, HALF, I32, PLAIN, TEXT, U32, Projector
 
 MAX_PIXELS = 1 << 27  # what a file may ask an image to be scaled to
 MAX_PATCH = 256

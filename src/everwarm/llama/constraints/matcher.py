@@ -18,8 +18,8 @@ from everwarm.config import Form
 from everwarm.errors import BadRequest, FormFailed
 from everwarm.llama import abi
 from everwarm.llama.closing import Closing
-from everwarm.llama.formtrial import LIMITS, STACK_BYTES, Trial
-from everwarm.llama.grammar import Words
+from everwarm.llama.constraints.grammar import Words
+from everwarm.llama.constraints.trial import LIMITS, STACK_BYTES, Trial
 from everwarm.llama.vocab import Vocab
 from everwarm.lru import NamespacedLru
 
