@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.measure import table
 from bench.workload.crowd import crowd
 from everwarm.gateway.chat.prefix_keys import prefixes_of
-from everwarm.router.score import Holdings, Load, choose
+from everwarm.router.replica_score import Holdings, Load, choose
 from everwarm.simulate.fleet import ROUTINGS, Machine, Result, simulate
 from everwarm.simulate.plot import Axis, Series, line_chart
 

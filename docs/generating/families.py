@@ -1,6 +1,6 @@
 """What states and KV of known models weigh, by the estimate that decides whether a model fits.
 
-Shapes are the published ones, in the words of a GGUF header. The estimate is the server's own (``router/estimate.py``), and
+Shapes are the published ones, in the words of a GGUF header. The estimate is the server's own (``router/catalog/memory_estimate.py``), and
 the spacing is what ``CheckpointParams`` makes of it.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from everwarm.engine.memory_plan import MAX_SPARES, SPARE_SHARE
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.estimate import Shape, shape_of
-from everwarm.router.header import Header
+from everwarm.router.catalog.gguf_header import Header
+from everwarm.router.catalog.memory_estimate import Shape, shape_of
 from everwarm.state.params import CheckpointParams
 from generating.markdown import table, written_by
 
@@ -107,7 +107,9 @@ def conversation_bytes(shape: Shape, n_tokens: int, n_turns: int) -> int:
 def page() -> str:
     return "\n".join(
         [
-            written_by("src/everwarm/router/estimate.py and the published shapes in docs/generating/families.py"),
+            written_by(
+                "src/everwarm/router/catalog/memory_estimate.py and the published shapes in docs/generating/families.py"
+            ),
             "# What models weigh\n",
             "Estimates from the shapes that models are published with, by the code with which the server decides what fits. The engine "
             "measures the true numbers when it opens a file. What to do with them is in the [tuning guide](../tuning.md).\n",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everwarm.router.tables import ModelsFile, ModelTable
+from everwarm.router.catalog.models_file import ModelsFile, ModelTable
 from generating.markdown import code, table, written_by
 from generating.types import type_text
 
@@ -30,7 +30,7 @@ _ONE = {
 def page() -> str:
     return "\n".join(
         [
-            written_by("src/everwarm/router/tables.py"),
+            written_by("src/everwarm/router/catalog/models_file.py"),
             "# The file of `--models`\n",
             "[Many models](../router.md) has an example. Unknown keys are errors. Paths are relative to the file.\n",
             "## At the top\n",

@@ -28,8 +28,8 @@ from everwarm.config import (
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.router import hub
-from everwarm.router.catalog import Catalog, Resolve, discover, only
+from everwarm.router.catalog import hub
+from everwarm.router.catalog.catalog import Catalog, Resolve, discover, only
 from everwarm.router.plan import Limits
 
 app = cyclopts.App(

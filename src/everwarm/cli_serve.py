@@ -23,7 +23,7 @@ from everwarm.gateway.access.auth import read_key_file
 from everwarm.gateway.parsing.model_syntax import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat
-from everwarm.router.catalog import Catalog
+from everwarm.router.catalog.catalog import Catalog
 from everwarm.router.plan import Limits
 from everwarm.state.params import CheckpointParams
 

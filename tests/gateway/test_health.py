@@ -18,10 +18,10 @@ import pytest
 
 from cgroups import real_cgroup
 from everwarm.gateway.admin.health import components
-from everwarm.router.deaths import Deaths, Patience
 from everwarm.router.plan import ModelStatus, Phase
 from everwarm.router.pool import Standing
-from everwarm.router.supervisor import State
+from everwarm.router.supervise.restart_policy import Deaths, Patience
+from everwarm.router.supervise.supervisor import State
 from gateway.server import ENTER, Server, metric, run_cli, serving, until
 from models import tiny_model
 

@@ -17,7 +17,13 @@ from everwarm.gateway.access.limits import Limits, Place
 from everwarm.gateway.admin.request_log import Caller, Recent
 from everwarm.gateway.chat.generate import events
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.supervisor import MAX_ALL_UNREAD_BYTES, MAX_UNREAD_BYTES, Pending, unread_limit, weight_of
+from everwarm.router.supervise.supervisor import (
+    MAX_ALL_UNREAD_BYTES,
+    MAX_UNREAD_BYTES,
+    Pending,
+    unread_limit,
+    weight_of,
+)
 from gateway.server import Server, serving, until
 
 

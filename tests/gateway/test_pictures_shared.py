@@ -19,7 +19,7 @@ from everwarm.gateway.chat.generate import collect, events
 from everwarm.gateway.images.image_loader import Lending, Pictures, Sight
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.supervisor import Lend, Supervisor
+from everwarm.router.supervise.supervisor import Lend, Supervisor
 from gateway.picture_files import png
 from gateway.picture_harness import opened, running, small, until
 from models import tiny_vision

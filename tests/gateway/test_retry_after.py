@@ -24,7 +24,7 @@ from everwarm.gateway.access.retry_after import (
     with_unseen,
 )
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import State, Supervisor
 
 numbers = st.floats(0, 1e6)
 speeds = st.floats(1e-5, 1.0)

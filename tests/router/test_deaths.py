@@ -5,7 +5,16 @@ import signal
 import pytest
 
 from everwarm.memory_limits import ADDRESS_SPACE, MemoryLimit
-from everwarm.router.deaths import MAX_DEATHS, MOST_REQUEST_GAP_S, Cause, Deaths, Ending, Patience, cause_of, explained
+from everwarm.router.supervise.restart_policy import (
+    MAX_DEATHS,
+    MOST_REQUEST_GAP_S,
+    Cause,
+    Deaths,
+    Ending,
+    Patience,
+    cause_of,
+    explained,
+)
 
 PATIENCE = Patience()
 

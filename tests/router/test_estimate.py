@@ -12,9 +12,9 @@ from everwarm.demo.tiny import ARCHITECTURES
 from everwarm.engine import memory_plan
 from everwarm.engine.settings import EngineSettings
 from everwarm.llama.system.memory_fit import measure
-from everwarm.router import estimate
-from everwarm.router.estimate import Shape, loaded_bytes, n_sequences, shape_of
-from everwarm.router.header import Header, read_header
+from everwarm.router.catalog import memory_estimate
+from everwarm.router.catalog.gguf_header import Header, read_header
+from everwarm.router.catalog.memory_estimate import Shape, loaded_bytes, n_sequences, shape_of
 from everwarm.state.params import CheckpointParams
 from models import tiny_model
 from router import ggufs
@@ -56,7 +56,7 @@ def test_weights_context_and_buffers_are_added_up() -> None:
 def test_spares_are_counted_as_the_engine_takes_them() -> None:
     hybrid, window, attention = Shape(10, state_bytes=100), Shape(10, 10, 64), Shape(10)
     auto = replace(SETTINGS, n_spares=None)
-    assert estimate.MAX_SPARES == memory_plan.MAX_SPARES
+    assert memory_estimate.MAX_SPARES == memory_plan.MAX_SPARES
     assert [n_sequences(shape, auto) for shape in (hybrid, window, attention)] == [21, 5, 5]
     assert n_sequences(hybrid, replace(auto, n_spares=3)) == 8
     assert n_sequences(hybrid, replace(auto, checkpoints=CheckpointParams(max_checkpoints=0))) == 5
@@ -113,7 +113,7 @@ def test_layers_for_drafting_keep_nothing() -> None:
 def test_without_layers_the_estimate_is_cautious(values: dict) -> None:
     gib = 1 << 30
     taken = loaded_bytes(header(**values), 8 * gib, SETTINGS)
-    assert taken == 8 * gib + 65536 * (estimate.UNKNOWN_TOKEN_BYTES + 4 * 512) + 5 * gib
+    assert taken == 8 * gib + 65536 * (memory_estimate.UNKNOWN_TOKEN_BYTES + 4 * 512) + 5 * gib
 
 
 def test_absurd_numbers_give_a_number() -> None:

@@ -12,9 +12,9 @@ import pytest
 from everwarm.demo.tiny import ARCHITECTURES
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import ModelFileError
-from everwarm.router import header as reading
-from everwarm.router.estimate import loaded_bytes
-from everwarm.router.header import Header, read_header, read_text
+from everwarm.router.catalog import gguf_header as reading
+from everwarm.router.catalog.gguf_header import Header, read_header, read_text
+from everwarm.router.catalog.memory_estimate import loaded_bytes
 from models import EMBEDDED, tiny_model
 from router import ggufs
 from router.ggufs import text

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from everwarm.errors import BadRequest, ModelFileError
-from everwarm.router import hub
-from everwarm.router.hub import HubModel, cached_models, parse_name, resolve
+from everwarm.router.catalog import hub
+from everwarm.router.catalog.hub import HubModel, cached_models, parse_name, resolve
 from router.fake_hub import TOKEN, FakeHub, Repo
 
 REPO = "acme/Tiny-GGUF"

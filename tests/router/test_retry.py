@@ -17,11 +17,11 @@ from everwarm.config import GREEDY
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
-from everwarm.router.catalog import only
-from everwarm.router.deaths import MAX_DEATHS, Patience
+from everwarm.router.catalog.catalog import only
 from everwarm.router.plan import Limits, Phase
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervisor import State
+from everwarm.router.supervise.restart_policy import MAX_DEATHS, Patience
+from everwarm.router.supervise.supervisor import State
 from models import tiny_model
 
 SETTINGS = EngineSettings(n_slots=2, n_ctx=512, n_threads=1, ram_bytes=16 << 20)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.router.score import Holdings, Load, choose
+from everwarm.router.replica_score import Holdings, Load, choose
 
 FAST = Load(n_slots=4, seconds_per_byte=1e-3, reply_s=1.0)
 

@@ -17,9 +17,9 @@ from everwarm.config import GREEDY
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, Refused
-from everwarm.router import supervisor as supervisors
-from everwarm.router.deaths import MAX_DEATHS, Cause, Patience
-from everwarm.router.supervisor import Pending, State, Supervisor
+from everwarm.router.supervise import supervisor as supervisors
+from everwarm.router.supervise.restart_policy import MAX_DEATHS, Cause, Patience
+from everwarm.router.supervise.supervisor import Pending, State, Supervisor
 from gateway.server import children, is_alive
 from models import EMBEDDED
 
@@ -277,8 +277,8 @@ def test_a_hung_engine_is_not_ready_soon_then_killed_and_back():
 WATCHED = """
 import asyncio, sys
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.deaths import Patience
-from everwarm.router.supervisor import Supervisor
+from everwarm.router.supervise.restart_policy import Patience
+from everwarm.router.supervise.supervisor import Supervisor
 
 async def main():
     settings = EngineSettings(n_slots=2, n_ctx=1024, n_threads=1, ram_bytes=1 << 26)
@@ -320,7 +320,7 @@ def test_a_pause_of_the_gateway_kills_no_engine(who):
 LIMITED = """
 import asyncio, resource, sys
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import State, Supervisor
 
 async def main():
     resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20))
@@ -509,7 +509,7 @@ def test_stop_without_grace_tells_those_who_wait():
 GATEWAY = """
 import asyncio, sys
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.supervisor import Supervisor
+from everwarm.router.supervise.supervisor import Supervisor
 
 async def main():
     supervisor = Supervisor(sys.argv[1], EngineSettings(n_slots=2, n_ctx=1024, n_threads=1, ram_bytes=1 << 26))

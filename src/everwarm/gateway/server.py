@@ -22,10 +22,10 @@ from everwarm.gateway.http.connection import Connection, ConnectionLimits, Crowd
 from everwarm.gateway.http.loop_lag import favour_the_loop
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_format, log_to_stderr
-from everwarm.router.catalog import Catalog
+from everwarm.router.catalog.catalog import Catalog
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool, Standing
-from everwarm.router.supervisor import State
+from everwarm.router.supervise.supervisor import State
 
 log = logging.getLogger("everwarm.gateway")
 

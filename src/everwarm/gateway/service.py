@@ -39,7 +39,7 @@ from everwarm.gateway.parsing.model_syntax import TAIL, Notation
 from everwarm.gateway.parsing.output_parser import ReplyReader
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervisor import Lend, Question
+from everwarm.router.supervise.supervisor import Lend, Question
 
 log = logging.getLogger("everwarm.gateway")
 

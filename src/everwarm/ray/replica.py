@@ -27,10 +27,10 @@ from everwarm.ray.held import Held
 from everwarm.ray.scaling import METRIC
 from everwarm.ray.settings import ModelSettings
 from everwarm.ray.wire import BYTES_PER_TOKEN, REPLICA_HEADER, Asked, Head, kept_response
-from everwarm.router.catalog import Catalog, ModelSpec
+from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool
-from everwarm.router.supervisor import State
+from everwarm.router.supervise.supervisor import State
 
 log = logging.getLogger("everwarm.ray")
 

@@ -1,4 +1,4 @@
-"""Ray Serve's door to ``router.score``: which replica a request goes to, by what replicas say they have read.
+"""Ray Serve's door to ``router.replica_score``: which replica a request goes to, by what replicas say they have read.
 
 Replicas publish their keys every second or so, and what they have not read yet; what this router has sent since is known
 at once. Waiting is known from both (reading that cannot be over) and from Serve's own count of running requests. Several
@@ -17,7 +17,7 @@ from everwarm.ray import known
 from everwarm.ray.boundary import RequestRouter
 from everwarm.ray.held import unpacked
 from everwarm.ray.wire import Asked
-from everwarm.router.score import Holdings, Load, choose
+from everwarm.router.replica_score import Holdings, Load, choose
 
 TRUSTED_S = 30.0  # what was sent somewhere counts as held there for so long, published or not
 MAX_PLACED = 4096

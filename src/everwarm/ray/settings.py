@@ -18,8 +18,17 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings, RemoteSettings, RestorePolicy
 from everwarm.gateway.access.auth import read_key_file
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.names import LATEST
-from everwarm.router.tables import ModelTable, Text, below, convert, did_you_mean, parsed, place, speaking_of
+from everwarm.router.catalog.gguf_names import LATEST
+from everwarm.router.catalog.models_file import (
+    ModelTable,
+    Text,
+    below,
+    convert,
+    did_you_mean,
+    parsed,
+    place,
+    speaking_of,
+)
 
 EMBEDDED = "demo:"  # instead of a path: the embedded model
 

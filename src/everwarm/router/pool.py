@@ -20,10 +20,10 @@ from pathlib import Path
 from everwarm.engine.process.messages import Backlog
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
-from everwarm.router.catalog import Catalog, ModelSpec
-from everwarm.router.deaths import Patience
+from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import Limits, ModelPlan, ModelStatus, Phase, Planner
-from everwarm.router.supervisor import State, Supervisor
+from everwarm.router.supervise.restart_policy import Patience
+from everwarm.router.supervise.supervisor import State, Supervisor
 
 log = logging.getLogger("everwarm.router")
 

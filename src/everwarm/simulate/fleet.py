@@ -2,7 +2,7 @@
 
 A replica reads one prompt at a time and writes as many replies as it has slots; it forgets what was unused for longest
 when its memory is full. What routers know of replicas is as old as the last publication, except for what they sent
-themselves. ``warm`` is ``router.score``, the code that the cluster runs. Pure: the dice are a seeded generator.
+themselves. ``warm`` is ``router.replica_score``, the code that the cluster runs. Pure: the dice are a seeded generator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everwarm.router.score import Holdings, Load, choose
+from everwarm.router.replica_score import Holdings, Load, choose
 
 PUBLISHED_EVERY_S = 1.0
 ROUTINGS = ("warm", "session", "round robin", "random")

@@ -26,7 +26,7 @@ from everwarm.gateway.http.sse import EventStream, json_response
 from everwarm.gateway.responses.response_store import KeptResponses
 from everwarm.gateway.service import Service
 from everwarm.router.pool import Standing
-from everwarm.router.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import State, Supervisor
 from everwarm.state.namespace import SHORT_NAMESPACE
 
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Standing
-from everwarm.router.supervisor import State
+from everwarm.router.supervise.supervisor import State
 
 Json = dict[str, Any]
 ComponentState = Literal["ok", "asleep", "starting", "restarting", "stalled", "degraded", "down", "stopped"]

@@ -17,10 +17,10 @@ from everwarm.gateway.admin.health import components
 from everwarm.gateway.admin.metrics import CONTENT_TYPE
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.service import Service
-from everwarm.router.deaths import Cause
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Served, Standing
-from everwarm.router.supervisor import State
+from everwarm.router.supervise.restart_policy import Cause
+from everwarm.router.supervise.supervisor import State
 
 
 def status_routes(service: Service) -> list[Route]:

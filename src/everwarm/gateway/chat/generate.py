@@ -10,7 +10,7 @@ from typing import Any
 
 from everwarm.engine.process import messages as m
 from everwarm.gateway.admin.request_log import Follow, Followed
-from everwarm.router.supervisor import Lend, Supervisor, failure
+from everwarm.router.supervise.supervisor import Lend, Supervisor, failure
 
 Heard = m.Begun | m.PromptRead | m.Piece | m.Done
 

@@ -15,7 +15,7 @@ from typing import Any
 from everwarm.engine.process import messages as m
 from everwarm.gateway.access.limits import Limits
 from everwarm.gateway.parsing.output_parser import ReplyReader
-from everwarm.router.supervisor import Supervisor
+from everwarm.router.supervise.supervisor import Supervisor
 
 log = logging.getLogger("everwarm.gateway")
 

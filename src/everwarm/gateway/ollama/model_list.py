@@ -18,10 +18,10 @@ from everwarm.gateway.ollama.schema import NamedBody
 from everwarm.gateway.parsing.reasoning import detect_reasoning
 from everwarm.gateway.parsing.tool_parser import detect_tools
 from everwarm.gateway.service import Service
-from everwarm.router.catalog import ModelSpec
-from everwarm.router.folder import ModelFile, one_file
-from everwarm.router.header import read_text
-from everwarm.router.names import quant_of, tagged
+from everwarm.router.catalog.catalog import ModelSpec
+from everwarm.router.catalog.gguf_header import read_text
+from everwarm.router.catalog.gguf_names import quant_of, tagged
+from everwarm.router.catalog.scan import ModelFile, one_file
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Standing
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from everwarm.config import CacheType
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.header import Header
+from everwarm.router.catalog.gguf_header import Header
 
 MAX_SPARES = 16  # what an engine takes at most when it is left to decide
 UNKNOWN_TOKEN_BYTES = 256 << 10

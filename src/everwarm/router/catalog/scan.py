@@ -14,8 +14,8 @@ from pathlib import Path
 
 from everwarm.config import require
 from everwarm.errors import ModelFileError
-from everwarm.router.header import Header, read_header
-from everwarm.router.names import Group, groups, is_alone, is_gguf, is_projector, projector_for
+from everwarm.router.catalog.gguf_header import Header, read_header
+from everwarm.router.catalog.gguf_names import Group, groups, is_alone, is_gguf, is_projector, projector_for
 
 MAX_DEPTH = 8
 MAX_FOLDERS = 4096

@@ -32,12 +32,12 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, ModelFileError, PixelsMissing, Refused
 from everwarm.memory_limits import address_space_limit, cgroup_limits, n_oom_kills
-from everwarm.router.deaths import Cause, Deaths, Ending, Patience, cause_of, explained
-from everwarm.router.estimate import loaded_bytes
-from everwarm.router.header import read_header
-from everwarm.router.seen import Seen
-from everwarm.router.silence import TICK_S, Silence
-from everwarm.router.stderr import Stderr
+from everwarm.router.catalog.gguf_header import read_header
+from everwarm.router.catalog.memory_estimate import loaded_bytes
+from everwarm.router.supervise.engine_stderr import Stderr
+from everwarm.router.supervise.heartbeat import TICK_S, Silence
+from everwarm.router.supervise.known_images import Seen
+from everwarm.router.supervise.restart_policy import Cause, Deaths, Ending, Patience, cause_of, explained
 from everwarm.state.store.arena import budget_in, memory_file
 
 log = logging.getLogger("everwarm.router")

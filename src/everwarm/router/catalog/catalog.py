@@ -16,12 +16,12 @@ from typing import Literal
 from everwarm.config import cache_directory, require
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, ModelFileError
-from everwarm.router import folder, hub
-from everwarm.router.estimate import loaded_bytes
-from everwarm.router.folder import Broken, ModelFile
-from everwarm.router.header import read_header
-from everwarm.router.names import LATEST
-from everwarm.router.tables import ModelTable, below, did_you_mean, place, read_models_file, speaking_of
+from everwarm.router.catalog import hub, scan
+from everwarm.router.catalog.gguf_header import read_header
+from everwarm.router.catalog.gguf_names import LATEST
+from everwarm.router.catalog.memory_estimate import loaded_bytes
+from everwarm.router.catalog.models_file import ModelTable, below, did_you_mean, place, read_models_file, speaking_of
+from everwarm.router.catalog.scan import Broken, ModelFile
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -124,13 +124,13 @@ def _found(source: str | Path, defaults: EngineSettings, resolve: Resolve, state
         return _from_hub(source, defaults, resolve)
     path = Path(source).expanduser()
     if path.is_dir():
-        listing, shelf = folder.scan(path), _Shelf()
+        listing, shelf = scan.scan(path), _Shelf()
         shelf.put_all(listing.models, defaults)
         return Catalog(shelf.specs, (*shelf.broken, *listing.broken), notes=listing.notes)
     require(path.exists(), f"{path} does not exist; give a folder, a .toml file, a GGUF file or hf:owner/repo")
     if path.suffix.lower() == ".toml":
         return _Configured(path, defaults, resolve, state_dir).catalog()
-    spec = _spec(folder.one_file(path), defaults, "file")
+    spec = _spec(scan.one_file(path), defaults, "file")
     return Catalog({spec.id: spec}, default=spec.id)
 
 
@@ -149,12 +149,12 @@ def _hub_spec(model: hub.HubModel, defaults: EngineSettings) -> ModelSpec:
 
 
 def _hub_file(model: hub.HubModel) -> ModelFile:
-    return replace(folder.one_file(model.path), id=model.id, mmproj=model.mmproj)
+    return replace(scan.one_file(model.path), id=model.id, mmproj=model.mmproj)
 
 
 def _spec(file: ModelFile, settings: EngineSettings, source: Source) -> ModelSpec:
     beside = [Path(adapter) for adapter, _ in settings.model.lora] + ([file.mmproj] if file.mmproj else [])
-    n_bytes = loaded_bytes(file.header, file.n_bytes, settings) + sum(map(folder.size_bytes, beside))
+    n_bytes = loaded_bytes(file.header, file.n_bytes, settings) + sum(map(scan.size_bytes, beside))
     return ModelSpec(
         id=file.id,
         path=file.path,
@@ -195,7 +195,7 @@ class _Configured:
         self._state_dir = state_dir
         self._file, self._tables = read_models_file(path)
         directory = self._file.directory
-        self._listing = folder.scan(below(self._base, directory)) if directory else folder.Listing()
+        self._listing = scan.scan(below(self._base, directory)) if directory else scan.Listing()
         self._owners: dict[str, str] = {}  # of every id and alias
 
     def catalog(self) -> Catalog:
@@ -240,7 +240,7 @@ class _Configured:
 
     def _file_of(self, name: str, table: ModelTable) -> tuple[ModelFile, Source]:
         if table.path is not None:
-            return folder.one_file(below(self._base, table.path)), "config"
+            return scan.one_file(below(self._base, table.path)), "config"
         if table.hf is not None:
             return _hub_file(self._resolve(table.hf)), "hub"
         found = self._listed(name)
@@ -262,7 +262,7 @@ class _Configured:
 
 def _text(path: Path) -> str:
     """A chat template."""
-    if folder.size_bytes(path) > MAX_TEMPLATE_BYTES:
+    if scan.size_bytes(path) > MAX_TEMPLATE_BYTES:
         raise ModelFileError(f"the template {path.name} has more than {MAX_TEMPLATE_BYTES} bytes")
     try:
         return path.read_text("utf-8")
