@@ -7,8 +7,8 @@ import pytest
 
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
-from everwarm.ray.everyone import labelled
-from everwarm.ray.held import Held, unpacked
+from everwarm.ray.fan_out import labelled
+from everwarm.ray.prefix_set import Held, unpacked
 from everwarm.ray.scaling import METRIC, ByWaitingTokens, wanted
 from everwarm.ray.settings import read_cluster
 

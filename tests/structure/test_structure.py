@@ -59,7 +59,7 @@ PURE = (
     "router/replica_score.py",
     "gateway/chat/prefix_keys.py",
     "ray/scaling.py",
-    "ray/held.py",
+    "ray/prefix_set.py",
     "llama/cells.py",
     "prompt/prompt.py",
     "gateway/chat/canonicalize.py",

@@ -11,7 +11,8 @@ from typing import Any
 
 from everwarm.config import require
 from everwarm.errors import EverwarmError
-from everwarm.ray.boundary import (
+from everwarm.ray.ingress import Ingress
+from everwarm.ray.ray_api import (
     AutoscalingConfig,
     AutoscalingPolicy,
     HTTPOptions,
@@ -20,7 +21,6 @@ from everwarm.ray.boundary import (
     ray,
     serve,
 )
-from everwarm.ray.ingress import Ingress
 from everwarm.ray.replica import Replica
 from everwarm.ray.scaling import ByWaitingTokens
 from everwarm.ray.settings import ClusterSettings, ModelSettings, ReplicasTable, read_cluster

@@ -21,11 +21,11 @@ from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.chat.prefix_keys import NOTHING, Prefixes, prefixes_of, response_key
 from everwarm.gateway.http.sse import json_response
 from everwarm.logs import log_to_stderr
-from everwarm.ray.boundary import Died
-from everwarm.ray.everyone import Answer, Everyone
-from everwarm.ray.known import note
+from everwarm.ray.fan_out import Answer, Everyone
+from everwarm.ray.ray_api import Died
+from everwarm.ray.replica_messages import REPLICA_HEADER, Asked, Head, kept_response
+from everwarm.ray.router_registry import note
 from everwarm.ray.settings import ClusterSettings
-from everwarm.ray.wire import REPLICA_HEADER, Asked, Head, kept_response
 
 log = logging.getLogger("everwarm.ray")
 

@@ -22,11 +22,11 @@ from everwarm.gateway.admin.request_log import MOST_KEPT
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_to_stderr
-from everwarm.ray.boundary import serve
-from everwarm.ray.held import Held
+from everwarm.ray.prefix_set import Held
+from everwarm.ray.ray_api import serve
+from everwarm.ray.replica_messages import BYTES_PER_TOKEN, REPLICA_HEADER, Asked, Head, kept_response
 from everwarm.ray.scaling import METRIC
 from everwarm.ray.settings import ModelSettings
-from everwarm.ray.wire import BYTES_PER_TOKEN, REPLICA_HEADER, Asked, Head, kept_response
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import Limits
 from everwarm.router.pool import Pool

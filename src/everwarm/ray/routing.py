@@ -13,10 +13,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from everwarm.ray import known
-from everwarm.ray.boundary import RequestRouter
-from everwarm.ray.held import unpacked
-from everwarm.ray.wire import Asked
+from everwarm.ray import router_registry
+from everwarm.ray.prefix_set import unpacked
+from everwarm.ray.ray_api import RequestRouter
+from everwarm.ray.replica_messages import Asked
 from everwarm.router.replica_score import Holdings, Load, choose
 
 TRUSTED_S = 30.0  # what was sent somewhere counts as held there for so long, published or not
@@ -42,7 +42,7 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **_kwargs: Any) -> None:
         self._holdings = Holdings()
         self._seen: dict[str, Seen] = {}
-        known.ROUTERS[self._deployment_id.name] = self
+        router_registry.ROUTERS[self._deployment_id.name] = self
 
     @property
     def names(self) -> list[str]:
