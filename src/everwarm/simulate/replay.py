@@ -8,10 +8,10 @@ from typing import Protocol
 
 from everwarm.config import require
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.fifo import FifoMemory
-from everwarm.simulate.memory import Held, Memory, Outcome
+from everwarm.simulate.fifo_cache import FifoMemory
 from everwarm.simulate.oracle import Share, shares
 from everwarm.simulate.policies import POLICIES, Policy
+from everwarm.simulate.simulated_cache import Held, Memory, Outcome
 from everwarm.simulate.trace import Turn
 
 FIFO = "fifo-32"

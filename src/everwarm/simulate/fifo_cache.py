@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.memory import Held, Outcome
+from everwarm.simulate.simulated_cache import Held, Outcome
 from everwarm.simulate.trace import Turn
 
 MAX_CHECKPOINTS, MIN_STEP = 32, 8192
