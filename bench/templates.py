@@ -21,7 +21,7 @@ from everwarm.gateway.parsing.model_syntax import Notation
 from everwarm.gateway.parsing.output_parser import ReplyReader
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.llama.model import Model
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 
 N_MESSAGES, N_REPEATS = 100, 40
 STYLE = Path(__file__).parent.parent / "tests/gateway/templates/qwen35.jinja"

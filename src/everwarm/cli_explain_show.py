@@ -16,7 +16,7 @@ from everwarm.gateway.explain.explain import Explained, Source
 from everwarm.gateway.explain.prompt_diff import Difference, Model
 from everwarm.gateway.explain.server_vocab import source_of
 from everwarm.llama.model import Model as Weights
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 from everwarm.router.catalog.gguf_header import read_header
 from everwarm.router.catalog.memory_estimate import shape_of
 from everwarm.state.params import CheckpointParams

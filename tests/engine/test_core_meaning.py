@@ -5,7 +5,7 @@ import pytest
 from engine.drive import open_core, run, tidy
 from everwarm.engine.core import Core
 from everwarm.engine.request import Result
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 from everwarm.state.tree import Node
 from models import EMBEDDED
 

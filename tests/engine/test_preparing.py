@@ -16,7 +16,7 @@ from everwarm.engine.process.request_handler import LONG_TEXT, Conversation
 from everwarm.engine.process.worker import Wire
 from everwarm.errors import BadRequest, Overloaded
 from everwarm.llama.constraints.matcher import Forms
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0
 DIGITS = Form("regex", "[0-9]{3}")

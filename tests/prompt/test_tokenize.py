@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everwarm.llama.model import Model
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 from models import EMBEDDED, tiny_model
 
 LSTRIP, RSTRIP = 1 << 7, 1 << 8

@@ -29,7 +29,7 @@ from everwarm.errors import EngineStopped
 from everwarm.llama.closing import Closing
 from everwarm.llama.constraints.matcher import Forms
 from everwarm.prompt.prompt import Prompt
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 
 log = logging.getLogger("everwarm.engine")
 

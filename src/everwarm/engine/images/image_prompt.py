@@ -16,7 +16,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.process.cut_hints import Hints
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import MediaItem, Prompt
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

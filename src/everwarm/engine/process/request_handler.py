@@ -36,7 +36,7 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.llama.constraints.matcher import Forms
 from everwarm.prompt.prompt import Prompt
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 
 log = logging.getLogger("everwarm.engine")
 

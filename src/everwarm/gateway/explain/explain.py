@@ -21,7 +21,7 @@ from everwarm.gateway.explain.causes import hints
 from everwarm.gateway.explain.prompt_diff import Difference, Model, Side, compare, surroundings
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from everwarm.prompt.prompt import Prompt
-from everwarm.prompt.tokenize import Tokenizer
+from everwarm.prompt.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

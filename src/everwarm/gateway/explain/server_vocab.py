@@ -15,7 +15,7 @@ from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.explain.explain import Source
 from everwarm.gateway.explain.prompt_diff import Model
-from everwarm.prompt.tokenize import Tokenizer, Tokens
+from everwarm.prompt.tokenizer import Tokenizer, Tokens
 from everwarm.state.params import CheckpointParams
 
 TIMEOUT_S = 60.0
