@@ -16,8 +16,8 @@ from rich.table import Table
 
 from everwarm.config import GREEDY
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.demo.pictures import show_pictures
-from everwarm.demo.text import story
+from everwarm.demo.image_tour import show_pictures
+from everwarm.demo.story import story
 from everwarm.engine.engine import Engine
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
