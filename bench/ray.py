@@ -81,7 +81,7 @@ def fleet(n_replicas: int) -> Iterator[Server]:
         sock.close()
         config = Path(folder) / "cluster.toml"
         config.write_text(CONFIG.format(port=port, path=EMBEDDED.absolute(), n=n_replicas))
-        command = [sys.executable, "-m", "everwarm.cli", "serve", "--ray", str(config)]
+        command = [sys.executable, "-m", "everwarm", "serve", "--ray", str(config)]
         env = os.environ | ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": folder}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, text=True, env=env, **pipes) as process:  # type: ignore[call-overload]

@@ -39,7 +39,7 @@ class Reply:
 
 @contextlib.contextmanager
 def everwarm(*arguments: str, log: str = "WARNING") -> Iterator[Server]:
-    command = [sys.executable, "-m", "everwarm.cli", "serve", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "everwarm", "serve", *arguments, "--port", "0"]
     environment = os.environ | {"EVERWARM_LOG": log}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None

@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App
 from docstring_parser import parse
 
-from everwarm.cli import app
+from everwarm.cli.app import app
 from generating.markdown import code, prose, table, written_by
 
 # What the machine decides; another reader would have another value.
@@ -89,7 +89,7 @@ def serve_page() -> str:
     for flag in serve_flags():
         groups.setdefault("Which model" if flag.group in _PLAIN_GROUPS else flag.group, []).append(flag)
     parts = [
-        written_by("src/everwarm/cli_serve.py"),
+        written_by("src/everwarm/cli/serve_options.py"),
         "# Flags of `everwarm serve`\n",
         "Every flag can be given in three ways. The first that says something wins:\n",
         "1. on the command line: `--ctx-size 65536`;\n"
@@ -121,7 +121,7 @@ _OTHER_VARIABLES = """## Other variables
 
 def other_page() -> str:
     parts = [
-        written_by("src/everwarm/cli.py and cli_*.py"),
+        written_by("src/everwarm/cli/"),
         "# Commands\n",
         "`everwarm COMMAND --help` says the same. `serve` has [a page of its own](flags.md). Options of every command can also come "
         "from the environment (`EVERWARM_CHAT_SYSTEM=…`) or from a table of that name in the file of `EVERWARM_CONFIG`.\n",

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from engine.drive import EVERY_KIND, check, drain, open_core, run, submit, text
-from everwarm import cli
+from everwarm.cli import app
 from everwarm.config import parse_bytes, parse_duration
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
@@ -52,7 +52,7 @@ def here(monkeypatch, capsys) -> Run:
     def run(*arguments: str | Path) -> CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["everwarm", "cache", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            app.main()
         said = capsys.readouterr()
         assert "Traceback" not in said.err
         return CompletedProcess(arguments, int(ended.value.code or 0), said.out, said.err)

@@ -178,7 +178,7 @@ def _started(*flags: str, n_ctx: int, cgroup: Path | None = None) -> Iterator[Se
     disk = () if "--disk-cache" in flags else ("--disk-cache", "0")
     given = (*flags, *(("--cache-ram",) if cgroup is not None else ()))
     size = [part for pair in zip(SIZE[::2], SIZE[1::2], strict=True) if pair[0] not in given for part in pair]
-    command = [sys.executable, "-m", "everwarm.cli", "serve", *where, *size, *disk, *flags]
+    command = [sys.executable, "-m", "everwarm", "serve", *where, *size, *disk, *flags]
     if cgroup is not None:
         command = [sys.executable, "-c", ENTER, str(cgroup / "cgroup.procs"), *command]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -219,7 +219,7 @@ def run_cli(
     *arguments: str, text: str | None = None, timeout_s: float = 60.0, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """The command line, to its end."""
-    command = [sys.executable, "-m", "everwarm.cli", *arguments]
+    command = [sys.executable, "-m", "everwarm", *arguments]
     wide = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | env
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, env=wide, check=False)
 

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 
 import everwarm
-from everwarm import cli
+from everwarm.cli import app
 from everwarm.demo import EMBEDDED_MODEL
 from gateway.server import run_cli, serving
 
@@ -26,7 +26,7 @@ def here(monkeypatch, capsys) -> Run:
     def run(*arguments: str) -> CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["everwarm", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            app.main()
         said = capsys.readouterr()
         return CompletedProcess(arguments, int(ended.value.code or 0), said.out, said.err)
 

@@ -95,7 +95,7 @@ def answer(server: Server, prompt: Tokens, **more: Any) -> Answer:
 
 @contextlib.contextmanager
 def serving_model(model: Path, *flags: str, **env: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "everwarm.cli", "serve", str(model), "--port", "0", *SIZE, *flags]
+    command = [sys.executable, "-m", "everwarm", "serve", str(model), "--port", "0", *SIZE, *flags]
     server = Server("", subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | env))
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)
     listener.start()

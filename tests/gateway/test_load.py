@@ -287,7 +287,7 @@ def test_the_gateway_never_loads_libllama(server):
 
 def test_told_to_stop_while_the_model_loads_it_exits_soon_and_leaves_nobody(tmp_path):
     write_tiny(tmp_path / "m.gguf", TinySpec(arch="qwen35", n_layers=8, width=1024))
-    command = [sys.executable, "-m", "everwarm.cli", "serve", str(tmp_path / "m.gguf"), "--port", "0"]
+    command = [sys.executable, "-m", "everwarm", "serve", str(tmp_path / "m.gguf"), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     until(lambda: bool(children(process.pid)), "the engine process has begun")
     (engine,) = children(process.pid)

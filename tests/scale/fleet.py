@@ -94,7 +94,7 @@ def fleet(folder: Path, store: str, *models: str, n_nodes: int = 3, server: str 
         (Path(short) / "ray").mkdir()  # Ray writes its address there before it makes the folder
         env = os.environ | QUIET | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": short}
         with _nodes(n_nodes, env, Path(short) / "nodes.log") as address:
-            command = [sys.executable, "-m", "everwarm.cli", "serve", "--ray", str(config)]
+            command = [sys.executable, "-m", "everwarm", "serve", "--ray", str(config)]
             process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
                                        env=env | {"RAY_ADDRESS": address})  # fmt: skip
             running = Fleet("", process, logs=Path(short))

@@ -12,9 +12,9 @@ from everwarm.errors import BadRequest
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import FolderAbout, folder_name, write_about
 from everwarm.state.store.object import SUFFIX
-from everwarm.state.tools import prune
+from everwarm.state.tools import pruning
 from everwarm.state.tools.inventory import read_folder
-from everwarm.state.tools.prune import Wish, choose
+from everwarm.state.tools.pruning import Wish, choose
 from state.crash_writer import FINGERPRINT, STEP, Thing, conversation, in_memory, kv, state
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -44,8 +44,8 @@ def use(place: Path, ages: dict[str, float]) -> None:
 
 def pruned(place: Path, wish: Wish) -> set[str]:
     """What is left."""
-    with prune.holding([place]):
-        prune.remove(choose([read_folder(place)], wish, NOW))
+    with pruning.holding([place]):
+        pruning.remove(choose([read_folder(place)], wish, NOW))
     return {path.name for path in place.glob(f"*{SUFFIX}")}
 
 
@@ -131,13 +131,13 @@ def test_random_directories_stay_whole_and_within_what_is_kept(place, seed):
 
 def test_a_directory_that_an_engine_holds_is_refused_with_a_sentence(place):
     held = contextlib.closing(Disk(place, PLENTY))
-    with held, pytest.raises(BadRequest, match="running server"), prune.holding([place]):
+    with held, pytest.raises(BadRequest, match="running server"), pruning.holding([place]):
         raise AssertionError("it was held")
 
 
 def test_while_it_is_held_no_engine_opens_it(place):
     fill(place, *conversation(1))
-    with prune.holding([place]), pytest.raises(Exception, match="another Everwarm"):
+    with pruning.holding([place]), pytest.raises(Exception, match="another Everwarm"):
         Disk(place, PLENTY)
     Disk(place, PLENTY).close()
 
@@ -150,7 +150,7 @@ def test_a_folder_is_removed_whole_and_only_it(place):
     (place / "link").symlink_to(beside)
     left = place.with_name(f".tmp-{place.name}")
     left.mkdir()  # of a removal that was interrupted
-    assert prune.leftovers(place.parent) == [left] and prune.folder_size(place) > 10_000
-    with prune.holding([place]):
-        prune.remove_folder(place)
+    assert pruning.leftovers(place.parent) == [left] and pruning.folder_size(place) > 10_000
+    with pruning.holding([place]):
+        pruning.remove_folder(place)
     assert [path.name for path in place.parent.iterdir()] == ["beside"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from everwarm.cli import app
-from everwarm.cli_serve import ServeOptions
+from everwarm.cli.app import app
+from everwarm.cli.serve_options import ServeOptions
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -1,7 +1,7 @@
 """Idle work: small segments of a conversation become one, so that bringing it back does not get dearer with its turns.
 
-Which ones is decided elsewhere (``state.segment_merge``). Bytes are joined as they are in RAM: nothing on the device is asked for
-them, and nothing on disk is written again, for a segment remembers the objects that it consists of.
+``state.segment_merge`` decides which ones. Bytes are joined as they are in RAM: nothing on the device is asked for them,
+and nothing on disk is written again, for a segment remembers the objects that it consists of.
 """
 
 from __future__ import annotations

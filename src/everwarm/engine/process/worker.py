@@ -1,4 +1,4 @@
-"""The engine process: ``python -m everwarm.engine.process.worker SOCKET MEMORY PARENT_PID``, the first two being descriptors.
+"""The engine process: ``python -m everwarm.engine.process.worker SOCKET MEMORY PARENT_PID``; the first two are descriptors.
 
     reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches libllama
     writer thread   what the socket did not take at once      beat thread    says "alive" whatever the loop is doing

@@ -31,7 +31,7 @@ from everwarm.state.store.folder_meta import (
 )
 from everwarm.state.store.object import Damaged, Header, Reader, name_of
 from everwarm.state.tools.inventory import OBJECT_NAME, Folder, Object, Tick, open_object, read_folder
-from everwarm.state.tools.prune import holding
+from everwarm.state.tools.pruning import holding
 
 MAX_MEMBERS = 1_000_000
 _BLOCK = tarfile.BLOCKSIZE

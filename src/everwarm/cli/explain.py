@@ -54,7 +54,8 @@ def explain(
     checkpoint_every, max_checkpoints
         As `serve` has them.
     """
-    from everwarm.cli_explain_show import facts, show, source_for  # loading libllama takes a moment; --help should not
+    # loading libllama takes a moment; --help should not
+    from everwarm.cli.explain_output import facts, show, source_for
     from everwarm.gateway.explain.explain import explained, read_file
 
     require((model is not None) + demo + (url is not None) == 1, "give --model with a GGUF file, --demo, or --url")

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everwarm import __version__
-from everwarm.cli_serve import DEFAULTS, ServeOptions
+from everwarm.cli.serve_options import DEFAULTS, ServeOptions
 from everwarm.config import (
     require,
 )
@@ -56,7 +56,7 @@ app.config = [
 # loaded when they are called: a server starts without them
 _LATER = ("cache", "explain", "simulate", "tiny")
 for _name in _LATER:
-    app.command(f"everwarm.cli_{_name}:{_name}", name=_name)
+    app.command(f"everwarm.cli.{_name}:{_name}", name=_name)
 
 VARIABLES = "EVERWARM_SERVE_"
 SECRET = ("api_key", "admin_key", "keys")
@@ -210,11 +210,11 @@ def chat(
     system
         A system message.
     """
-    from everwarm.cli_chat import talk
+    from everwarm.cli.chat import talk
 
     if where is not None and where.startswith(("http://", "https://")):
         return talk(where, api_key, system, temperature, max_tokens)
-    from everwarm.cli_chat import talk_locally
+    from everwarm.cli.chat import talk_locally
 
     return talk_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
 
@@ -240,10 +240,10 @@ def top(
     once
         Print one picture and end.
     """
-    from everwarm import cli_top
+    from everwarm.cli import top
     from everwarm.gateway.client import Inquiry
 
-    return (cli_top.print_once if once else cli_top.top)(Inquiry(url, api_key), model, Console())
+    return (top.print_once if once else top.top)(Inquiry(url, api_key), model, Console())
 
 
 @app.command
@@ -273,7 +273,3 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from everwarm.cli_cache_show import readable, size_text
+from everwarm.cli.cache_output import readable, size_text
 from everwarm.errors import EverwarmError
 from everwarm.gateway.client import Inquiry
 

@@ -29,7 +29,7 @@ def talk_locally(model: Path, system: str | None, temperature: float, max_tokens
 
 @contextlib.contextmanager
 def _own_server(model: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "everwarm.cli", "serve", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "everwarm", "serve", str(model), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

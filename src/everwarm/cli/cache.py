@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from everwarm.cli_cache_show import (
+from everwarm.cli.cache_output import (
     folder_facts,
     object_facts,
     print_facts,
@@ -28,11 +28,11 @@ from everwarm.cli_cache_show import (
     report_facts,
     size_text,
 )
-from everwarm.cli_cache_tree import live_nodes, live_tree, stored_tree
+from everwarm.cli.cache_tree import live_nodes, live_tree, stored_tree
 from everwarm.config import cache_directory, parse_bytes, parse_duration, require
 from everwarm.errors import BadRequest
 from everwarm.gateway.client import Inquiry
-from everwarm.state.tools import bundle, inventory, prune
+from everwarm.state.tools import bundle, inventory, pruning
 from everwarm.state.tools.inspect_object import inspect
 from everwarm.state.tools.inventory import Folder, Tick
 
@@ -216,14 +216,14 @@ def prune(
         return _prune_folders(directory, folder, dry_run)
     require(keep is not None or older_than is not None, "say what may go: --keep 10GiB, --older-than 30d, or --all")
     now = time.time()
-    wish = prune.Wish(
+    wish = pruning.Wish(
         None if keep is None else parse_bytes(keep), None if older_than is None else now - parse_duration(older_than)
     )
     paths = inventory.choose_folders(directory, folder)
-    with contextlib.nullcontext() if dry_run else prune.holding(paths):
-        doomed = prune.choose([inventory.read_folder(path) for path in paths], wish, now)
+    with contextlib.nullcontext() if dry_run else pruning.holding(paths):
+        doomed = pruning.choose([inventory.read_folder(path) for path in paths], wish, now)
         if not dry_run:
-            prune.remove(doomed)
+            pruning.remove(doomed)
     n_states = sum(item.is_state for item in doomed)
     size = size_text(sum(item.size for item in doomed))
     print(
@@ -234,12 +234,12 @@ def prune(
 def _prune_folders(directory: Path, folder: str | None, dry_run: bool) -> None:
     paths = inventory.choose_folders(directory, folder)
     if folder is None:
-        paths += inventory.foreign_folders(directory) + prune.leftovers(directory)
-    sizes = [prune.folder_size(path) for path in paths]
+        paths += inventory.foreign_folders(directory) + pruning.leftovers(directory)
+    sizes = [pruning.folder_size(path) for path in paths]
     if not dry_run:
-        with prune.holding(paths):
+        with pruning.holding(paths):
             for path in paths:
-                prune.remove_folder(path)
+                pruning.remove_folder(path)
     said = "would remove" if dry_run else "removed"
     for path, size in zip(paths, sizes, strict=True):
         print(f"{said} {path.name}: {size_text(size)}")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 from rich.tree import Tree
 
-from everwarm.cli_cache_show import SHORT_KEY, readable, size_text
+from everwarm.cli.cache_output import SHORT_KEY, readable, size_text
 from everwarm.gateway.client import Inquiry
 from everwarm.state.tools.inventory import Folder, Lineage
 
