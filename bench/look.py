@@ -23,8 +23,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.llama.system.process import collect_rarely
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Checkpoint
+from everwarm.state.tree import Checkpoint, Segment
 
 N_NODES, N_CUTS, EVERY = 10_000, 20, 100
 N_REPLY, PAGE_EVERY_S = 1500, 0.05

@@ -11,8 +11,7 @@ from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.policy import CutKind, victims
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
 N_CUTS, N_ITEMS, STATE_BYTES = 32, 2048, 64
 SIZES = tuple(N_CUTS * n for n in (1, 4, 32, 320, 3200))  # whole conversations, so that all are equally deep

@@ -5,7 +5,7 @@ the position by 8. They are distinct types here, and only ``everwarm.prompt`` co
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, NewType
+from typing import Any, NamedTuple, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ START = Mark(TokenCount(0), Position(0))
 
 
 Blob = NDArray[np.uint8]
+Json = dict[str, Any]  # an object of a request or an answer
 Place = Callable[[int], Blob]  # gives memory for so many bytes
 
 

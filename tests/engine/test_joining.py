@@ -29,8 +29,8 @@ from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.ram import Ram
 from everwarm.state.params import CheckpointParams
-from everwarm.state.segment import Segment
 from everwarm.state.store.arena import memory_file
+from everwarm.state.tree import Segment
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 KINDS = ("qwen35", "gemma3", "llama")  # with a recurrent state, with a window, with nothing but attention

@@ -13,7 +13,7 @@ from engine.test_shared import put_away, sharing, url
 from everwarm.engine.cache import checkpointing, restore
 from everwarm.engine.core import Core
 from everwarm.engine.tiers.loader import Fetcher
-from everwarm.engine.verify.exact import compare_with_cold
+from everwarm.engine.verify.cold_replay import compare_with_cold
 
 __all__ = ["url"]
 

@@ -16,7 +16,7 @@ from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.request import Ask, Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.slotfile import slot_io
-from everwarm.engine.verify.exact import compare_with_cold
+from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import BadRequest, PixelsMissing
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.store.arena import memory_file

@@ -9,9 +9,9 @@ from engine.drive import EVERY_KIND, drain, open_core, record_logits, run, submi
 from everwarm.engine import core as core_module
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request
-from everwarm.engine.scheduling import pausing
+from everwarm.engine.scheduling import turns
 from everwarm.engine.scheduling.turns import Turns, next_side
-from everwarm.state.history import chunk_at, is_begun_by, is_seated_at
+from everwarm.state.lineage import chunk_at, is_begun_by, is_seated_at
 
 LONG = text(7, 150)
 SMALL = {"n_ctx": 512, "n_slots": 3, "n_batch": 64, "n_ubatch": 64, "width": 64}
@@ -53,7 +53,7 @@ def uninterrupted(arch: str) -> tuple[tuple[int, ...], list[np.ndarray]]:
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_a_request_that_is_suspended_at_every_turn_says_the_same_to_the_bit(arch, ram_bytes, monkeypatch):
     """Also if what it was suspended with is lost, and it has to read everything again."""
-    monkeypatch.setattr(pausing, "SEAT_EVERY", 8)
+    monkeypatch.setattr(turns, "SEAT_EVERY", 8)
     tokens, expected = uninterrupted(arch)
     with open_core(arch, ram_bytes=ram_bytes, **SMALL) as core:
         asked, rows, results = in_turns(core, LONG)
@@ -76,7 +76,7 @@ def test_the_control_beside_others_the_numbers_differ(arch):
 
 def test_the_control_a_window_that_is_seated_only_when_somebody_waits_gives_other_numbers(monkeypatch):
     """What fixed seats are for: once the ring is full, it matters whether the window was seated anew."""
-    monkeypatch.setattr(pausing, "SEAT_EVERY", 1 << 30)
+    monkeypatch.setattr(turns, "SEAT_EVERY", 1 << 30)
     one = SMALL | {"n_slots": 1}
     with open_core("gemma3", **one) as core:
         expected = record_logits(core)

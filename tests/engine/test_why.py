@@ -14,9 +14,8 @@ from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Forgotten, Parting
 from everwarm.state.params import CheckpointParams
 from everwarm.state.policy import CutKind
-from everwarm.state.segment import Segment
 from everwarm.state.store.object import Damaged
-from everwarm.state.tree import Checkpoint, Tree
+from everwarm.state.tree import Checkpoint, Segment, Tree
 from everwarm.types import Position, TokenCount
 
 KNOWN = text(1, 100)

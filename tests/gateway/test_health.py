@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cgroups import real_cgroup
-from everwarm.gateway.admin.health import components
+from everwarm.gateway.admin.status import components
 from everwarm.router.plan import ModelStatus, Phase
 from everwarm.router.pool import Standing
 from everwarm.router.supervise.restart_policy import Deaths, Patience

@@ -6,8 +6,7 @@ import json
 import logging
 import sys
 
-from everwarm.gateway.admin.request_line import fields, line
-from everwarm.gateway.admin.request_log import Caller, Row
+from everwarm.gateway.admin.request_log import Caller, Row, fields, line
 from everwarm.logs import ALIKE_S, FIELDS, MOST_ALIKE, JsonLine, RateLimit
 
 CALLER = Caller("req_1", "tiny", "/v1/chat/completions", stream=False)

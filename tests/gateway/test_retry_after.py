@@ -12,17 +12,17 @@ from everwarm.engine.process.messages import Backlog
 from everwarm.engine.scheduling.backlog import Pace, backlog_of
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped, Overloaded
-from everwarm.gateway.access.limits import Limits
-from everwarm.gateway.access.middleware import error_response
-from everwarm.gateway.access.retry_after import (
+from everwarm.gateway.access.limits import (
     LEAST_S,
     MOST_S,
+    Limits,
     Told,
     all_done_s,
     next_place_s,
     retry_after_s,
     with_unseen,
 )
+from everwarm.gateway.access.middleware import error_response
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervise.supervisor import State, Supervisor
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import Forbidden
 from everwarm.gateway.access.auth import Principal, Role, own_namespace
-from everwarm.gateway.llamaserver import slot_files
+from everwarm.gateway.llamaserver import routes
 from everwarm.gateway.settings import ServerSettings
 from everwarm.state.store.slot_file import read_main
 from gateway.server import Server, serving, until, words
@@ -284,11 +284,11 @@ def test_only_an_admin_vouches_for_a_file_that_says_nothing(tmp_path):
 
 
 def test_a_user_has_so_many_slot_files_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(slot_files, "MAX_FILES_OF_A_USER", 2)
+    monkeypatch.setattr(routes, "MAX_FILES_OF_A_USER", 2)
     for name in ("a.bin", "a.bin.checkpoints", "b.bin"):
         (tmp_path / name).write_bytes(b"")
     settings = ServerSettings(slot_save_path=str(tmp_path))
     for role, name, may in ((Role.USER, "a.bin", True), (Role.USER, "c.bin", False), (Role.ADMIN, "c.bin", True)):
         request = Request({"type": "http", "state": {"principal": Principal(role, "0:")}})
         with contextlib.nullcontext() if may else pytest.raises(Forbidden, match="2 slot files of yours"):
-            slot_files.slot_file_fields(request, settings, name, own_namespace(None))
+            routes.slot_file_fields(request, settings, name, own_namespace(None))

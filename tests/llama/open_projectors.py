@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from everwarm.llama.media import media_model, projector_rules
+from everwarm.llama.media import media_model, projector_file
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model
 from llama.sight import picture
@@ -35,7 +35,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[0] == "--unchecked":
         arguments = arguments[1:]
-        projector_rules.check = lambda file: None
+        projector_file.check = lambda file: None
         media_model.Projector = lambda path, size_of: type("Any", (), {"style": ""})
     arch, *paths = arguments
     with Model(tiny_vision(arch)[0]) as model:

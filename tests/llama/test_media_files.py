@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everwarm.errors import ModelFileError
-from everwarm.llama.media import projector_file, projector_rules
+from everwarm.llama.media import projector_file
 from everwarm.llama.media.projector_file import Projector
 from llama.mutants import MUTATIONS, File, Pair, mutants, take_apart
 from llama.trials import run_in_child
@@ -75,14 +75,14 @@ def refusal(file: File, tmp_path: Path) -> str:
     path = tmp_path / "mmproj.gguf"
     path.write_bytes(file.whole())
     with pytest.raises(ModelFileError) as raised:
-        projector_rules.check(Projector(path, size_of))
+        projector_file.check(Projector(path, size_of))
     return str(raised.value)
 
 
 def test_the_undamaged_files_pass(file: File, tmp_path: Path) -> None:
     path = tmp_path / "mmproj.gguf"
     path.write_bytes(file.whole())
-    projector_rules.check(Projector(path, size_of))
+    projector_file.check(Projector(path, size_of))
 
 
 @pytest.mark.parametrize("name", ["v.patch_embd.weight", "v.position_embd.weight", "v.blk.1.attn_out.weight"])
@@ -94,7 +94,7 @@ def test_a_missing_tensor_is_named(name: str, file: File, tmp_path: Path) -> Non
 
 def test_every_key_that_libmtmd_reads_must_have_its_type(file: File, tmp_path: Path) -> None:
     for i, pair in enumerate(file.pairs):
-        if pair.key.decode() in projector_rules._KINDS:
+        if pair.key.decode() in projector_file._KINDS:
             wrong = Pair(pair.key, 12, bytes(8))
             changed = replace(file, pairs=(*file.pairs[:i], wrong, *file.pairs[i + 1 :]))
             assert f"has {pair.key.decode()} as another type of value" in refusal(changed, tmp_path)

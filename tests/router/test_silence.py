@@ -1,6 +1,6 @@
 """How long an engine has been silent, by a watcher that may have been away itself."""
 
-from everwarm.router.supervise.heartbeat import LATE_S, MOST_LATE, TICK_S, Silence
+from everwarm.router.supervise.restart_policy import LATE_S, MOST_LATE, TICK_S, Silence
 
 LIMIT_S = 6.0
 

@@ -13,7 +13,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket
 from everwarm.state.remote.circuit_breaker import Breaker
-from everwarm.state.remote.mac import Seal
+from everwarm.state.remote.pointer import Seal
 from everwarm.state.remote.remote_tier import Remote
 from everwarm.state.store.object import Damaged
 from scale.proxy import FAULTS, Proxy, proxied

@@ -6,9 +6,8 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.node_index import pin, unpin
 from everwarm.state.policy import CutKind, Entry, Kept, thin, victims
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Tree, pin, unpin
 
 SCALES = Scales(100.0, 1.0, needs_checkpoints=True, needs_kv=False, resident=frozenset())
 

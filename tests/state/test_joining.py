@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.node_index import pin
 from everwarm.state.policy import CutKind
-from everwarm.state.segment import Piece, Segment
 from everwarm.state.segment_merge import MOST, merged, runs, to_join
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Piece, Segment, Tree, pin
 
 ITEMS = list(range(20_000))
 

@@ -26,8 +26,7 @@ from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket, Piece, StoreFault
 from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, Breaker
 from everwarm.state.remote.download import PIECE
-from everwarm.state.remote.mac import SEAL_BYTES, Seal
-from everwarm.state.remote.pointer import GRIDS, Need, Signpost, grid_points, names_at, probes
+from everwarm.state.remote.pointer import GRIDS, SEAL_BYTES, Need, Seal, Signpost, grid_points, names_at, probes
 from everwarm.state.remote.remote_tier import Parcel, Remote
 from everwarm.state.store.object import Damaged, Header, file_size, name_of
 

@@ -7,8 +7,7 @@ import pytest
 
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Mark, Position, SeqId, TokenCount
 from state.oracle import picture
 

@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Position, SeqId, TokenCount
 from state.oracle import Key, Oracle, common, items_of, picture
 

@@ -5,8 +5,7 @@ import numpy as np
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.policy import PROTECTED_S, CutKind, Entry, victims
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import START, SeqId
 
 

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from everwarm.cli.cache_output import (
     folder_facts,
+    live_nodes,
+    live_tree,
     object_facts,
     print_facts,
     print_folder,
@@ -27,8 +29,8 @@ from everwarm.cli.cache_output import (
     readable,
     report_facts,
     size_text,
+    stored_tree,
 )
-from everwarm.cli.cache_tree import live_nodes, live_tree, stored_tree
 from everwarm.config import cache_directory, parse_bytes, parse_duration, require
 from everwarm.errors import BadRequest
 from everwarm.gateway.client import Inquiry
@@ -171,7 +173,7 @@ def verify(
     require(limit is None or 0 <= limit <= MAX_LIMIT, f"--limit is {limit}; give 0 to {MAX_LIMIT}")
     directory = _directory(state_dir)
     found = [inventory.read_folder(path) for path in inventory.choose_folders(directory, folder)]
-    from everwarm.engine.verify.checkup import check_up  # it needs the engine, which takes a moment
+    from everwarm.engine.verify.verify_states import check_up  # it needs the engine, which takes a moment
 
     with _progress() as begin:
         reports = check_up(found, model, limit, begin)

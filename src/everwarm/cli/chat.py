@@ -12,14 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from everwarm.errors import EverwarmError
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 
 def talk_locally(model: Path, system: str | None, temperature: float, max_tokens: int) -> int:

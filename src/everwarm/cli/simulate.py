@@ -14,8 +14,7 @@ from everwarm.simulate.curves import KNOWN, Curves, parse_curves
 from everwarm.simulate.optimum import fewest_tokens
 from everwarm.simulate.oracle import shares
 from everwarm.simulate.plot import Axis, Series, line_chart
-from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, sweep
-from everwarm.simulate.report import markdown, size_text
+from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
 from everwarm.simulate.trace import Turn, parse
 
 MAX_SLOTS = 256

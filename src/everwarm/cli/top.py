@@ -18,8 +18,7 @@ from rich.text import Text
 from everwarm.cli.cache_output import readable, size_text
 from everwarm.errors import EverwarmError
 from everwarm.gateway.client import Inquiry
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 LOOK_S = 1.0
 N_REQUESTS = 12

@@ -21,7 +21,7 @@ from everwarm.demo.story import story
 from everwarm.engine.engine import Engine
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
-from everwarm.engine.verify.exact import ExactReport, compare_with_cold
+from everwarm.engine.verify.cold_replay import ExactReport, compare_with_cold
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.prompt.prompt import Prompt

@@ -25,15 +25,14 @@ from everwarm.engine.images.image_cache import Gallery
 from everwarm.engine.images.image_prefill import see_next
 from everwarm.engine.inspect.stats import Counts
 from everwarm.engine.memory_plan import Sizes
-from everwarm.engine.process.logprobs import probabilities
+from everwarm.engine.process.reply_text import probabilities
 from everwarm.engine.recovery import lose_numbers, start_over, suspend, suspend_or_finish, with_room
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
 from everwarm.engine.scheduling.backlog import Pace
-from everwarm.engine.scheduling.pausing import can_pause, is_as_before, seats_window
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, plan
 from everwarm.engine.scheduling.stall_watch import Stall
-from everwarm.engine.scheduling.turns import Turns, next_side
+from everwarm.engine.scheduling.turns import Turns, can_pause, is_as_before, next_side, seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot
@@ -47,7 +46,7 @@ from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state import policy
-from everwarm.state.history import SEATED, chunk_at, n_items_of, record
+from everwarm.state.lineage import SEATED, chunk_at, n_items_of, record
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Match, Tree
 

@@ -26,8 +26,8 @@ from everwarm.engine.loop import Job, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
-from everwarm.llama.closing import Closing
 from everwarm.llama.constraints.matcher import Forms
+from everwarm.llama.lib import Closing
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer
 

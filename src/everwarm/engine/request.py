@@ -20,7 +20,7 @@ from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.constraints.matcher import CompiledForm
 from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import MediaItem, Prompt
-from everwarm.state.history import Chunks
+from everwarm.state.lineage import Chunks
 from everwarm.state.policy import Cut, CutKind
 
 MAX_PROBS = 100

@@ -21,7 +21,7 @@ from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.admin.cache_api import Cache, cache_routes
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.admin.models import models_routes
-from everwarm.gateway.admin.request_line import log_request
+from everwarm.gateway.admin.request_log import log_request
 from everwarm.gateway.admin.status import status_routes
 from everwarm.gateway.admin.traces import traces_to
 from everwarm.gateway.admin.web_ui import page_routes

@@ -40,11 +40,11 @@ from everwarm.gateway.parsing.output_parser import ReplyReader
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.supervisor import Lend, Question
+from everwarm.types import Json
 
 log = logging.getLogger("everwarm.gateway")
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 BODIES_AT_ONCE = 4  # of the largest size
 

@@ -14,7 +14,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from everwarm.errors import LibraryMismatch
 from everwarm.llama import abi
@@ -156,3 +157,16 @@ def _check_defaults(params: ctypes.Structure, expected: Mapping[str, object], pa
             raise LibraryMismatch(
                 f"{path.name} is not libllama {abi.BUILD} (its default {field} is {found}, expected {value}): {ADVICE}"
             )
+
+
+class Closing:
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -15,8 +15,7 @@ from pathlib import Path
 from everwarm.config import ModelOptions
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
-from everwarm.llama.closing import Closing
-from everwarm.llama.lib import Lib, lib
+from everwarm.llama.lib import Closing, Lib, lib
 from everwarm.llama.rope import rope_limit_of
 from everwarm.llama.system.file_digest import file_digest, file_identity, parts_of
 from everwarm.llama.system.file_watch import FileWatch

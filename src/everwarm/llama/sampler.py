@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from everwarm.config import Sampling
 from everwarm.errors import BadRequest, DecodeFailed
 from everwarm.llama import abi
-from everwarm.llama.closing import Closing
 from everwarm.llama.constraints.matcher import Matcher
 from everwarm.llama.context import Context, Logits
+from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])

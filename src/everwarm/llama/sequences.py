@@ -9,7 +9,7 @@ from __future__ import annotations
 from everwarm.config import ContextOptions
 from everwarm.errors import TrimRefused
 from everwarm.llama.cells import Cells
-from everwarm.llama.closing import Closing
+from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
 from everwarm.llama.opening import open_context
 from everwarm.types import START, Mark, SeqId

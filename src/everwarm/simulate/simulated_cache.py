@@ -18,8 +18,7 @@ from everwarm.simulate.trace import Turn
 from everwarm.state import policy as state_policy
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.policy import CutKind, Kept, Seat
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Checkpoint, Match, Node, Tree
+from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree
 from everwarm.types import Blob
 
 LOW_WATER = 0.97

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from everwarm.state.policy import PROTECTED_S, CutKind, Entry
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, Segment
 
 
 @dataclass(frozen=True, slots=True)

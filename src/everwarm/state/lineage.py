@@ -1,4 +1,9 @@
-"""Names for lineages: a digest of everything from the root to a point, the same in every process. Pure."""
+"""Names for lineages: a digest of everything from the root to a point, the same in every process. Pure.
+
+A history is how a sequence came about: the sizes of the chunks it was decoded in, run-length coded. Bits depend on
+it, so it is kept with everything that is kept: a cold replay needs it, and a state belongs exactly only to KV of the
+same history. A chunk of size 0 says that a window was seated anew there.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +35,76 @@ def keys(root: str, prompt: Prompt, ends: Iterable[int]) -> dict[int, str]:
         if end in wanted:
             found[end] = hasher.hexdigest()
     return found
+
+
+Chunks = tuple[tuple[int, int], ...]  # (items per decode, how many times), from the beginning
+
+SEATED = 0
+
+
+def record(chunks: list[tuple[int, int]], size: int) -> None:
+    """One more chunk; a whole reply stays one entry."""
+    if chunks and chunks[-1][0] == size:
+        chunks[-1] = (size, chunks[-1][1] + 1)
+    else:
+        chunks.append((size, 1))
+
+
+def n_items_of(chunks: Chunks) -> int:
+    return sum(size * times for size, times in chunks)
+
+
+def history_over(chunks: Chunks | list[tuple[int, int]], n_items: int) -> Chunks | None:
+    """The part that leads to ``n_items``, with the whole of the chunk it lies in; None beyond the end.
+
+    Two intervals of one reading agree in this wherever they were cut: KV from the middle of a chunk belongs exactly to a
+    state only if that came from the same whole chunk.
+    """
+    kept: list[tuple[int, int]] = []
+    left = n_items
+    for size, times in chunks:
+        if size == SEATED:
+            if left < 0:
+                break
+            kept.append((size, times))
+        elif left <= 0:
+            break
+        else:
+            n = min(times, -(-left // size))
+            kept.append((size, n))
+            left -= n * size
+    return tuple(kept) if left <= 0 else None
+
+
+def is_begun_by(chunks: Chunks, first: Chunks | list[tuple[int, int]]) -> bool:
+    """Whether a reading in ``chunks`` began in just these ones. Seating a window twice is seating it once."""
+    whole, begun = _seated_once(chunks), _seated_once(first)
+    if not begun:
+        return True
+    if len(begun) > len(whole) or begun[:-1] != whole[: len(begun) - 1]:
+        return False
+    (size, times), (size_then, times_then) = begun[-1], whole[len(begun) - 1]
+    return size == size_then and times <= times_then
+
+
+def chunk_at(chunks: Chunks, n_items: int) -> int | None:
+    """The size of the chunk that begins there; None at the end and inside a chunk."""
+    at = 0
+    for size, times in chunks:
+        if size and at <= n_items < at + size * times:
+            return size if (n_items - at) % size == 0 else None
+        at += size * times
+    return None
+
+
+def is_seated_at(chunks: Chunks, n_items: int) -> bool:
+    at = 0
+    for size, times in chunks:
+        at += size * times
+        if size == SEATED and at == n_items:
+            return True
+    return False
+
+
+def _seated_once(chunks: Chunks | list[tuple[int, int]]) -> Chunks:
+    return tuple((size, 1 if size == SEATED else times) for size, times in chunks)

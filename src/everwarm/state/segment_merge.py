@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 
-from everwarm.state.history import history_over
+from everwarm.state.lineage import history_over
 from everwarm.state.policy import CutKind
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, Segment
 
 MOST = 4096  # tokens of a segment that is made of several
 LIKE, FEW = (

@@ -23,11 +23,10 @@ from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
 from everwarm.state import policy, segment_merge
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.history import SEATED, Chunks, history_over, record
+from everwarm.state.lineage import SEATED, Chunks, history_over, record
 from everwarm.state.params import Spacing
 from everwarm.state.policy import CutKind
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")

@@ -14,9 +14,9 @@ from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
-from everwarm.state.history import history_over
-from everwarm.state.segment import Segment
+from everwarm.state.lineage import history_over
 from everwarm.state.segment_merge import Stretch, to_join
+from everwarm.state.tree import Segment
 
 log = logging.getLogger("everwarm.engine")
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from everwarm.state.history import Chunks, history_over
+from everwarm.state.lineage import Chunks, history_over
 from everwarm.state.policy import GUARD
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, Segment
 
 
 class _Stretch(Protocol):

@@ -20,9 +20,8 @@ from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.history import history_over, n_items_of
-from everwarm.state.segment import Segment
-from everwarm.state.tree import Match, Node
+from everwarm.state.lineage import history_over, n_items_of
+from everwarm.state.tree import Match, Node, Segment
 from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")

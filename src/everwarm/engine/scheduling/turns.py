@@ -2,12 +2,24 @@
 
 What is suspended at the end of a turn comes back bit for bit, so turns change when a reply comes and never what it says.
 Pure: knows no slots and no clock.
+
+A deterministic request is suspended only where an uninterrupted run would seat its window anew, too, and it goes on
+with the chunks it had: from its own state, or, if that was lost, by reading everything again in the same chunks. Bits
+depend on both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everwarm.engine.request import Request
+from everwarm.engine.slots import Slot
+from everwarm.state.lineage import SEATED, is_begun_by, is_seated_at, n_items_of
+
+if TYPE_CHECKING:
+    from everwarm.engine.core import Core
 
 TURN_S = 3.0  # how long one side runs on while the other waits
 
@@ -42,3 +54,30 @@ class Turns:
 def next_side(was_alone: bool, waiting: Sequence[bool]) -> bool:
     """Whose turn it is when nobody runs: the other side's if it waits, so that a stream of either keeps nobody out."""
     return (not was_alone) if (not was_alone) in waiting else was_alone
+
+
+SEAT_EVERY = 256  # tokens of a reply
+
+
+def can_pause(core: Core, slot: Slot) -> bool:
+    """Whether a running request can be suspended here. One that is not deterministic can be anywhere."""
+    request = slot.request
+    if request is None or not request.ask.deterministic or not core.context.kind.has_window:
+        return True
+    return bool(slot.chunks) and slot.chunks[-1][0] == SEATED
+
+
+def seats_window(core: Core, slot: Slot, request: Request) -> bool:
+    """Whether the window is seated anew after what was just decoded: at fixed places of a reply, or where it was."""
+    if not core.context.kind.has_window:
+        return False
+    if slot.n_fed <= n_items_of(request.chunks):
+        return is_seated_at(request.chunks, slot.n_fed)
+    return slot.n_fed > request.n_prompt and (slot.n_fed - request.n_prompt) % SEAT_EVERY == 0
+
+
+def is_as_before(core: Core, slot: Slot, request: Request) -> bool:
+    """Whether what a request was brought back to is the beginning of what it had decoded itself, to the bit."""
+    if not request.chunks or not slot.n_fed:
+        return True
+    return core.context.is_clean(slot.seq) and is_begun_by(request.chunks, slot.chunks)

@@ -31,8 +31,7 @@ from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
 from everwarm.state.remote.remote_tier import Remote
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.folder_meta import folder_name
-from everwarm.state.store.foreign import NOWHERE, look_elsewhere
+from everwarm.state.store.folder_meta import NOWHERE, folder_name, look_elsewhere
 from everwarm.state.store.object import are_sound, name_of
 from everwarm.state.tree import Node
 from everwarm.types import Blob

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 from typing import Protocol
 
 from everwarm.engine.cache.checkpointing import Keeper
@@ -21,18 +22,18 @@ from everwarm.engine.cache.provenance import Stretch, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
 from everwarm.engine.tiers.disk_writer import Archive
 from everwarm.engine.tiers.ram import Ram
-from everwarm.engine.tiers.remote_fetch import Afar
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import GUARD, CutKind
+from everwarm.state.remote.pointer import Signpost
 from everwarm.state.remote.remote_tier import Remote
-from everwarm.state.segment import Piece, Segment
 from everwarm.state.segment_merge import fetched
+from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import Kept
 from everwarm.state.store.object import Damaged, Header, Reader, size_of
-from everwarm.state.tree import Checkpoint, Match
+from everwarm.state.tree import Checkpoint, Match, Piece, Segment
 
 log = logging.getLogger("everwarm.archive")
 
@@ -339,3 +340,32 @@ class Fetcher:
         if int(prompt.common_prefix(prompt.followed_by(start, stored))) < stop:
             raise Damaged("its items are others than its name says")
         return head
+
+
+_FIRST_GUESS = 1 << 20  # of the size of what no signpost names
+
+
+class Afar:
+    def __init__(self, remote: Remote, post: Signpost, n_kv: int, patience_s: float, disk: Disk | None) -> None:
+        self._remote = remote
+        self._disk = disk
+        self._patience_s = patience_s
+        self._here = frozenset() if disk is None else disk.names()
+        sizes = {post.name: post.size} | {need.name: need.size for need in post.needs if need.reach > n_kv}
+        self._downloads = {
+            name: remote.download(name, size, patience_s) for name, size in sizes.items() if name not in self._here
+        }
+
+    def __enter__(self) -> Afar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Nobody waits for the rest."""
+        for download in self._downloads.values():
+            download.cancel()
+
+    def reading(self, name: str) -> AbstractContextManager[Reader]:
+        if self._disk is not None and name in self._here:
+            return self._disk.reading(name)
+        download = self._downloads.pop(name, None) or self._remote.download(name, _FIRST_GUESS, self._patience_s)
+        return self._remote.reading(name, download)

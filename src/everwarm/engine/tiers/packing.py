@@ -10,11 +10,9 @@ import numpy as np
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.provenance import cover
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.history import history_over
-from everwarm.state.lineage import keys, root_key
-from everwarm.state.segment import Piece, Segment
+from everwarm.state.lineage import history_over, keys, root_key
 from everwarm.state.store.object import Cut, Header, Part, file_size, name_of
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, Piece, Segment
 from everwarm.types import Blob
 
 Segments = list[tuple[Segment, int]]  # each with up to which item it is used

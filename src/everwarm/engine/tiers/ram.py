@@ -29,14 +29,11 @@ from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.history import Chunks
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.lineage import Chunks, keys, root_key
 from everwarm.state.namespace import is_unverified
-from everwarm.state.node_index import pin, unpin
 from everwarm.state.policy import CutKind, victims
-from everwarm.state.segment import Piece, Segment
 from everwarm.state.store.arena import Arena, Found
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Node, Piece, Segment, Tree, pin, unpin
 from everwarm.types import Blob, Mark, Position, TokenCount
 
 log = logging.getLogger("everwarm.ram")

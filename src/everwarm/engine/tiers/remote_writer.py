@@ -14,8 +14,7 @@ from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.mac import SEAL_BYTES
-from everwarm.state.remote.pointer import Need, Signpost, grid_points, names_at
+from everwarm.state.remote.pointer import SEAL_BYTES, Need, Signpost, grid_points, names_at
 from everwarm.state.remote.remote_tier import Parcel, Remote
 from everwarm.state.store.object import Header, Part, file_size
 from everwarm.state.tree import Node

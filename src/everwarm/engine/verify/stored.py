@@ -10,7 +10,7 @@ import numpy as np
 from everwarm.config import MAX_BATCH, MAX_CTX
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Codes
-from everwarm.state.history import SEATED, Chunks, history_over, n_items_of
+from everwarm.state.lineage import SEATED, Chunks, history_over, n_items_of
 from everwarm.state.store.object import Damaged, Header, Reader
 from everwarm.state.tools.inventory import Lineage, Object, open_object
 from everwarm.types import Blob

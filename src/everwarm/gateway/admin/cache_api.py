@@ -28,8 +28,7 @@ from everwarm.gateway.service import Service
 from everwarm.router.pool import Standing
 from everwarm.router.supervise.supervisor import State, Supervisor
 from everwarm.state.namespace import SHORT_NAMESPACE
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 MAX_PAGE = 1000
 _NUMBER = re.compile(r"-?[0-9]{1,16}")  # exact in JavaScript; of what is only on disk it is negative

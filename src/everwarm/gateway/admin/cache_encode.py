@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from everwarm.engine.process import messages as m
 from everwarm.gateway.admin.request_log import Recent, Row, Totals
 from everwarm.gateway.openai import encode
 from everwarm.router.pool import Standing
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 
 def request(row: Row, *, with_words: bool) -> Json:

@@ -19,13 +19,13 @@ from everwarm.gateway.access.auth import Sight
 from everwarm.gateway.admin import cache_encode
 from everwarm.gateway.admin.request_log import Recent, Row
 from everwarm.router.pool import Pool
+from everwarm.types import Json
 
 LOOK_S = 0.5
 LOOKS_PER_STATS = 4
 MOST_WATCHERS, MOST_OF_ONE = 32, 8  # in all, and of one user
 MOST_UNREAD = 256
 
-Json = dict[str, Any]
 Overview = Callable[[str], Awaitable[Json]]  # what GET /cache says of a model
 
 _encode = msgspec.json.Encoder().encode

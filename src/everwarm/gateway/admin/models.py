@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,8 +15,7 @@ from everwarm.gateway.openai.schema import ModelBody
 from everwarm.gateway.service import Service
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Standing
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 _SHOWN = {  # llama-server's words
     Phase.ASLEEP: "unloaded",

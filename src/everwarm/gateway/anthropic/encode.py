@@ -12,8 +12,7 @@ from everwarm.errors import EverwarmError, PromptTooLong, Refused
 from everwarm.gateway.parsing.output_parser import Event
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded, settled
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 SIGNATURE = "everwarm"  # thinking comes back with it; nobody checks it
 PING: Json = {"type": "ping"}

@@ -36,8 +36,7 @@ from everwarm.gateway.anthropic.schema import (
     blocks_of,
 )
 from everwarm.gateway.openai.schema import ChatBody
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 REMINDER = "<system-reminder>"
 HARMLESS_TOOLS = "tool_search_tool_"  # they find tools that were held back; here none are

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Json = dict[str, Any]
+from everwarm.types import Json
 
 SYSTEM_ROLES = ("system", "developer")
 

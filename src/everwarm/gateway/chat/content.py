@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everwarm.gateway.http.json_cost import check_weight
+from everwarm.gateway.http.request_body import check_weight
 
 Message = Mapping[str, Any]
 

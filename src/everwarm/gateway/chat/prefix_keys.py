@@ -15,13 +15,13 @@ import msgspec
 from blake3 import blake3
 
 from everwarm.gateway.chat.canonicalize import canonical
+from everwarm.types import Json
 
 MAX_BOUNDARIES = 256  # of one request; in a longer one those in the middle are passed over
 BLOCK_CHARACTERS = 1024  # a prompt without messages is cut into such pieces
 BLOCK_TOKENS = 256
 MARKS = ("cache_control", "prompt_cache_breakpoint")  # where a client hopes for a cache; they move from turn to turn
 
-Json = dict[str, Any]
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 

@@ -21,8 +21,7 @@ from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.model_syntax import Notation
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.parsing.tool_reader import Kind
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from typing import Any
 
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 _PROBE = "c51e7d"
 _INSTRUCTING = ("system", "developer")

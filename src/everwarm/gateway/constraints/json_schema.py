@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from everwarm.errors import BadRequest
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 MAX_DEPTH = 96  # of JSON; llguidance reads 128
 _OBJECTS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")

@@ -15,8 +15,7 @@ from everwarm.gateway.parsing.model_syntax import Notation
 from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import name_and_schema
 
-Json = Mapping[str, Any]
-Tools = Sequence[Json]
+Tools = Sequence[Mapping[str, Any]]
 
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 
@@ -80,7 +79,7 @@ def _grammar(text: str) -> Form:
     raise BadRequest("grammar is neither GBNF (with a rule `root ::= …`) nor Lark (with a rule `start: …`)")
 
 
-def _response_format(said: Json) -> Form | None:
+def _response_format(said: Mapping[str, Any]) -> Form | None:
     match said.get("type"):
         case "text":
             return None
@@ -105,7 +104,7 @@ def _calls(body: ChatBody, notation: Notation, tools: Tools) -> CallRules:
     return call_rules(format, notation.template, tools, many=body.parallel_tool_calls is not False)
 
 
-def forced_tools(choice: str | Json | None, tools: Tools | None) -> Tools | None:
+def forced_tools(choice: str | Mapping[str, Any] | None, tools: Tools | None) -> Tools | None:
     """The tools of which one must be called; None where the model is free."""
     if choice is None or choice in ("auto", "none"):
         return None
@@ -129,12 +128,12 @@ def forced_tools(choice: str | Json | None, tools: Tools | None) -> Tools | None
             raise BadRequest(f"tool_choice is of type {str(other)[:40]!r}; give function or allowed_tools")
 
 
-def _by_name(tools: Tools) -> Mapping[str, Json]:
+def _by_name(tools: Tools) -> Mapping[str, Mapping[str, Any]]:
     """The first tool of each name."""
     return {name_and_schema(tool)[0]: tool for tool in reversed(tools)}
 
 
-def _named(choice: Json, tools: Mapping[str, Json]) -> Json:
+def _named(choice: Mapping[str, Any], tools: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     inner = choice.get("function")
     name = (inner if isinstance(inner, Mapping) else choice).get("name")
     if isinstance(name, str) and name in tools:

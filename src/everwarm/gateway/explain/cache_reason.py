@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from everwarm.engine.inspect.read_reason import Reason
 from everwarm.engine.process import messages as m
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 
 def cache(done: m.Done) -> Json:

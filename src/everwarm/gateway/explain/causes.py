@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-Json = dict[str, Any]
+from everwarm.types import Json
 
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec"
 _TIME = re.compile(

@@ -22,8 +22,7 @@ from everwarm.gateway.explain.prompt_diff import Difference, Model, Side, compar
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 MAX_FILE_BYTES = 32 << 20
 _PICTURES = ("image_url", "input_image")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -12,8 +11,8 @@ from everwarm.engine.process import messages as m
 from everwarm.gateway.chat.stream import Ended, Heard
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
+from everwarm.types import Json
 
-Json = dict[str, Any]
 Speech = Callable[..., Json]  # text, thinking and calls as fields of a line
 
 _encode = msgspec.json.Encoder().encode

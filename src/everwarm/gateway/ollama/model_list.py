@@ -24,8 +24,7 @@ from everwarm.router.catalog.gguf_names import quant_of, tagged
 from everwarm.router.catalog.scan import ModelFile, one_file
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Standing
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 DIALECT = "0.12.0"  # of Ollama, as its clients ask before they use what is new
 _STAYS = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,10 +27,10 @@ from everwarm.gateway.openai.encode import finish_reason
 from everwarm.gateway.openai.schema import CompletionBody
 from everwarm.gateway.parsing.reasoning import Text
 from everwarm.gateway.service import Service
+from everwarm.types import Json
 
 log = logging.getLogger("everwarm.gateway")
 
-Json = dict[str, Any]
 
 MEDIA_TYPE = "application/x-ndjson"
 

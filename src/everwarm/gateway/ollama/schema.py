@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from everwarm.errors import BadRequest
 from everwarm.gateway.openai.schema import MAX_MESSAGES, ChatBody, CompletionBody, Name
+from everwarm.types import Json
 
-Json = dict[str, Any]
 Think = bool | Literal["low", "medium", "high", "max"] | None
 
 MAX_PICTURES = 1024

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from everwarm.engine.process import messages as m
 from everwarm.gateway.chat.generate import Choice
 from everwarm.gateway.explain import cache_reason
 from everwarm.gateway.parsing.output_parser import ReplyReader
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 _LOWEST = -3.4e38  # JSON knows no infinity
 

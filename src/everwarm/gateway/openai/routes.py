@@ -20,8 +20,8 @@ from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import ReplyReader
 from everwarm.gateway.service import Asked, Service
 from everwarm.router.pool import Served
+from everwarm.types import Json
 
-Json = dict[str, Any]
 Submits = Callable[[Served], Coroutine[Any, Any, Asked]]
 
 

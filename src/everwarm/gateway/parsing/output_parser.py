@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from everwarm.gateway.parsing.model_syntax import Notation
 from everwarm.gateway.parsing.reasoning import Reasoning, ReasoningParser, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded, ToolParser, settled
 from everwarm.gateway.parsing.tool_reader import Kind
+from everwarm.types import Json
 
-Json = dict[str, Any]
 Event = Reasoning | Text | CallBegun | CallArguments | CallEnded
 
 

@@ -15,8 +15,7 @@ from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
 from everwarm.gateway.responses.schema import ResponsesBody, sealed
 from everwarm.gateway.responses.tools import Offered, Origin, custom_text
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 
 def skeleton(body: ResponsesBody, id: str, model: str, created_at: int, tools: Offered) -> Json:

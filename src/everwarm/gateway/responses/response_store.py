@@ -17,17 +17,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.state.store.disk import make_folder
 from everwarm.state.store.files import Files
+from everwarm.types import Json
 
 log = logging.getLogger("everwarm.responses")
 
-Json = dict[str, Any]
 
 FILE = "responses.sqlite"
 MAX_LINKS = 10_000  # of one conversation

@@ -24,8 +24,7 @@ from everwarm.gateway.responses.encode import Teller, skeleton
 from everwarm.gateway.responses.response_store import Kept, KeptResponses, LinkMissing
 from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items
 from everwarm.gateway.service import Service
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 MAX_LISTED = 100
 MAX_REFERRED = 32

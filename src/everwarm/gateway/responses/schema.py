@@ -18,8 +18,7 @@ from msgspec import Meta
 from everwarm.errors import BadRequest
 from everwarm.gateway.openai.schema import MAX_MESSAGES, Body, ChatBody, Count
 from everwarm.gateway.responses.tools import Offered, choice, custom_arguments, function_name, offered
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 MAX_METADATA = 16
 ENCRYPTED = "reasoning.encrypted_content"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from everwarm.errors import BadRequest
-
-Json = dict[str, Any]
+from everwarm.types import Json
 
 MAX_TOOLS = 1024
 INPUT = "input"

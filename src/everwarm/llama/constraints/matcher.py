@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from everwarm.config import Form
 from everwarm.errors import BadRequest, FormFailed
 from everwarm.llama import abi
-from everwarm.llama.closing import Closing
 from everwarm.llama.constraints.grammar import Words
 from everwarm.llama.constraints.trial import LIMITS, STACK_BYTES, Trial
+from everwarm.llama.lib import Closing
 from everwarm.llama.vocab import Vocab
 from everwarm.lru import NamespacedLru
 

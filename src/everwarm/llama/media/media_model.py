@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from everwarm.errors import BadRequest, ModelError, ModelFileError, WeightsTouched
 from everwarm.llama import abi
-from everwarm.llama.closing import Closing
-from everwarm.llama.lib import Lib
-from everwarm.llama.media import mtmd_abi, projector_rules
+from everwarm.llama.lib import Closing, Lib
+from everwarm.llama.media import mtmd_abi, projector_file
 from everwarm.llama.media.projector_file import Projector
 from everwarm.llama.model import Model
 from everwarm.llama.system.file_watch import FileWatch
@@ -81,7 +80,7 @@ class MediaModel(Closing):
         self._ptr: int | None = None
         try:
             file = Projector(path, self._size_of)
-            projector_rules.check(file)
+            projector_file.check(file)
             self._ptr = self._open(n_threads, use_gpu)
             self._read_facts(file.style)
             self.files.require_same_names()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from everwarm.errors import ModelChanged, ModelFileError
-from everwarm.llama.closing import Closing
+from everwarm.llama.lib import Closing
 from everwarm.llama.system.file_digest import (
     identity_text,
     open_file_digest,

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,13 +31,21 @@ import msgspec
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, ModelFileError, PixelsMissing, Refused
+from everwarm.lru import NamespacedLru
 from everwarm.memory_limits import address_space_limit, cgroup_limits, n_oom_kills
 from everwarm.router.catalog.gguf_header import read_header
 from everwarm.router.catalog.memory_estimate import loaded_bytes
 from everwarm.router.supervise.engine_stderr import Stderr
-from everwarm.router.supervise.heartbeat import TICK_S, Silence
-from everwarm.router.supervise.known_images import Seen
-from everwarm.router.supervise.restart_policy import Cause, Deaths, Ending, Patience, cause_of, explained
+from everwarm.router.supervise.restart_policy import (
+    TICK_S,
+    Cause,
+    Deaths,
+    Ending,
+    Patience,
+    Silence,
+    cause_of,
+    explained,
+)
 from everwarm.state.store.arena import budget_in, memory_file
 
 log = logging.getLogger("everwarm.router")
@@ -536,3 +544,19 @@ def failure(message: m.Failed) -> Refused:
     """An engine's refusal as an error to raise."""
     about = (message.n_prompt, message.n_context, message.retry_after_s)
     return Refused(message.status, message.code, message.message, *about)
+
+
+MAX_SEEN = 4096
+
+
+class Seen:
+    def __init__(self) -> None:
+        self._digests: NamespacedLru[bool] = NamespacedLru(MAX_SEEN)
+
+    def knows(self, namespace: str, pictures: Sequence[m.Picture]) -> bool:
+        """Whether it has seen all of them, in this namespace: what it knows of others it will not use."""
+        return all(self._digests.get(namespace, picture.digest) for picture in pictures)
+
+    def add(self, namespace: str, pictures: Sequence[m.Picture]) -> None:
+        for picture in pictures:
+            self._digests.put(namespace, picture.digest, True, 1)

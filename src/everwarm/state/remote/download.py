@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 
 import numpy as np
 
-from everwarm.state.remote.mac import SEAL_BYTES, Seal
+from everwarm.state.remote.pointer import SEAL_BYTES, Seal
 from everwarm.state.store.object import Damaged, Reader
 
 PIECE = 8 << 20

@@ -5,15 +5,22 @@
 
 A signpost says which state it is and which KV makes that whole, so that everything can be fetched at once. Names hold the
 fingerprint and the namespace (see ``lineage.root_key``): nobody meets another's.
+
+A pointer and an object are authenticated with a keyed BLAKE3 over the object's name, its model's fingerprint, its
+size and its head. The head holds the BLAKE3 of every section and all other bytes must be zero, so it covers every
+byte without a second pass over them. Without the key no other writer can make one, move one to another name, or pass
+it off as another model's.
 """
 
 from __future__ import annotations
 
+import hmac
+import struct
 from collections.abc import Iterable, Mapping
 
+import blake3
 import msgspec
 
-from everwarm.state.remote.mac import SEAL_BYTES, Seal
 from everwarm.state.store.object import SUFFIX, Damaged
 from everwarm.state.tools.inventory import OBJECT_NAME
 
@@ -99,3 +106,32 @@ def probes(ends: Iterable[int], least: int, most: int) -> tuple[list[int], list[
     tops = ((grid, most // grid * grid) for grid in GRIDS)
     cells = ((grid, top - i * grid) for grid, top in tops for i in range(N_PER_GRID))
     return [], [(grid, at) for grid, at in cells if at >= 0 and at + grid > least + 1]
+
+
+SEAL_BYTES = 32
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Seal:
+    def __init__(self, key: bytes, fingerprint: str) -> None:
+        """``key`` is used as it is; what is made of it for one purpose says nothing about another."""
+        self._key = _derived(key, "everwarm remote objects 1: seal")
+        self._fingerprint = fingerprint.encode()
+        self.key_id = _derived(key, "everwarm remote objects 1: name of the key").hex()[:16]
+
+    def of(self, name: str, size: int, head: bytes | memoryview) -> bytes:
+        """For an object of ``size`` bytes, of which ``head`` says what all others are."""
+        hasher = blake3.blake3(key=self._key)
+        for part in (name.encode(), self._fingerprint):
+            hasher.update(_LENGTH.pack(len(part)) + part)
+        hasher.update(_LENGTH.pack(size))
+        hasher.update(head)
+        return bytes(hasher.digest())
+
+    def is_right(self, seal: bytes, name: str, size: int, head: bytes | memoryview) -> bool:
+        return hmac.compare_digest(seal, self.of(name, size, head))
+
+
+def _derived(key: bytes, purpose: str) -> bytes:
+    return bytes(blake3.blake3(key, derive_key_context=purpose).digest())

@@ -28,8 +28,7 @@ from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket, StoreFault
 from everwarm.state.remote.circuit_breaker import Breaker
 from everwarm.state.remote.download import Download
-from everwarm.state.remote.mac import Seal
-from everwarm.state.remote.pointer import MAX_OBJECT, MAX_SIGNPOST, Signpost, probes, sealed, unsealed
+from everwarm.state.remote.pointer import MAX_OBJECT, MAX_SIGNPOST, Seal, Signpost, probes, sealed, unsealed
 from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, Header, Part, Reader, are_sound, encode, name_of
 from everwarm.types import Blob

@@ -2,20 +2,26 @@
 
 For people and for the tools that look at a folder; an engine needs none of it but the speed. A file that cannot be
 understood is as good as none.
+
+The folders of other models, builds and KV types are looked at once, when a directory is opened: their prompts cannot
+be used, but a request can be told of them. Only names are compared, and a name holds the namespace. Every failure
+means: nothing known.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.errors import EverwarmError
-from everwarm.state.lineage import root_key
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.lineage import keys, root_key
 from everwarm.state.store.files import Files
+from everwarm.state.store.index import INDEX, peek_states
 from everwarm.state.store.object import MAJOR
 
 ABOUT = "about.json"
@@ -82,3 +88,40 @@ def read_about(folder: Path) -> FolderAbout | None:
 
 def write_about(folder: Path, about: FolderAbout, files: Files | None = None) -> None:
     (files or Files()).write(folder / ABOUT, [encode_about(about)])
+
+
+MAX_FOLDERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Names of states by fingerprint, each with its length in items."""
+
+    states: dict[str, dict[str, int]]
+
+    def n_known(self, namespace: str, prompt: Prompt) -> int:
+        """How many of a prompt's first items somebody has kept for another fingerprint."""
+        return max((self._n_known(fingerprint, namespace, prompt) for fingerprint in self.states), default=0)
+
+    def _n_known(self, fingerprint: str, namespace: str, prompt: Prompt) -> int:
+        kept = self.states[fingerprint]
+        named = keys(root_key(fingerprint, namespace), prompt, {n for n in kept.values() if 0 < n <= len(prompt)})
+        return max((n for n, key in named.items() if kept.get(key) == n), default=0)
+
+
+NOWHERE = Elsewhere({})
+
+
+def look_elsewhere(directory: Path, fingerprint: str) -> Elsewhere:
+    """The folders beside this fingerprint's own, the latest ones."""
+    try:
+        folders = [path for path in directory.iterdir() if path.name != folder_name(fingerprint) and path.is_dir()]
+        folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return NOWHERE
+    found = {}
+    for folder in folders[:MAX_FOLDERS]:
+        about = read_about(folder)
+        if about is not None:
+            found[about.fingerprint] = peek_states(folder / INDEX)
+    return Elsewhere({other: states for other, states in found.items() if states})
