@@ -41,7 +41,7 @@ def wires() -> list[Wire]:
         assert isinstance(route, Route)
         for method in sorted((route.methods or set()) - ({"HEAD"} if "GET" in (route.methods or ()) else set())):
             handler = route.endpoint
-            module = handler.__module__.rpartition(".")[2]
+            module = handler.__module__.removeprefix("everwarm.gateway.")
             role, bodies = role_of(method, route.path).name.lower(), tuple(_bodies(handler))
             found.append(Wire(method, _path(route.path), module, handler.__name__, bodies, role))
     return found
@@ -56,7 +56,7 @@ def _bodies(handler: Any) -> Iterable[type[msgspec.Struct]]:
     known = handler.__func__.__globals__
     for name in dict.fromkeys(re.findall(r"\b[A-Z]\w+\b", inspect.getsource(handler))):
         kind = known.get(name)
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__.endswith("body"):
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__.endswith("schema"):
             yield kind
 
 
@@ -87,15 +87,20 @@ def page() -> str:
 
 
 def _dialect(module: str) -> str:
-    for name, said in (
-        ("Responses", "responses"),
-        ("Ollama", "ollama"),
-        ("Anthropic", "anthropic"),
-        ("OpenAI", "openai"),
-    ):
-        if module.startswith(said):
-            return {"Responses": "OpenAI responses"}.get(name, name)
-    return {"llamaserver": "llama-server", "models": "Models", "cache": "Cache", "status": "Status"}.get(module, module)
+    return _SECTIONS.get(module) or _SECTIONS.get(module.partition(".")[0], module)
+
+
+_SECTIONS = {
+    "openai": "OpenAI",
+    "responses": "OpenAI responses",
+    "anthropic": "Anthropic",
+    "ollama": "Ollama",
+    "llamaserver": "llama-server",
+    "admin.models": "Models",
+    "admin.cache_api": "Cache",
+    "admin.status": "Status",
+    "admin.web_ui": "home",
+}
 
 
 def _row(wire: Wire, wired: list[Wire]) -> list[str]:
