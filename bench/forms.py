@@ -18,11 +18,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from bench.measure import EMBEDDED, median_s, table
 from bench.peer import PeerOptions, llama_server
 from bench.server import Server, everwarm, post
-from everwarm.config import Form
+from everwarm.config import Constraint
 from everwarm.gateway.constraints.json_schema import answer_schema
-from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from everwarm.llama.constraints.grammar import Words, grammar_of
 from everwarm.llama.constraints.matcher import Matcher
 from everwarm.llama.constraints.trial import LIMITS
@@ -111,12 +111,12 @@ def _costs(n_tokens: int) -> Iterator[tuple[str, ...]]:
         yield f"{n_tokens}", name, *shown
 
 
-def _forms() -> Iterator[tuple[str, Form, str]]:
+def _forms() -> Iterator[tuple[str, Constraint, str]]:
     line = {"sku": "plum", "n": 12, "price": 3.25}
     order = {"id": 417, "customer": {"name": "Ada the third of her name", "vip": True}, "lines": [line] * 40}
-    yield "nested schema", Form("json_schema", answer_schema(ORDER, strict=True)), json.dumps(order)
+    yield "nested schema", Constraint("json_schema", answer_schema(ORDER, strict=True)), json.dumps(order)
     body = ChatBody(messages=[{"role": "user", "content": "x"}], tools=TOOLS, tool_choice="required")
-    form = chat_form(body, Notation("<tool_call>"), "")
+    form = chat_constraint(body, ModelSyntax("<tool_call>"), "")
     assert form is not None
     call = json.dumps({"name": "order_5", "arguments": order})
     yield "call of one of 8 tools", form, f"<tool_call>\n{call}\n</tool_call>"

@@ -15,7 +15,7 @@ from bench.measure import EMBEDDED, median_s, table
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import Lookup, summary, turn_page
+from everwarm.engine.inspect.cache_view import CacheView, summary, turn_page
 from everwarm.engine.loop import Loop, start
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, Event, Finished
@@ -45,7 +45,7 @@ def run() -> None:
     quiet, watched = [], []
     for _ in range(3):
         quiet.append(_speed(loop, replies, done, None))
-        watched.append(_speed(loop, replies, done, Lookup(core)))
+        watched.append(_speed(loop, replies, done, CacheView(core)))
     loop.stop()
     running.thread.join()
     core.close()
@@ -78,7 +78,7 @@ def _show_pages(core: Core) -> None:
         began = time.perf_counter()
         page = turn_page(core, m.AskTree(1, 1000, after, words_of=""), int)
         turned = time.perf_counter()
-        seen = Lookup(core).finish(page)
+        seen = CacheView(core).finish(page)
         aside.append(time.perf_counter() - turned)
         on_loop.append(turned - began)
         assert len(seen.nodes) == len(page.rows)
@@ -93,7 +93,7 @@ def _show_pages(core: Core) -> None:
     table(f"Looking into a tree of {len(core.tree.census.by_id):,} nodes", ("", "time"), rows)
 
 
-def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, lookup: Lookup | None) -> float:
+def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, lookup: CacheView | None) -> float:
     """Tokens per second of one reply, with somebody turning pages beside it or not."""
     done.clear()
     replies.clear()

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.measure import table
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.index import Kept
+from everwarm.state.store.index import IndexedObject
 
 SIZES = (1_000, 10_000, 100_000)
 N_LENGTHS = 8000
@@ -50,8 +50,8 @@ def _fill(disk: Disk, n: int) -> list[str]:
     rng, names = random.Random(0), []
     for i in range(n):
         key = f"{rng.getrandbits(256):064x}"
-        kv = Kept(f"kv-{key[:16]}.ew", "kv", key, 500 + i % N_LENGTHS, 200_000, (), time.time())
-        state = Kept(
+        kv = IndexedObject(f"kv-{key[:16]}.ew", "kv", key, 500 + i % N_LENGTHS, 200_000, (), time.time())
+        state = IndexedObject(
             f"state-{key[:16]}.ew", "state", key, 500 + i % N_LENGTHS, 100_000, (kv.name,), time.time(), 0, f"s{i % 50}"
         )
         for kept in (kv, state):

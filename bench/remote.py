@@ -24,11 +24,11 @@ from bench.seaweed import BUCKET, environment, seaweed
 from everwarm.config import GREEDY
 from everwarm.engine.engine import Engine
 from everwarm.engine.settings import EngineSettings, RemoteSettings
-from everwarm.engine.tiers.loader import Loaded, Wish
+from everwarm.engine.tiers.loader import LoadedPoint, LoadRequest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.pointer import Signpost
+from everwarm.state.remote.pointer import Pointer
 
 N_LONG, N_READS = 8192, 9
 _MIB = 1 << 20
@@ -87,10 +87,10 @@ def _measure(engine: Engine, url: str, prompt: Prompt, cold_s: float, first_s: f
     post = remote.find(root_key(archive.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)
     assert post is not None
     names = [f"{remote._folder}/{name}" for name in (post.name, *(need.name for need in post.needs))]
-    wish, size = Wish(prompt, "", (len(prompt) - 4,), 0, 0, 0), post.n_bytes(0)
+    wish, size = LoadRequest(prompt, "", (len(prompt) - 4,), 0, 0, 0), post.n_bytes(0)
 
     def restore() -> None:
-        assert isinstance(fetcher._from_afar(remote, wish, fetcher._on_disk(wish), 0), Loaded)
+        assert isinstance(fetcher._from_afar(remote, wish, fetcher._on_disk(wish), 0), LoadedPoint)
 
     ours, raw = [], []
     for _ in range(N_READS):
@@ -104,7 +104,7 @@ def _measure(engine: Engine, url: str, prompt: Prompt, cold_s: float, first_s: f
     print(f"\nFirst token in a new process {1e3 * first_s:.0f} ms, read anew {1e3 * cold_s:.0f} ms.")
 
 
-def _raw_s(bucket: Bucket, names: list[str], post: Signpost) -> float:
+def _raw_s(bucket: Bucket, names: list[str], post: Pointer) -> float:
     """All objects at once, each with one plain request, thrown away."""
     sizes = [post.size, *(need.size for need in post.needs)]
 

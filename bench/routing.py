@@ -15,8 +15,8 @@ from pathlib import Path
 from bench.measure import table
 from bench.workload.crowd import crowd
 from everwarm.gateway.chat.prefix_keys import prefixes_of
-from everwarm.router.replica_score import Holdings, Load, choose
-from everwarm.simulate.fleet import ROUTINGS, Machine, Result, simulate
+from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
+from everwarm.simulate.fleet import ROUTINGS, FleetResult, Machine, simulate
 from everwarm.simulate.plot import Axis, Series, line_chart
 
 SIZES = (2, 4, 8, 16, 32, 64)
@@ -29,7 +29,7 @@ def run() -> None:
     _decision()
 
 
-def _fleets() -> list[Result]:
+def _fleets() -> list[FleetResult]:
     results = []
     for n in SIZES:
         arrivals = crowd(n, seed=0)
@@ -44,11 +44,11 @@ def _fleets() -> list[Result]:
     return results
 
 
-def _renamed(result: Result) -> Result:
-    return Result("warm, 4 ingresses", *(getattr(result, name) for name in Result.__slots__[1:]))
+def _renamed(result: FleetResult) -> FleetResult:
+    return FleetResult("warm, 4 ingresses", *(getattr(result, name) for name in FleetResult.__slots__[1:]))
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: FleetResult) -> tuple[str, ...]:
     shown = (
         f"{100 * result.hit_rate:.1f} %",
         f"{result.imbalance:.2f}",
@@ -62,7 +62,7 @@ def _decision() -> None:
     rng = random.Random(0)
     names, shared = [f"r{i}" for i in range(N_REPLICAS)], [rng.getrandbits(64) for _ in range(N_KEYS // 5)]
     held = {name: shared + [rng.getrandbits(64) for _ in range(N_KEYS - len(shared))] for name in names}
-    holdings, loads = Holdings(), [Load(rng.random(), rng.randrange(8), 8) for _ in names]
+    holdings, loads = Holdings(), [ReplicaLoad(rng.random(), rng.randrange(8), 8) for _ in names]
     for name in names:
         holdings.replace(name, held[name])
     ends = [400 * (i + 1) for i in range(N_BOUNDARIES)]
@@ -93,7 +93,7 @@ def _decision() -> None:
     table("What a decision takes", ("", "time"), rows)
 
 
-def chart(results: list[Result]) -> str:
+def chart(results: list[FleetResult]) -> str:
     names = dict.fromkeys(result.routing for result in results)
     lines = [Series(n, tuple((r.n_replicas, r.p95_s) for r in results if r.routing == n)) for n in names]
     x, y = Axis("replicas", is_log=True), Axis("seconds, p95", is_log=True)

@@ -23,7 +23,7 @@ from bench.server import Server, ask, everwarm, post
 from everwarm.config import GREEDY, default_threads
 from everwarm.engine.engine import Engine
 from everwarm.engine.settings import EngineSettings, StoreSettings
-from everwarm.engine.tiers.loader import Wish
+from everwarm.engine.tiers.loader import LoadRequest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 
@@ -143,7 +143,7 @@ def _measure_reads(engine: Engine, prompt: Prompt) -> None:
     kept = archive.disk.find(root_key(archive.fingerprint, ""), prompt, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
     paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
-    size, wish = sum(path.stat().st_size for path in paths), Wish(prompt, "", (), 0, 0, 0)
+    size, wish = sum(path.stat().st_size for path in paths), LoadRequest(prompt, "", (), 0, 0, 0)
     rows = []
     for title, before in (("cold", lambda: _forget(paths)), ("in the page cache", None)):
         ours, plain = [], []

@@ -17,8 +17,8 @@ from bench.measure import EMBEDDED, table
 from bench.peer import PeerOptions, llama_server
 from everwarm.config import default_threads
 from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.parsing.model_syntax import Notation
-from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
+from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer
@@ -140,8 +140,8 @@ def _reading(source: str) -> tuple[str, str]:
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
 
     def read(_: int) -> None:
-        reader = ReplyReader.of(
-            Notation(source), "<|im_start|>assistant\n<think>\n", kinds_of(TOOLS), with_thinking=True
+        reader = OutputParser.of(
+            ModelSyntax(source), "<|im_start|>assistant\n<think>\n", kinds_of(TOOLS), with_thinking=True
         )
         for piece in pieces:
             reader.read(piece)

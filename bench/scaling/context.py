@@ -19,7 +19,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.object import Header
+from everwarm.state.store.object import ObjectHeader
 from everwarm.state.tree import Checkpoint, Tree
 from everwarm.types import START, Blob, SeqId
 
@@ -116,9 +116,9 @@ def _save_s(prompt: Prompt, turn: Blob, state: Blob) -> float:
             root = root_key(f"{next(number):064x}", "")
             named = keys(root, prompt, (n - N_TURN, n))
             about = {"fingerprint": root, "clean": True, "chunks": ()}
-            kv = Header(kind="kv", start=named[n - N_TURN], key=named[n], n_start=n - N_TURN, n_items=n, **about)
+            kv = ObjectHeader(kind="kv", start=named[n - N_TURN], key=named[n], n_start=n - N_TURN, n_items=n, **about)
             assert disk.put(kv, {"items": items[4 * (n - N_TURN) :], "kv": turn})
-            end = Header(kind="state", start=named[n], key=named[n], n_start=n, n_items=n, **about)
+            end = ObjectHeader(kind="state", start=named[n], key=named[n], n_start=n, n_items=n, **about)
             assert disk.put(end, {"items": items, "state": state})
 
         seconds = median_s(save, REPEATS)  # most of it is waiting for the disk

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from everwarm.prompt.prompt import Codes, MediaItem, Prompt
-from everwarm.simulate.trace import Happening, Turn
+from everwarm.simulate.trace import Happening, TraceTurn
 from everwarm.types import Position, TokenCount
 
 Message = Mapping[str, Any]
@@ -75,10 +75,10 @@ def tokenize(text: str, n_vocab: int) -> Codes:
     return codes
 
 
-def to_turn(step: Step, n_vocab: int = 150_000) -> Turn:
+def to_turn(step: Step, n_vocab: int = 150_000) -> TraceTurn:
     tokens = render(step, n_vocab)
     n, start = len(tokens.prompt), tokens.boundaries[-2] if len(tokens.boundaries) > 1 else 1
-    return Turn(
+    return TraceTurn(
         step.conversation,
         tokens.prompt,
         tokenize(_said(step.reply, with_thinking=True), n_vocab),

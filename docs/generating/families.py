@@ -11,8 +11,8 @@ from typing import Any
 
 from everwarm.engine.memory_plan import MAX_SPARES, SPARE_SHARE
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.catalog.gguf_header import Header
-from everwarm.router.catalog.memory_estimate import Shape, shape_of
+from everwarm.router.catalog.gguf_header import GgufHeader
+from everwarm.router.catalog.memory_estimate import ModelShape, shape_of
 from everwarm.state.params import CheckpointParams
 from generating.markdown import table, written_by
 
@@ -26,9 +26,9 @@ class Known:
     arch: str
     values: Values
 
-    def shape(self, settings: EngineSettings) -> Shape:
+    def shape(self, settings: EngineSettings) -> ModelShape:
         named = {f"{self.arch}.{key}": value for key, value in self.values.items()}
-        return shape_of(Header({"general.architecture": self.arch} | named, {}, 1), 0, settings)
+        return shape_of(GgufHeader({"general.architecture": self.arch} | named, {}, 1), 0, settings)
 
 
 def _attention(heads: int, kv: int | tuple[int, ...], length: int) -> Values:
@@ -94,12 +94,12 @@ HALF = EngineSettings(cache_type_k="q8_0", cache_type_v="q8_0", n_threads=1)
 FULL = EngineSettings(n_threads=1)
 
 
-def every(shape: Shape) -> int:
+def every(shape: ModelShape) -> int:
     kv = shape.kv_bytes_per_token
     return CheckpointParams().fitted(state_bytes=shape.state_bytes, kv_bytes_per_token=kv, window=False).every_n_tokens
 
 
-def conversation_bytes(shape: Shape, n_tokens: int, n_turns: int) -> int:
+def conversation_bytes(shape: ModelShape, n_tokens: int, n_turns: int) -> int:
     """KV once, a state at each of the last checkpoints of a turn: its stable point and its reply's end."""
     return n_tokens * shape.kv_bytes_per_token + min(2 * n_turns, 32) * shape.state_bytes
 

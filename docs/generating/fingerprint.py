@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everwarm.engine import fingerprint
-from everwarm.engine.fingerprint import Row
+from everwarm.engine.fingerprint import ParameterRow
 from generating.markdown import code, table, written_by
 
-SECTIONS: tuple[tuple[str, Mapping[str, Row]], ...] = (
+SECTIONS: tuple[tuple[str, Mapping[str, ParameterRow]], ...] = (
     ("What is no parameter", fingerprint.OTHERS),
     ("How the model is opened (`llama_model_params`)", fingerprint.MODEL_PARAMS),
     ("How a context is opened (`llama_context_params`)", fingerprint.CONTEXT_PARAMS),
@@ -35,5 +35,5 @@ def page() -> str:
     )
 
 
-def _rows(rows: Mapping[str, Row]) -> str:
+def _rows(rows: Mapping[str, ParameterRow]) -> str:
     return table(["name", "decision", "why"], [[code(name), row.decision.value, row.why] for name, row in rows.items()])

@@ -203,7 +203,7 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Constraint:
     """What a reply must look like. In a Lark text the rules ``tag_0``, ``tag_1`` … stand for ``tags``: words that are one
     control token in some vocabularies and plain text in others."""
 

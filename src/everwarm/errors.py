@@ -68,7 +68,7 @@ class FrameTooLarge(BadRequest):
         )
 
 
-class FormFailed(BadRequest):
+class ConstraintFailed(BadRequest):
     pass
 
 

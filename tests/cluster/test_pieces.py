@@ -8,7 +8,7 @@ import pytest
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
 from everwarm.ray.fan_out import labelled
-from everwarm.ray.prefix_set import Held, unpacked
+from everwarm.ray.prefix_set import PrefixSet, unpacked
 from everwarm.ray.scaling import METRIC, ByWaitingTokens, wanted
 from everwarm.ray.settings import read_cluster
 
@@ -83,7 +83,7 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, text: str, compla
 
 
 def test_held_keys_are_bounded_and_the_last_used_stay() -> None:
-    held = Held(4)
+    held = PrefixSet(4)
     held.use([1, 2, 3])
     held.use([1, 2, 4, 5])
     assert unpacked(held.packed()) == (1, 2, 4, 5)
@@ -94,7 +94,7 @@ def test_held_keys_are_bounded_and_the_last_used_stay() -> None:
 
 
 def test_only_what_was_not_read_before_is_new() -> None:
-    held = Held(10)
+    held = PrefixSet(10)
     held.use([1, 2])
     assert held.n_new([1, 2, 3], [10, 20, 35]) == 15
     assert held.n_new([7, 8], [10, 20]) == 20 and held.n_new([], []) == 0

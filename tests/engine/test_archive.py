@@ -18,7 +18,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.tiers import disk_writer as archive_module
 from everwarm.engine.tiers import loader as fetch_module
-from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.state.tree import START
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -354,15 +354,15 @@ def test_random_conversations_with_restarts_are_found_as_far_as_they_were_kept(t
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_turn_that_ends_before_the_disk_has_opened_is_written_all_the_same(tmp_path, monkeypatch, opens):
     """The digest of a large model takes its time; whoever stops right after the first answer loses nothing."""
-    may_open, real = threading.Event(), Archive._open
+    may_open, real = threading.Event(), DiskWriter._open
     monkeypatch.setattr(archive_module, "OPEN_S", 0.01)
     monkeypatch.setattr(core_module, "OPEN_WAIT_S", 5.0 if opens else 0.01)
 
-    def late(self: Archive, fingerprint: str) -> None:
+    def late(self: DiskWriter, fingerprint: str) -> None:
         may_open.wait(20)
         real(self, fingerprint)
 
-    monkeypatch.setattr(Archive, "_open", late)
+    monkeypatch.setattr(DiskWriter, "_open", late)
     store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
     with open_core(store=store) as core:
         run(core, HISTORY, stable=STABLE)

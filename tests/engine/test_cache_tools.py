@@ -29,7 +29,7 @@ from everwarm.engine.verify.verify_states import Finding, Report, check_up
 from everwarm.errors import BadRequest
 from everwarm.llama.batch import Feed
 from everwarm.state.store.folder_meta import read_about, write_about
-from everwarm.state.store.object import Header, Reader, encode, name_of
+from everwarm.state.store.object import ObjectHeader, ObjectReader, encode, name_of
 from everwarm.state.store.slot_file import Claim
 from everwarm.state.tools.inventory import folders, read_folder
 from models import tiny_model
@@ -98,10 +98,10 @@ def one(place: Path, kind: str) -> Path:
     return sorted(place.glob(f"{kind}-*.ew"))[0]
 
 
-def rewrite(path: Path, change: Callable[[Header, dict[str, np.ndarray]], Header | None]) -> Path:
+def rewrite(path: Path, change: Callable[[ObjectHeader, dict[str, np.ndarray]], ObjectHeader | None]) -> Path:
     """An object with something changed and every digest made right again."""
     with path.open("rb") as file:
-        reader = Reader(file.fileno())
+        reader = ObjectReader(file.fileno())
         parts = {section.name: reader.read(section.name).copy() for section in reader.header.sections}
     header = change(reader.header, parts) or reader.header
     path.unlink()
@@ -110,8 +110,8 @@ def rewrite(path: Path, change: Callable[[Header, dict[str, np.ndarray]], Header
     return path
 
 
-def flip(section: str, at: int) -> Callable[[Header, dict[str, np.ndarray]], None]:
-    def change(_: Header, parts: dict[str, np.ndarray]) -> None:
+def flip(section: str, at: int) -> Callable[[ObjectHeader, dict[str, np.ndarray]], None]:
+    def change(_: ObjectHeader, parts: dict[str, np.ndarray]) -> None:
         parts[section][at] ^= 1
 
     return change
@@ -491,7 +491,7 @@ def test_another_machine_goes_on_with_what_was_exported(tmp_path, here, arch):
 
 def _first(path: Path) -> int:
     with path.open("rb") as file:
-        return int(Reader(file.fileno()).read("items").view("<i4")[0])
+        return int(ObjectReader(file.fileno()).read("items").view("<i4")[0])
 
 
 def test_export_asks_for_one_model_and_for_states(tmp_path, here):

@@ -9,7 +9,7 @@ import pytest
 
 from engine.drive import text
 from everwarm.config import GREEDY
-from everwarm.engine.engine import Engine, Stream
+from everwarm.engine.engine import Engine, TokenStream
 from everwarm.engine.request import Finish, Finished, NewToken, Progress, Started
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, PromptTooLong
@@ -25,7 +25,7 @@ def opened(**settings) -> Iterator[Engine]:
         yield engine
 
 
-def ask(engine: Engine, seed: int = 1, n: int = 40, max_tokens: int = 8, **more) -> Stream:
+def ask(engine: Engine, seed: int = 1, n: int = 40, max_tokens: int = 8, **more) -> TokenStream:
     return engine.submit(text(seed, n), GREEDY, max_tokens=max_tokens, ignore_eos=True, **more)
 
 
@@ -164,7 +164,7 @@ def test_closing_while_requests_run_and_wait_stops_every_stream():
     with opened(n_slots=1) as engine:
         streams = [ask(engine, seed, max_tokens=1900) for seed in range(3)]
         next(iter(streams[0]))
-        seen: list[Stream] = []
+        seen: list[TokenStream] = []
         waiting = [threading.Thread(target=stop_is_seen, args=(stream, seen), daemon=True) for stream in streams]
         for thread in waiting:
             thread.start()
@@ -174,7 +174,7 @@ def test_closing_while_requests_run_and_wait_stops_every_stream():
     assert len(seen) == 3
 
 
-def stop_is_seen(stream: Stream, seen: list[Stream]) -> None:
+def stop_is_seen(stream: TokenStream, seen: list[TokenStream]) -> None:
     with pytest.raises(EngineStopped):
         stream.result()
     seen.append(stream)

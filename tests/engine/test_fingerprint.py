@@ -15,7 +15,7 @@ from engine.drive import open_core, run, text
 from engine.test_archive import kept_core, put_away
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.engine import fingerprint as table
-from everwarm.engine.fingerprint import Decision, Row, decided, state_fingerprint
+from everwarm.engine.fingerprint import Decision, ParameterRow, decided, state_fingerprint
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.verify.verify_states import find_model, replay_states
 from everwarm.errors import ContextTooBig, ModelFileError
@@ -59,7 +59,9 @@ def names(struct: type[ctypes.Structure]) -> set[str]:
         ),
     ],
 )
-def test_every_parameter_is_decided_and_nothing_else_is(decisions: Mapping[str, Row], fields: set[str]) -> None:
+def test_every_parameter_is_decided_and_nothing_else_is(
+    decisions: Mapping[str, ParameterRow], fields: set[str]
+) -> None:
     assert decisions.keys() - fields == set(), "decided, and not there any more"
     assert fields - decisions.keys() == set(), "there, and not decided: say in engine/fingerprint.py what it changes"
     assert all(row.why for row in decisions.values())
@@ -93,7 +95,7 @@ def changed(found: ctypes.Structure, default: ctypes.Structure) -> set[str]:
     return {name for name in fields if plain(getattr(found, name)) != plain(getattr(default, name))}
 
 
-def free(decisions: Mapping[str, Row]) -> set[str]:
+def free(decisions: Mapping[str, ParameterRow]) -> set[str]:
     return {name for name, row in decisions.items() if row.decision is not Decision.FIXED}
 
 

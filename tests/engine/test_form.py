@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 
 from engine.drive import drain, open_core, run, submit, text
-from everwarm.config import GREEDY, Form, Sampling, Thought
+from everwarm.config import GREEDY, Constraint, Sampling, Thought
 from everwarm.engine.engine import Engine
 from everwarm.engine.request import Finish, NewToken
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import BadRequest, FormFailed
-from everwarm.llama.constraints.matcher import Forms
+from everwarm.errors import BadRequest, ConstraintFailed
+from everwarm.llama.constraints.matcher import ConstraintCompiler
 from everwarm.llama.model import Model
 from models import EMBEDDED, tiny_model
 
 SETTINGS = EngineSettings(n_slots=2, n_ctx=2048, n_threads=1)
-DIGITS = Form("regex", "[0-9]{12}")
+DIGITS = Constraint("regex", "[0-9]{12}")
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"enum": [1, 2]}},
     "required": ["a", "b"],
 }
-PAIR = Form(
+PAIR = Constraint(
     "json_schema", json.dumps(SCHEMA | {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}})
 )
 
@@ -37,7 +37,7 @@ def engine():
 @pytest.fixture(scope="module")
 def tiny():
     """A vocabulary of bytes: no tag of a tool call is one of its tokens, but the tags of thinking are."""
-    with Model(tiny_model("qwen35", width=128)) as model, Forms(model.vocab) as forms:
+    with Model(tiny_model("qwen35", width=128)) as model, ConstraintCompiler(model.vocab) as forms:
         yield forms
 
 
@@ -69,7 +69,7 @@ def test_penalties_and_bias_cannot_break_the_form(engine):
 
 
 def test_the_same_seed_says_the_same_and_another_does_not(engine):
-    form = Form("regex", "[a-z ]{40}")
+    form = Constraint("regex", "[a-z ]{40}")
     first, again, other = (said(engine, form, seed=seed, deterministic=True)[1] for seed in (5, 5, 6))
     assert first == again != other
 
@@ -77,9 +77,9 @@ def test_the_same_seed_says_the_same_and_another_does_not(engine):
 def test_a_reply_that_is_cut_or_wants_no_end(engine):
     assert said(engine, DIGITS, max_tokens=5)[0].finish is Finish.LENGTH
     assert said(engine, DIGITS, max_tokens=0)[0].finish is Finish.LENGTH
-    open_end = Form("regex", "(ab)+")
+    open_end = Constraint("regex", "(ab)+")
     assert said(engine, open_end, ignore_eos=True, max_tokens=20)[0].finish is Finish.LENGTH
-    exact, words = said(engine, Form("regex", "xy|xyz"), ignore_eos=True, max_tokens=20)
+    exact, words = said(engine, Constraint("regex", "xy|xyz"), ignore_eos=True, max_tokens=20)
     assert exact.finish is Finish.STOP and words == "xyz"
 
 
@@ -87,13 +87,15 @@ def test_a_model_ends_only_where_the_form_may_end(engine):
     eog = dict.fromkeys(engine.model.vocab.eog, 80.0)
     free = engine.submit("Hello", Sampling(temperature=0.0, logit_bias=eog)).result()
     assert free.tokens == ()
-    forced = engine.submit("Hello", Sampling(temperature=0.0, logit_bias=eog), form=Form("regex", "a{3,9}")).result()
+    forced = engine.submit(
+        "Hello", Sampling(temperature=0.0, logit_bias=eog), form=Constraint("regex", "a{3,9}")
+    ).result()
     assert engine.model.vocab.detokenize(forced.tokens) == b"aaa" and forced.finish is Finish.STOP
 
 
 def test_the_identical_prompt_decodes_nothing_and_still_obeys():
     prompt = text(1, 80)
-    with open_core(n_spares=4) as core, Forms(core.model.vocab) as forms:
+    with open_core(n_spares=4) as core, ConstraintCompiler(core.model.vocab) as forms:
         free = run(core, prompt, n_probs=2)
         form = forms.compile(DIGITS)
         first, again = (run(core, prompt, 40, form=form) for _ in range(2))
@@ -103,7 +105,7 @@ def test_the_identical_prompt_decodes_nothing_and_still_obeys():
 
 
 def test_probabilities_are_the_models_own():
-    with open_core(n_spares=4) as core, Forms(core.model.vocab) as forms:
+    with open_core(n_spares=4) as core, ConstraintCompiler(core.model.vocab) as forms:
         tops = []
         for form in (None, forms.compile(DIGITS)):
             request = submit(core, text(1, 80), 1, n_probs=3, form=form)
@@ -116,8 +118,8 @@ def test_probabilities_are_the_models_own():
 
 
 def test_suspended_requests_go_on_in_their_form():
-    with open_core(n_ctx=256) as core, Forms(core.model.vocab) as forms:
-        form = forms.compile(Form("regex", "(ab|cd){60}"))
+    with open_core(n_ctx=256) as core, ConstraintCompiler(core.model.vocab) as forms:
+        form = forms.compile(Constraint("regex", "(ab|cd){60}"))
         asked = [submit(core, text(seed, 60), 130, form=form, sampling=Sampling(seed=seed)) for seed in (1, 2)]
         results = drain(core)
         assert core.counts.n_suspended >= 1
@@ -127,13 +129,13 @@ def test_suspended_requests_go_on_in_their_form():
 
 
 def test_a_form_that_fails_on_the_way_fails_its_request_alone():
-    with open_core() as core, Forms(core.model.vocab) as forms:
+    with open_core() as core, ConstraintCompiler(core.model.vocab) as forms:
         compiled = forms.compile(DIGITS)
         bad, good = (submit(core, text(seed, 50), 40, form=compiled) for seed in (1, 2))
         accept = bad.sampler.form.accept
         bad.sampler.form.accept = lambda token: accept(token if bad.n_reply < 4 else 0)
         results = drain(core)
-        assert isinstance(results[bad.id].error, FormFailed) and results[bad.id].finish is Finish.ERROR
+        assert isinstance(results[bad.id].error, ConstraintFailed) and results[bad.id].finish is Finish.ERROR
         assert results[good.id].finish is Finish.STOP and len(results[good.id].tokens) == 12
         assert run(core, text(3, 50)).error is None
 
@@ -151,7 +153,7 @@ def everything(matcher, vocab, rng, most=60):
 
 
 def test_a_tag_is_written_as_the_vocabulary_has_it(engine, tiny):
-    form = Form("lark", "start: tag_0 tag_1 tag_2", tags=("<tool_call>", "<|im_start|>", "plain"))
+    form = Constraint("lark", "start: tag_0 tag_1 tag_2", tags=("<tool_call>", "<|im_start|>", "plain"))
     rng = np.random.default_rng(0)
     for forms in (engine.forms, tiny):
         vocab = forms._vocab
@@ -163,7 +165,7 @@ def test_a_tag_is_written_as_the_vocabulary_has_it(engine, tiny):
 
 
 def test_a_lark_grammar_may_name_tokens_and_text_never_matches_control_tokens(engine):
-    named = Form("lark", 'start: <tool_call> "<|im_start|>" // <nothing>')
+    named = Constraint("lark", 'start: <tool_call> "<|im_start|>" // <nothing>')
     tokens = everything(engine.forms.compile(named).matcher(), engine.model.vocab, np.random.default_rng(0))
     assert engine.model.vocab.detokenize(tokens) == b"<tool_call><|im_start|>"
     control, call = (
@@ -185,14 +187,14 @@ def test_thinking_is_free_up_to_its_end(engine, tags):
         return vocab.tokenize(words, add_special=False, parse_special=True).tolist()
 
     for thought, before in ((Thought(closing), ""), (Thought(closing, opening), opening)):
-        form = engine.forms.compile(Form("regex", "[0-9]{2}", thought=thought))
+        form = engine.forms.compile(Constraint("regex", "[0-9]{2}", thought=thought))
         matcher = form.matcher()
         for token in (*tokenize(before + "Hm, 12 and {"), *tokenize("x" + closing), *tokenize("\n\n")):
             assert matcher.look() and matcher.allows(token), vocab.piece(token)
             matcher.accept(token)
         rest = everything(matcher, vocab, np.random.default_rng(1))
         assert re.fullmatch(rb"[ \t\r\n]*[0-9]{2}", vocab.detokenize(rest)) and matcher.is_complete
-    without = engine.forms.compile(Form("regex", "[0-9]{2}", thought=Thought(closing, opening))).matcher()
+    without = engine.forms.compile(Constraint("regex", "[0-9]{2}", thought=Thought(closing, opening))).matcher()
     for token in tokenize("42"):
         assert without.look() and without.allows(token)
         without.accept(token)
@@ -205,20 +207,20 @@ def test_thinking_is_free_up_to_its_end(engine, tags):
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (Form("json_schema", "{"), "cannot be used"),
-        (Form("json_schema", '{"type": "nope"}'), "Invalid type: nope"),
-        (Form("regex", "(a"), "cannot be used"),
-        (Form("lark", "start: nope"), "nope"),
-        (Form("gbnf", "root ::= nope"), "nope"),
+        (Constraint("json_schema", "{"), "cannot be used"),
+        (Constraint("json_schema", '{"type": "nope"}'), "Invalid type: nope"),
+        (Constraint("regex", "(a"), "cannot be used"),
+        (Constraint("lark", "start: nope"), "nope"),
+        (Constraint("gbnf", "root ::= nope"), "nope"),
         (
-            Form(
+            Constraint(
                 "json_schema",
                 json.dumps({"allOf": [{"type": "string", "pattern": f".*{'ab'[i % 2] * i}.*"} for i in range(99)]}),
             ),
             "too complex",
         ),
         (
-            Form("lark", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(20000)) + '\nr20000: "a"'),
+            Constraint("lark", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(20000)) + '\nr20000: "a"'),
             "too complex",
         ),
     ],
@@ -231,12 +233,12 @@ def test_what_cannot_be_used_is_refused_and_the_next_form_works(engine, form, wo
 
 def test_a_form_has_a_size():
     with pytest.raises(BadRequest, match="at most 1048576"):
-        Form("regex", "a" * ((1 << 20) + 1))
+        Constraint("regex", "a" * ((1 << 20) + 1))
 
 
 def test_a_namespace_compiles_what_another_has_used_and_keeps_its_own(tiny):
     own = tiny.compile(DIGITS, "a")
     assert tiny.compile(DIGITS, "b") is not own, "time would tell that somebody uses this form"
     for i in range(20):
-        tiny.compile(Form("regex", f"[0-9]{{{i + 2}}}"), "b")
+        tiny.compile(Constraint("regex", f"[0-9]{{{i + 2}}}"), "b")
     assert tiny.compile(DIGITS, "a") is own, "the control: its own is known, whatever others use"

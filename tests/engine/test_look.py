@@ -7,7 +7,7 @@ import pytest
 from engine.drive import EVERY_KIND, check, drain, open_core, run, step_until, submit, text, tidy
 from everwarm.engine.cache.drop import drop
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import Lookup, summary, turn_page, walk
+from everwarm.engine.inspect.cache_view import CacheView, summary, turn_page, walk
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import NewToken
 from everwarm.errors import Forbidden
@@ -26,7 +26,7 @@ def pages(core: Core, limit: int) -> list[m.NodeSeen]:
     after = None
     while True:
         page = turn_page(core, m.AskTree(1, limit, after), lambda id: id)
-        found += Lookup(core).finish(page).nodes
+        found += CacheView(core).finish(page).nodes
         after = page.next
         if after is None:
             return found

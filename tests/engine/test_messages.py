@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.config import Form, Sampling, Thought
+from everwarm.config import Constraint, Sampling, Thought
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge
@@ -23,10 +23,10 @@ TO_ENGINE = [
     m.Submit(4, text="abc", stables=(1, 2), breakpoints=(3,)),
     m.Submit(2, text="naïve 🦉\0", boundaries=(1, 2), stable=2, sampling=SAMPLING, stop=("a", "b"), n_probs=0, slot=1),
     m.Submit(3, tokens=[0, 2047], use_cache=False, deterministic=True, session="s", namespace="n"),
-    m.Submit(4, text="", form=Form("lark", "start: tag_0", ("<a>",), Thought("</b>"))),
+    m.Submit(4, text="", form=Constraint("lark", "start: tag_0", ("<a>",), Thought("</b>"))),
     m.Cancel(4),
     m.Tokenize(5, "x", True),
-    m.Count(5, "x <p>", True, "<p>", (m.Picture(b"d" * 32, 2, 2, b""),)),
+    m.Count(5, "x <p>", True, "<p>", (m.SentImage(b"d" * 32, 2, 2, b""),)),
     m.Prewarm("x", namespace="n", session="s"),
     m.Detokenize(6, [1, 2]),
     m.AskSlots(7),
@@ -47,7 +47,7 @@ TO_GATEWAY = [
     m.Beat(1.5, 2, 3),
     m.Begun(1, 10, 5, 0),
     m.PromptRead(1, 5, 10, 0, 0.1),
-    m.Piece(1, "text", [5], [m.TokenProb(5, b"\xff", -0.5, [(1, b"a", -1.0)])]),
+    m.TextPiece(1, "text", [5], [m.TokenProb(5, b"\xff", -0.5, [(1, b"a", -1.0)])]),
     m.Done(1, "", "stop", None, 10, 5, 6, 3, 0, None, 0.1, 0.2, 0.3, 0.4),
     m.Failed(1, 400, "code", "message", 5, 4),
     m.Answer(1, [{"id": 0, "is_processing": False}]),
@@ -114,9 +114,9 @@ def test_a_frame_within_the_limit_is_taken(size):
         m.Submit(1, text="é" * 51),
         m.Submit(1, tokens=[1 << 30] * 30),
         m.Submit(1, stop=("x" * 60, "y" * 60)),
-        m.Submit(1, form=Form("lark", "x" * 101)),
+        m.Submit(1, form=Constraint("lark", "x" * 101)),
         m.Submit(1, sampling=Sampling(logit_bias=dict.fromkeys(range(99), 0.5))),
-        m.Submit(1, pictures=(m.Picture(b"d", 10, 10, bytes(300)),)),
+        m.Submit(1, pictures=(m.SentImage(b"d", 10, 10, bytes(300)),)),
         m.Prewarm("x" * 101),
         m.Tokenize(1, "x" * 101, True),
         m.SlotAction(1, 1, "save", "x" * 101),
@@ -131,7 +131,7 @@ def test_what_does_not_fit_a_frame_is_refused_by_whoever_would_send_it(message):
 
 
 def test_pixels_follow_the_message_as_they_are():
-    seen, new = m.Picture(b"a", 1, 1), [m.Picture(b"b", 2, 1, b"123456"), m.Picture(b"c", 1, 1, b"789")]
+    seen, new = m.SentImage(b"a", 1, 1), [m.SentImage(b"b", 2, 1, b"123456"), m.SentImage(b"c", 1, 1, b"789")]
     submit = m.Submit(9, text="x", pictures=(new[0], seen, new[1]))
     frame = m.frame(submit)
     data, *pixels = frame.parts

@@ -16,7 +16,7 @@ from everwarm.engine.cache.offload import Offload, Where
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.request_handler import Conversation
+from everwarm.engine.process.request_handler import RequestHandler
 from everwarm.engine.request import Event, Finish, Finished, NewToken
 from everwarm.engine.settings import StoreSettings
 from everwarm.state.namespace import unverified
@@ -279,7 +279,7 @@ def test_the_last_frame_leaves_after_the_row_and_others_do_not_wait(memory):
     """Two requests; the memory's thread is held: tokens of both come, the end of neither, and both end when it goes on."""
     with open_core(memory=memory) as core:
         sent: list[m.Message] = []
-        conversation = Conversation(core, sent.append)
+        conversation = RequestHandler(core, sent.append)
         loop = Loop(core, conversation.deliver)
         may_go_on = threading.Event()
         core.ram._awaited.put(may_go_on.wait)
@@ -291,7 +291,7 @@ def test_the_last_frame_leaves_after_the_row_and_others_do_not_wait(memory):
         while core.has_work:
             conversation.deliver(core.step())
             core.keep_ends()
-        assert sum(len(piece.tokens) for piece in sent if isinstance(piece, m.Piece)) == 10
+        assert sum(len(piece.tokens) for piece in sent if isinstance(piece, m.TextPiece)) == 10
         assert not any(isinstance(message, m.Done) for message in sent)
         may_go_on.set()
         core.ram.flush()

@@ -14,8 +14,8 @@ from engine.drive import EVERY_KIND, GUARD, check, drain, open_core, run, step_u
 from engine.test_archive import files, kept_core, put_away
 from everwarm.engine.cache import drop
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_commands import Curator
-from everwarm.engine.inspect.cache_view import Lookup, turn_page
+from everwarm.engine.inspect.cache_commands import CacheCommands
+from everwarm.engine.inspect.cache_view import CacheView, turn_page
 from everwarm.engine.inspect.read_reason import Reason, Why
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, NewToken
@@ -25,7 +25,7 @@ from everwarm.engine.tiers.loader import Fetch
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
-from everwarm.state.store.object import Reader
+from everwarm.state.store.object import ObjectReader
 
 SHARED = text(1, 200)
 NAMESPACE = "ab" * 16
@@ -43,7 +43,7 @@ def talk(core: Core, seed: int = 2, n_turns: int = 3, namespace: str = NAMESPACE
 
 def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace: str = "") -> list[m.NodeSeen]:
     found: list[m.NodeSeen] = []
-    after, lookup = None, Lookup(core)
+    after, lookup = None, CacheView(core)
     while True:
         question = m.AskTree(1, limit, after, namespace, "" if with_words else None)
         seen = lookup.finish(turn_page(core, question, lambda id: id))
@@ -68,7 +68,7 @@ def order(core: Core, action: Any, node: int | None, **more: Any) -> Any:
         def post(self, job: Any) -> None:
             job(core)
 
-    Curator(core, send, lambda id: id).handle(m.CacheOrder(1, action, node, **more), Now())  # type: ignore[arg-type]
+    CacheCommands(core, send, lambda id: id).handle(m.CacheOrder(1, action, node, **more), Now())  # type: ignore[arg-type]
     assert done.wait(20)
     return heard[0].data if isinstance(heard[0], m.Answer) else heard[0]
 
@@ -165,7 +165,7 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        lookup = Lookup(core)
+        lookup = CacheView(core)
         page = lookup.finish(turn_page(core, m.AskTree(1, 2), int))
         assert page.next is not None and page.next < 0
         for after in (page.next - 1, -1):
@@ -173,7 +173,7 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
                 lookup.finish(turn_page(core, m.AskTree(1, 2, after), int))
             assert refused.value.status == 409
     with kept_core(tmp_path) as core:
-        rest = Lookup(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int))
+        rest = CacheView(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int))
         assert rest.nodes[0].id == page.next and rest.nodes[0].parent == page.nodes[-1].id
 
 
@@ -183,8 +183,8 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
     with kept_core(tmp_path) as core:
         assert core.archive is not None and core.archive.disk is not None
         read: list[str] = []
-        monkeypatch.setattr(Reader, "read", lambda _, name: read.append(name))
-        lookup, before = Lookup(core), core.archive.disk.counts.n_read
+        monkeypatch.setattr(ObjectReader, "read", lambda _, name: read.append(name))
+        lookup, before = CacheView(core), core.archive.disk.counts.n_read
         for _ in range(3):
             lookup.finish(turn_page(core, m.AskTree(1, 100, words_of=""), int))
         assert not read and core.archive.disk.counts.n_read - before == 3
@@ -202,7 +202,7 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         names = {kept.n_items: kept.name for kept in core.archive.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
-        at_once = Lookup(core).finish(turn_page(core, m.AskTree(1, 100), int)).nodes
+        at_once = CacheView(core).finish(turn_page(core, m.AskTree(1, 100), int)).nodes
         for nodes in (at_once, pages(core)):
             assert [node.end for node in nodes] == [node.end for node in whole if node.id != second.id]
             assert nodes[-1].parent == second.parent and nodes[-1].start == second.start
@@ -278,7 +278,7 @@ def test_one_namespace_goes_and_the_others_stay_also_after_a_restart(tmp_path: P
         mine, whole = pages(core, namespace=NAMESPACE), pages(core)
         assert len(mine) == 4 and len(whole) == 8 and pages(core, namespace=other) != mine
         alone = m.AskTree(1, 100, namespace=NAMESPACE, alone=True)
-        assert Lookup(core).finish(turn_page(core, alone, int)).n_total == len(mine)
+        assert CacheView(core).finish(turn_page(core, alone, int)).n_total == len(mine)
         doomed = next(node.id for node in mine if node.parent is not None)
         for action in ("drop", "pin", "unpin"):
             assert order(core, action, doomed, namespace=other).status == 404

@@ -12,7 +12,7 @@ from engine.drive import check, memory_of, open_core, record_logits, replay, run
 from engine.test_shared import put_away, sharing, url
 from everwarm.engine.cache import checkpointing, restore
 from everwarm.engine.core import Core
-from everwarm.engine.tiers.loader import Fetcher
+from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.verify.cold_replay import compare_with_cold
 
 __all__ = ["url"]
@@ -149,8 +149,8 @@ def test_kv_of_another_reading_is_fetched_again(url: str, exact: bool, monkeypat
         turns(core, chat, 3)
         put_away(core)
     if not exact:
-        seek = Fetcher.seek
-        monkeypatch.setattr(Fetcher, "seek", lambda *args, exact: seek(*args))
+        seek = Loader.seek
+        monkeypatch.setattr(Loader, "seek", lambda *args, exact: seek(*args))
     with sharing(url, n_slots=1) as core:
         turns(core, Chat(1), 1, boundaries=(150,), stable=150)
         tidy(core)

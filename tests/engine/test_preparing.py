@@ -9,30 +9,30 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from engine.drive import open_core
-from everwarm.config import Form
+from everwarm.config import Constraint
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.preparation import Preparing, Task, Turns
-from everwarm.engine.process.request_handler import LONG_TEXT, Conversation
+from everwarm.engine.process.preparation import Preparing, RoundRobin, Task
+from everwarm.engine.process.request_handler import LONG_TEXT, RequestHandler
 from everwarm.engine.process.worker import Wire
 from everwarm.errors import BadRequest, Overloaded
-from everwarm.llama.constraints.matcher import Forms
+from everwarm.llama.constraints.matcher import ConstraintCompiler
 from everwarm.prompt.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0
-DIGITS = Form("regex", "[0-9]{3}")
+DIGITS = Constraint("regex", "[0-9]{3}")
 
 
 # taking turns
 
 
-def turns_of(said: list[tuple[str, int]], max_waiting: int = 99, max_waiting_each: int = 99) -> Turns:
-    turns = Turns(max_waiting, max_waiting_each)
+def turns_of(said: list[tuple[str, int]], max_waiting: int = 99, max_waiting_each: int = 99) -> RoundRobin:
+    turns = RoundRobin(max_waiting, max_waiting_each)
     for namespace, id in said:
         turns.add(namespace, Task(id, lambda: None))
     return turns
 
 
-def order(turns: Turns) -> list[int]:
+def order(turns: RoundRobin) -> list[int]:
     return [task.id for task in iter(turns.next, None)]
 
 
@@ -97,13 +97,13 @@ class Posted:
 @pytest.fixture
 def held(monkeypatch) -> Iterator[threading.Event]:
     """Trials of forms last until this is set."""
-    gate, compiled = threading.Event(), Forms._compiled
+    gate, compiled = threading.Event(), ConstraintCompiler._compiled
 
-    def slowly(forms: Forms, form: Form, trial: object) -> object:
+    def slowly(forms: ConstraintCompiler, form: Constraint, trial: object) -> object:
         gate.wait(PATIENCE_S)
         return compiled(forms, form, trial)
 
-    monkeypatch.setattr(Forms, "_compiled", slowly)
+    monkeypatch.setattr(ConstraintCompiler, "_compiled", slowly)
     yield gate
     gate.set()
 
@@ -111,7 +111,7 @@ def held(monkeypatch) -> Iterator[threading.Event]:
 def test_a_form_that_takes_long_keeps_nobody_waiting(held):
     with open_core() as core:
         said: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
-        conversation, loop = Conversation(core, said.put), Posted()
+        conversation, loop = RequestHandler(core, said.put), Posted()
         for id in range(4):
             conversation.handle(m.Submit(id, text="a", form=DIGITS), loop)
         assert loop.jobs.empty()
@@ -133,10 +133,10 @@ def test_a_form_that_takes_long_keeps_nobody_waiting(held):
 
 
 def test_a_form_that_was_refused_is_refused_again_without_a_trial(monkeypatch):
-    with open_core() as core, Forms(core.model.vocab) as forms:
-        wrong, n_trials = Form("lark", "start: nowhere"), []
-        compiled = Forms._compiled
-        monkeypatch.setattr(Forms, "_compiled", lambda *args: (n_trials.append(1), compiled(*args))[1])
+    with open_core() as core, ConstraintCompiler(core.model.vocab) as forms:
+        wrong, n_trials = Constraint("lark", "start: nowhere"), []
+        compiled = ConstraintCompiler._compiled
+        monkeypatch.setattr(ConstraintCompiler, "_compiled", lambda *args: (n_trials.append(1), compiled(*args))[1])
         assert not forms.is_settled(wrong)
         for _ in range(3):
             with pytest.raises(BadRequest, match="cannot be used"):
@@ -148,7 +148,7 @@ def test_a_form_that_was_refused_is_refused_again_without_a_trial(monkeypatch):
 def test_a_long_text_is_not_tokenized_by_the_reader_and_one_that_cannot_fit_not_at_all(monkeypatch):
     with open_core() as core:
         said: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
-        conversation, loop, where = Conversation(core, said.put), Posted(), queue.SimpleQueue[str]()
+        conversation, loop, where = RequestHandler(core, said.put), Posted(), queue.SimpleQueue[str]()
         tokenize = Tokenizer.tokenize
 
         def noted(self: Tokenizer, text: str, **more: bool) -> object:
@@ -211,7 +211,7 @@ def heard(sock: socket.socket) -> m.ToGateway:
     "spoilt",
     [
         m.frame(m.Submit(7, text="x" * 5000)).parts[0],
-        m.frame(m.Submit(7, pictures=(m.Picture(b"d", 40, 40, bytes(4800)),))).parts,
+        m.frame(m.Submit(7, pictures=(m.SentImage(b"d", 40, 40, bytes(4800)),))).parts,
         m.HEADER.pack(500, 500, 7) + b"\xff" * 500,
         m.HEADER.pack(500, 9000, 7) + b"\xff" * 500,
         m.HEADER.pack(500, 20, 7) + bytes(m.frame(m.Cancel(7)).parts[0][m.HEADER.size :]).ljust(500, b"\xff"),

@@ -27,7 +27,7 @@ from everwarm.state.namespace import is_unverified, owner_of, unverified
 from everwarm.state.store import slot_file
 from everwarm.state.store.arena import memory_file
 from everwarm.state.store.files import LEFT_S, TEMPORARY, Files, sweep
-from everwarm.state.store.object import Damaged, Reader, encode
+from everwarm.state.store.object import Damaged, ObjectReader, encode
 from everwarm.state.store.slot_file import COMPANION, NO_FILE, Claim, UnknownOrigin, namespace_folder, sweep_all
 from models import tiny_model
 
@@ -48,7 +48,7 @@ def read(path: Path, claim: Claim = MINE) -> slot_io.Saved:
 
 def rewrite_header(companion: Path, **changes: object) -> None:
     with companion.open("rb") as file:
-        reader = Reader(file.fileno())
+        reader = ObjectReader(file.fileno())
         parts = {section.name: reader.read(section.name) for section in reader.header.sections}
         header = msgspec.structs.replace(reader.header, sections=(), **changes)
     companion.write_bytes(b"".join(bytes(piece) for piece in encode(header, parts)))
@@ -257,7 +257,7 @@ def test_a_companion_names_nobody(tmp_path):
     owners = set()
     for name in "abc":
         with (tmp_path / f"{name}{COMPANION}").open("rb") as file:
-            owners.add(Reader(file.fileno()).header.owner)
+            owners.add(ObjectReader(file.fileno()).header.owner)
     assert len(owners) == 3 and not any("mine" in owner or "yours" in owner for owner in owners)
     assert namespace_folder("mine") != namespace_folder("yours")
 

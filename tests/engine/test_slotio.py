@@ -15,7 +15,7 @@ from everwarm.errors import BadRequest
 from everwarm.llama import blobs
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.store.object import Damaged, Reader
+from everwarm.state.store.object import Damaged, ObjectReader
 from everwarm.state.store.slot_file import COMPANION, VERSION, Claim, checked_name, read_main
 from everwarm.types import token_mark
 
@@ -101,7 +101,7 @@ def test_a_state_that_is_verified_when_it_is_needed_is_never_used_damaged(tmp_pa
         save(core, path)
     companion = tmp_path / f"a.bin{COMPANION}"
     with companion.open("rb") as file:
-        sections = {section.name: section for section in Reader(file.fileno()).header.sections}
+        sections = {section.name: section for section in ObjectReader(file.fileno()).header.sections}
     data = bytearray(companion.read_bytes())
     data[sections[f"state-{STABLE}"].offset + 1000] ^= is_damaged
     companion.write_bytes(data)

@@ -10,7 +10,7 @@ from everwarm.engine import core as core_module
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request
 from everwarm.engine.scheduling import turns
-from everwarm.engine.scheduling.turns import Turns, next_side
+from everwarm.engine.scheduling.turns import TurnTaking, next_side
 from everwarm.state.lineage import chunk_at, is_begun_by, is_seated_at
 
 LONG = text(7, 150)
@@ -155,7 +155,7 @@ times = st.floats(0, 100)
 
 @given(st.booleans(), times, times, times, st.booleans(), st.booleans())
 def test_a_turn_ends_only_if_somebody_waits_and_this_side_got_further(is_alone, began, waited, more, waits, advanced):
-    turns = Turns(turn_s=3.0)
+    turns = TurnTaking(turn_s=3.0)
     turns.begin(is_alone=is_alone, now=began)
     turns.note_waiting([not is_alone] if waits else [is_alone], began + waited)
     over = turns.is_over(began + waited + more, has_advanced=advanced)

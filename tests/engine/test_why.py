@@ -8,10 +8,10 @@ import pytest
 from engine.drive import EVERY_KIND, GUARD, open_core, run, text, tidy
 from engine.test_archive import HISTORY, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.read_reason import N_SHOWN, Reason, Seen, Why, explain
+from everwarm.engine.inspect.read_reason import N_SHOWN, ReadFacts, Reason, Why, explain
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
-from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Forgotten, Parting
+from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Ghosts, Parting
 from everwarm.state.params import CheckpointParams
 from everwarm.state.policy import CutKind
 from everwarm.state.store.object import Damaged
@@ -43,7 +43,7 @@ def tree_of(*tokens: list[int], at: tuple[int, ...] = (), with_kv: bool = True) 
 def why(tree: Tree, tokens: list[int], n_cached: int = 0, **more) -> Why:
     prompt = Prompt.of_tokens(tokens)
     match = tree.match("", prompt, 0)
-    return explain(Seen(prompt, match, n_cached, **({"max_checkpoints": 8} | more)))
+    return explain(ReadFacts(prompt, match, n_cached, **({"max_checkpoints": 8} | more)))
 
 
 def test_nothing_known_is_new():
@@ -148,7 +148,7 @@ def test_pictures_count_with_all_their_cells():
     prompt = Prompt.of_items([*KNOWN[:20], picture, *OTHER])
     tree = Tree()
     tree.grow(tree.root(""), Prompt.of_items([*KNOWN[:20], picture, *KNOWN[20:]]), 100)
-    seen = Seen(prompt, tree.match("", prompt, 0), 0)
+    seen = ReadFacts(prompt, tree.match("", prompt, 0), 0)
     found = explain(seen).counted(prompt.n_tokens)
     assert found.n_shared == 80 and found.first_different is not None and found.first_different.at == 80
 
@@ -162,7 +162,7 @@ def test_every_reason_has_words_and_a_code_of_its_own():
 
 
 def test_forgotten_is_bounded_and_kept_apart_by_namespace():
-    forgotten = Forgotten()
+    forgotten = Ghosts()
     for i in range(3 * MAX_LINEAGES):
         forgotten.note("a", Prompt.of_tokens(text(i, 50)), 50)
     assert len(forgotten) == MAX_LINEAGES
@@ -175,7 +175,7 @@ def test_forgotten_is_bounded_and_kept_apart_by_namespace():
 
 
 def test_forgotten_holds_no_more_items_than_it_may():
-    forgotten = Forgotten()
+    forgotten = Ghosts()
     long = Prompt(np.zeros(MAX_ITEMS + 5, np.int32))
     forgotten.note("", long, len(long))
     forgotten.note("", Prompt.of_tokens(KNOWN), 100)
@@ -354,5 +354,5 @@ def test_looking_elsewhere_survives_rubbish(tmp_path):
 def test_a_reason_costs_nothing_where_nothing_is_missing(monkeypatch):
     with open_core() as core:
         run(core, HISTORY)
-        monkeypatch.setattr(Forgotten, "parting", lambda *_: pytest.fail("it was looked up"))
+        monkeypatch.setattr(Ghosts, "parting", lambda *_: pytest.fail("it was looked up"))
         assert reason(core, HISTORY) is Reason.HIT

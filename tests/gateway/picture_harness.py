@@ -1,4 +1,4 @@
-"""``Pictures`` opened for a test, what its children are doing, and that none is left."""
+"""``ImageLoader`` opened for a test, what its children are doing, and that none is left."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.images.image_loader import Picture, PictureLimits, Pictures
+from everwarm.gateway.images.image_loader import DecodedImage, ImageLimits, ImageLoader
 from gateway.picture_files import png
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -16,9 +16,9 @@ MIB = 1 << 20
 
 
 @contextlib.asynccontextmanager
-async def opened(**limits: float) -> AsyncIterator[Pictures]:
+async def opened(**limits: float) -> AsyncIterator[ImageLoader]:
     """And afterwards no child is left."""
-    pictures = Pictures(PictureLimits(**limits))  # type: ignore[arg-type]
+    pictures = ImageLoader(ImageLimits(**limits))  # type: ignore[arg-type]
     try:
         yield pictures
     finally:
@@ -56,7 +56,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def outcome(pictures: Pictures, data: bytes) -> Picture | str:
+async def outcome(pictures: ImageLoader, data: bytes) -> DecodedImage | str:
     try:
         return await pictures.decode(data)
     except BadRequest as error:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest
-from everwarm.gateway.anthropic.encode import Frame, Stream, whole
+from everwarm.gateway.anthropic.encode import AnthropicEncoder, NamedEvent, whole
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body
 from everwarm.gateway.anthropic.to_chat import chat_body, chat_messages
 from everwarm.gateway.http.sse import json_response
@@ -327,8 +327,12 @@ def replied(thoughts: Sequence[str], said: Sequence[Any]) -> list[Event]:
 @FUZZ
 @given(st.lists(WORDS, max_size=2), SAID)
 def test_every_stream_adds_up_to_the_whole(thoughts, said):
-    events, frame, begun = replied(thoughts, said), Frame("msg_1", "any", marks_cache=True), m.Begun(1, 30, 20, 0, 27)
-    stream, snapshot, buffers = Stream(frame), None, dict[int, bytes]()
+    events, frame, begun = (
+        replied(thoughts, said),
+        NamedEvent("msg_1", "any", marks_cache=True),
+        m.Begun(1, 30, 20, 0, 27),
+    )
+    stream, snapshot, buffers = AnthropicEncoder(frame), None, dict[int, bytes]()
     sent = [
         *stream.begun(begun),
         *(each for event in events for each in stream.said(event)),
@@ -365,14 +369,14 @@ def test_numbers_of_any_length_can_be_sent(digits, value):
         CallArguments(0, f'{{"n": {digits}}}'),
         CallEnded(0, ""),
     ]
-    reply = whole(Frame("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0), events, done(4), "tool_calls")
+    reply = whole(NamedEvent("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0), events, done(4), "tool_calls")
     assert json.loads(json_response(reply).body)["content"][0]["input"] == {"n": value}
 
 
 def test_half_a_call_ends_a_stream_as_cut_off_and_a_whole_reply_as_text():
     broken = [CallBegun(0, "call_0", "f"), CallArguments(0, '{"a"'), CallEnded(0, '<tool_call>{"a"', complete=False)]
-    frame, begun = Frame("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0, 27)
-    stream = Stream(frame)
+    frame, begun = NamedEvent("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0, 27)
+    stream = AnthropicEncoder(frame)
     for event in broken:
         stream.said(event)
     end = next(each for each in stream.ended(done(4), "stop") if each["type"] == "message_delta")

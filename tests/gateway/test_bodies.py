@@ -23,13 +23,13 @@ from everwarm.gateway.http.request_body import (
     LARGE_BYTES,
     MAX_WEIGHT,
     SMALL_BYTES,
-    Bodies,
+    BodyReader,
     Weight,
     check_weight,
     most_weight,
     weights,
 )
-from everwarm.gateway.ollama.schema import Call, Function, Said, messages_of
+from everwarm.gateway.ollama.schema import Call, Function, OllamaMessage, messages_of
 from everwarm.gateway.openai.schema import ChatBody, read
 from everwarm.gateway.responses.schema import ReasoningItem, chat_messages
 
@@ -160,7 +160,7 @@ def thread_of(data: bytes | bytearray) -> str:
 )
 def test_large_bodies_are_weighed_and_parsed_beside_the_loop(data: bytes, leaves: bool):
     async def parsed() -> None:
-        reader = Bodies(1 << 30)
+        reader = BodyReader(1 << 30)
         try:
             if data.startswith(b"{{"):
                 with pytest.raises(BadRequest, match="nested too deeply"):
@@ -179,7 +179,7 @@ def test_large_bodies_are_weighed_and_parsed_beside_the_loop(data: bytes, leaves
 
 def test_there_is_room_for_so_many_bytes_and_half_of_it_for_one_client():
     async def read_some() -> None:
-        reader, gate = Bodies(100), asyncio.Event()
+        reader, gate = BodyReader(100), asyncio.Event()
 
         async def slowly(first: bytes) -> AsyncIterator[bytes]:
             yield first
@@ -214,7 +214,7 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
         await asyncio.Event().wait()
 
     async def wait() -> None:
-        reader = Bodies(100)
+        reader = BodyReader(100)
         with pytest.raises(Forbidden, match="1 bytes of the body came") as refused:
             await reader.read(request(never()), bytes)
         assert refused.value.status == 408
@@ -270,11 +270,11 @@ def test_what_two_texts_share_is_found_block_by_block(same: str, a: str, b: str)
 def test_results_of_tools_find_their_calls_in_one_pass():
     calls = [Call(Function(f"tool{i % 3}"), id=f"c{i}") for i in range(6)]
     results = [
-        Said("tool", "", tool_call_id="c4"),
-        Said("tool", "", tool_name="tool1"),
-        *(Said("tool", "") for _ in range(5)),
+        OllamaMessage("tool", "", tool_call_id="c4"),
+        OllamaMessage("tool", "", tool_name="tool1"),
+        *(OllamaMessage("tool", "") for _ in range(5)),
     ]
-    told = messages_of([Said("assistant", "", tool_calls=calls), *results])[1:]
+    told = messages_of([OllamaMessage("assistant", "", tool_calls=calls), *results])[1:]
     assert [message.get("tool_call_id") for message in told] == ["c4", "c1", "c0", "c2", "c3", "c5", None]
 
 

@@ -19,7 +19,7 @@ from everwarm.gateway.http.connection import (
     SEND_BUFFER_BYTES,
     Connection,
     ConnectionLimits,
-    Crowd,
+    ConnectionTable,
     network_of,
 )
 from everwarm.gateway.settings import ServerSettings
@@ -44,7 +44,7 @@ class World:
     """An application that answers with the length of a body, and what it was asked."""
 
     port: int = 0
-    crowd: Crowd = field(default_factory=lambda: Crowd(64))
+    crowd: ConnectionTable = field(default_factory=lambda: ConnectionTable(64))
     asked: list[dict[str, Any]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     n_sent: int = 0
@@ -103,7 +103,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(**limits: Any) -> AsyncIterator[World]:
-    made = World(crowd=Crowd(limits.get("max_connections", 64)))
+    made = World(crowd=ConnectionTable(limits.get("max_connections", 64)))
     quick = {"head_timeout_s": LATER, "client_timeout_s": LATER} | limits
     config, state = (
         uvicorn.Config(made.app, interface="asgi3", access_log=False, log_level="critical", ws="none"),
@@ -411,7 +411,7 @@ def test_the_address_with_most_idle_connections_gives_one_up():
         def cut_off(self) -> None:
             self.was_cut_off = True
 
-    crowd = Crowd(4)
+    crowd = ConnectionTable(4)
     everybody = [Idle("10.0.0.1"), Idle("10.0.0.2"), Idle("10.0.0.2"), Idle("10.0.0.2")]
     for one in everybody:
         crowd.add_idle(one)  # type: ignore[arg-type]

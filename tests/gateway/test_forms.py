@@ -11,10 +11,10 @@ import pytest
 
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
-from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import Notation
-from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
+from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from gateway.form_cases import SCHEMA, SCHEMAS, TOOLS, WEATHER, WORDS_OF, obeys
 from gateway.server import Server, serving, serving_models
@@ -194,7 +194,7 @@ def test_a_schema_and_tools_together_leave_the_choice(client: openai.OpenAI) -> 
 def test_only_the_first_call_is_said_where_one_is_wanted() -> None:
     reply = '<tool_call>\n{"name": "now"}\n</tool_call>\n<tool_call>\n{"name": "note"}\n</tool_call> Done.'
     for one_call, n_calls in ((True, 1), (False, 2)):
-        reader = ReplyReader.of(Notation("<tool_call>"), "", kinds_of(TOOLS), with_thinking=True, one_call=one_call)
+        reader = OutputParser.of(ModelSyntax("<tool_call>"), "", kinds_of(TOOLS), with_thinking=True, one_call=one_call)
         message = reader.message(reply)
         assert len(message["tool_calls"]) == n_calls and ("Done." in (message["content"] or "")) is not one_call
 
@@ -221,12 +221,12 @@ def test_only_the_first_call_is_said_where_one_is_wanted() -> None:
 )
 def test_what_cannot_be_meant_is_refused_with_words(body: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRequest, match=words):
-        chat_form(ChatBody(messages=ASK, **body), Notation("<tool_call>"), "")
+        chat_constraint(ChatBody(messages=ASK, **body), ModelSyntax("<tool_call>"), "")
 
 
 def test_a_template_without_calls_cannot_be_forced_to_one() -> None:
     with pytest.raises(BadRequest, match="teaches no format"):
-        chat_form(ChatBody(messages=ASK, tools=TOOLS, tool_choice="required"), Notation("{{ messages }}"), "")
+        chat_constraint(ChatBody(messages=ASK, tools=TOOLS, tool_choice="required"), ModelSyntax("{{ messages }}"), "")
 
 
 def nested(n: int) -> dict[str, Any]:

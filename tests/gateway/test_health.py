@@ -20,7 +20,7 @@ from cgroups import real_cgroup
 from everwarm.gateway.admin.status import components
 from everwarm.router.plan import ModelStatus, Phase
 from everwarm.router.pool import Standing
-from everwarm.router.supervise.restart_policy import Deaths, Patience
+from everwarm.router.supervise.restart_policy import RestartHistory, RestartLimits
 from everwarm.router.supervise.supervisor import State
 from gateway.server import ENTER, Server, metric, run_cli, serving, until
 from models import tiny_model
@@ -71,7 +71,12 @@ def test_an_engine_that_cannot_come_back_says_why_and_when_it_is_tried_again(tmp
 
 def test_of_many_models_nobody_is_named_to_those_without_a_key():
     asleep: Any = SimpleNamespace(
-        is_ready=False, n_restarts=0, load=None, shrunk_to=None, deaths=Deaths(Patience()), state=State.STOPPED
+        is_ready=False,
+        n_restarts=0,
+        load=None,
+        shrunk_to=None,
+        deaths=RestartHistory(RestartLimits()),
+        state=State.STOPPED,
     )
     spec: Any = None
     reasons = ("the model 'private' cannot be used", None)

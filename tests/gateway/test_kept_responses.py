@@ -16,7 +16,14 @@ import pytest
 
 from everwarm.errors import BadRequest
 from everwarm.gateway.responses import response_store
-from everwarm.gateway.responses.response_store import FILE, ON_DISK, Kept, KeptLimits, KeptResponses, LinkMissing
+from everwarm.gateway.responses.response_store import (
+    FILE,
+    ON_DISK,
+    LinkMissing,
+    ResponseLimits,
+    ResponseStore,
+    StoredResponse,
+)
 
 WRITER = """
 import sys
@@ -31,20 +38,22 @@ for i in range(100_000):
 """
 
 
-def kept(id: str, parent: str | None = None, text: str = "") -> Kept:
-    return Kept([{"id": f"in_{id}", "text": text}], {"id": id, "previous_response_id": parent, "output": [{"of": id}]})
+def kept(id: str, parent: str | None = None, text: str = "") -> StoredResponse:
+    return StoredResponse(
+        [{"id": f"in_{id}", "text": text}], {"id": id, "previous_response_id": parent, "output": [{"of": id}]}
+    )
 
 
 @contextlib.contextmanager
-def opened(directory: Path | None, limits: KeptLimits | None = None) -> Iterator[KeptResponses]:
-    store = KeptResponses(None if directory is None else str(directory), limits)
+def opened(directory: Path | None, limits: ResponseLimits | None = None) -> Iterator[ResponseStore]:
+    store = ResponseStore(None if directory is None else str(directory), limits)
     try:
         yield store
     finally:
         store.close()
 
 
-def chain(store: KeptResponses, id: str, namespace: str = "n") -> list[str]:
+def chain(store: ResponseStore, id: str, namespace: str = "n") -> list[str]:
     return [link.id for link in store.chain(namespace, id)]
 
 
@@ -84,7 +93,7 @@ def test_a_conversation_with_a_gap_says_where():
 
 
 def test_the_least_recently_used_goes_and_what_stays_is_whole():
-    with opened(None, KeptLimits(4, 1 << 20)) as store:
+    with opened(None, ResponseLimits(4, 1 << 20)) as store:
         for id, parent in (("old", None), ("old2", "old"), ("a", None), ("b", "a")):
             store.keep("n", kept(id, parent))
         store.chain("n", "old2")
@@ -96,7 +105,7 @@ def test_the_least_recently_used_goes_and_what_stays_is_whole():
 
 
 def test_bytes_are_bounded_and_the_newest_always_stays():
-    with opened(None, KeptLimits(1000, 10_000)) as store:
+    with opened(None, ResponseLimits(1000, 10_000)) as store:
         for i in range(20):
             store.keep("n", kept(f"r{i}", text="x" * 1000))
         n, n_bytes = store.size()
@@ -170,7 +179,7 @@ def test_a_file_of_a_later_version_is_moved_aside_whole(tmp_path: Path):
 
 
 def test_another_namespace_pushes_nothing_out():
-    for limits in (KeptLimits(1000, 20_000), KeptLimits(8, 1 << 30)):
+    for limits in (ResponseLimits(1000, 20_000), ResponseLimits(8, 1 << 30)):
         with opened(None, limits) as store:
             store.keep("a", kept("mine", text="x" * 1000))
             for i in range(50):

@@ -13,8 +13,8 @@ import pytest
 from everwarm.engine.process import messages as m
 from everwarm.errors import Draining, Overloaded
 from everwarm.gateway.access import limits as module
-from everwarm.gateway.access.limits import Limits, Place
-from everwarm.gateway.admin.request_log import Caller, Recent
+from everwarm.gateway.access.limits import AdmissionLimits, Place
+from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.chat.generate import events
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervise.supervisor import (
@@ -27,8 +27,8 @@ from everwarm.router.supervise.supervisor import (
 from gateway.server import Server, serving, until
 
 
-def limits(**settings: Any) -> Limits:
-    return Limits(ServerSettings(**({"max_requests": 4, "max_waiting_tokens": 1000} | settings)))
+def limits(**settings: Any) -> AdmissionLimits:
+    return AdmissionLimits(ServerSettings(**({"max_requests": 4, "max_waiting_tokens": 1000} | settings)))
 
 
 # what a request counts
@@ -73,7 +73,7 @@ def test_a_lone_request_is_never_too_long_and_nobody_is_admitted_when_stopping()
 
 
 @contextlib.contextmanager
-def full(found: Limits, client: str, n: int = 4, **more: Any) -> Iterator[list[Place]]:
+def full(found: AdmissionLimits, client: str, n: int = 4, **more: Any) -> Iterator[list[Place]]:
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(found.admitted(1, client, **more)) for _ in range(n)]
 
@@ -145,9 +145,9 @@ def test_who_reads_or_cannot_be_cut_off_stays(monkeypatch):
 # replies that nobody takes
 
 
-def piece(n_top: int = 0) -> m.Piece:
+def piece(n_top: int = 0) -> m.TextPiece:
     prob = m.TokenProb(1, b"x", -0.5, [(i, b"word", -1.0) for i in range(n_top)])
-    return m.Piece(1, "word", [1], [prob] if n_top else None)
+    return m.TextPiece(1, "word", [1], [prob] if n_top else None)
 
 
 def test_what_waits_for_a_client_is_weighed_and_given_back():
@@ -185,7 +185,7 @@ class Tireless:
 def test_of_many_choices_nothing_is_taken_that_the_client_does_not_take():
     async def run() -> None:
         engine = Tireless()
-        heard = events(engine, [{}] * 4, Recent().follow(Caller("r", "m", "/", True)))  # type: ignore[arg-type]
+        heard = events(engine, [{}] * 4, RequestLog().follow(Caller("r", "m", "/", True)))  # type: ignore[arg-type]
         async with contextlib.aclosing(heard):
             await anext(heard)
             for _ in range(200):

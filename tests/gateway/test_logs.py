@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 
-from everwarm.gateway.admin.request_log import Caller, Row, fields, line
+from everwarm.gateway.admin.request_log import Caller, RequestRecord, fields, line
 from everwarm.logs import ALIKE_S, FIELDS, MOST_ALIKE, JsonLine, RateLimit
 
 CALLER = Caller("req_1", "tiny", "/v1/chat/completions", stream=False)
@@ -50,12 +50,12 @@ def test_a_line_of_json_is_one_line_with_its_fields_and_its_exception():
 
 
 def test_a_request_that_failed_shows_its_code_and_not_the_words_of_its_error():
-    row = Row(
+    row = RequestRecord(
         "req_1", CALLER, status="failed", error="the prompt 'cormorant' is bad", error_code="invalid_request_error"
     )
     assert "failed (invalid_request_error)" in line(row) and "cormorant" not in line(row) + json.dumps(fields(row))
 
 
 def test_a_request_that_left_before_it_began_is_a_line_as_well():
-    row = Row("req_1", CALLER, status="cancelled")
+    row = RequestRecord("req_1", CALLER, status="cancelled")
     assert line(row) == "chat 0 tokens: 0 reused, 0 read; cancelled; tiny; req_1"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from everwarm.errors import BadRequest
 from everwarm.gateway.ollama.model_list import capabilities, size_text
-from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate, Said, messages_of
+from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate, OllamaMessage, messages_of
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from gateway.server import Server, serving, serving_models, until
 from gateway.test_fuzz import FUZZ, TEXT, Json, bodies
@@ -129,7 +129,7 @@ def test_calls_and_results_find_each_other_without_ids():
     assert len({f1["id"], g["id"], f2["id"]}) == 3 and f1["function"]["arguments"] == '{"n": 1}'
     assert [m.get("tool_call_id") for m in messages[1:]] == [g["id"], f1["id"], f2["id"], None]
     assert [m["name"] for m in messages[1:]] == ["g", "f", "f", "h"]
-    assert messages_of([Said("user", "x")]) == [{"role": "user", "content": "x"}]
+    assert messages_of([OllamaMessage("user", "x")]) == [{"role": "user", "content": "x"}]
 
 
 # models

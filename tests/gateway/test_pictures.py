@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.images.image_loader import Picture, PictureLimits, Pictures
+from everwarm.gateway.images.image_loader import DecodedImage, ImageLimits, ImageLoader
 from gateway.picture_files import (
     GREY,
     GREY_ALPHA,
@@ -35,19 +35,19 @@ URL = "data:image/png;base64," + base64.b64encode(PLAIN).decode()
 
 
 class Decoder:
-    """``Pictures`` in an event loop of its own."""
+    """``ImageLoader`` in an event loop of its own."""
 
-    def __init__(self, limits: PictureLimits) -> None:
+    def __init__(self, limits: ImageLimits) -> None:
         self.runner = asyncio.Runner()
         self.pictures = self.runner.run(self._made(limits))
 
-    async def _made(self, limits: PictureLimits) -> Pictures:
-        return Pictures(limits)
+    async def _made(self, limits: ImageLimits) -> ImageLoader:
+        return ImageLoader(limits)
 
-    def __call__(self, data: bytes) -> Picture:
+    def __call__(self, data: bytes) -> DecodedImage:
         return self.runner.run(self.pictures.decode(data))
 
-    def part(self, part: Any) -> Picture:
+    def part(self, part: Any) -> DecodedImage:
         return self.runner.run(self.pictures.from_part(part))
 
     def close(self) -> None:
@@ -57,12 +57,12 @@ class Decoder:
 
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[Decoder]:
-    decoder = Decoder(PictureLimits(n_children=1))
+    decoder = Decoder(ImageLimits(n_children=1))
     yield decoder
     decoder.close()
 
 
-def pixels(picture: Picture) -> list[list[Pixel]]:
+def pixels(picture: DecodedImage) -> list[list[Pixel]]:
     flat = [tuple(picture.rgb[i : i + 3]) for i in range(0, len(picture.rgb), 3)]
     return [flat[y * picture.width : (y + 1) * picture.width] for y in range(picture.height)]  # type: ignore[misc]
 
@@ -168,7 +168,7 @@ def test_interlaced_pictures(decoder: Decoder, size: tuple[int, int]) -> None:
 
 
 def test_jpegs_of_every_colour_space(decoder: Decoder) -> None:
-    def is_near(picture: Picture, color: Pixel) -> bool:
+    def is_near(picture: DecodedImage, color: Pixel) -> bool:
         return all(abs(found - wanted) <= 3 for found, wanted in zip(pixels(picture)[5][5], color, strict=True))
 
     for progressive in (False, True):
@@ -294,7 +294,7 @@ def test_truncated_files_are_refused(decoder: Decoder) -> None:
 
 
 def test_limits_are_said(decoder: Decoder) -> None:
-    small = Decoder(PictureLimits(max_bytes=2000, max_pixels=5000, max_side=100, n_children=1))
+    small = Decoder(ImageLimits(max_bytes=2000, max_pixels=5000, max_side=100, n_children=1))
     try:
         assert "larger than 2,000 bytes" in refused(small, PLAIN + bytes(2000))
         assert "at most 100 on each side" in refused(small, saved(Image.new("L", (101, 1)), "PNG"))
@@ -309,7 +309,7 @@ def test_limits_are_said(decoder: Decoder) -> None:
 )
 def test_limits_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match=next(iter(wrong))):
-        PictureLimits(**wrong)
+        ImageLimits(**wrong)
 
 
 # content parts

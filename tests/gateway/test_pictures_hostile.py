@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from everwarm.gateway.images.image_loader import Picture
+from everwarm.gateway.images.image_loader import DecodedImage
 from gateway.picture_files import giants, mutated, samples, saved, scan_bomb
 from gateway.picture_harness import CAMPAIGN, MIB, is_there, opened, outcome, peak_bytes, running, small, until
 
@@ -37,16 +37,16 @@ async def test_damaged_files_are_refused_or_read() -> None:
             batch = [mutated(originals[(done + i) % len(originals)], rng) for i in range(20)]
             for found in await asyncio.gather(*(outcome(pictures, data) for data in batch)):
                 check_outcome(found)
-                n_read += isinstance(found, Picture)
+                n_read += isinstance(found, DecodedImage)
             peak = max(peak, *map(peak_bytes, pictures.child_pids))
         assert pictures.n_deaths == 0 and len(pictures.child_pids) == 2
     print(f"{N_MUTATED} files, {n_read} read, peak {peak / MIB:.0f} MiB")
     assert peak <= MEMORY and n_read > N_MUTATED // 20
 
 
-def check_outcome(found: Picture | str) -> None:
-    if isinstance(found, Picture):
-        assert found == Picture.of(found.width, found.height, found.rgb)
+def check_outcome(found: DecodedImage | str) -> None:
+    if isinstance(found, DecodedImage):
+        assert found == DecodedImage.of(found.width, found.height, found.rgb)
         return
     assert re.search("(send|give|save) ", found) and len(found) < 400, found
     assert not re.search("object at|Too many open|Errno|/", found.replace("image/png", "")), found
@@ -78,7 +78,7 @@ async def test_a_picture_that_takes_for_ever_is_given_up() -> None:
     async with opened(n_children=1, timeout_s=QUICK) as pictures:
         said = await outcome(pictures, scan_bomb(3000, 1000))
         assert "took longer than 0.4 s" in str(said) and pictures.n_deaths == 1
-        assert isinstance(await outcome(pictures, small(1)), Picture)
+        assert isinstance(await outcome(pictures, small(1)), DecodedImage)
 
 
 @running
@@ -112,7 +112,7 @@ async def test_a_child_that_is_killed_costs_only_its_picture() -> None:
         await until(lambda: pictures._busy)
         os.kill(pid, signal.SIGKILL)
         assert "its decoder died" in str(await asked)
-        assert isinstance(await waiting, Picture) and isinstance(await outcome(pictures, small(2)), Picture)
+        assert isinstance(await waiting, DecodedImage) and isinstance(await outcome(pictures, small(2)), DecodedImage)
         assert pictures.child_pids != [pid] and pictures.n_deaths == 1
 
 
@@ -123,7 +123,7 @@ async def test_a_child_that_died_between_pictures_is_replaced_silently() -> None
         (pid,) = pictures.child_pids
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not is_there(pid))
-        assert isinstance(await outcome(pictures, small(2)), Picture) and pictures.n_deaths == 0
+        assert isinstance(await outcome(pictures, small(2)), DecodedImage) and pictures.n_deaths == 0
 
 
 @running
@@ -135,7 +135,7 @@ async def test_a_child_that_is_stopped_is_killed_in_time() -> None:
         began = time.monotonic()
         assert "took longer" in str(await outcome(pictures, small(2)))
         assert time.monotonic() - began < 10 * QUICK
-        assert isinstance(await outcome(pictures, small(2)), Picture)
+        assert isinstance(await outcome(pictures, small(2)), DecodedImage)
         await until(lambda: not is_there(pid))
 
 

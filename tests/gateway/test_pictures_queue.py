@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from everwarm.errors import BadRequest, EngineStopped, Overloaded
-from everwarm.gateway.images.image_loader import Picture, read_base64
+from everwarm.gateway.images.image_loader import DecodedImage, read_base64
 from gateway.picture_files import GREY, png, saved, scene
 from gateway.picture_harness import MIB, is_there, opened, running, small, until
 
@@ -30,7 +30,7 @@ async def test_the_queue_has_an_end() -> None:
     async with opened(n_children=1, max_waiting=3) as pictures:
         asked = [asyncio.create_task(pictures.decode(small(i))) for i in range(5)]
         found = await asyncio.gather(*asked, return_exceptions=True)
-        assert [type(one) for one in found] == [Picture] * 4 + [Overloaded]
+        assert [type(one) for one in found] == [DecodedImage] * 4 + [Overloaded]
         assert "waiting" in str(found[-1])
 
 

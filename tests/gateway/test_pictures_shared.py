@@ -12,11 +12,11 @@ from everwarm.config import GREEDY
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import Overloaded
-from everwarm.gateway.access.limits import Limits
+from everwarm.gateway.access.limits import AdmissionLimits
 from everwarm.gateway.admin.metrics import Metrics
-from everwarm.gateway.admin.request_log import Caller, Recent
+from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.chat.generate import collect, events
-from everwarm.gateway.images.image_loader import Lending, Pictures, Sight
+from everwarm.gateway.images.image_loader import ImageLoader, ImageSupport, Lending
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervise.supervisor import Lend, Supervisor
@@ -129,25 +129,27 @@ async def test_more_than_everything_is_lent_alone_and_a_queue_has_an_end() -> No
 class Lender:
     """Lends as the service does, and counts."""
 
-    def __init__(self, pictures: Pictures, sights: list[Sight], namespace: str) -> None:
+    def __init__(self, pictures: ImageLoader, sights: list[ImageSupport], namespace: str) -> None:
         settings = ServerSettings()
-        service = Service(None, settings, Limits(settings), Metrics(), pictures=pictures)  # type: ignore[arg-type]
+        service = Service(None, settings, AdmissionLimits(settings), Metrics(), pictures=pictures)  # type: ignore[arg-type]
         self._lent = lambda: service._lent(sights, namespace)
         self.n_lent = 0
 
     @contextlib.asynccontextmanager
-    async def lend(self) -> AsyncIterator[tuple[m.Picture, ...]]:
+    async def lend(self) -> AsyncIterator[tuple[m.SentImage, ...]]:
         async with self._lent() as shown:
             self.n_lent += 1
             yield shown
 
 
-async def choices(supervisor: Supervisor, sights: list[Sight], namespace: str, lend: Lend, n: int, text: str) -> int:
+async def choices(
+    supervisor: Supervisor, sights: list[ImageSupport], namespace: str, lend: Lend, n: int, text: str
+) -> int:
     """How many of the choices ended as they should."""
-    shown = tuple(m.Picture(sight.digest, sight.width, sight.height) for sight in sights)
+    shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)
     submit = {"text": text + MARKER * len(sights), "marker": MARKER, "pictures": shown, "namespace": namespace}
     submit |= {"sampling": GREEDY, "max_tokens": 3, "ignore_eos": True}
-    follow = Recent().follow(Caller("r", "model", "/", False))
+    follow = RequestLog().follow(Caller("r", "model", "/", False))
     return len(await collect(events(supervisor, [submit] * n, follow, lend), n))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.images.image_download import Fetcher, RemotePolicy, is_public, read_address
-from everwarm.gateway.images.image_loader import PictureLimits, Pictures
+from everwarm.gateway.images.image_download import ImageDownloader, RemotePolicy, is_public, read_address
+from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from gateway.picture_files import png
 
 PICTURE = png([[1, 2, 3]])
@@ -35,11 +35,11 @@ class Site:
         self.looked_up.append(host)
         return self.addresses
 
-    def fetcher(self, *, tls: ssl.SSLContext | None = None, checked: bool = False, **policy: Any) -> Fetcher:
+    def fetcher(self, *, tls: ssl.SSLContext | None = None, checked: bool = False, **policy: Any) -> ImageDownloader:
         settings = {"allowed_hosts": (f"img.example.com:{self.port}",), "https_only": False, "timeout_s": 5.0} | policy
         if checked:
-            return Fetcher(RemotePolicy(**settings), resolve=self.resolve, tls=tls)
-        return Fetcher(RemotePolicy(**settings), resolve=self.resolve, may_connect="127.0.0.1".__eq__, tls=tls)
+            return ImageDownloader(RemotePolicy(**settings), resolve=self.resolve, tls=tls)
+        return ImageDownloader(RemotePolicy(**settings), resolve=self.resolve, may_connect="127.0.0.1".__eq__, tls=tls)
 
     def url(self, path: str = "/a.png", scheme: str = "http") -> str:
         return f"{scheme}://img.example.com:{self.port}{path}"
@@ -129,7 +129,7 @@ def test_a_host_is_asked_by_its_name_and_looked_up_once() -> None:
 def test_pictures_by_address_are_decoded_when_that_is_allowed() -> None:
     async def test() -> None:
         async with site(OK + length(len(PICTURE)) + PICTURE) as there:
-            pictures = Pictures(PictureLimits(n_children=1), fetcher=there.fetcher())
+            pictures = ImageLoader(ImageLimits(n_children=1), fetcher=there.fetcher())
             part = {"type": "image_url", "image_url": {"url": there.url()}}
             picture = await pictures.from_part(part)
             assert picture.rgb == b"\1\2\3"
@@ -226,7 +226,7 @@ def test_a_name_that_is_never_found_is_left_in_time() -> None:
         await asyncio.sleep(60)
         return []
 
-    fetcher = Fetcher(RemotePolicy(("img.example.com",), timeout_s=0.1), resolve=never)
+    fetcher = ImageDownloader(RemotePolicy(("img.example.com",), timeout_s=0.1), resolve=never)
     with pytest.raises(BadRequest, match="longer than"):
         asyncio.run(fetcher.fetch("https://img.example.com/"))
 
@@ -274,7 +274,7 @@ def test_among_several_addresses_only_public_ones_are_tried_and_the_next_when_on
 
 def test_names_are_looked_up_by_the_system() -> None:
     async def test() -> None:
-        fetcher = Fetcher(RemotePolicy(("localhost",), https_only=False))
+        fetcher = ImageDownloader(RemotePolicy(("localhost",), https_only=False))
         assert {"127.0.0.1", "::1"} & set(await fetcher._look_up("localhost", 80))
         with pytest.raises(BadRequest, match="no public address"):
             await fetcher.fetch("http://localhost/")
@@ -369,12 +369,12 @@ def test_an_address_is_read_once_for_everything(url: str, host: str, port: int, 
 def test_addresses_that_anybody_could_read_otherwise_are_refused(url: str) -> None:
     allowed = ("img.example.com", "127.0.0.1", "[::1]", "10.0.0.1")
     with pytest.raises(BadRequest) as caught:
-        asyncio.run(Fetcher(RemotePolicy(allowed), may_connect=lambda _: False).fetch(url))
+        asyncio.run(ImageDownloader(RemotePolicy(allowed), may_connect=lambda _: False).fetch(url))
     assert "cannot be fetched" in str(caught.value) or "no public address" in str(caught.value)
 
 
 def test_hosts_and_ports_that_were_not_named_are_refused() -> None:
-    fetcher = Fetcher(RemotePolicy(("img.example.com",)))
+    fetcher = ImageDownloader(RemotePolicy(("img.example.com",)))
     for host in (
         "example.com",
         "a.img.example.com",
@@ -388,7 +388,7 @@ def test_hosts_and_ports_that_were_not_named_are_refused() -> None:
 
 def test_plain_http_is_refused_unless_it_is_allowed() -> None:
     with pytest.raises(BadRequest, match="https only"):
-        asyncio.run(Fetcher(RemotePolicy(("img.example.com",))).fetch("http://img.example.com/"))
+        asyncio.run(ImageDownloader(RemotePolicy(("img.example.com",))).fetch("http://img.example.com/"))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from everwarm.gateway.openai.schema import read
 from everwarm.gateway.parsing.output_parser import Event
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
-from everwarm.gateway.responses.encode import Teller, skeleton
+from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
 from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items, sealed, unsealed
 from everwarm.gateway.responses.tools import offered
 from gateway.server import Server, serving
@@ -47,7 +47,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 def told(events: list[Event], finish: str = "stop", **body: Any) -> list[dict[str, Any]]:
     wish = msgspec.convert({"input": "a", "tools": TOOLS, **body}, ResponsesBody)
     tools = offered(TOOLS)
-    teller = Teller.of(wish, skeleton(wish, "resp_0", "any", 1, tools), tools)
+    teller = ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, tools), tools)
     said = [*teller.begin(), *(event for heard in events for event in teller.say(heard)), *teller.end(DONE, finish)]
     assert [event["sequence_number"] for event in said] == list(range(len(said)))
     for event in said:
@@ -120,7 +120,7 @@ def test_thinking_comes_as_content_or_as_summary():
 )
 def test_a_failure_is_an_event_with_a_code_clients_know(error, code):
     wish = msgspec.convert({"input": "a"}, ResponsesBody)
-    teller = Teller.of(wish, skeleton(wish, "resp_0", "any", 1, offered(None)), offered(None))
+    teller = ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, offered(None)), offered(None))
     events = teller.fail(error)
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     assert events[-1]["response"]["error"] == {"code": code, "message": str(error)}
@@ -208,7 +208,7 @@ def test_any_body_becomes_a_chat_or_is_refused(body):
     except BadRequest:
         return
     assert found.chat.messages and all(item["id"] and item["type"] for item in items)
-    Teller.of(wish, skeleton(wish, "resp_0", "any", 1, found.tools), found.tools).end(DONE, "stop")
+    ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, found.tools), found.tools).end(DONE, "stop")
 
 
 @pytest.fixture(scope="module")

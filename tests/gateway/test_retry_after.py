@@ -15,7 +15,7 @@ from everwarm.errors import EngineStopped, Overloaded
 from everwarm.gateway.access.limits import (
     LEAST_S,
     MOST_S,
-    Limits,
+    AdmissionLimits,
     Told,
     all_done_s,
     next_place_s,
@@ -74,7 +74,7 @@ def test_those_who_were_told_are_counted_until_they_are_due_and_are_not_counted_
 
 
 def test_a_refusal_says_how_long_and_the_next_one_says_more():
-    limits = Limits(ServerSettings(max_requests=2))
+    limits = AdmissionLimits(ServerSettings(max_requests=2))
     limits.backlogs = lambda: [BUSY]
     said = []
     with contextlib.ExitStack() as stack:

@@ -10,10 +10,10 @@ import pytest
 from everwarm.config import MAX_FORM_CHARS
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import allowed_types, used_definitions, value_schema
-from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.constraints.tool_grammar import call_rules
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from everwarm.gateway.parsing.tool_parser import kinds_of
 
 FORMATS = ("hermes", "qwen-xml", "pythonic")
@@ -152,10 +152,10 @@ def test_what_kind_a_grammar_is_is_told_in_one_pass(grammar: str):
     """A pattern that may begin at every line and go on over all of them takes hours for this."""
     body = ChatBody(messages=[{"role": "user", "content": "a"}], grammar=grammar)
     with pytest.raises(BadRequest, match="neither GBNF"):
-        chat_form(body, Notation(""), "")
+        chat_constraint(body, ModelSyntax(""), "")
 
 
 def test_a_grammar_that_is_too_long_is_refused_unread():
     body = ChatBody(messages=[{"role": "user", "content": "a"}], grammar="x" * (MAX_FORM_CHARS + 1))
     with pytest.raises(BadRequest, match=f"has {MAX_FORM_CHARS + 1} characters"):
-        chat_form(body, Notation(""), "")
+        chat_constraint(body, ModelSyntax(""), "")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import Notation
-from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
+from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
-from everwarm.llama.constraints.matcher import Forms, Matcher
+from everwarm.llama.constraints.matcher import ConstraintCompiler, Matcher
 from everwarm.llama.model import Model
 from everwarm.llama.vocab import Vocab
 from gateway.form_cases import SCHEMAS, TOOLS, WORDS_OF, obeys
@@ -88,16 +88,16 @@ def test_whatever_a_grammar_of_calls_allows_is_read_as_calls_that_obey(
 ) -> None:
     template = WORDS_OF.get(notation, "<|tool_call|>")
     body = ChatBody(messages=PROMPT, tools=ALL, tool_choice="required", parallel_tool_calls=many)
-    form = chat_form(body, Notation(template), "")
+    form = chat_constraint(body, ModelSyntax(template), "")
     assert form is not None
     rng, vocab = random.Random(f"{notation} {many}"), embedded_model.vocab
-    with Forms(vocab) as forms:
+    with ConstraintCompiler(vocab) as forms:
         compiled = forms.compile(form)
         texts = [walked(compiled.matcher(), vocab, rng) for _ in range(N_WALKS)]
     whole = [text for text in texts if text is not None]
     assert len(whole) > N_WALKS // 2
     for text in whole:
-        message = ReplyReader.of(Notation(template), "", kinds_of(ALL), with_thinking=True).message(text)
+        message = OutputParser.of(ModelSyntax(template), "", kinds_of(ALL), with_thinking=True).message(text)
         calls = [call["function"] for call in message["tool_calls"]]
         assert not message["content"] and (many or len(calls) == 1), text
         assert all(is_right(call["name"], json.loads(call["arguments"])) for call in calls), text
@@ -107,6 +107,6 @@ def test_whatever_a_grammar_of_calls_allows_is_read_as_calls_that_obey(
 def test_a_walk_without_the_grammar_is_no_call(embedded_model: Model) -> None:
     rng = random.Random(1)
     text = embedded_model.vocab.detokenize(rng.randrange(12, 2000) for _ in range(50)).decode("utf-8", "replace")
-    assert "tool_calls" not in ReplyReader.of(Notation("<tool_call>"), "", kinds_of(ALL), with_thinking=True).message(
-        text
-    )
+    assert "tool_calls" not in OutputParser.of(
+        ModelSyntax("<tool_call>"), "", kinds_of(ALL), with_thinking=True
+    ).message(text)

@@ -18,7 +18,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="schedst
 
 
 def test_one_busy_look_is_enough_and_calm_takes_a_while():
-    verdict = spin_wait.Verdict(n_calm_needed=3)
+    verdict = spin_wait.SpinVerdict(n_calm_needed=3)
     seen = [verdict.look(share) for share in (0.0, 0.34, 0.36, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0)]
     assert seen == [False, False, True, True, True, True, True, True, False, False]
 

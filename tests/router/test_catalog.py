@@ -16,7 +16,7 @@ from everwarm.llama.model import Model
 from everwarm.router.catalog import hub, scan
 from everwarm.router.catalog.catalog import Catalog, ModelSpec, discover
 from everwarm.router.catalog.gguf_names import groups, projector_for, quant_of, tagged, without_quant
-from everwarm.router.catalog.scan import Broken
+from everwarm.router.catalog.scan import UnusableFile
 from everwarm.state.params import CheckpointParams
 from models import EMBEDDED, tiny_model
 from router import ggufs
@@ -346,7 +346,7 @@ def spec(id: str, **more: Any) -> ModelSpec:
 
 def test_the_latest_of_a_name_is_that_name_unless_a_model_is_called_so() -> None:
     a, b, exact = spec("a", aliases=("gpt-4",)), spec("b"), spec("b:latest")
-    catalog = Catalog({"a": a, "b": b}, (Broken("c", Path("c.gguf"), "is empty"),))
+    catalog = Catalog({"a": a, "b": b}, (UnusableFile("c", Path("c.gguf"), "is empty"),))
     assert catalog.find("a:latest") is catalog.find("gpt-4:latest") is a and catalog.find("a:q8") is None
     assert catalog.find("b:latest") is b and Catalog({"b": b, "b:latest": exact}).find("b:latest") is exact
     assert catalog.find_broken("c:latest") is not None and catalog.find_broken("a:latest") is None
@@ -355,7 +355,7 @@ def test_the_latest_of_a_name_is_that_name_unless_a_model_is_called_so() -> None
 
 def test_models_are_found_by_id_then_alias_then_default() -> None:
     a, b = spec("a", aliases=("gpt-4",)), spec("b")
-    broken = (Broken("c", Path("c"), "is empty", ("d",)),)
+    broken = (UnusableFile("c", Path("c"), "is empty", ("d",)),)
     catalog = Catalog({"a": a, "b": b}, broken)
     assert (catalog.find("a"), catalog.find("gpt-4"), catalog.find("b")) == (a, a, b)
     assert catalog.find("x") is catalog.find(None) is catalog.find("c") is None

@@ -9,17 +9,17 @@ from everwarm.router.supervise.restart_policy import (
     MAX_DEATHS,
     MOST_REQUEST_GAP_S,
     Cause,
-    Deaths,
     Ending,
-    Patience,
+    RestartHistory,
+    RestartLimits,
     cause_of,
     explained,
 )
 
-PATIENCE = Patience()
+PATIENCE = RestartLimits()
 
 
-def dies(deaths: Deaths, n: int, at: float, *, ready_for_s: float | None = None) -> float:
+def dies(deaths: RestartHistory, n: int, at: float, *, ready_for_s: float | None = None) -> float:
     """So many lives, each ready for a while before it ends."""
     for _ in range(n):
         if ready_for_s is not None:
@@ -31,7 +31,7 @@ def dies(deaths: Deaths, n: int, at: float, *, ready_for_s: float | None = None)
 
 
 def test_deaths_in_quick_succession_are_enough():
-    deaths = Deaths(PATIENCE)
+    deaths = RestartHistory(PATIENCE)
     dies(deaths, MAX_DEATHS - 1, 0.0, ready_for_s=4.0)
     assert not deaths.is_enough
     dies(deaths, 1, 100.0, ready_for_s=4.0)
@@ -39,7 +39,7 @@ def test_deaths_in_quick_succession_are_enough():
 
 
 def test_deaths_far_apart_on_an_idle_server_do_not_add_up():
-    deaths = Deaths(PATIENCE)
+    deaths = RestartHistory(PATIENCE)
     at = dies(deaths, 20 * MAX_DEATHS, 0.0, ready_for_s=PATIENCE.steady_s)
     assert deaths.n_in_row == 1 and not deaths.is_enough
     dies(deaths, MAX_DEATHS - 1, at)
@@ -47,14 +47,14 @@ def test_deaths_far_apart_on_an_idle_server_do_not_add_up():
 
 
 def test_an_engine_that_never_gets_ready_does_not_become_steady_by_waiting():
-    deaths = Deaths(PATIENCE)
+    deaths = RestartHistory(PATIENCE)
     for n in range(MAX_DEATHS):
         deaths.died(1000.0 * n)
     assert deaths.is_enough
 
 
 def test_a_served_request_makes_everything_forgotten():
-    deaths = Deaths(PATIENCE)
+    deaths = RestartHistory(PATIENCE)
     dies(deaths, MAX_DEATHS, 0.0)
     deaths.give_up()
     deaths.forgive()
@@ -63,7 +63,7 @@ def test_a_served_request_makes_everything_forgotten():
 
 
 def test_a_try_after_giving_up_is_one_life():
-    deaths = Deaths(PATIENCE)
+    deaths = RestartHistory(PATIENCE)
     dies(deaths, MAX_DEATHS, 0.0)
     deaths.give_up()
     dies(deaths, 1, 10.0, ready_for_s=1.0)
@@ -71,7 +71,7 @@ def test_a_try_after_giving_up_is_one_life():
 
 
 def test_waits_between_tries_grow_and_are_bounded_and_spread():
-    deaths, waits = Deaths(PATIENCE), []
+    deaths, waits = RestartHistory(PATIENCE), []
     for _ in range(200):
         deaths.give_up()
         assert deaths.retry_s(0.0) <= deaths.retry_s(0.5) <= deaths.retry_s(1.0) <= PATIENCE.most_retry_s
@@ -81,13 +81,13 @@ def test_waits_between_tries_grow_and_are_bounded_and_spread():
 
 
 def test_a_request_has_it_tried_sooner_but_makes_no_storm():
-    deaths = Deaths(PATIENCE)
+    deaths = RestartHistory(PATIENCE)
     for _ in range(50):
         deaths.give_up()
         gap_s = deaths.request_gap_s(said_why=False)
         assert 0.0 < gap_s <= min(MOST_REQUEST_GAP_S, deaths.retry_s(0.5))
     assert gap_s == MOST_REQUEST_GAP_S == deaths.request_gap_s(said_why=True)
-    first = Deaths(PATIENCE)
+    first = RestartHistory(PATIENCE)
     first.give_up()
     assert first.request_gap_s(said_why=True) == 0.0, "whoever put a file right need not wait"
 

@@ -13,8 +13,8 @@ from everwarm.engine import memory_plan
 from everwarm.engine.settings import EngineSettings
 from everwarm.llama.system.memory_fit import measure
 from everwarm.router.catalog import memory_estimate
-from everwarm.router.catalog.gguf_header import Header, read_header
-from everwarm.router.catalog.memory_estimate import Shape, loaded_bytes, n_sequences, shape_of
+from everwarm.router.catalog.gguf_header import GgufHeader, read_header
+from everwarm.router.catalog.memory_estimate import ModelShape, loaded_bytes, n_sequences, shape_of
 from everwarm.state.params import CheckpointParams
 from models import tiny_model
 from router import ggufs
@@ -23,10 +23,10 @@ MIB = 1 << 20
 SETTINGS = EngineSettings(n_slots=4, n_ctx=65536, n_spares=0)
 
 
-def header(**values: Any) -> Header:
+def header(**values: Any) -> GgufHeader:
     """Of an architecture called ``x``; two underscores are a dot."""
     named = {f"x.{key.replace('__', '.')}": value for key, value in values.items()}
-    return Header({"general.architecture": "x"} | named, {}, 1)
+    return GgufHeader({"general.architecture": "x"} | named, {}, 1)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
@@ -54,7 +54,7 @@ def test_weights_context_and_buffers_are_added_up() -> None:
 
 
 def test_spares_are_counted_as_the_engine_takes_them() -> None:
-    hybrid, window, attention = Shape(10, state_bytes=100), Shape(10, 10, 64), Shape(10)
+    hybrid, window, attention = ModelShape(10, state_bytes=100), ModelShape(10, 10, 64), ModelShape(10)
     auto = replace(SETTINGS, n_spares=None)
     assert memory_estimate.MAX_SPARES == memory_plan.MAX_SPARES
     assert [n_sequences(shape, auto) for shape in (hybrid, window, attention)] == [21, 5, 5]

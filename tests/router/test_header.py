@@ -13,7 +13,7 @@ from everwarm.demo.tiny import ARCHITECTURES
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import ModelFileError
 from everwarm.router.catalog import gguf_header as reading
-from everwarm.router.catalog.gguf_header import Header, read_header, read_text
+from everwarm.router.catalog.gguf_header import GgufHeader, read_header, read_text
 from everwarm.router.catalog.memory_estimate import loaded_bytes
 from models import EMBEDDED, tiny_model
 from router import ggufs
@@ -23,7 +23,7 @@ SEED = 20261115
 N_MUTANTS = 20_000 if os.environ.get("EVERWARM_CAMPAIGN") else 1500
 
 
-def read(tmp_path: Path, raw: bytes) -> Header:
+def read(tmp_path: Path, raw: bytes) -> GgufHeader:
     path = tmp_path / f"{time.monotonic_ns()}.gguf"  # what was read is remembered by name
     path.write_bytes(raw)
     try:

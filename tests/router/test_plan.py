@@ -16,8 +16,7 @@ from everwarm.router.plan import (
     Effect,
     Event,
     Gone,
-    Grant,
-    Limits,
+    GrantLease,
     Load,
     LoadAsked,
     Loaded,
@@ -25,12 +24,13 @@ from everwarm.router.plan import (
     ModelPlan,
     Phase,
     Planner,
+    PoolLimits,
     Refuse,
     Removed,
     RetryAsked,
-    Stop,
     Stopped,
     Tick,
+    Unload,
     UnloadAsked,
     Wanted,
 )
@@ -45,7 +45,7 @@ class Story:
 
     def __init__(self, *models: ModelPlan | str, **limits: Any) -> None:
         plans = [model if isinstance(model, ModelPlan) else ModelPlan(model, MIB) for model in models]
-        self.planner = Planner(Limits(**limits), plans)
+        self.planner = Planner(PoolLimits(**limits), plans)
         self.now = 0.0
 
     def on(self, event: Event) -> list[Effect]:
@@ -96,20 +96,20 @@ class Story:
 def test_a_model_is_loaded_for_the_first_who_wants_it_and_leased_when_it_is_there():
     story = Story("a")
     assert story.want(1, "a") == [Load("a")]
-    assert story.loaded("a") == [Grant(1, "a")]
+    assert story.loaded("a") == [GrantLease(1, "a")]
     assert story.phase("a") is Phase.READY
 
 
 def test_all_who_wait_share_one_load():
     story = Story("a")
     assert [story.want(id, "a") for id in (1, 2, 3)] == [[Load("a")], [], []]
-    assert story.loaded("a") == [Grant(1, "a"), Grant(2, "a"), Grant(3, "a")]
+    assert story.loaded("a") == [GrantLease(1, "a"), GrantLease(2, "a"), GrantLease(3, "a")]
 
 
 def test_what_is_ready_is_leased_at_once():
     story = Story("a")
     story.use(1, "a")
-    assert story.want(2, "a") == [Grant(2, "a")]
+    assert story.want(2, "a") == [GrantLease(2, "a")]
 
 
 def test_an_unknown_model_is_refused_by_name():
@@ -136,8 +136,8 @@ def test_the_idle_model_used_longest_ago_makes_room():
     story = Story("a", "b", "c", models_max=2)
     story.use(1, "a")
     story.use(2, "b")
-    assert story.want(3, "a") == [Grant(3, "a")] and story.gone(3) == []  # b is now the one used longest ago
-    assert story.want(4, "c") == [Stop("b")]
+    assert story.want(3, "a") == [GrantLease(3, "a")] and story.gone(3) == []  # b is now the one used longest ago
+    assert story.want(4, "c") == [Unload("b")]
     assert story.phase("b") is Phase.STOPPING
     assert story.stopped("b") == [Load("c")]
 
@@ -145,7 +145,7 @@ def test_the_idle_model_used_longest_ago_makes_room():
 def test_nothing_is_loaded_before_the_memory_is_free():
     story = Story("a", "b")
     story.use(1, "a")
-    assert story.want(2, "b") == [Stop("a")]
+    assert story.want(2, "b") == [Unload("a")]
     assert story.tick(100.0) == []
     assert story.stopped("a") == [Load("b")]
 
@@ -160,7 +160,7 @@ def test_as_many_as_needed_go_by_size_and_none_that_does_not_help():
     story = Story(*models, models_max=0, memory_bytes=8)
     for id, name in enumerate(("tiny", "small", "middle")):
         story.use(id, name)
-    assert story.want(9, "big") == [Stop("small"), Stop("middle")]  # tiny was used before them, but may stay
+    assert story.want(9, "big") == [Unload("small"), Unload("middle")]  # tiny was used before them, but may stay
     assert story.stopped("middle") == []
     assert story.stopped("small") == [Load("big")]
 
@@ -170,7 +170,7 @@ def test_of_two_that_would_do_the_one_used_longest_ago_goes():
     story = Story(*models, models_max=0, memory_bytes=18)
     for id, name in enumerate("abc"):
         story.use(id, name)
-    assert story.want(9, "d") == [Stop("a"), Stop("c")]
+    assert story.want(9, "d") == [Unload("a"), Unload("c")]
 
 
 def test_what_goes_anyway_spares_another():
@@ -180,7 +180,7 @@ def test_what_goes_anyway_spares_another():
     story.loaded("a")
     story.ask(UnloadAsked, "a")
     assert story.want(3, "c") == []
-    assert story.gone(2) == [Stop("a")]
+    assert story.gone(2) == [Unload("a")]
     assert story.stopped("a") == [Load("c")]
 
 
@@ -188,7 +188,7 @@ def test_memory_that_is_being_freed_is_not_freed_twice():
     story = Story("a", "b", "c", models_max=2)
     story.use(1, "a")
     story.use(2, "b")
-    assert story.want(3, "c") == [Stop("a")]
+    assert story.want(3, "c") == [Unload("a")]
     assert story.want(4, "c") == [] and story.phase("b") is Phase.READY
 
 
@@ -205,7 +205,7 @@ def test_a_busy_model_is_not_stopped():
     story.want(1, "a")
     story.loaded("a")
     assert story.want(2, "b") == []
-    assert story.gone(1) == [Stop("a")]
+    assert story.gone(1) == [Unload("a")]
 
 
 def test_a_pinned_model_stays_and_who_cannot_have_its_place_is_told():
@@ -220,14 +220,14 @@ def test_a_pinned_model_that_is_being_unloaded_is_waited_for():
     story.loaded("p")
     story.ask(UnloadAsked, "p")
     assert story.want(2, "b") == []
-    assert story.gone(1) == [Stop("p")]
+    assert story.gone(1) == [Unload("p")]
 
 
 def test_a_pinned_model_is_passed_over_for_one_that_was_used_later():
     story = Story(ModelPlan("p", MIB, pinned=True), "a", "b", models_max=2)
     story.use(1, "p")
     story.use(2, "a")
-    assert story.want(3, "b") == [Stop("a")]
+    assert story.want(3, "b") == [Unload("a")]
 
 
 def test_nothing_is_unloaded_before_all_that_must_go_is_idle():
@@ -236,7 +236,7 @@ def test_nothing_is_unloaded_before_all_that_must_go_is_idle():
     story.want(2, "b")
     story.loaded("b")
     assert story.want(3, "big") == []
-    assert story.gone(2) == [Stop("a"), Stop("b")]
+    assert story.gone(2) == [Unload("a"), Unload("b")]
 
 
 def test_a_younger_wish_passes_only_into_room_the_older_one_does_not_need():
@@ -250,7 +250,7 @@ def test_a_younger_wish_passes_only_into_room_the_older_one_does_not_need():
     story.gone(3)
     assert story.phase("two") is Phase.LOADING
     story.loaded("two")
-    assert story.gone(1) == [Stop("busy")]
+    assert story.gone(1) == [Unload("busy")]
     assert story.stopped("busy") == [Load("big")]
 
 
@@ -268,10 +268,10 @@ def busy_and_waited_for(**limits: Any) -> Story:
 
 def test_newcomers_are_served_until_the_other_has_waited_long_enough():
     story = busy_and_waited_for(patience_s=5.0)
-    assert story.want(3, "a", at=14.9) == [Grant(3, "a")]
+    assert story.want(3, "a", at=14.9) == [GrantLease(3, "a")]
     assert story.want(4, "a", at=15.0) == []  # without any tick between
     assert story.phase("a") is Phase.DRAINING
-    assert story.gone(1) == [] and story.gone(3) == [Stop("a")]
+    assert story.gone(1) == [] and story.gone(3) == [Unload("a")]
 
 
 def test_without_patience_nobody_passes():
@@ -285,13 +285,16 @@ def test_two_busy_models_take_turns_and_everybody_who_waited_is_served():
     story.gone(1, at=18.0)
     assert story.stopped("a") == [Load("b")]
     story.want(5, "a", at=19.0)
-    assert story.loaded("b", at=30.0) == [Grant(2, "b"), Grant(4, "b")]  # before those who wait for a drain it
+    assert story.loaded("b", at=30.0) == [
+        GrantLease(2, "b"),
+        GrantLease(4, "b"),
+    ]  # before those who wait for a drain it
     assert story.phase("b") is Phase.DRAINING
     assert story.want(6, "b", at=31.0) == []
     story.gone(2)
-    assert story.gone(4) == [Stop("b")]
+    assert story.gone(4) == [Unload("b")]
     assert story.stopped("b") == [Load("a")]
-    assert story.loaded("a") == [Grant(3, "a"), Grant(5, "a")]
+    assert story.loaded("a") == [GrantLease(3, "a"), GrantLease(5, "a")]
 
 
 def test_the_oldest_wish_has_the_first_turn():
@@ -299,15 +302,15 @@ def test_the_oldest_wish_has_the_first_turn():
     story.want(3, "c", at=11.0)
     story.gone(1)
     assert story.stopped("a") == [Load("b")]
-    assert story.loaded("b") == [Grant(2, "b")]
-    assert story.gone(2) == [Stop("b")]
+    assert story.loaded("b") == [GrantLease(2, "b")]
+    assert story.gone(2) == [Unload("b")]
     assert story.stopped("b") == [Load("c")]
 
 
 def test_draining_is_called_off_when_nobody_waits_for_the_place_any_more():
     story = busy_and_waited_for()
     assert story.want(3, "a", at=20.0) == [] and story.phase("a") is Phase.DRAINING
-    assert story.gone(2) == [Grant(3, "a")]
+    assert story.gone(2) == [GrantLease(3, "a")]
     assert story.phase("a") is Phase.READY
 
 
@@ -319,7 +322,7 @@ def test_draining_is_called_off_when_another_model_can_give_the_place():
     story.want(3, "c", at=10.0)
     story.tick(15.0)
     assert (story.phase("a"), story.phase("b")) == (Phase.DRAINING, Phase.READY)
-    assert story.gone(2) == [Stop("b")]
+    assert story.gone(2) == [Unload("b")]
     assert story.phase("a") is Phase.READY
 
 
@@ -338,10 +341,10 @@ def test_what_began_to_drain_is_not_exchanged_for_another_busy_model():
 def test_a_stop_is_final_and_who_comes_late_has_it_loaded_again():
     story = Story("a", "b")
     story.use(1, "a")
-    assert story.want(2, "b") == [Stop("a")]
+    assert story.want(2, "b") == [Unload("a")]
     assert story.want(3, "a") == [] and story.gone(2) == []
     assert story.stopped("a") == [Load("a")]
-    assert story.loaded("a") == [Grant(3, "a")]
+    assert story.loaded("a") == [GrantLease(3, "a")]
 
 
 # leaving and failing
@@ -351,7 +354,7 @@ def test_a_load_nobody_waits_for_any_more_completes():
     story = Story("a")
     story.want(1, "a")
     assert story.gone(1) == [] and story.loaded("a") == []
-    assert story.want(2, "a") == [Grant(2, "a")]
+    assert story.want(2, "a") == [GrantLease(2, "a")]
 
 
 def test_whoever_is_unknown_may_leave():
@@ -385,7 +388,7 @@ def test_a_model_that_failed_takes_nobodys_place_when_it_is_tried_again():
     story.use(2, "b")
     assert story.ask(RetryAsked, "a") == [] and story.phase("b") is Phase.READY
     assert story.tick(99.0) == [] and story.phase("a") is Phase.ASLEEP
-    assert story.ask(LoadAsked, "a") == [Stop("b")], "an order would have it loaded"
+    assert story.ask(LoadAsked, "a") == [Unload("b")], "an order would have it loaded"
 
 
 def test_a_model_that_failed_does_not_pass_those_who_wait():
@@ -420,7 +423,7 @@ def test_a_model_can_be_loaded_for_nobody():
     assert story.ask(LoadAsked, "a") == [Load("a")]
     assert story.ask(LoadAsked, "a") == []
     assert story.loaded("a") == []
-    assert story.ask(LoadAsked, "b") == [Stop("a")]
+    assert story.ask(LoadAsked, "b") == [Unload("a")]
     assert story.stopped("a") == [Load("b")]
 
 
@@ -447,24 +450,24 @@ def test_unloading_waits_for_leases_and_those_who_wait_have_it_loaded_again():
     story.loaded("a")
     assert story.ask(UnloadAsked, "a") == [] and story.phase("a") is Phase.DRAINING
     assert story.want(2, "a") == []
-    assert story.gone(1) == [Stop("a")]
+    assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == [Load("a")]
-    assert story.loaded("a") == [Grant(2, "a")]
+    assert story.loaded("a") == [GrantLease(2, "a")]
 
 
 def test_unloading_what_loads_lets_those_have_it_who_wait():
     story = Story("a")
     story.want(1, "a")
     assert story.ask(UnloadAsked, "a") == []
-    assert story.loaded("a") == [Grant(1, "a")]
-    assert story.gone(1) == [Stop("a")]
+    assert story.loaded("a") == [GrantLease(1, "a")]
+    assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == []
 
 
 def test_unloading_and_loading_at_once_restarts():
     story = Story("a")
     story.use(1, "a")
-    assert story.ask(UnloadAsked, "a") == [Stop("a")]
+    assert story.ask(UnloadAsked, "a") == [Unload("a")]
     assert story.ask(LoadAsked, "a") == []
     assert story.stopped("a") == [Load("a")]
 
@@ -486,7 +489,7 @@ def test_an_unused_model_is_put_to_sleep_after_its_time():
     for id in range(3):
         story.gone(id, at=500.0)
     assert story.tick(559.9) == []
-    assert story.tick(560.0) == [Stop("a")]
+    assert story.tick(560.0) == [Unload("a")]
     assert story.tick(9999.0) == []
 
 
@@ -497,9 +500,9 @@ def test_a_model_that_is_waited_for_is_not_put_to_sleep():
     story.want(2, "b")
     story.loaded("b")
     story.want(3, "big", at=10.0)
-    assert story.want(4, "a", at=11.0) == [Grant(4, "a")] and story.gone(4, at=15.0) == []
+    assert story.want(4, "a", at=11.0) == [GrantLease(4, "a")] and story.gone(4, at=15.0) == []
     assert story.want(5, "a", at=16.0) == [] and story.tick(20.0) == []
-    assert story.gone(3) == [Grant(5, "a")]
+    assert story.gone(3) == [GrantLease(5, "a")]
 
 
 # models that come and go
@@ -517,7 +520,7 @@ def test_a_removed_model_is_refused_to_all_and_stops_when_its_leases_end():
     assert [e.code for e in story.ask(Removed, "b")] == ["model_not_found"]
     assert story.ask(Removed, "a") == []
     assert story.want(5, "a")[0].code == "model_not_found" and story.planner.status("a") is None
-    assert story.gone(1) == [Stop("a")]
+    assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == []
 
 
@@ -527,7 +530,7 @@ def test_a_model_removed_and_added_is_loaded_anew():
     story.loaded("a")
     story.ask(Removed, "a")
     story.on(Added(ModelPlan("a", 2 * MIB), 50.0))
-    assert story.want(2, "a") == [] and story.gone(1) == [Stop("a")]
+    assert story.want(2, "a") == [] and story.gone(1) == [Unload("a")]
     assert story.stopped("a") == [Load("a")]
 
 
@@ -561,7 +564,7 @@ def history_of(draw: st.DrawFn) -> History:
         return Order(draw(st.integers(0, 60)), what, model(draw(st.sampled_from(names))))
 
     memory = draw(st.sampled_from([0, 0, 5, 8, 12]))
-    limits = Limits(draw(st.sampled_from([0, 1, 2, 2, 3])), memory, draw(st.sampled_from([0.0, 2.0, 5.0])))
+    limits = PoolLimits(draw(st.sampled_from([0, 1, 2, 2, 3])), memory, draw(st.sampled_from([0.0, 2.0, 5.0])))
     flood = ()
     if draw(st.integers(0, 3)) == 0:
         period = draw(st.integers(1, 3))
@@ -628,7 +631,7 @@ class LoadsTwice(Blind):
 
 
 class Starves(Blind):
-    def __init__(self, limits: Limits, models: Any) -> None:
+    def __init__(self, limits: PoolLimits, models: Any) -> None:
         super().__init__(replace(limits, patience_s=1e9), models)
 
 
@@ -645,22 +648,22 @@ class Forgets(Blind):
 
 
 class EvictsPinned(Blind):
-    def __init__(self, limits: Limits, models: Any) -> None:
+    def __init__(self, limits: PoolLimits, models: Any) -> None:
         super().__init__(limits, [replace(model, pinned=False) for model in models])
 
 
 class Overfills(Blind):
-    def __init__(self, limits: Limits, models: Any) -> None:
+    def __init__(self, limits: PoolLimits, models: Any) -> None:
         super().__init__(replace(limits, models_max=limits.models_max and limits.models_max + 1), models)
 
 
 class OverfillsBytes(Blind):
-    def __init__(self, limits: Limits, models: Any) -> None:
+    def __init__(self, limits: PoolLimits, models: Any) -> None:
         super().__init__(replace(limits, memory_bytes=2 * limits.memory_bytes), models)
 
 
 class ForgetsWhatStops(Blind):
-    """Memory counts as free as soon as ``Stop`` is said."""
+    """Memory counts as free as soon as ``Unload`` is said."""
 
     def _held(self) -> Any:
         return [m for m in super()._held() if m.phase is not Phase.STOPPING]
@@ -684,7 +687,7 @@ class KeepsWaiting(Blind):
 class GrantsTwice(Blind):
     def on(self, event: Event) -> list[Effect]:
         effects = super().on(event)
-        return effects + [effect for effect in effects if isinstance(effect, Grant)]
+        return effects + [effect for effect in effects if isinstance(effect, GrantLease)]
 
 
 @pytest.mark.parametrize(
@@ -720,9 +723,9 @@ def test_a_planner_that_evicts_what_was_used_last_is_caught(monkeypatch):
 
 
 CROWD = (*stream("a", 0.0, 2.0, 6.0, 120), *stream("b", 0.5, 2.0, 6.0, 120))
-A_PLACE_FOR_C = History(Limits(2), tuple(ModelPlan(name, 1) for name in "abc"), (*CROWD, Visit(20.0, "c")))
+A_PLACE_FOR_C = History(PoolLimits(2), tuple(ModelPlan(name, 1) for name in "abc"), (*CROWD, Visit(20.0, "c")))
 ROOM_FOR_BIG = History(
-    Limits(0, memory_bytes=2),
+    PoolLimits(0, memory_bytes=2),
     (ModelPlan("a", 1), ModelPlan("b", 1), ModelPlan("big", 2)),
     (*CROWD, Visit(20.0, "big")),
     fates=(Fate(stop_s=1.0), Fate(stop_s=2.0)),
@@ -778,7 +781,7 @@ def test_a_planner_notices_when_it_is_wrong(spoil, sentence):
 @pytest.mark.parametrize("event", [Loaded("a", 1.0), Stopped("a", 1.0), LoadFailed("a", "bad", 1.0)])
 def test_what_cannot_have_happened_is_not_believed(event):
     with pytest.raises(AssertionError, match="asleep"):
-        Planner(Limits(), [ModelPlan("a", 1)]).on(event)
+        Planner(PoolLimits(), [ModelPlan("a", 1)]).on(event)
 
 
 def test_a_request_has_one_place():

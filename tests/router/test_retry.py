@@ -18,15 +18,15 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
 from everwarm.router.catalog.catalog import only
-from everwarm.router.plan import Limits, Phase
+from everwarm.router.plan import Phase, PoolLimits
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervise.restart_policy import MAX_DEATHS, Patience
+from everwarm.router.supervise.restart_policy import MAX_DEATHS, RestartLimits
 from everwarm.router.supervise.supervisor import State
 from models import tiny_model
 
 SETTINGS = EngineSettings(n_slots=2, n_ctx=512, n_threads=1, ram_bytes=16 << 20)
-SOON = Patience(first_back_off_s=0.01, most_back_off_s=0.02, first_retry_s=0.2, most_retry_s=0.4)
-LATER = Patience(first_back_off_s=0.01, most_back_off_s=0.02, first_retry_s=5.0)
+SOON = RestartLimits(first_back_off_s=0.01, most_back_off_s=0.02, first_retry_s=0.2, most_retry_s=0.4)
+LATER = RestartLimits(first_back_off_s=0.01, most_back_off_s=0.02, first_retry_s=5.0)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -34,9 +34,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pooled(path: Path, patience: Patience) -> AsyncIterator[tuple[Pool, Served]]:
+async def pooled(path: Path, patience: RestartLimits) -> AsyncIterator[tuple[Pool, Served]]:
     catalog = only(path, SETTINGS, "one")
-    pool = Pool(lambda: catalog, Limits(), patience=patience)
+    pool = Pool(lambda: catalog, PoolLimits(), patience=patience)
     pool.start()
     served = pool.find("one")
     try:

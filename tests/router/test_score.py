@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.router.replica_score import Holdings, Load, choose
+from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
 
-FAST = Load(n_slots=4, seconds_per_byte=1e-3, reply_s=1.0)
+FAST = ReplicaLoad(n_slots=4, seconds_per_byte=1e-3, reply_s=1.0)
 
 
-def busy(seconds: float) -> Load:
-    return Load(busy_s=seconds, n_slots=4, seconds_per_byte=1e-3, reply_s=1.0)
+def busy(seconds: float) -> ReplicaLoad:
+    return ReplicaLoad(busy_s=seconds, n_slots=4, seconds_per_byte=1e-3, reply_s=1.0)
 
 
 def test_the_replica_that_has_read_most_is_asked() -> None:
@@ -27,7 +27,7 @@ def test_waiting_longer_than_reading_again_is_not_worth_it(wait_s: float, index:
 
 
 def test_full_slots_cost_the_time_until_one_is_free() -> None:
-    full = Load(n_running=4, n_slots=4, seconds_per_byte=1e-3, reply_s=8.0)
+    full = ReplicaLoad(n_running=4, n_slots=4, seconds_per_byte=1e-3, reply_s=8.0)
     assert full.wait_s == pytest.approx(2.0) and FAST.wait_s == 0
     assert choose([1000, 0], 1000, [full, FAST], (0.0, 0.0)).index == 1
 
@@ -43,7 +43,7 @@ def test_a_popular_beginning_does_not_pile_up() -> None:
     n, until, held = 8, [0.0] * 8, [10_000] + [0] * 7
     asked: Counter[int] = Counter()
     for i in range(64):
-        loads = [Load(until[r], 0, 64, 1e-3, 1.0) for r in range(n)]
+        loads = [ReplicaLoad(until[r], 0, 64, 1e-3, 1.0) for r in range(n)]
         choice = choose(held, 10_500, loads, (i / 64, 0.5))
         until[choice.index] += choice.read_s
         held[choice.index] = 10_000

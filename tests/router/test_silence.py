@@ -1,11 +1,11 @@
 """How long an engine has been silent, by a watcher that may have been away itself."""
 
-from everwarm.router.supervise.restart_policy import LATE_S, MOST_LATE, TICK_S, Silence
+from everwarm.router.supervise.restart_policy import LATE_S, MOST_LATE, TICK_S, Heartbeat
 
 LIMIT_S = 6.0
 
 
-def ticks(silence: Silence, at: float, n: int, every_s: float = TICK_S, *, step_age_s: float | None = None) -> float:
+def ticks(silence: Heartbeat, at: float, n: int, every_s: float = TICK_S, *, step_age_s: float | None = None) -> float:
     for _ in range(n):
         at += every_s
         silence.tick(at, None if step_age_s is None else step_age_s + at)
@@ -13,7 +13,7 @@ def ticks(silence: Silence, at: float, n: int, every_s: float = TICK_S, *, step_
 
 
 def test_an_engine_that_is_silent_while_it_is_watched_is_noticed():
-    silence = Silence(0.0)
+    silence = Heartbeat(0.0)
     ticks(silence, 0.0, round(LIMIT_S / TICK_S) - 1)
     assert silence.silent_s < LIMIT_S
     ticks(silence, LIMIT_S - TICK_S, 2)
@@ -23,7 +23,7 @@ def test_an_engine_that_is_silent_while_it_is_watched_is_noticed():
 
 
 def test_a_pause_of_the_watcher_says_nothing_about_the_engine():
-    silence = Silence(0.0)
+    silence = Heartbeat(0.0)
     at = ticks(silence, 0.0, 50)
     silence.tick(at + 9.0, None)
     assert silence.silent_s == 0.0
@@ -33,7 +33,7 @@ def test_a_pause_of_the_watcher_says_nothing_about_the_engine():
 
 
 def test_a_watcher_that_is_always_late_notices_a_hang_in_the_end():
-    silence = Silence(0.0)
+    silence = Heartbeat(0.0)
     at = ticks(silence, 0.0, MOST_LATE, 2 * LATE_S)
     assert silence.silent_s == 0.0
     ticks(silence, at, round(LIMIT_S / LATE_S), 2 * LATE_S)
@@ -44,7 +44,7 @@ def test_a_watcher_that_is_always_late_notices_a_hang_in_the_end():
 
 
 def test_a_step_is_as_old_as_it_was_seen_to_be():
-    silence = Silence(0.0)
+    silence = Heartbeat(0.0)
     at = ticks(silence, 0.0, 100, step_age_s=0.0)
     assert abs(silence.step_s - 99 * TICK_S) < 1e-6
     silence.tick(at + 3600.0, 3600.0 + at)

@@ -18,13 +18,13 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, Refused
 from everwarm.router.supervise import supervisor as supervisors
-from everwarm.router.supervise.restart_policy import MAX_DEATHS, Cause, Patience
+from everwarm.router.supervise.restart_policy import MAX_DEATHS, Cause, RestartLimits
 from everwarm.router.supervise.supervisor import Pending, State, Supervisor
 from gateway.server import children, is_alive
 from models import EMBEDDED
 
 SETTINGS = EngineSettings(n_slots=2, n_ctx=4096, n_threads=1, ram_bytes=256 << 20)
-QUICK = Patience(first_back_off_s=0.01, most_back_off_s=0.02)
+QUICK = RestartLimits(first_back_off_s=0.01, most_back_off_s=0.02)
 QUESTION = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PATIENCE_S = 30.0
 
@@ -34,7 +34,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def supervised(patience: Patience = QUICK, model: str = str(EMBEDDED)) -> AsyncIterator[Supervisor]:
+async def supervised(patience: RestartLimits = QUICK, model: str = str(EMBEDDED)) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(model, SETTINGS, patience=patience)
     supervisor.start()
     try:
@@ -48,7 +48,7 @@ async def supervised(patience: Patience = QUICK, model: str = str(EMBEDDED)) -> 
 async def answer(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[int]:
     said = await everything(supervisor, text, **more)
     assert isinstance(said[-1], m.Done), said[-1]
-    return [token for message in said if isinstance(message, m.Piece) for token in message.tokens]
+    return [token for message in said if isinstance(message, m.TextPiece) for token in message.tokens]
 
 
 async def everything(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[m.ToGateway]:
@@ -96,7 +96,7 @@ def test_a_ready_engine_says_what_it_is_and_streams_an_answer():
             assert supervisor.info.memory_kind == "hybrid" and "<|im_start|>" in (supervisor.info.chat_template or "")
             said = await everything(supervisor)
             assert [type(message) for message in (said[0], said[-1])] == [m.Begun, m.Done]
-            pieces = [message for message in said if isinstance(message, m.Piece)]
+            pieces = [message for message in said if isinstance(message, m.TextPiece)]
             assert sum(len(piece.tokens) for piece in pieces) == said[-1].n_reply > 0
             assert "Everwarm Tiny" in "".join(piece.text for piece in pieces) + said[-1].text
             assert supervisor.n_pending == 0
@@ -129,7 +129,7 @@ def test_leaving_a_stream_frees_its_slot():
         async with supervised() as supervisor:
             stream = supervisor.stream(text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True)
             async for message in stream:
-                if isinstance(message, m.Piece):
+                if isinstance(message, m.TextPiece):
                     break
             assert not await nobody_is_processing(supervisor)
             await stream.aclose()
@@ -224,7 +224,7 @@ def test_a_slot_action_is_never_for_the_next_engine():
     """Its slots hold nothing: what was asked of this one's is answered by nobody else."""
 
     async def test() -> None:
-        async with supervised(Patience(first_back_off_s=1.0)) as supervisor:
+        async with supervised(RestartLimits(first_back_off_s=1.0)) as supervisor:
             dead = kill(supervisor, signal.SIGSTOP)
             asked = asyncio.create_task(supervisor.ask(m.SlotAction, slot=0, action="erase"))
             await until(lambda: supervisor.n_pending == 1, "it is asked")
@@ -248,7 +248,7 @@ def test_a_request_that_had_streamed_is_told_so_with_503():
             stream = supervisor.stream(text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True)
             async for message in stream:
                 said.append(message)
-                if isinstance(message, m.Piece) and supervisor.n_restarts == 0 and len(said) < 5:
+                if isinstance(message, m.TextPiece) and supervisor.n_restarts == 0 and len(said) < 5:
                     dead = kill(supervisor)
             assert isinstance(said[-1], m.Failed)
             assert (said[-1].status, said[-1].code) == (503, "unavailable_error")
@@ -260,7 +260,7 @@ def test_a_request_that_had_streamed_is_told_so_with_503():
 
 def test_a_hung_engine_is_not_ready_soon_then_killed_and_back():
     async def test() -> None:
-        patience = Patience(stalled_s=1.0, silent_s=2.5, first_back_off_s=0.01)
+        patience = RestartLimits(stalled_s=1.0, silent_s=2.5, first_back_off_s=0.01)
         async with supervised(patience) as supervisor:
             golden = await answer(supervisor)
             dead = kill(supervisor, signal.SIGSTOP)

@@ -17,8 +17,7 @@ from everwarm.router.plan import (
     Effect,
     Event,
     Gone,
-    Grant,
-    Limits,
+    GrantLease,
     Load,
     LoadAsked,
     Loaded,
@@ -26,11 +25,12 @@ from everwarm.router.plan import (
     ModelPlan,
     Phase,
     Planner,
+    PoolLimits,
     Refuse,
     Removed,
-    Stop,
     Stopped,
     Tick,
+    Unload,
     UnloadAsked,
     Wanted,
 )
@@ -73,7 +73,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class History:
-    limits: Limits
+    limits: PoolLimits
     models: tuple[ModelPlan, ...]
     visits: tuple[Visit, ...]
     orders: tuple[Order, ...] = ()
@@ -240,9 +240,9 @@ class World:
         match effect:
             case Load(id):
                 self._judge_load(self.models[id])
-            case Stop(id):
+            case Unload(id):
                 return self._judge_stop(self.models[id], event, wishes)
-            case Grant(request_id, id):
+            case GrantLease(request_id, id):
                 self._judge_grant(request_id, self.models[id])
             case Refuse():
                 self._judge_refusal(effect, event)
@@ -319,7 +319,7 @@ class World:
         if isinstance(event, Wanted) and (truth := self.models.get(event.model)) is not None:
             nobody_is_tired = all(self.now - since < patience_s for since in wishes.values())
             if truth.phase is Phase.READY and not truth.must_go and nobody_is_tired:
-                rule(Grant(event.request_id, event.model) in effects, "what is ready is leased at once")
+                rule(GrantLease(event.request_id, event.model) in effects, "what is ready is leased at once")
         if isinstance(event, Loaded | LoadFailed) and (truth := self.models.get(event.model)) is not None:
             rule(not truth.waiting or truth.phase is Phase.STOPPING, "a load answers all who waited for it")
         if isinstance(event, Removed) and event.model in self.models:

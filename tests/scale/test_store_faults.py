@@ -12,9 +12,9 @@ from bench.seaweed import BUCKET, S3
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.circuit_breaker import Breaker
-from everwarm.state.remote.pointer import Seal
-from everwarm.state.remote.remote_tier import Remote
+from everwarm.state.remote.circuit_breaker import CircuitBreaker
+from everwarm.state.remote.pointer import Mac
+from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.object import Damaged
 from scale.proxy import FAULTS, Proxy, proxied
 from state.test_remote import KEY, MODEL, N, fetch, find, parcel, stored
@@ -42,9 +42,9 @@ class Fleet:
         self.n_refused = 0
         self.one = self._join()
 
-    def _join(self) -> Remote:
-        remote = Remote(Bucket(self._url, self._proxy.endpoint), KEY, MODEL, wait_s=self.wait_s)
-        remote.breaker = Breaker(_open_s=0.02)
+    def _join(self) -> RemoteTier:
+        remote = RemoteTier(Bucket(self._url, self._proxy.endpoint), KEY, MODEL, wait_s=self.wait_s)
+        remote.breaker = CircuitBreaker(_open_s=0.02)
         return remote
 
     def renew(self) -> None:
@@ -110,8 +110,8 @@ def test_without_verifying_a_flipped_bit_would_be_loaded(s3: S3, monkeypatch):
         proxy.faults, proxy.share = ("flipped",), 1.0
         with pytest.raises(Damaged):
             fetch(fleet.one, post)
-        monkeypatch.setattr("everwarm.state.store.object.Reader.read", _read_unverified)
-        monkeypatch.setattr(Seal, "is_right", lambda *_: True)
+        monkeypatch.setattr("everwarm.state.store.object.ObjectReader.read", _read_unverified)
+        monkeypatch.setattr(Mac, "is_right", lambda *_: True)
         assert fetch(fleet.one, post) != stored(parcel(prompt=prompt))
         fleet.leave()
 
@@ -139,14 +139,14 @@ def test_moto_keeps_the_same_promises(monkeypatch):
         client.close()
         for name, value in (("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "x"), ("AWS_REGION", "us-east-1")):
             monkeypatch.setenv(name, value)
-        ones = [Remote(Bucket("s3://moto/fleet", endpoint), KEY, MODEL, wait_s=10.0) for _ in range(3)]
+        ones = [RemoteTier(Bucket("s3://moto/fleet", endpoint), KEY, MODEL, wait_s=10.0) for _ in range(3)]
         mine = parcel(kv_bytes=20_000_000)
         assert find(ones[0]) is None and ones[0].counts.n_failures == 0
         assert ones[1].offer(mine) and ones[1].flush(60) and ones[1].offer(mine)
         post = find(ones[2])
         assert post is not None and post.n_items == N and fetch(ones[2], post) == stored(mine)
         assert ones[2].offer(mine) and ones[2].flush(60) and ones[2].counts.n_bytes_written < 10_000
-        nowhere = Remote(Bucket("s3://no-such-bucket/fleet", endpoint), KEY, MODEL, wait_s=10.0)
+        nowhere = RemoteTier(Bucket("s3://no-such-bucket/fleet", endpoint), KEY, MODEL, wait_s=10.0)
         assert nowhere.offer(mine) and nowhere.flush(60) and nowhere.counts.n_given_up == nowhere.counts.n_failures == 1
         for one in (*ones, nowhere):
             one.close()

@@ -6,7 +6,7 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.trace import TraceTurn
 
 STATE = 1000
 SMALL = Curves(
@@ -14,14 +14,14 @@ SMALL = Curves(
 )  # a second per token, states of 1000 bytes, KV and loading for nothing
 
 
-def turn(tokens, reply=(), at_s=0.0, **more) -> Turn:
-    return Turn("c", Prompt.of_tokens(list(tokens)), np.array(reply, np.int32), at_s, **more)
+def turn(tokens, reply=(), at_s=0.0, **more) -> TraceTurn:
+    return TraceTurn("c", Prompt.of_tokens(list(tokens)), np.array(reply, np.int32), at_s, **more)
 
 
-def random_turns(seed: int, n_turns: int = 6, n_letters: int = 2, longest: int = 24) -> list[Turn]:
+def random_turns(seed: int, n_turns: int = 6, n_letters: int = 2, longest: int = 24) -> list[TraceTurn]:
     """Few letters, so that prompts share much; some go on from what was said before."""
     rng = random.Random(seed)
-    turns: list[Turn] = []
+    turns: list[TraceTurn] = []
     for i in range(n_turns):
         old = rng.choice(turns).path.codes.tolist() if turns and rng.random() < 0.8 else []
         keep = old[: rng.randint(0, len(old))]
@@ -33,7 +33,7 @@ def random_turns(seed: int, n_turns: int = 6, n_letters: int = 2, longest: int =
     return turns
 
 
-def shared_by_hand(turns: list[Turn], i: int) -> int:
+def shared_by_hand(turns: list[TraceTurn], i: int) -> int:
     """How many tokens of a request somebody has read before, one comparison after the other."""
     prompt = turns[i].prompt.codes.tolist()[: turns[i].n_stop]
     best = 0

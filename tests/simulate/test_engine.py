@@ -9,14 +9,14 @@ from engine.drive import run as ask
 from everwarm.engine.request import Progress
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.replay import replay
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.trace import TraceTurn
 from simulate.small import turn
 
 MANY_BYTES = 1 << 40
 N_REPLY = 5
 
 
-def played(core, turns: list[Turn]) -> tuple[list[int], list[Turn]]:
+def played(core, turns: list[TraceTurn]) -> tuple[list[int], list[TraceTurn]]:
     """What the engine reads of each, and the same turns with the replies it gave."""
     reads, said = [], []
     for each in turns:

@@ -19,7 +19,7 @@ import numpy as np
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.object import Header, Reader, encode, name_of
+from everwarm.state.store.object import ObjectHeader, ObjectReader, encode, name_of
 from everwarm.types import Blob
 
 FINGERPRINT = "a model and its settings"
@@ -31,7 +31,7 @@ STEP = 10  # items per KV object
 class Thing:
     """An object as it is given to a Disk."""
 
-    header: Header
+    header: ObjectHeader
     parts: dict[str, Blob]
 
     @property
@@ -54,7 +54,7 @@ class Thing:
             return contents(reader) == {name: bytes(part) for name, part in self.parts.items()}
 
 
-def contents(reader: Reader) -> dict[str, bytes]:
+def contents(reader: ObjectReader) -> dict[str, bytes]:
     return {section.name: reader.read(section.name).tobytes() for section in reader.header.sections}
 
 
@@ -97,9 +97,9 @@ def in_memory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
-def _header(kind: str, start: str, key: str, n_start: int, n_items: int, **more: object) -> Header:
+def _header(kind: str, start: str, key: str, n_start: int, n_items: int, **more: object) -> ObjectHeader:
     plain = {"cut": "", "clean": True, "chunks": ((n_start, n_items),), "fingerprint": FINGERPRINT}
-    return Header(kind=kind, start=start, key=key, n_start=n_start, n_items=n_items, **plain | more)
+    return ObjectHeader(kind=kind, start=start, key=key, n_start=n_start, n_items=n_items, **plain | more)
 
 
 def _write_until_killed(directory: Path, seed: int, first: int, budget: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 from everwarm.errors import BadRequest
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import ABOUT, FolderAbout, encode_about, folder_name, read_about, write_about
-from everwarm.state.store.object import Header
+from everwarm.state.store.object import ObjectHeader
 from everwarm.state.tools import bundle
 from everwarm.state.tools.bundle import Imported, check_bundle, closure, open_bundle, write_bundle, write_members
 from everwarm.state.tools.inventory import read_folder
@@ -289,7 +289,7 @@ def test_what_does_not_fit_together_is_refused(directory, why, members):
 
 
 def test_a_slots_companion_is_not_taken_up(directory):
-    slot = Thing(Header(kind="slot", fingerprint=FINGERPRINT, key="", start="", n_start=0, n_items=0), {})
+    slot = Thing(ObjectHeader(kind="slot", fingerprint=FINGERPRINT, key="", start="", n_start=0, n_items=0), {})
     assert_refused(directory, packed(member(kv(1).name, slot.data())), "another object")
 
 

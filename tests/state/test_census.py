@@ -6,7 +6,7 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.policy import CutKind, Entry, Kept, thin, victims
+from everwarm.state.policy import CutKind, Entry, KeptCheckpoint, thin, victims
 from everwarm.state.tree import Checkpoint, Node, Tree, pin, unpin
 
 SCALES = Scales(100.0, 1.0, needs_checkpoints=True, needs_kv=False, resident=frozenset())
@@ -64,7 +64,7 @@ def test_what_is_pinned_goes_when_nothing_else_can():
 
 
 def test_thinning_passes_over_what_is_pinned():
-    path = [Kept(n, CutKind.EVERY) for n in range(100, 1100, 100)]
+    path = [KeptCheckpoint(n, CutKind.EVERY) for n in range(100, 1100, 100)]
     (first,) = thin(path, 9)
-    held = [Kept(kept.n_items, kept.kind, kept.n_items == first) for kept in path]
+    held = [KeptCheckpoint(kept.n_items, kept.kind, kept.n_items == first) for kept in path]
     assert first not in thin(held, 5) and len(thin(held, 5)) == 5

@@ -9,8 +9,8 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk_forest import Forest, Spot, id_of, plant, point_of
 from everwarm.state.lineage import keys, root_key
-from everwarm.state.store.index import Kept
-from everwarm.state.store.object import Header, name_of
+from everwarm.state.store.index import IndexedObject
+from everwarm.state.store.object import ObjectHeader, name_of
 
 ROOT = root_key("model", "somebody")
 SPACE = ROOT[:16]
@@ -24,13 +24,13 @@ def key_of(items: list[int], n_items: int | None = None) -> str:
 
 def kv(items: list[int], start: int, stop: int) -> str:
     named = {"start": key_of(items, start), "key": key_of(items, stop)}
-    return name_of(Header(kind="kv", fingerprint="", n_start=start, n_items=stop, **named))
+    return name_of(ObjectHeader(kind="kv", fingerprint="", n_start=start, n_items=stop, **named))
 
 
-def state(items: list[int], needs: dict[str, int], space: str = SPACE) -> Kept:
+def state(items: list[int], needs: dict[str, int], space: str = SPACE) -> IndexedObject:
     key = key_of(items)
     name = f"state-{key[:16]}-{key[:32]}.ew"
-    return Kept(name, "state", key, len(items), SIZE, tuple(needs), 1.0, 0, space, tuple(needs.values()))
+    return IndexedObject(name, "state", key, len(items), SIZE, tuple(needs), 1.0, 0, space, tuple(needs.values()))
 
 
 def above(forest: Forest) -> dict[int, int | None]:
@@ -38,7 +38,7 @@ def above(forest: Forest) -> dict[int, int | None]:
 
 
 def grown(
-    *states: Kept, spots: dict[tuple[str, int], Spot] | None = None, roots: dict[str, int] | None = None
+    *states: IndexedObject, spots: dict[tuple[str, int], Spot] | None = None, roots: dict[str, int] | None = None
 ) -> Forest:
     sizes = {need: SIZE for kept in states for need in kept.needs}
     return plant(states, sizes, spots or {}, roots or {})
@@ -83,7 +83,7 @@ def test_it_hangs_at_a_node_in_ram_and_is_not_shown_where_one_is():
 def test_nobody_hangs_below_a_state_of_another_space_and_nonsense_hangs_at_the_root():
     first = state(A[:20], {A_20: 20}, space="f" * 16)
     second = state(A[:40], {A_20: 20, A_40: 40})
-    odd = Kept("state-x-y.ew", "state", "not a key", 50, SIZE, (A_20, "what.ew"), 1.0, 0, SPACE, (20,))
+    odd = IndexedObject("state-x-y.ew", "state", "not a key", 50, SIZE, (A_20, "what.ew"), 1.0, 0, SPACE, (20,))
     found = above(grown(first, second, odd))
     assert found[id_of(second.key)] == found[id_of("not a key")] == id_of(f"root of {SPACE}")
 
@@ -96,7 +96,7 @@ def test_random_conversations_hang_together_as_their_items_do(seed, is_read_twic
     rng = random.Random(seed)
     texts: list[list[int]] = [[]]
     segments: dict[tuple[int, ...], list[tuple[str, int]]] = {(): []}  # the KV on the way to a point
-    states: list[Kept] = []
+    states: list[IndexedObject] = []
     for _ in range(30):
         base = rng.choice(texts)
         new = [*base, *(rng.randrange(1000) for _ in range(rng.randint(1, 30)))]

@@ -25,7 +25,7 @@ from everwarm.state.store.folder_meta import (
     write_about,
 )
 from everwarm.state.store.index import INDEX, peek_uses
-from everwarm.state.store.object import Damaged, Reader, Unreadable
+from everwarm.state.store.object import Damaged, ObjectReader, Unreadable
 from everwarm.state.tools import inventory
 from everwarm.state.tools.inspect_object import inspect
 from state.crash_writer import FINGERPRINT, STEP, Thing, conversation, in_memory, kv, state
@@ -186,13 +186,13 @@ def test_pieces_are_the_file_itself_also_inside_of_another(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 777 + data + b"y" * 99)
     with path.open("rb") as file:
-        reader = Reader(file.fileno(), 777, len(data))
+        reader = ObjectReader(file.fileno(), 777, len(data))
         pieces = list(reader.pieces())
         assert b"".join(pieces) == data and max(map(len, pieces)) <= 4 << 20
         assert reader.read("state").tobytes() == thing.parts["state"].tobytes()
         for at, size in ((776, len(data)), (777, len(data) - 1), (777, len(data) + 1)):
             with pytest.raises(Damaged):
-                Reader(file.fileno(), at, size)
+                ObjectReader(file.fileno(), at, size)
 
 
 def test_every_flipped_byte_is_noticed(place, disk):

@@ -10,7 +10,7 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.segment_merge import MOST, merged, runs, to_join
-from everwarm.state.tree import Checkpoint, Node, Piece, Segment, Tree, pin
+from everwarm.state.tree import Checkpoint, Node, Segment, SegmentPiece, Tree, pin
 
 ITEMS = list(range(20_000))
 
@@ -150,9 +150,9 @@ def test_readings_that_differ_stay_apart():
 
 def test_what_is_written_is_not_joined_with_what_is_not():
     grove = Grove()
-    chain(grove, 80, pieces=(Piece(0, 80, "a", 1),))
+    chain(grove, 80, pieces=(SegmentPiece(0, 80, "a", 1),))
     assert joins(chain(grove, 160)) == []
-    assert joins(chain(grove, 160, pieces=(Piece(80, 160, "b", 1),))) == [[(0, 80), (80, 160)]]
+    assert joins(chain(grove, 160, pieces=(SegmentPiece(80, 160, "b", 1),))) == [[(0, 80), (80, 160)]]
 
 
 def test_a_system_prompt_a_breakpoint_and_a_pin_stay_by_themselves():

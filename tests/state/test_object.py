@@ -26,8 +26,8 @@ from everwarm.state.store.object import (
     MAX_SECTIONS,
     MINOR,
     Damaged,
-    Header,
-    Reader,
+    ObjectHeader,
+    ObjectReader,
     fill,
     name_of,
 )
@@ -47,7 +47,7 @@ def read(tmp_path) -> Iterator[Read]:
     """``read(data)``: every section of a file with these bytes, verified."""
     fd = os.open(tmp_path / "object", os.O_RDWR | os.O_CREAT, 0o600)
 
-    def read(data: bytes, reader: type[Reader] = Reader) -> dict[str, bytes]:
+    def read(data: bytes, reader: type[ObjectReader] = ObjectReader) -> dict[str, bytes]:
         os.ftruncate(fd, 0)
         os.pwrite(fd, data, 0)
         return contents(reader(fd))
@@ -89,7 +89,7 @@ def test_the_header_comes_back_with_its_sections(tmp_path):
     thing = state(4, needs=["kv-one.ew", "kv-two.ew"])
     (tmp_path / "object").write_bytes(thing.data())
     with open(tmp_path / "object", "rb") as file:
-        header = Reader(file.fileno()).header
+        header = ObjectReader(file.fileno()).header
     assert msgspec.structs.replace(header, sections=()) == thing.header
     assert [section.name for section in header.sections] == ["items", "state"]
     assert name_of(header) == thing.name
@@ -227,7 +227,7 @@ def changed_files() -> Iterator[bytes]:
         yield from (changed for changed in source if changed not in known)
 
 
-def accepted(files: Iterable[bytes], read: Read, **how: type[Reader]) -> tuple[int, int]:
+def accepted(files: Iterable[bytes], read: Read, **how: type[ObjectReader]) -> tuple[int, int]:
     """How many of how many. Anything but ``Damaged`` is raised."""
     n_accepted = n_tried = 0
     for data in files:
@@ -250,7 +250,7 @@ def test_no_changed_file_is_accepted(read):
     assert n_tried > (600_000 if CAMPAIGN else 3_000)
 
 
-class Gullible(Reader):
+class Gullible(ObjectReader):
     """Believes the sections whatever their digests are."""
 
     def read(self, name: str) -> Blob:
@@ -350,7 +350,7 @@ def forgeries() -> dict[str, bytes]:
     lies["one section too many"] = empty_sections(header, MAX_SECTIONS + 1)
     for n_start, n_items in ((-1, 10), (11, 10), (0, -1), (0, 2**41), (0, 2**63), (0, 10**40), (0.5, 1), ("0", 10)):
         lie(f"items {n_start} to {n_items}", n_start=n_start, n_items=n_items)
-    for field in msgspec.structs.fields(Header):
+    for field in msgspec.structs.fields(ObjectHeader):
         if field.required:
             lies[f"no {field.name}"] = forged(json.dumps(without(header, field.name)).encode(), rest)
         lie(f"{field.name} is an object", **{field.name: {}})
@@ -426,7 +426,7 @@ def test_a_file_that_is_no_file_is_an_error_of_the_system_not_a_guess(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises((OSError, Damaged)):
-            Reader(fd)
+            ObjectReader(fd)
     finally:
         os.close(fd)
 
@@ -435,7 +435,7 @@ def test_a_file_that_shrinks_while_it_is_open_is_damaged(tmp_path):
     path = tmp_path / "object"
     path.write_bytes(several().data())
     with open(path, "rb") as file:
-        reader = Reader(file.fileno())
+        reader = ObjectReader(file.fileno())
         os.truncate(path, 2 * ALIGN)
         with pytest.raises(Damaged, match="ends early"):
             reader.read("e")

@@ -15,7 +15,7 @@ from everwarm.state.policy import (
     Cut,
     CutKind,
     Entry,
-    Kept,
+    KeptCheckpoint,
     Seat,
     cuts,
     score,
@@ -198,9 +198,9 @@ kinds = st.sampled_from(list(CutKind))
 
 
 @st.composite
-def paths(draw) -> list[Kept]:
+def paths(draw) -> list[KeptCheckpoint]:
     ends = sorted(draw(st.sets(st.integers(1, 5000), max_size=60)))
-    return [Kept(end, draw(kinds)) for end in ends]
+    return [KeptCheckpoint(end, draw(kinds)) for end in ends]
 
 
 @settings(max_examples=300, deadline=None)
@@ -230,7 +230,7 @@ def test_boundaries_outlive_evenly_spaced_ones(path, most):
 
 
 def test_nothing_is_thinned_while_there_is_room():
-    path = [Kept(n, CutKind.EVERY) for n in (10, 20, 30)]
+    path = [KeptCheckpoint(n, CutKind.EVERY) for n in (10, 20, 30)]
     assert thin(path, 3) == [] and thin(path, 100) == [] and thin([], 5) == []
 
 
@@ -238,7 +238,7 @@ def test_a_long_conversation_thinned_as_it_grows_is_spaced_geometrically():
     kept: list[int] = []
     for end in range(100, 100_001, 100):
         kept.append(end)
-        kept = [n for n in kept if n not in thin([Kept(n, CutKind.EVERY) for n in kept], 16)]
+        kept = [n for n in kept if n not in thin([KeptCheckpoint(n, CutKind.EVERY) for n in kept], 16)]
     gaps = [b - a for a, b in pairwise([0, *kept])]
     assert len(kept) == 16 and kept[-2:] == [99_900, 100_000]
     assert gaps[-1] <= 200 and max(gaps) >= 8_000  # dense at the end, wide at the beginning

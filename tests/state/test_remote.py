@@ -23,12 +23,12 @@ from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.remote import remote_tier as remote_module
-from everwarm.state.remote.bucket import Bucket, Piece, StoreFault
-from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, Breaker
+from everwarm.state.remote.bucket import Bucket, BucketPiece, StoreFault
+from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, CircuitBreaker
 from everwarm.state.remote.download import PIECE
-from everwarm.state.remote.pointer import GRIDS, SEAL_BYTES, Need, Seal, Signpost, grid_points, names_at, probes
-from everwarm.state.remote.remote_tier import Parcel, Remote
-from everwarm.state.store.object import Damaged, Header, file_size, name_of
+from everwarm.state.remote.pointer import GRIDS, SEAL_BYTES, Mac, Need, Pointer, grid_points, names_at, probes
+from everwarm.state.remote.remote_tier import Parcel, RemoteTier
+from everwarm.state.store.object import Damaged, ObjectHeader, file_size, name_of
 
 MODEL, KEY = "model|f16|f16|auto|unified", bytes(range(32))
 ITEMS = Prompt.of_tokens(range(100, 400))
@@ -49,10 +49,10 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def opened() -> Iterator:
-    made: list[Remote] = []
+    made: list[RemoteTier] = []
 
-    def make(url: str, key: bytes = KEY, model: str = MODEL, bucket: Bucket | None = None) -> Remote:
-        made.append(Remote(bucket or Bucket(url), key, model, wait_s=PATIENT_S))
+    def make(url: str, key: bytes = KEY, model: str = MODEL, bucket: Bucket | None = None) -> RemoteTier:
+        made.append(RemoteTier(bucket or Bucket(url), key, model, wait_s=PATIENT_S))
         return made[-1]
 
     yield make
@@ -69,25 +69,25 @@ def parcel(
     items = np.ascontiguousarray(prompt.codes[:n], "<i4").view(np.uint8)
     blobs = [np.random.default_rng(n + i).integers(0, 256, size, np.uint8) for i, size in enumerate((kv_bytes, 70_000))]
     common = {"fingerprint": model, "key": named[n], "n_items": n}
-    kv = Header(kind="kv", start=named[0], n_start=0, **common)
-    state = Header(kind="state", start=named[n], n_start=n, needs=(name_of(kv),), reaches=(n,), **common)
+    kv = ObjectHeader(kind="kv", start=named[0], n_start=0, **common)
+    state = ObjectHeader(kind="state", start=named[n], n_start=n, needs=(name_of(kv),), reaches=(n,), **common)
     objects = ((kv, {"items": items, "kv": blobs[0]}), (state, {"items": items, "state": blobs[1]}))
     sizes = [file_size(*thing) + SEAL_BYTES for thing in objects]
-    post = Signpost(named[n], n, sizes[1], (Need(name_of(kv), sizes[0], n),))
+    post = Pointer(named[n], n, sizes[1], (Need(name_of(kv), sizes[0], n),))
     names = names_at(named[n], {grid: named[at] for grid, at in grid_points(n).items()})
     return Parcel(objects, post, tuple(names))
 
 
-def find(remote: Remote, prompt: Prompt = ITEMS, ends: tuple[int, ...] = (N,), space: str = "", model: str = MODEL):
+def find(remote: RemoteTier, prompt: Prompt = ITEMS, ends: tuple[int, ...] = (N,), space: str = "", model: str = MODEL):
     return remote.find(root_key(model, space), prompt, ends, least=16)
 
 
-def read(remote: Remote, name: str, size: int, section: str, patience_s: float = 5.0) -> bytes:
+def read(remote: RemoteTier, name: str, size: int, section: str, patience_s: float = 5.0) -> bytes:
     with remote.reading(name, remote.download(name, size, patience_s)) as reader:
         return reader.read(section).tobytes()
 
 
-def fetch(remote: Remote, post: Signpost) -> tuple[bytes, bytes]:
+def fetch(remote: RemoteTier, post: Pointer) -> tuple[bytes, bytes]:
     (need,) = post.needs
     return read(remote, post.name, post.size, "state"), read(remote, need.name, need.size, "kv")
 
@@ -183,7 +183,7 @@ def test_too_much_is_refused_and_not_waited_for(place, opened, monkeypatch):
 
 
 def test_bytes_that_are_not_what_they_were_are_not_written(tmp_path):
-    remote = Remote(Bucket(f"file://{tmp_path}/store"), KEY, MODEL, is_sound=lambda _: False)
+    remote = RemoteTier(Bucket(f"file://{tmp_path}/store"), KEY, MODEL, is_sound=lambda _: False)
     remote.offer(parcel())
     assert remote.flush() and remote.counts.n_given_up == 1 and not files(tmp_path / "store")
     remote.close()
@@ -239,8 +239,8 @@ def test_an_object_under_another_name_is_refused(folder, opened):
 
 def test_without_the_name_in_the_seal_the_replayed_one_would_pass(folder, opened, monkeypatch):
     """The negative control of the test above."""
-    sealing = Seal.of
-    monkeypatch.setattr(Seal, "of", lambda self, _name, size, head: sealing(self, "", size, head))
+    sealing = Mac.of
+    monkeypatch.setattr(Mac, "of", lambda self, _name, size, head: sealing(self, "", size, head))
     url, mine = saved(folder, opened)
     other = parcel(N, prompt=Prompt.of_tokens(range(500, 800)))
     one = opened(url)
@@ -267,13 +267,13 @@ def test_another_models_object_is_refused(folder, opened):
 
 def test_an_object_of_somebody_without_the_key_is_refused(folder, opened, monkeypatch):
     url, mine = saved(folder, opened)
-    forged = Remote(Bucket(url), bytes(32), MODEL)
+    forged = RemoteTier(Bucket(url), bytes(32), MODEL)
     data = b"".join(bytes(piece) for piece in forged._packed(mine.signpost.name, *mine.objects[1]))
     forged.close()
     files(folder)[mine.signpost.name].write_bytes(data)
     with pytest.raises(Damaged, match="seal"):
         read(opened(url), mine.signpost.name, mine.signpost.size, "state")
-    monkeypatch.setattr(Seal, "is_right", lambda *_: True)
+    monkeypatch.setattr(Mac, "is_right", lambda *_: True)
     assert read(opened(url), mine.signpost.name, mine.signpost.size, "state"), "this test could not fail"
 
 
@@ -283,7 +283,7 @@ def test_a_forged_signpost_is_refused(folder, opened, monkeypatch):
     files(folder)[mine.names[0]].write_bytes(msgspec.json.encode(lie) + bytes(SEAL_BYTES))
     one = opened(url)
     assert find(one) is None and one.counts.n_refused == 1
-    monkeypatch.setattr(Seal, "is_right", lambda *_: True)
+    monkeypatch.setattr(Mac, "is_right", lambda *_: True)
     assert find(opened(url)) == lie, "this test could not fail"
 
 
@@ -296,7 +296,7 @@ def test_two_keys_meet_nowhere(place, opened):
 @settings(deadline=None, max_examples=50)
 @given(st.binary(max_size=300), st.integers(0, 2))
 def test_any_bytes_at_all_are_refused(data, which):
-    remote = Remote(Bucket(f"memory://noise-{next(_fresh)}"), KEY, MODEL)
+    remote = RemoteTier(Bucket(f"memory://noise-{next(_fresh)}"), KEY, MODEL)
     try:
         name = (parcel().names[0], parcel().signpost.name, parcel().signpost.needs[0].name)[which]
         asyncio.run_coroutine_threadsafe(remote._send(name, [data or b"x"], over=True), remote._loop).result()
@@ -327,7 +327,7 @@ class Faulty(Bucket):
             await asyncio.sleep(min(self.fault, wait_s))
             raise TimeoutError
 
-    async def get(self, path: str, start: int, stop: int, wait_s: float, more_s: float = 0.0) -> Piece:
+    async def get(self, path: str, start: int, stop: int, wait_s: float, more_s: float = 0.0) -> BucketPiece:
         await self._suffer(wait_s)
         return await super().get(path, start, stop, wait_s, more_s)
 
@@ -339,7 +339,7 @@ class Faulty(Bucket):
 def test_a_silent_store_is_asked_once_and_then_left_alone_until_it_answers(opened, monkeypatch):
     bucket = Faulty(url := f"memory://silent-{next(_fresh)}")
     writer, reader = opened(url), opened(url, bucket=bucket)
-    reader.breaker, reader.wait_s = Breaker(_open_s=0.05), 0.1
+    reader.breaker, reader.wait_s = CircuitBreaker(_open_s=0.05), 0.1
     assert writer.offer(parcel()) and writer.flush()
     bucket.fault = 1000.0
     assert find(reader) is None and reader.breaker.is_open
@@ -388,7 +388,7 @@ def test_a_store_that_refuses_is_left_alone_after_some_refusals(opened):
 def test_what_waits_is_written_when_the_store_is_back(opened, monkeypatch):
     bucket = Faulty(url := f"memory://back-{next(_fresh)}")
     one = opened(url, bucket=bucket)
-    one.breaker = Breaker(is_open=True)
+    one.breaker = CircuitBreaker(is_open=True)
     assert one.offer(parcel()) and not one.flush(0.2) and bucket.n_asked == 0
     one.breaker.succeeded()
     assert one.flush() and find(opened(url)) is not None
@@ -404,7 +404,7 @@ def test_a_parcel_that_cannot_be_written_is_given_up_and_not_announced(opened, m
 
 
 def test_the_breaker_opens_at_once_for_silence_and_waits_longer_each_time():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert breaker.failed(slowly=False, luck=0.5) is None and not breaker.is_open
     assert breaker.failed(slowly=True, luck=0.5) == FIRST_OPEN_S and breaker.is_open
     assert breaker.failed(slowly=True, luck=0.5) is None, "it is open already"

@@ -30,7 +30,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.router.catalog import hub
 from everwarm.router.catalog.catalog import Catalog, Resolve, discover, only
-from everwarm.router.plan import Limits
+from everwarm.router.plan import PoolLimits
 
 app = cyclopts.App(
     name="everwarm",
@@ -96,7 +96,7 @@ def serve(
     engine, console = options.engine(), Console(stderr=True)
     if models is None:
         catalog = _single(model, options, engine, console)
-        return run(lambda: catalog, Limits(), options.server(), console)
+        return run(lambda: catalog, PoolLimits(), options.server(), console)
     source, default, state_dir = models, options.models_default, options.state_dir
     with _downloads(console) as resolve:
         found = discover(source, engine, default=default, resolve=resolve, state_dir=state_dir)
@@ -241,9 +241,9 @@ def top(
         Print one picture and end.
     """
     from everwarm.cli import top
-    from everwarm.gateway.client import Inquiry
+    from everwarm.gateway.client import Client
 
-    return (top.print_once if once else top.top)(Inquiry(url, api_key), model, Console())
+    return (top.print_once if once else top.top)(Client(url, api_key), model, Console())
 
 
 @app.command

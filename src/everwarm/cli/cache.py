@@ -33,7 +33,7 @@ from everwarm.cli.cache_output import (
 )
 from everwarm.config import cache_directory, parse_bytes, parse_duration, require
 from everwarm.errors import BadRequest
-from everwarm.gateway.client import Inquiry
+from everwarm.gateway.client import Client
 from everwarm.state.tools import bundle, inventory, pruning
 from everwarm.state.tools.inspect_object import inspect
 from everwarm.state.tools.inventory import Folder, Tick
@@ -135,7 +135,7 @@ def tree(
     console = Console()
     if url is not None:
         require(folder is None and state_dir is None, "--url asks a server; leave out --folder and --state-dir")
-        nodes, n_total = live_nodes(Inquiry(url, api_key), model, limit)
+        nodes, n_total = live_nodes(Client(url, api_key), model, limit)
         console.print(live_tree(nodes, url), soft_wrap=True)
         if n_total > len(nodes):
             console.print(f"{n_total - len(nodes)} more are not shown; give a greater --limit", highlight=False)
@@ -218,7 +218,7 @@ def prune(
         return _prune_folders(directory, folder, dry_run)
     require(keep is not None or older_than is not None, "say what may go: --keep 10GiB, --older-than 30d, or --all")
     now = time.time()
-    wish = pruning.Wish(
+    wish = pruning.PruneRequest(
         None if keep is None else parse_bytes(keep), None if older_than is None else now - parse_duration(older_than)
     )
     paths = inventory.choose_folders(directory, folder)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from everwarm.gateway.client import Inquiry
+from everwarm.gateway.client import Client
 from everwarm.state.tools.inspect_object import Inspected
 from everwarm.state.tools.inventory import Folder, Lineage
 from everwarm.types import Json
@@ -245,7 +245,7 @@ PAGE = 1000
 # of a running server
 
 
-def live_nodes(server: Inquiry, model: str | None, limit: int) -> tuple[list[Json], int]:
+def live_nodes(server: Client, model: str | None, limit: int) -> tuple[list[Json], int]:
     """At most so many nodes, and how many there are."""
     found: list[Json] = []
     after = None

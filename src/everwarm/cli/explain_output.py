@@ -12,8 +12,8 @@ from rich.text import Text
 
 from everwarm.engine.settings import EngineSettings
 from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.explain.explain import Explained, Source
-from everwarm.gateway.explain.prompt_diff import Difference, Model
+from everwarm.gateway.explain.explain import Explained, PromptSource
+from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts
 from everwarm.gateway.explain.server_vocab import source_of
 from everwarm.llama.model import Model as Weights
 from everwarm.prompt.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ _MOST_SHOWN = 12
 @contextlib.contextmanager
 def source_for(
     path: Path | None, url: str | None, api_key: str | None, name: str | None, params: CheckpointParams
-) -> Iterator[Source]:
+) -> Iterator[PromptSource]:
     if path is None:
         yield source_of(url or "", api_key, name)
         return
@@ -38,16 +38,16 @@ def source_for(
         text = opened.chat_template
         template = None if text is None else ChatTemplate(text, bos=words[0], eos=words[1])
         plan = _plan(path, params)
-        yield Source(path.name, Tokenizer(vocab), vocab.detokenize, template, words[0], vocab.adds_bos, plan)
+        yield PromptSource(path.name, Tokenizer(vocab), vocab.detokenize, template, words[0], vocab.adds_bos, plan)
 
 
-def _plan(path: Path, params: CheckpointParams) -> Model:
+def _plan(path: Path, params: CheckpointParams) -> ModelFacts:
     """From the header alone, as the router estimates it."""
     shape = shape_of(read_header(path), path.stat().st_size, EngineSettings())
     spacing = params.fitted(
         state_bytes=shape.state_bytes, kv_bytes_per_token=shape.kv_bytes_per_token, window=shape.n_window > 0
     )
-    return Model(spacing, needs_checkpoints=shape.state_bytes > 0 or shape.n_window > 0)
+    return ModelFacts(spacing, needs_checkpoints=shape.state_bytes > 0 or shape.n_window > 0)
 
 
 def facts(found: Explained, name: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from everwarm.gateway.parsing.model_syntax import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat
 from everwarm.router.catalog.catalog import Catalog
-from everwarm.router.plan import Limits
+from everwarm.router.plan import PoolLimits
 from everwarm.state.params import CheckpointParams
 
 _GROUPS = ("Network", "Many models", "Context and memory", "Compute", "Checkpoints")
@@ -256,13 +256,13 @@ class ServeOptions:
             read_key(self.remote_key)  # refused here, not by an engine later
         return settings
 
-    def limits(self, catalog: Catalog) -> Limits:
+    def limits(self, catalog: Catalog) -> PoolLimits:
         """What was not said here may be said beside the models."""
         most = self.models_max if self.models_max is not None else catalog.models_max
         memory = self.memory_limit
         n_bytes = parse_bytes(memory) if memory is not None else catalog.memory_limit
         require(most is None or most >= 0, f"models-max is {most}; give 0 (any number) or more")
-        return Limits(1 if most is None else most, n_bytes or 0)
+        return PoolLimits(1 if most is None else most, n_bytes or 0)
 
     def server(self) -> ServerSettings:
         return ServerSettings(

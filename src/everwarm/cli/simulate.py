@@ -15,7 +15,7 @@ from everwarm.simulate.optimum import fewest_tokens
 from everwarm.simulate.oracle import shares
 from everwarm.simulate.plot import Axis, Series, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
-from everwarm.simulate.trace import Turn, parse
+from everwarm.simulate.trace import TraceTurn, parse
 
 MAX_SLOTS = 256
 
@@ -72,8 +72,8 @@ def simulate(
         svg.write_text(_chart(costs, model))
 
 
-def _read(path: Path, most: int | None) -> list[Turn]:
-    turns: list[Turn] = []
+def _read(path: Path, most: int | None) -> list[TraceTurn]:
+    turns: list[TraceTurn] = []
     with path.open("rb") as lines:
         for turn in parse(lines):
             turns.append(turn)

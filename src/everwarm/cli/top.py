@@ -17,7 +17,7 @@ from rich.text import Text
 
 from everwarm.cli.cache_output import readable, size_text
 from everwarm.errors import EverwarmError
-from everwarm.gateway.client import Inquiry
+from everwarm.gateway.client import Client
 from everwarm.types import Json
 
 LOOK_S = 1.0
@@ -27,7 +27,7 @@ BAR_WIDTH = 24
 _COLORS = {"running": "yellow", "done": "green", "failed": "red", "cancelled": "dim"}
 
 
-def top(server: Inquiry, model: str | None, console: Console) -> int:
+def top(server: Client, model: str | None, console: Console) -> int:
     """Until q or Ctrl-C."""
     with _keys() as wants_to_quit, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -36,12 +36,12 @@ def top(server: Inquiry, model: str | None, console: Console) -> int:
                 return 0
 
 
-def print_once(server: Inquiry, model: str | None, console: Console) -> int:
+def print_once(server: Client, model: str | None, console: Console) -> int:
     console.print(picture(*_asked(server, model)))
     return 0
 
 
-def _look(server: Inquiry, model: str | None) -> RenderableType:
+def _look(server: Client, model: str | None) -> RenderableType:
     """A server that does not answer may answer again."""
     try:
         return picture(*_asked(server, model))
@@ -49,7 +49,7 @@ def _look(server: Inquiry, model: str | None) -> RenderableType:
         return Text(readable(str(error)), "red")
 
 
-def _asked(server: Inquiry, model: str | None) -> tuple[Json, list[Json], list[Json]]:
+def _asked(server: Client, model: str | None) -> tuple[Json, list[Json], list[Json]]:
     overview = server.get("/cache", model=model)
     slots = server.get("/slots", model=overview["model"]) if overview["tiers"] is not None else []
     return overview, slots, server.get("/cache/requests", limit=N_REQUESTS)["requests"]

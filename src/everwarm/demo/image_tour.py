@@ -14,7 +14,7 @@ from rich.table import Table
 from everwarm.config import GREEDY
 from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
 from everwarm.engine.engine import Engine
-from everwarm.engine.images.image_prompt import Illustrated
+from everwarm.engine.images.image_prompt import ImagePrompt
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings
@@ -50,14 +50,14 @@ def _show(console: Console, engine: Engine) -> None:
     console.print(table)
 
 
-def _ask(engine: Engine, text: str, picture: m.Picture) -> Result:
+def _ask(engine: Engine, text: str, picture: m.SentImage) -> Result:
     assert engine.core.gallery is not None
     message = m.Submit(0, text=text, marker=_MARKER, pictures=(picture,))
-    prompt, _, pixels = Illustrated(engine.core.gallery, engine.tokenizer).prompt(message, text)
+    prompt, _, pixels = ImagePrompt(engine.core.gallery, engine.tokenizer).prompt(message, text)
     return engine.submit(prompt, GREEDY, max_tokens=8, ignore_eos=True, pictures=pixels).result()
 
 
-def _gradient(seed: int) -> m.Picture:
+def _gradient(seed: int) -> m.SentImage:
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     rgb = np.stack([x % 256, y % 256, (x + y + 85 * seed) % 256], axis=-1).astype(np.uint8).tobytes()
-    return m.Picture(blake3.blake3(rgb).digest(), WIDTH, HEIGHT, rgb)
+    return m.SentImage(blake3.blake3(rgb).digest(), WIDTH, HEIGHT, rgb)

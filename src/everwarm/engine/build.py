@@ -15,15 +15,15 @@ from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import Gallery
+from everwarm.engine.images.image_cache import ImageCache
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_writer import Archive
-from everwarm.engine.tiers.loader import Fetcher
+from everwarm.engine.tiers.disk_writer import DiskWriter
+from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import ModelFileError
@@ -82,7 +82,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     return _core(*core, outlives_us=memory is not None)
 
 
-def _is_right(model: Model, gallery: Gallery | None) -> bool:
+def _is_right(model: Model, gallery: ImageCache | None) -> bool:
     """Whether everything that was computed until now is what the files say."""
     watched = [model.files, *([] if gallery is None else [gallery.media.files])]
     return all(files.is_right() for files in watched)
@@ -95,7 +95,7 @@ def _core(
     context: Context,
     tree: Tree,
     ram: Ram,
-    gallery: Gallery | None,
+    gallery: ImageCache | None,
     is_right: IsRight,
     *,
     outlives_us: bool,
@@ -114,9 +114,9 @@ def _core(
     kept = settings.store or settings.remote
     if kept is not None:
         words, print_of = partial(words_of, model.vocab), partial(_fingerprint, model, settings)
-        archive = Archive(settings.store, print_of, keeper, ram, words, settings.remote, is_right)
+        archive = DiskWriter(settings.store, print_of, keeper, ram, words, settings.remote, is_right)
         keeper.leaving = archive.offer
-        fetcher = Fetcher(archive, keeper, ram, kept.restore_policy)
+        fetcher = Loader(archive, keeper, ram, kept.restore_policy)
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, fetcher)
     step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
@@ -149,9 +149,9 @@ def _warn_of_limits(budget_bytes: int, sizes: Sizes) -> None:
         )
 
 
-def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> Gallery:
+def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> ImageCache:
     on_gpu = settings.model.n_gpu_layers != 0
-    return Gallery(MediaModel(path, model, n_threads=settings.n_threads, use_gpu=on_gpu))
+    return ImageCache(MediaModel(path, model, n_threads=settings.n_threads, use_gpu=on_gpu))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ import numpy as np
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.offload import Offload
-from everwarm.engine.cache.prewarm import Prewarm
+from everwarm.engine.cache.prewarm import Prewarmer
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
-from everwarm.engine.images.image_cache import Gallery
+from everwarm.engine.images.image_cache import ImageCache
 from everwarm.engine.images.image_prefill import see_next
-from everwarm.engine.inspect.stats import Counts
+from everwarm.engine.inspect.stats import RequestStats
 from everwarm.engine.memory_plan import Sizes
 from everwarm.engine.process.reply_text import probabilities
 from everwarm.engine.recovery import lose_numbers, start_over, suspend, suspend_or_finish, with_room
@@ -31,13 +31,13 @@ from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Prob
 from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
 from everwarm.engine.scheduling.backlog import Pace
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, plan
-from everwarm.engine.scheduling.stall_watch import Stall
-from everwarm.engine.scheduling.turns import Turns, can_pause, is_as_before, next_side, seats_window
+from everwarm.engine.scheduling.stall_watch import StallWatch
+from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before, next_side, seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_writer import Archive
-from everwarm.engine.tiers.loader import Fetcher
+from everwarm.engine.tiers.disk_writer import DiskWriter
+from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, ModelChanged, StateRejected
 from everwarm.llama.batch import Feed
@@ -79,15 +79,15 @@ class Core:
     admission: Admission
     budget: Budget
     ram: Ram
-    archive: Archive | None
-    fetcher: Fetcher | None
-    gallery: Gallery | None = None  # None: no pictures
+    archive: DiskWriter | None
+    fetcher: Loader | None
+    gallery: ImageCache | None = None  # None: no pictures
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
-    counts: Counts = field(default_factory=Counts)
-    prewarm: Prewarm = field(default_factory=Prewarm)
-    stall: Stall = field(default_factory=Stall)
-    turns: Turns = field(default_factory=Turns)
+    counts: RequestStats = field(default_factory=RequestStats)
+    prewarm: Prewarmer = field(default_factory=Prewarmer)
+    stall: StallWatch = field(default_factory=StallWatch)
+    turns: TurnTaking = field(default_factory=TurnTaking)
     pace: Pace = field(default_factory=Pace)
     ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them

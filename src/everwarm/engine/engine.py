@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from everwarm.config import Form, Sampling
+from everwarm.config import Constraint, Sampling
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.images.image_cache import Pixels
@@ -26,7 +26,7 @@ from everwarm.engine.loop import Job, start
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
-from everwarm.llama.constraints.matcher import Forms
+from everwarm.llama.constraints.matcher import ConstraintCompiler
 from everwarm.llama.lib import Closing
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ log = logging.getLogger("everwarm.engine")
 T = TypeVar("T")
 
 
-class Stream:
+class TokenStream:
     """The reply of one request: iterate for its tokens, then ask for the ``result``."""
 
     def __init__(self, engine: Engine) -> None:
@@ -91,14 +91,14 @@ class Engine(Closing):
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, TokenStream] = {}
         self._failure: EngineStopped | None = None
         running = start(lambda: assemble(Path(model_path), self.settings, progress), self._deliver, self._ended)
         self._loop, self._thread = running.loop, running.thread
         self.core = self._loop.core
         self.model = self.core.model
         self.tokenizer = Tokenizer(self.model.vocab)
-        self.forms = Forms(self.model.vocab)
+        self.forms = ConstraintCompiler(self.model.vocab)
 
     def prompt(self, text: str, *, add_special: bool = True) -> Prompt:
         return self.tokenizer.tokenize(text, add_special=add_special)
@@ -116,8 +116,8 @@ class Engine(Closing):
         deterministic: bool = False,
         ignore_eos: bool = False,
         pictures: Mapping[bytes, Pixels] | None = None,
-        form: Form | None = None,
-    ) -> Stream:
+        form: Constraint | None = None,
+    ) -> TokenStream:
         """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items;
         ``pictures`` the pixels of its media items, by their digests; ``form`` what the reply must look like."""
         if isinstance(prompt, str):
@@ -137,7 +137,7 @@ class Engine(Closing):
             pictures=pictures or {},
             form=None if form is None else self.forms.compile(form, namespace),
         )
-        stream = Stream(self)
+        stream = TokenStream(self)
         self._post(lambda core: self._begin(core, ask, stream))
         return stream
 
@@ -178,7 +178,7 @@ class Engine(Closing):
             stream._put(self._failure)
         self._streams.clear()
 
-    def _begin(self, core: Core, ask: Ask, stream: Stream) -> None:
+    def _begin(self, core: Core, ask: Ask, stream: TokenStream) -> None:
         if self._failure is not None:
             return stream._put(self._failure)
         try:
@@ -201,7 +201,7 @@ class Engine(Closing):
             raise self._failure
         self._loop.post(job)
 
-    def _cancel(self, stream: Stream) -> None:
+    def _cancel(self, stream: TokenStream) -> None:
         def run(core: Core) -> None:
             if stream.request_id is not None:
                 core.cancel(stream.request_id)

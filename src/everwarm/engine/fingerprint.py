@@ -24,29 +24,31 @@ class Decision(enum.Enum):
     FIXED = "fixed"  # nobody can set it: Everwarm always gives the same value
 
 
-class Row(NamedTuple):
+class ParameterRow(NamedTuple):
     decision: Decision
     why: str
 
 
 _IN, _BITS, _NONE, _FIXED = Decision.FINGERPRINT, Decision.LAST_BITS, Decision.HARMLESS, Decision.FIXED
-_DEFAULT = Row(_FIXED, "left at libllama's default")
-_FROM_FILE = Row(_FIXED, "left unset: libllama takes the model file's own, and the file's digest is in the fingerprint")
-_CALLBACK = Row(_NONE, "a callback; it sees progress or timing, no numbers")
+_DEFAULT = ParameterRow(_FIXED, "left at libllama's default")
+_FROM_FILE = ParameterRow(
+    _FIXED, "left unset: libllama takes the model file's own, and the file's digest is in the fingerprint"
+)
+_CALLBACK = ParameterRow(_NONE, "a callback; it sees progress or timing, no numbers")
 
-MODEL_PARAMS: Mapping[str, Row] = {
-    "devices": Row(_BITS, "all of the build's devices; another device runs other kernels"),
-    "tensor_buft_overrides": Row(_BITS, "`--cpu-moe`: where experts lie, and so which kernels run"),
-    "n_gpu_layers": Row(_BITS, "where layers lie, and so which kernels run"),
+MODEL_PARAMS: Mapping[str, ParameterRow] = {
+    "devices": ParameterRow(_BITS, "all of the build's devices; another device runs other kernels"),
+    "tensor_buft_overrides": ParameterRow(_BITS, "`--cpu-moe`: where experts lie, and so which kernels run"),
+    "n_gpu_layers": ParameterRow(_BITS, "where layers lie, and so which kernels run"),
     "split_mode": _DEFAULT,
-    "load_mode": Row(_NONE, "`--no-mmap`: the same bytes, mapped or read"),
+    "load_mode": ParameterRow(_NONE, "`--no-mmap`: the same bytes, mapped or read"),
     "lazy_mode": _DEFAULT,
     "main_gpu": _DEFAULT,
-    "tensor_split": Row(_BITS, "which GPU has which layers"),
+    "tensor_split": ParameterRow(_BITS, "which GPU has which layers"),
     "progress_callback": _CALLBACK,
     "progress_callback_user_data": _CALLBACK,
-    "kv_overrides": Row(_FIXED, "refused: there is no option that overrides a model's metadata"),
-    "vocab_only": Row(_NONE, "such a model has no weights and computes nothing"),
+    "kv_overrides": ParameterRow(_FIXED, "refused: there is no option that overrides a model's metadata"),
+    "vocab_only": ParameterRow(_NONE, "such a model has no weights and computes nothing"),
     "check_tensors": _DEFAULT,
     "use_extra_bufts": _DEFAULT,
     "no_host": _DEFAULT,
@@ -54,25 +56,27 @@ MODEL_PARAMS: Mapping[str, Row] = {
     "load_mtp": _DEFAULT,
 }
 
-CONTEXT_PARAMS: Mapping[str, Row] = {
-    "n_ctx": Row(
+CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
+    "n_ctx": ParameterRow(
         _IN,
         "only what libllama chooses by it: long or short RoPE factors, of models that have both (longrope). "
         "Everything else uses it as room",
     ),
-    "n_batch": Row(_BITS, "how a prompt may be cut into chunks; the chunks of a state are recorded in it"),
-    "n_ubatch": Row(_BITS, "the same, and the size of a window's ring"),
-    "n_seq_max": Row(_BITS, "the number of slots and spares: where cells lie, and the size of a window's ring"),
+    "n_batch": ParameterRow(_BITS, "how a prompt may be cut into chunks; the chunks of a state are recorded in it"),
+    "n_ubatch": ParameterRow(_BITS, "the same, and the size of a window's ring"),
+    "n_seq_max": ParameterRow(
+        _BITS, "the number of slots and spares: where cells lie, and the size of a window's ring"
+    ),
     "n_rs_seq": _DEFAULT,
     "n_outputs_max": _DEFAULT,
     "n_outputs_max_per_seq": _DEFAULT,
-    "n_threads": Row(_BITS, "the order of sums"),
-    "n_threads_batch": Row(_BITS, "the order of sums"),
+    "n_threads": ParameterRow(_BITS, "the order of sums"),
+    "n_threads_batch": ParameterRow(_BITS, "the order of sums"),
     "ctx_type": _DEFAULT,
     "rope_scaling_type": _FROM_FILE,
     "pooling_type": _FROM_FILE,
     "attention_type": _FROM_FILE,
-    "flash_attn_type": Row(_IN, "other kernels, and another layout of V"),
+    "flash_attn_type": ParameterRow(_IN, "other kernels, and another layout of V"),
     "rope_freq_base": _FROM_FILE,
     "rope_freq_scale": _FROM_FILE,
     "yarn_ext_factor": _FROM_FILE,
@@ -83,8 +87,8 @@ CONTEXT_PARAMS: Mapping[str, Row] = {
     "defrag_thold": _DEFAULT,
     "cb_eval": _CALLBACK,
     "cb_eval_user_data": _CALLBACK,
-    "type_k": Row(_IN, "the number format of K"),
-    "type_v": Row(_IN, "the number format of V"),
+    "type_k": ParameterRow(_IN, "the number format of K"),
+    "type_v": ParameterRow(_IN, "the number format of V"),
     "moe_cache_size": _DEFAULT,
     "abort_callback": _CALLBACK,
     "abort_callback_data": _CALLBACK,
@@ -92,18 +96,18 @@ CONTEXT_PARAMS: Mapping[str, Row] = {
     "offload_kqv": _DEFAULT,
     "no_perf": _DEFAULT,
     "op_offload": _DEFAULT,
-    "swa_full": Row(_FIXED, "always false: a window's state holds the window only"),
-    "kv_unified": Row(_FIXED, "always true, and named in the fingerprint"),
+    "swa_full": ParameterRow(_FIXED, "always false: a window's state holds the window only"),
+    "kv_unified": ParameterRow(_FIXED, "always true, and named in the fingerprint"),
     "samplers": _DEFAULT,
     "n_samplers": _DEFAULT,
     "ctx_other": _DEFAULT,
 }
 
-MEDIA_PARAMS: Mapping[str, Row] = {
-    "use_gpu": Row(_BITS, "which kernels encode a picture"),
+MEDIA_PARAMS: Mapping[str, ParameterRow] = {
+    "use_gpu": ParameterRow(_BITS, "which kernels encode a picture"),
     "device": _DEFAULT,
-    "print_timings": Row(_NONE, "prints"),
-    "n_threads": Row(_BITS, "the order of sums"),
+    "print_timings": ParameterRow(_NONE, "prints"),
+    "n_threads": ParameterRow(_BITS, "the order of sums"),
     "image_marker": _DEFAULT,
     "media_marker": _DEFAULT,
     "flash_attn_type": _DEFAULT,
@@ -118,63 +122,65 @@ MEDIA_PARAMS: Mapping[str, Row] = {
 }
 
 # What else reaches the numbers and is no field of those structs.
-OTHERS: Mapping[str, Row] = {
-    "model file": Row(_IN, "the digest of every part: weights, metadata, vocabulary"),
-    "LoRA adapters": Row(_IN, "the digest and the scale of each, in their order"),
-    "projector": Row(_IN, "its digest is part of a picture's identity in the prompt, not of the model's fingerprint"),
-    "control vectors": Row(_FIXED, "refused: there is no option for them"),
-    "build": Row(
+OTHERS: Mapping[str, ParameterRow] = {
+    "model file": ParameterRow(_IN, "the digest of every part: weights, metadata, vocabulary"),
+    "LoRA adapters": ParameterRow(_IN, "the digest and the scale of each, in their order"),
+    "projector": ParameterRow(
+        _IN, "its digest is part of a picture's identity in the prompt, not of the model's fingerprint"
+    ),
+    "control vectors": ParameterRow(_FIXED, "refused: there is no option for them"),
+    "build": ParameterRow(
         _IN,
         "the tag that this version is made for; a library whose versions, functions or defaults are another's is refused",
     ),
-    "backend, device": Row(_BITS, "CPU, GPU and their kinds: other kernels for the same sums"),
-    "namespace": Row(_IN, "in the name of every lineage, beside the fingerprint"),
+    "backend, device": ParameterRow(_BITS, "CPU, GPU and their kinds: other kernels for the same sums"),
+    "namespace": ParameterRow(_IN, "in the name of every lineage, beside the fingerprint"),
 }
 
 # Variables that libllama's own code reads, by pattern; the first that fits decides. The library of the same build may have
 # other backends: what begins with GGML_ or LLAMA_ and is not named here is taken to matter.
-ENVIRONMENT: Mapping[str, Row] = {
-    "LLAMA_ATTN_ROT_DISABLE": Row(_IN, "with a quantized KV type: K and V are kept rotated, or as they are"),
-    "GGML_CUDA_CUBLAS_COMPUTE_TYPE": Row(_IN, "the precision of matrix products"),
-    "GGML_CUDA_MMQ_PREC": Row(_IN, "the precision of matrix products"),
-    "LLAMA_ARG_*": Row(_NONE, "read by llama.cpp's programs, not by the library"),
-    "LLAMA_LOG_*": Row(_NONE, "read by llama.cpp's programs, not by the library"),
-    "LLAMA_API_KEY": Row(_NONE, "read by llama.cpp's programs, not by the library"),
-    "LLAMA_CACHE": Row(_NONE, "read by llama.cpp's programs, not by the library"),
-    "LLAMA_OFFLINE": Row(_NONE, "read by llama.cpp's programs, not by the library"),
-    "LLAMA_TRACE": Row(_NONE, "prints"),
-    "LLAMA_*_DEBUG": Row(_NONE, "prints"),
-    "LLAMA_GRAPH_REUSE_DISABLE": Row(_NONE, "builds the same graph again"),
-    "GGML_*_DEBUG": Row(_NONE, "prints"),
-    "GGML_SCHED_DEBUG_REALLOC": Row(_NONE, "prints"),
-    "GGML_*BACKTRACE*": Row(_NONE, "what an abort does"),
-    "GGML_BACKEND_PATH": Row(_BITS, "adds a backend: other kernels for the same sums"),
-    "GGML_DISABLE_VULKAN": Row(_BITS, "leaves a backend out"),
-    "GGML_*_DEVICES": Row(_BITS, "which devices are used"),
-    "GGML_*_DISABLE_FUSION": Row(_BITS, "other kernels for the same sums"),
-    "GGML_CPU_TILED_MM*": Row(_BITS, "other kernels for the same sums"),
-    "GGML_OP_OFFLOAD_MIN_BATCH": Row(_BITS, "which device computes"),
-    "GGML_CUDA_DISABLE_GRAPHS": Row(_NONE, "how kernels are launched"),
-    "GGML_CUDA_GRAPH_OPT": Row(_NONE, "how kernels are launched"),
-    "GGML_CUDA_PDL": Row(_NONE, "how kernels are launched"),
-    "GGML_CUDA_P2P": Row(_NONE, "how memory is copied"),
-    "GGML_CUDA_ALLREDUCE": Row(_BITS, "the order of sums over GPUs"),
-    "GGML_*_NO_PINNED": Row(_NONE, "how memory is allocated"),
-    "GGML_CUDA_REGISTER_HOST": Row(_NONE, "how memory is allocated"),
-    "GGML_CUDA_ENABLE_UNIFIED_MEMORY": Row(_NONE, "how memory is allocated"),
-    "GGML_*": Row(_IN, "not known here, and so taken to matter"),
-    "LLAMA_*": Row(_IN, "not known here, and so taken to matter"),
+ENVIRONMENT: Mapping[str, ParameterRow] = {
+    "LLAMA_ATTN_ROT_DISABLE": ParameterRow(_IN, "with a quantized KV type: K and V are kept rotated, or as they are"),
+    "GGML_CUDA_CUBLAS_COMPUTE_TYPE": ParameterRow(_IN, "the precision of matrix products"),
+    "GGML_CUDA_MMQ_PREC": ParameterRow(_IN, "the precision of matrix products"),
+    "LLAMA_ARG_*": ParameterRow(_NONE, "read by llama.cpp's programs, not by the library"),
+    "LLAMA_LOG_*": ParameterRow(_NONE, "read by llama.cpp's programs, not by the library"),
+    "LLAMA_API_KEY": ParameterRow(_NONE, "read by llama.cpp's programs, not by the library"),
+    "LLAMA_CACHE": ParameterRow(_NONE, "read by llama.cpp's programs, not by the library"),
+    "LLAMA_OFFLINE": ParameterRow(_NONE, "read by llama.cpp's programs, not by the library"),
+    "LLAMA_TRACE": ParameterRow(_NONE, "prints"),
+    "LLAMA_*_DEBUG": ParameterRow(_NONE, "prints"),
+    "LLAMA_GRAPH_REUSE_DISABLE": ParameterRow(_NONE, "builds the same graph again"),
+    "GGML_*_DEBUG": ParameterRow(_NONE, "prints"),
+    "GGML_SCHED_DEBUG_REALLOC": ParameterRow(_NONE, "prints"),
+    "GGML_*BACKTRACE*": ParameterRow(_NONE, "what an abort does"),
+    "GGML_BACKEND_PATH": ParameterRow(_BITS, "adds a backend: other kernels for the same sums"),
+    "GGML_DISABLE_VULKAN": ParameterRow(_BITS, "leaves a backend out"),
+    "GGML_*_DEVICES": ParameterRow(_BITS, "which devices are used"),
+    "GGML_*_DISABLE_FUSION": ParameterRow(_BITS, "other kernels for the same sums"),
+    "GGML_CPU_TILED_MM*": ParameterRow(_BITS, "other kernels for the same sums"),
+    "GGML_OP_OFFLOAD_MIN_BATCH": ParameterRow(_BITS, "which device computes"),
+    "GGML_CUDA_DISABLE_GRAPHS": ParameterRow(_NONE, "how kernels are launched"),
+    "GGML_CUDA_GRAPH_OPT": ParameterRow(_NONE, "how kernels are launched"),
+    "GGML_CUDA_PDL": ParameterRow(_NONE, "how kernels are launched"),
+    "GGML_CUDA_P2P": ParameterRow(_NONE, "how memory is copied"),
+    "GGML_CUDA_ALLREDUCE": ParameterRow(_BITS, "the order of sums over GPUs"),
+    "GGML_*_NO_PINNED": ParameterRow(_NONE, "how memory is allocated"),
+    "GGML_CUDA_REGISTER_HOST": ParameterRow(_NONE, "how memory is allocated"),
+    "GGML_CUDA_ENABLE_UNIFIED_MEMORY": ParameterRow(_NONE, "how memory is allocated"),
+    "GGML_*": ParameterRow(_IN, "not known here, and so taken to matter"),
+    "LLAMA_*": ParameterRow(_IN, "not known here, and so taken to matter"),
 }
 
 # Our own options that become parameters above, by the names they have there.
-MODEL_OPTIONS: Mapping[str, Row] = {
+MODEL_OPTIONS: Mapping[str, ParameterRow] = {
     "n_gpu_layers": MODEL_PARAMS["n_gpu_layers"],
     "use_mmap": MODEL_PARAMS["load_mode"],
     "tensor_split": MODEL_PARAMS["tensor_split"],
     "n_cpu_moe": MODEL_PARAMS["tensor_buft_overrides"],
     "lora": OTHERS["LoRA adapters"],
 }
-CONTEXT_OPTIONS: Mapping[str, Row] = {
+CONTEXT_OPTIONS: Mapping[str, ParameterRow] = {
     "n_ctx": CONTEXT_PARAMS["n_ctx"],
     "n_batch": CONTEXT_PARAMS["n_batch"],
     "n_ubatch": CONTEXT_PARAMS["n_ubatch"],
@@ -186,19 +192,19 @@ CONTEXT_OPTIONS: Mapping[str, Row] = {
     "flash_attention": CONTEXT_PARAMS["flash_attn_type"],
 }
 # The rest of what an engine is started with, beside the fields that it hands on under the names above.
-ENGINE_SETTINGS: Mapping[str, Row] = {
-    "model": Row(_IN, "the options of the model, each by itself"),
+ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
+    "model": ParameterRow(_IN, "the options of the model, each by itself"),
     "mmproj": OTHERS["projector"],
     "n_slots": CONTEXT_PARAMS["n_seq_max"],
     "n_spares": CONTEXT_PARAMS["n_seq_max"],
-    "checkpoints": Row(_BITS, "where a prompt is cut into chunks; the chunks of a state are recorded in it"),
-    "prefill_beside_decode": Row(_BITS, "how many tokens of a prompt go into a step beside others"),
-    "idle_cells": Row(_BITS, "whose cells lie beside a running sequence's"),
-    "ram_bytes": Row(_NONE, "how much is kept"),
-    "pin_ram": Row(_NONE, "how fast it is copied"),
-    "namespace_share": Row(_NONE, "how much is kept, of whom"),
-    "store": Row(_NONE, "where it is kept"),
-    "remote": Row(_NONE, "where it is kept"),
+    "checkpoints": ParameterRow(_BITS, "where a prompt is cut into chunks; the chunks of a state are recorded in it"),
+    "prefill_beside_decode": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others"),
+    "idle_cells": ParameterRow(_BITS, "whose cells lie beside a running sequence's"),
+    "ram_bytes": ParameterRow(_NONE, "how much is kept"),
+    "pin_ram": ParameterRow(_NONE, "how fast it is copied"),
+    "namespace_share": ParameterRow(_NONE, "how much is kept, of whom"),
+    "store": ParameterRow(_NONE, "where it is kept"),
+    "remote": ParameterRow(_NONE, "where it is kept"),
 }
 
 
@@ -238,7 +244,7 @@ def _short(value: str) -> str:
     return hashlib.blake2b(value.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
 
-def decided(name: str) -> Row | None:
+def decided(name: str) -> ParameterRow | None:
     """What is decided about a variable of the environment; None: libllama does not read it."""
     return next((row for pattern, row in ENVIRONMENT.items() if fnmatch.fnmatchcase(name, pattern)), None)
 

@@ -17,7 +17,7 @@ from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.inspect.read_reason import Why
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.llama.constraints.matcher import CompiledForm
+from everwarm.llama.constraints.matcher import CompiledConstraint
 from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.lineage import Chunks
@@ -49,7 +49,7 @@ class Ask:
     pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
-    form: CompiledForm | None = None  # what the reply must look like
+    form: CompiledConstraint | None = None  # what the reply must look like
     ahead: bool = False  # nobody asked for it yet: see ``prewarm``
 
     def __post_init__(self) -> None:

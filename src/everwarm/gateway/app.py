@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from everwarm.errors import EverwarmError, Forbidden
 from everwarm.gateway.access.auth import with_roles
-from everwarm.gateway.access.limits import Limits
+from everwarm.gateway.access.limits import AdmissionLimits
 from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.admin.cache_api import Cache, cache_routes
 from everwarm.gateway.admin.metrics import Metrics
@@ -26,20 +26,20 @@ from everwarm.gateway.admin.status import status_routes
 from everwarm.gateway.admin.traces import traces_to
 from everwarm.gateway.admin.web_ui import page_routes
 from everwarm.gateway.anthropic.routes import anthropic_routes
-from everwarm.gateway.http.sse import Hangup
+from everwarm.gateway.http.sse import DisconnectWatch
 from everwarm.gateway.images.image_download import RemotePolicy
-from everwarm.gateway.images.image_loader import PictureLimits, Pictures
+from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from everwarm.gateway.llamaserver.routes import llama_routes
 from everwarm.gateway.ollama.routes import ollama_routes
 from everwarm.gateway.openai.routes import openai_routes
-from everwarm.gateway.responses.response_store import KeptResponses
+from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool
 from everwarm.state.store.slot_file import sweep_all
 
-PICTURES = PictureLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
+PICTURES = ImageLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,14 @@ class Gateway:
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
-    service = Service(pool, settings, Limits(settings), Metrics(), pictures=Pictures(PICTURES, _remote(settings)))
+    service = Service(
+        pool, settings, AdmissionLimits(settings), Metrics(), pictures=ImageLoader(PICTURES, _remote(settings))
+    )
     service.limits.backlogs = lambda: pool.backlogs()  # asked only when somebody is refused
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     service.recent.ended = [log_request, *([] if traces is None else [traces.ended])]
-    kept = KeptResponses(settings.state_dir)
+    kept = ResponseStore(settings.state_dir)
     responses, cache = Responses(service, kept), Cache(service, kept)
     routes = [
         *page_routes(),
@@ -103,7 +105,7 @@ def _handlers() -> dict[type[Exception], Callable[..., Awaitable[Response]]]:
     return {
         EverwarmError: _on_error,
         HTTPException: _on_http_error,
-        Hangup: _on_hangup,
+        DisconnectWatch: _on_hangup,
         Exception: _on_accident,
     }
 
@@ -127,5 +129,5 @@ async def _on_http_error(request: Request, error: HTTPException) -> Response:
     return error_response(wire, request.state.request_id, request.url.path)
 
 
-async def _on_hangup(_request: Request, _error: Hangup) -> Response:
+async def _on_hangup(_request: Request, _error: DisconnectWatch) -> Response:
     return Response(status_code=499)  # nobody will read it

@@ -15,7 +15,7 @@ MAX_ANSWER = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Inquiry:
+class Client:
     url: str
     api_key: str | None = None
 

@@ -18,12 +18,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from everwarm import __version__
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
-from everwarm.gateway.http.connection import Connection, ConnectionLimits, Crowd
+from everwarm.gateway.http.connection import Connection, ConnectionLimits, ConnectionTable
 from everwarm.gateway.http.loop_lag import favour_the_loop
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog.catalog import Catalog
-from everwarm.router.plan import Limits
+from everwarm.router.plan import PoolLimits
 from everwarm.router.pool import Pool, Standing
 from everwarm.router.supervise.supervisor import State
 
@@ -35,7 +35,7 @@ RESERVED_FILES = 128  # for engines, picture decoders and files: connections nev
 
 def serve(
     read_catalog: Callable[[], Catalog],
-    limits: Limits,
+    limits: PoolLimits,
     settings: ServerSettings,
     console: Console,
     *,
@@ -86,7 +86,7 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
         limits = connection_limits(settings)
         config = uvicorn.Config(
             gateway.app,
-            http=partial(Connection, limits=limits, crowd=Crowd(limits.max_connections)),  # type: ignore[arg-type]
+            http=partial(Connection, limits=limits, crowd=ConnectionTable(limits.max_connections)),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             access_log=False,

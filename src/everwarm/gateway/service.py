@@ -19,24 +19,24 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import ModelInfo
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.gateway.access.auth import principal_of
-from everwarm.gateway.access.limits import Limits, Place, estimated_tokens
+from everwarm.gateway.access.limits import AdmissionLimits, Place, estimated_tokens
 from everwarm.gateway.access.middleware import error_body
 from everwarm.gateway.admin.metrics import Metrics
-from everwarm.gateway.admin.request_log import Caller, Follow, Recent
+from everwarm.gateway.admin.request_log import Caller, RequestLog, RequestTracker
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.generate import Event, events
 from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
-from everwarm.gateway.chat.next_turn import Ahead, NextTurn
+from everwarm.gateway.chat.next_turn import NextTurn, NextTurnPrewarmer
 from everwarm.gateway.chat.prepare import Shown, prepare_chat, template_options
-from everwarm.gateway.constraints.reply_constraint import completion_form
+from everwarm.gateway.constraints.reply_constraint import completion_constraint
 from everwarm.gateway.http.connection import network_of
 from everwarm.gateway.http.loop_lag import LoopLag
-from everwarm.gateway.http.request_body import Bodies, Received
+from everwarm.gateway.http.request_body import BodyReader, ReceivedBody
 from everwarm.gateway.http.sse import SSE_KEEP_ALIVE, EventStream, sse, unless_gone, within
-from everwarm.gateway.images.image_loader import Pictures, Sight
+from everwarm.gateway.images.image_loader import ImageLoader, ImageSupport
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody, read
-from everwarm.gateway.parsing.model_syntax import TAIL, Notation
-from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.model_syntax import TAIL, ModelSyntax
+from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.supervisor import Lend, Question
@@ -57,8 +57,8 @@ class Asked:
     """What the engine is asked, once per choice, and how a reply is to be read."""
 
     submits: list[Json]
-    follow: Follow
-    reader: Callable[[], ReplyReader] = ReplyReader
+    follow: RequestTracker
+    reader: Callable[[], OutputParser] = OutputParser
     next_turn: NextTurn | None = None
     lend: Lend | None = None  # its pictures' pixels; None: it has none
     place: Place | None = None  # what it counts among all requests
@@ -73,20 +73,20 @@ class Asked:
 class Service:
     pool: Pool
     settings: ServerSettings
-    limits: Limits
+    limits: AdmissionLimits
     metrics: Metrics
-    recent: Recent = field(default_factory=Recent)
-    pictures: Pictures = field(default_factory=Pictures)
+    recent: RequestLog = field(default_factory=RequestLog)
+    pictures: ImageLoader = field(default_factory=ImageLoader)
     marker: str = field(default_factory=lambda: f"<|picture-{secrets.token_hex(12)}|>")  # nobody can write it by chance
     _templates: dict[str, tuple[str, ChatTemplate]] = field(default_factory=dict)  # by model
-    bodies: Bodies = field(init=False)
+    bodies: BodyReader = field(init=False)
     lag: LoopLag = field(init=False)
-    _ahead: Ahead = field(init=False)
+    _ahead: NextTurnPrewarmer = field(init=False)
 
     def __post_init__(self) -> None:
         self.lag = LoopLag(self.metrics.lagged)
-        self.bodies = Bodies(BODIES_AT_ONCE * self.settings.max_body_bytes)
-        self._ahead = Ahead(self.limits, is_on=self.settings.prewarm)
+        self.bodies = BodyReader(BODIES_AT_ONCE * self.settings.max_body_bytes)
+        self._ahead = NextTurnPrewarmer(self.limits, is_on=self.settings.prewarm)
 
     async def template(self, served: Served) -> ChatTemplate:
         info = await served.supervisor.wait_ready()
@@ -100,7 +100,7 @@ class Service:
 
     # bodies
 
-    async def read(self, request: Request, kind: type[T]) -> Received[T]:
+    async def read(self, request: Request, kind: type[T]) -> ReceivedBody[T]:
         """The request's body, if there is room to read it and it is what it should be."""
         return await self.bodies.read(request, lambda data: read(data, kind))
 
@@ -132,7 +132,7 @@ class Service:
 
     async def chat_submits(self, request: Request, body: ChatBody, served: Served) -> Asked:
         info, template = await served.supervisor.wait_ready(), await self.template(served)
-        notation = Notation(template.source, self.settings.tool_format, self.settings.thinking_tags)
+        notation = ModelSyntax(template.source, self.settings.tool_format, self.settings.thinking_tags)
         canonicalise = self.settings.canonicalise
         prepare = partial(prepare_chat, body, template, notation, self.marker, canonicalise=canonicalise)
         ready = await self.bodies.for_request(request, prepare)
@@ -154,11 +154,11 @@ class Service:
             "form": ready.form,
         }
         if sights:
-            shown = tuple(m.Picture(sight.digest, sight.width, sight.height) for sight in sights)
+            shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)
             common |= {"marker": self.marker, "pictures": shown}
         thinks, kinds = body.reasoning_format != "none", None if body.tool_choice == "none" else ready.kinds
         told = {"with_thinking": thinks, "one_call": body.parallel_tool_calls is False}
-        reader = partial(ReplyReader.of, notation, rendered.text[-TAIL:], kinds, **told)
+        reader = partial(OutputParser.of, notation, rendered.text[-TAIL:], kinds, **told)
         after = partial(_text_after, template, ready.shown.messages, template_options(body))
         spot = common["add_special"], common["namespace"], common["session"]
         plain = not sights and not body.deterministic and body.uses_cache
@@ -168,12 +168,12 @@ class Service:
         return Asked(_choices(common, body), self.follow(request, body, served), reader, next_turn, lend, place)
 
     @contextlib.asynccontextmanager
-    async def _lent(self, sights: list[Sight], namespace: str) -> AsyncIterator[tuple[m.Picture, ...]]:
+    async def _lent(self, sights: list[ImageSupport], namespace: str) -> AsyncIterator[tuple[m.SentImage, ...]]:
         """A picture for each place in the prompt. One that has several brings its pixels to the first."""
         async with self.pictures.lent(sights, namespace) as pictures:
             pixels = {picture.digest: picture.rgb for picture in pictures}
             del pictures[:]
-            yield tuple(m.Picture(s.digest, s.width, s.height, pixels.pop(s.digest, None)) for s in sights)
+            yield tuple(m.SentImage(s.digest, s.width, s.height, pixels.pop(s.digest, None)) for s in sights)
 
     def count_noise(self, shown: Shown) -> None:
         for rule, n_lines in Counter(shown.removed).items():
@@ -189,12 +189,14 @@ class Service:
             "text": text,
             "tokens": tokens,
             "n_probs": body.wanted_probs,
-            "form": await self.bodies.for_request(request, lambda: completion_form(body)) if body.has_form else None,
+            "form": await self.bodies.for_request(request, lambda: completion_constraint(body))
+            if body.has_form
+            else None,
         }
         place = _recounted(request, len(tokens) if tokens is not None else estimated_tokens(len(text or "")))
         return Asked(_choices(common, body), self.follow(request, body, served), place=place)
 
-    def follow(self, request: Request, body: Body, served: Served) -> Follow:
+    def follow(self, request: Request, body: Body, served: Served) -> RequestTracker:
         """What becomes of the request is written down under the id that the answer bears."""
         about = (request.state.request_id, served.id, request.url.path, bool(body.stream))
         namespace = self.namespace(request, body.cache_salt)
@@ -247,7 +249,7 @@ class Service:
                 async for event in heard:
                     if place is not None and isinstance(event.message, m.Begun):
                         place.recount(event.message.n_prompt)
-                    if isinstance(event.message, m.Piece | m.Done):
+                    if isinstance(event.message, m.TextPiece | m.Done):
                         said.append(event.message.text)
                     if isinstance(event.message, m.Done):
                         self.metrics.finished(event.message)

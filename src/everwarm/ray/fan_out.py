@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from everwarm.gateway.admin.metrics import CONTENT_TYPE
 from everwarm.gateway.http.sse import json_response
-from everwarm.ray.replica_messages import Asked
+from everwarm.ray.replica_messages import ProxiedRequest
 from everwarm.ray.router_registry import replicas_of
 
 LISTS = {"/v1/models": "data", "/models": "data", "/api/tags": "models", "/api/ps": "models"}
@@ -21,17 +21,17 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+.*)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplicaAnswer:
     status: int
     body: bytes
 
 
-class Everyone:
-    def __init__(self, models: list[str], ask: Callable[[Asked, str], Awaitable[Answer]]) -> None:
+class FanOut:
+    def __init__(self, models: list[str], ask: Callable[[ProxiedRequest, str], Awaitable[ReplicaAnswer]]) -> None:
         self._models = models
         self._ask = ask
 
-    async def answer(self, asked: Asked) -> Response | None:
+    async def answer(self, asked: ProxiedRequest) -> Response | None:
         """None: any replica of one model can say it."""
         if asked.path == "/ready":
             return await self._ready(asked)
@@ -41,7 +41,7 @@ class Everyone:
             return await self._metrics(asked)
         return None
 
-    async def _ready(self, asked: Asked) -> Response:
+    async def _ready(self, asked: ProxiedRequest) -> Response:
         """When every model has a replica that is."""
         missing = [model for model in self._models if not replicas_of(model)]
         for model in self._models:
@@ -50,7 +50,7 @@ class Everyone:
         about = {"status": "starting" if missing else "ready", "models": len(self._models), "missing": missing}
         return json_response(about, 503 if missing else 200, {"retry-after": "1"} if missing else {})
 
-    async def _listed(self, asked: Asked, key: str) -> Response:
+    async def _listed(self, asked: ProxiedRequest, key: str) -> Response:
         whole: dict[str, Any] = {}
         for model in self._models:
             answer = await self._ask(asked, model)
@@ -62,7 +62,7 @@ class Everyone:
             whole["last_id"] = whole[key][-1]["id"]
         return json_response(whole)
 
-    async def _metrics(self, asked: Asked) -> Response:
+    async def _metrics(self, asked: ProxiedRequest) -> Response:
         """Every replica's, told apart by labels."""
         texts = {}
         for model in self._models:

@@ -21,9 +21,9 @@ from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.chat.prefix_keys import NOTHING, Prefixes, prefixes_of, response_key
 from everwarm.gateway.http.sse import json_response
 from everwarm.logs import log_to_stderr
-from everwarm.ray.fan_out import Answer, Everyone
+from everwarm.ray.fan_out import FanOut, ReplicaAnswer
 from everwarm.ray.ray_api import Died
-from everwarm.ray.replica_messages import REPLICA_HEADER, Asked, Head, kept_response
+from everwarm.ray.replica_messages import REPLICA_HEADER, ProxiedHead, ProxiedRequest, kept_response
 from everwarm.ray.router_registry import note
 from everwarm.ray.settings import ClusterSettings
 
@@ -40,7 +40,7 @@ class Ingress:
         log_to_stderr()
         self._settings = settings
         self._handles = {id: handle.options(**BY_VALUE, method_name="forward") for id, handle in handles.items()}
-        self._everyone = Everyone(list(handles), self._answer)
+        self._everyone = FanOut(list(handles), self._answer)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return named_by_serve(Guard(self._app, self._settings.server))
@@ -57,7 +57,7 @@ class Ingress:
             return await merged(scope, receive, send)
         await self._relay(asked, self._find(model), scope, send)
 
-    async def _asked(self, scope: Scope, receive: Receive) -> tuple[Asked, str | None]:
+    async def _asked(self, scope: Scope, receive: Receive) -> tuple[ProxiedRequest, str | None]:
         """The request as a value, and the model that it names anywhere."""
         raw, path, query = await _whole(receive), scope["path"], scope["query_string"]
         body = _decoded(raw)
@@ -68,7 +68,7 @@ class Ingress:
         own = scope["state"]["principal"].namespace(None)  # which replica knows a beginning tells nobody about others
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
         picked = next((value.decode("latin-1") for name, value in headers if name == REPLICA_HEADER), "")
-        asked = Asked(
+        asked = ProxiedRequest(
             scope["state"]["request_id"], scope["method"], path, query, headers, raw, _prefixes(path, body, own), picked
         )
         return asked, named if isinstance(named, str) else None
@@ -81,13 +81,13 @@ class Ingress:
             raise ModelNotFound(f"{told}; there are: {known}")
         return found.id
 
-    async def _relay(self, asked: Asked, model: str, scope: Scope, send: Send) -> None:
+    async def _relay(self, asked: ProxiedRequest, model: str, scope: Scope, send: Send) -> None:
         is_stream = began = False
         replica = ""
         try:
             async with contextlib.aclosing(self._parts(asked, model)) as parts:
                 async for part in parts:
-                    if isinstance(part, Head):
+                    if isinstance(part, ProxiedHead):
                         began, is_stream, replica = True, _is_event_stream(part), _replica(part)
                         await send(
                             {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
@@ -108,7 +108,7 @@ class Ingress:
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _parts(self, asked: Asked, model: str) -> AsyncGenerator[Head | bytes, None]:
+    async def _parts(self, asked: ProxiedRequest, model: str) -> AsyncGenerator[ProxiedHead | bytes, None]:
         """From one replica, or, if that died before it said anything, from another."""
         for is_last in (False, True):
             began, answer = False, self._handles[model].remote(asked)
@@ -124,16 +124,16 @@ class Ingress:
             finally:
                 answer.cancel()  # nothing happens if it is over
 
-    async def _answer(self, asked: Asked, model: str) -> Answer:
+    async def _answer(self, asked: ProxiedRequest, model: str) -> ReplicaAnswer:
         """A whole answer, for those who put several together."""
         status, body = 500, b""
         async with contextlib.aclosing(self._parts(asked, model)) as parts:
             async for part in parts:
-                if isinstance(part, Head):
+                if isinstance(part, ProxiedHead):
                     status = part.status
                 else:
                     body += part
-        return Answer(status, body)
+        return ReplicaAnswer(status, body)
 
 
 def _prefixes(path: str, body: Any, namespace: str) -> Prefixes:
@@ -161,13 +161,13 @@ async def _whole(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-def _is_event_stream(head: Head) -> bool:
+def _is_event_stream(head: ProxiedHead) -> bool:
     return any(
         name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers
     )
 
 
-def _replica(head: Head) -> str:
+def _replica(head: ProxiedHead) -> str:
     return next((value.decode() for name, value in head.headers if name == REPLICA_HEADER), "")
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-class Held:
+class PrefixSet:
     def __init__(self, max_keys: int) -> None:
         self._max = max_keys
         self._keys: OrderedDict[int, None] = OrderedDict()

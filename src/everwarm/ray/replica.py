@@ -22,13 +22,13 @@ from everwarm.gateway.admin.request_log import MOST_KEPT
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_to_stderr
-from everwarm.ray.prefix_set import Held
+from everwarm.ray.prefix_set import PrefixSet
 from everwarm.ray.ray_api import serve
-from everwarm.ray.replica_messages import BYTES_PER_TOKEN, REPLICA_HEADER, Asked, Head, kept_response
+from everwarm.ray.replica_messages import BYTES_PER_TOKEN, REPLICA_HEADER, ProxiedHead, ProxiedRequest, kept_response
 from everwarm.ray.scaling import METRIC
 from everwarm.ray.settings import ModelSettings
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
-from everwarm.router.plan import Limits
+from everwarm.router.plan import PoolLimits
 from everwarm.router.pool import Pool
 from everwarm.router.supervise.supervisor import State
 
@@ -45,21 +45,21 @@ class Replica:
         log_to_stderr()
         self.name = serve.get_replica_context().replica_id.unique_id
         catalog = _catalog(model)
-        self._pool = Pool(lambda: catalog, Limits())
+        self._pool = Pool(lambda: catalog, PoolLimits())
         self._gateway = build_gateway(self._pool, server)
-        self._held = Held(max_keys)
+        self._held = PrefixSet(max_keys)
         self._unread: dict[str, int] = {}  # bytes that requests brought and nobody had read, by their id
         self._pool.start()
         self._supervisor = self._pool.find(model.id).supervisor
         if await self._supervisor.until(State.READY) is not State.READY:
             raise EngineStopped(f"{model.id} cannot be served: {self._supervisor.reason}")
 
-    async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
+    async def forward(self, asked: ProxiedRequest) -> AsyncIterator[ProxiedHead | bytes]:
         """The parts of an answer as they come. Whoever stops listening has hung up."""
         if asked.replica not in ("", self.name):  # it was meant for one that is gone
             gone = ReplicaNotFound(f"there is no replica {asked.replica[:100]!r} any more")
             answer = error_response(gone, asked.request_id, asked.path)
-            yield Head(answer.status_code, tuple(answer.raw_headers))
+            yield ProxiedHead(answer.status_code, tuple(answer.raw_headers))
             yield bytes(answer.body)
             return
         self._unread[asked.request_id] = self._held.n_new(asked.prefixes.keys, asked.prefixes.ends)
@@ -68,9 +68,9 @@ class Replica:
         running = asyncio.create_task(self._run(exchange))
         try:
             async for part in exchange.parts():
-                if isinstance(part, Head):
+                if isinstance(part, ProxiedHead):
                     head = (*part.headers, (REPLICA_HEADER, self.name.encode()))
-                    yield Head(part.status, head)
+                    yield ProxiedHead(part.status, head)
                 else:
                     if (key := kept_response(asked, part)) is not None:
                         self._held.use([key])
@@ -128,9 +128,9 @@ class Replica:
 class Exchange:
     """One request through an ASGI application, as values."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ProxiedRequest) -> None:
         self._asked = asked
-        self._outbox: asyncio.Queue[Head | bytes | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[ProxiedHead | bytes | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._has_body_gone = False
 
@@ -159,7 +159,9 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._outbox.put_nowait(Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message["headers"])))
+            self._outbox.put_nowait(
+                ProxiedHead(message["status"], tuple((bytes(k), bytes(v)) for k, v in message["headers"]))
+            )
         elif message["type"] == "http.response.body" and message.get("body"):
             self._outbox.put_nowait(bytes(message["body"]))
 
@@ -169,10 +171,10 @@ class Exchange:
     def hang_up(self) -> None:
         self._gone.set()
 
-    async def parts(self) -> AsyncIterator[Head | bytes]:
+    async def parts(self) -> AsyncIterator[ProxiedHead | bytes]:
         """What was sent, until the end; pieces of the body that lie ready go together."""
         while (part := await self._outbox.get()) is not None:
-            if isinstance(part, Head):
+            if isinstance(part, ProxiedHead):
                 yield part
                 continue
             pieces, is_over = [part], False

@@ -19,7 +19,7 @@ BYTES_PER_TOKEN = 4  # of JSON text, roughly: only for guesses
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProxiedRequest:
     """A request as a client sent it. ``replica``: only that one may answer; empty: whoever is best."""
 
     request_id: str
@@ -33,14 +33,14 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ProxiedHead:
     """The first part of an answer; bytes of its body follow."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
 
 
-def kept_response(asked: Asked, part: bytes) -> int | None:
+def kept_response(asked: ProxiedRequest, part: bytes) -> int | None:
     """The key of a response that is kept, told from the first bytes of an answer: only who gave it can go on from it."""
     found = _RESPONSE_ID.search(part, 0, 4096) if asked.path == RESPONSES else None
     return None if found is None else response_key(found[1].decode())

@@ -16,8 +16,8 @@ from typing import Any
 from everwarm.ray import router_registry
 from everwarm.ray.prefix_set import unpacked
 from everwarm.ray.ray_api import RequestRouter
-from everwarm.ray.replica_messages import Asked
-from everwarm.router.replica_score import Holdings, Load, choose
+from everwarm.ray.replica_messages import ProxiedRequest
+from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
 
 TRUSTED_S = 30.0  # what was sent somewhere counts as held there for so long, published or not
 MAX_PLACED = 4096
@@ -25,7 +25,7 @@ UNMEASURED = {"seconds_per_byte": 1e-4, "reply_s": 1.0}  # until a replica has s
 
 
 @dataclass(slots=True)
-class Seen:
+class ReplicaPrefixes:
     """A replica, between two of its publications."""
 
     stats: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Seen:
 class WarmRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **_kwargs: Any) -> None:
         self._holdings = Holdings()
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, ReplicaPrefixes] = {}
         router_registry.ROUTERS[self._deployment_id.name] = self
 
     @property
@@ -54,7 +54,7 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         for replica in replicas:
             name = name_of(replica.replica_id)
             names.add(name)
-            seen, stats = self._seen.setdefault(name, Seen()), replica.routing_stats or {}
+            seen, stats = self._seen.setdefault(name, ReplicaPrefixes()), replica.routing_stats or {}
             if stats != seen.stats:
                 seen.stats = stats
                 seen.busy_until = now + stats.get("unread_bytes", 0) * _seconds_per_byte(stats)
@@ -65,7 +65,7 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         asked = None if pending_request is None or not pending_request.args else pending_request.args[0]
-        if not candidate_replicas or not isinstance(asked, Asked):
+        if not candidate_replicas or not isinstance(asked, ProxiedRequest):
             return [candidate_replicas]
         names = [name_of(replica.replica_id) for replica in candidate_replicas]
         if asked.replica in names:
@@ -86,7 +86,7 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         """What goes there is read there: the next turn, and whoever else begins like this, will find it."""
         asked, name = pending_request.args[0] if pending_request.args else None, name_of(replica_id)
         seen = self._seen.get(name)
-        if seen is None or not isinstance(asked, Asked) or not asked.prefixes.keys:
+        if seen is None or not isinstance(asked, ProxiedRequest) or not asked.prefixes.keys:
             return
         now, prefixes = time.monotonic(), asked.prefixes
         (n_reusable,) = self._holdings.reach(prefixes.keys, prefixes.ends, [name])
@@ -100,11 +100,11 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
             seen.placed.append((time.monotonic(), keys))
             self._holdings.add(name, keys)
 
-    def _load(self, replica: Any, name: str) -> Load:
-        seen = self._seen.get(name) or Seen()
+    def _load(self, replica: Any, name: str) -> ReplicaLoad:
+        seen = self._seen.get(name) or ReplicaPrefixes()
         stats = seen.stats
         n_running = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return Load(
+        return ReplicaLoad(
             busy_s=max(0.0, seen.busy_until - time.monotonic()),
             n_running=n_running,
             n_slots=max(1, int(stats.get("n_slots", 1))),

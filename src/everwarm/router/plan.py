@@ -13,7 +13,7 @@ It knows no process, file or clock: ``router.pool`` feeds it what happened and c
 - A model that is there serves newcomers at once, until somebody has waited ``patience_s`` for its place. Then it drains:
   its leases go on, newcomers wait, and it is stopped when it is idle. Their turn comes after the other's, in the same
   way. So two busy models alternate in batches and nobody starves.
-- Draining is called off when nobody needs the place any more or an idle model can give it. Only ``Stop`` is final.
+- Draining is called off when nobody needs the place any more or an idle model can give it. Only ``Unload`` is final.
 - A load that failed is tried again when somebody asks again, or when the pool says so and there is room.
 """
 
@@ -47,7 +47,7 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PoolLimits:
     models_max: int = 1  # 0: any number
     memory_bytes: int = 0  # 0: no limit
     patience_s: float = 5.0
@@ -66,7 +66,7 @@ class ModelStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request needs a lease. It gets one ``Grant`` or one ``Refuse``, unless it leaves before."""
+    """A request needs a lease. It gets one ``GrantLease`` or one ``Refuse``, unless it leaves before."""
 
     request_id: int
     model: str
@@ -108,12 +108,12 @@ class Loaded(_ModelEvent):
 
 
 class Stopped(_ModelEvent):
-    """What ``Stop`` asked for: the process has ended and its memory is free."""
+    """What ``Unload`` asked for: the process has ended and its memory is free."""
 
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """Its engine did not start or was given up later, and the process has ended. After ``Stop`` only ``Stopped`` counts."""
+    """Its engine did not start or was given up later, and its process ended. After ``Unload`` only ``Stopped`` counts."""
 
     model: str
     reason: str
@@ -142,12 +142,12 @@ class Load(_ModelEffect):
     """Start an engine; ends in ``Loaded`` or ``LoadFailed``."""
 
 
-class Stop(_ModelEffect):
+class Unload(_ModelEffect):
     """End its engine, which nobody uses; ends in ``Stopped``."""
 
 
 @dataclass(frozen=True)
-class Grant:
+class GrantLease:
     request_id: int
     model: str
 
@@ -161,7 +161,7 @@ class Refuse:
 
 Order: TypeAlias = LoadAsked | RetryAsked | UnloadAsked | Removed
 Event: TypeAlias = Wanted | Gone | Order | Loaded | Stopped | LoadFailed | Added | Tick
-Effect: TypeAlias = Load | Stop | Grant | Refuse
+Effect: TypeAlias = Load | Unload | GrantLease | Refuse
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +197,7 @@ class _Model:
 
 
 class Planner:
-    def __init__(self, limits: Limits, models: Sequence[ModelPlan]) -> None:
+    def __init__(self, limits: PoolLimits, models: Sequence[ModelPlan]) -> None:
         self._limits = limits
         self._models = {plan.id: _Model(plan) for plan in models}
         self._requests: dict[int, _Model] = {}  # who waits for or borrows what
@@ -387,7 +387,7 @@ class Planner:
 
     def _grant(self, model: _Model) -> None:
         if model.waiting:
-            self._effects += [Grant(request_id, model.plan.id) for request_id in model.waiting]
+            self._effects += [GrantLease(request_id, model.plan.id) for request_id in model.waiting]
             model.leases.update(model.waiting)
             model.waiting.clear()
             model.last_used = self._now
@@ -402,7 +402,7 @@ class Planner:
 
     def _stop(self, model: _Model) -> None:
         model.phase = Phase.STOPPING
-        self._effects.append(Stop(model.plan.id))
+        self._effects.append(Unload(model.plan.id))
 
     def _end(self, model: _Model) -> None:
         model.phase, model.held_bytes, model.must_go = Phase.ASLEEP, 0, False

@@ -21,8 +21,8 @@ from everwarm.engine.process.messages import Backlog
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
 from everwarm.router import plan
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
-from everwarm.router.plan import Limits, ModelPlan, ModelStatus, Phase, Planner
-from everwarm.router.supervise.restart_policy import Patience
+from everwarm.router.plan import ModelPlan, ModelStatus, Phase, Planner, PoolLimits
+from everwarm.router.supervise.restart_policy import RestartLimits
 from everwarm.router.supervise.supervisor import State, Supervisor
 
 log = logging.getLogger("everwarm.router")
@@ -108,9 +108,9 @@ class Standing:
 @dataclass(slots=True)
 class Pool:
     read_catalog: Callable[[], Catalog]
-    limits: Limits
+    limits: PoolLimits
     autoload: bool = True  # else only orders load
-    patience: Patience | None = None
+    patience: RestartLimits | None = None
     on_loading: Callable[[str, float], None] | None = None
     catalog: Catalog = field(init=False)
     _served: dict[str, Served] = field(init=False, default_factory=dict)
@@ -279,14 +279,14 @@ class Pool:
 
     def _act(self, effect: plan.Effect) -> None:
         match effect:
-            case plan.Load() | plan.Stop() if self.is_stopping:
+            case plan.Load() | plan.Unload() if self.is_stopping:
                 pass
             case plan.Load(model=id):
                 self._served[id].supervisor.start()
                 self._spawn(self._live(self._served[id]))
-            case plan.Stop(model=id):
+            case plan.Unload(model=id):
                 self._spawn(self._put_to_sleep(self._served[id]))
-            case plan.Grant(request_id=id):
+            case plan.GrantLease(request_id=id):
                 lease = self._leases.get(id)
                 if lease is not None and not lease._granted.done():
                     lease._granted.set_result(None)

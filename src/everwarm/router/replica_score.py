@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ReplicaLoad:
     """A replica as a router sees it. ``busy_s``: reading that was sent there and cannot be over yet."""
 
     busy_s: float = 0.0
@@ -29,7 +29,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReplicaChoice:
     """``index`` of the replica, how many bytes it need not read, and the seconds until its first token."""
 
     index: int
@@ -38,7 +38,9 @@ class Choice:
     read_s: float
 
 
-def choose(reusable: Sequence[int], n_bytes: int, loads: Sequence[Load], dice: tuple[float, float]) -> Choice:
+def choose(
+    reusable: Sequence[int], n_bytes: int, loads: Sequence[ReplicaLoad], dice: tuple[float, float]
+) -> ReplicaChoice:
     """``reusable[i]`` bytes of ``n_bytes`` were read by replica ``i`` before. ``dice``: two numbers in [0, 1)."""
     assert loads and len(reusable) == len(loads)
     n = len(loads)
@@ -49,10 +51,10 @@ def choose(reusable: Sequence[int], n_bytes: int, loads: Sequence[Load], dice: t
     else:
         index = min(((first + i) % n for i in range(n)), key=lambda i: _seconds(reusable[i], n_bytes, loads[i]))
     read_s = (n_bytes - reusable[index]) * loads[index].seconds_per_byte
-    return Choice(index, reusable[index], loads[index].wait_s + read_s, read_s)
+    return ReplicaChoice(index, reusable[index], loads[index].wait_s + read_s, read_s)
 
 
-def _seconds(n_reusable: int, n_bytes: int, load: Load) -> float:
+def _seconds(n_reusable: int, n_bytes: int, load: ReplicaLoad) -> float:
     return load.wait_s + (n_bytes - n_reusable) * load.seconds_per_byte
 
 

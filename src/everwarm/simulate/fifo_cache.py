@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.simulated_cache import Held, Outcome
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.simulated_cache import HeldState, Outcome
+from everwarm.simulate.trace import TraceTurn
 
 MAX_CHECKPOINTS, MIN_STEP = 32, 8192
 N_BATCH, N_UBATCH, NEAR_END = 2048, 512, 4
@@ -23,7 +23,7 @@ _EMPTY = Prompt.of_tokens([])
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _FifoSlot:
     prompt: Prompt = field(default_factory=lambda: _EMPTY)
     points: list[tuple[int, int]] = field(default_factory=list)  # tokens and the request that made it, oldest first
     used_at: float = -1.0
@@ -34,11 +34,11 @@ class _Slot:
 
 class FifoMemory:
     def __init__(self, curves: Curves, budget: int, n_slots: int) -> None:
-        self.held = Held()
+        self.held = HeldState()
         self._curves = curves
         self._budget = budget
-        self._slots = [_Slot() for _ in range(n_slots)]
-        self._cache: list[_Slot] = []
+        self._slots = [_FifoSlot() for _ in range(n_slots)]
+        self._cache: list[_FifoSlot] = []
         self._request = 0
 
     @property
@@ -49,14 +49,14 @@ class FifoMemory:
     def _cached(self) -> int:
         return sum(self._size(each) for each in self._cache)
 
-    def _size(self, slot: _Slot) -> int:
+    def _size(self, slot: _FifoSlot) -> int:
         n = slot.prompt.n_tokens(len(slot.prompt))
         return n * self._curves.kv_bytes_per_token + (1 + len(slot.points)) * self._curves.state_bytes
 
-    def serve(self, turn: Turn) -> Outcome:
+    def serve(self, turn: TraceTurn) -> Outcome:
         self._request += 1
         if turn.before:
-            self._slots, self._cache = [_Slot() for _ in self._slots], []
+            self._slots, self._cache = [_FifoSlot() for _ in self._slots], []
         slot, loaded = self._slot_for(turn.prompt)
         for other in self._slots:
             if other is not slot:
@@ -70,7 +70,7 @@ class FifoMemory:
 
     # slots and the cache of prompts
 
-    def _slot_for(self, prompt: Prompt) -> tuple[_Slot, int]:
+    def _slot_for(self, prompt: Prompt) -> tuple[_FifoSlot, int]:
         n = len(prompt)
         best = max(self._slots, key=lambda s: _common(s, prompt))
         if _common(best, prompt) / n > SIMILAR:
@@ -81,7 +81,7 @@ class FifoMemory:
         self._put_away(best)
         return best, self._take_out(best, prompt)
 
-    def _put_away(self, slot: _Slot) -> None:
+    def _put_away(self, slot: _FifoSlot) -> None:
         size = self._size(slot)
         n = len(slot.prompt)
         if not n or size > self._budget or any(_common(each, slot.prompt) == n for each in self._cache):
@@ -89,10 +89,10 @@ class FifoMemory:
         self._cache = [each for each in self._cache if _common(each, slot.prompt) < len(each.prompt)]
         while self._cache and self._cached() + size > self._budget:
             self._cache.pop(0)
-        self._cache.append(_Slot(slot.prompt, list(slot.points)))
+        self._cache.append(_FifoSlot(slot.prompt, list(slot.points)))
         self.held.written += size - len(slot.points) * self._curves.state_bytes
 
-    def _take_out(self, slot: _Slot, prompt: Prompt) -> int:
+    def _take_out(self, slot: _FifoSlot, prompt: Prompt) -> int:
         """Load the cached prompt that is most like this one, if it beats what the slot holds; returns its bytes."""
         keep = _common(slot, prompt) / len(slot.prompt) if len(slot.prompt) else -1.0
         like, best = _common(slot, prompt) / len(prompt), None
@@ -109,7 +109,7 @@ class FifoMemory:
 
     # checkpoints
 
-    def _restore(self, slot: _Slot, prompt: Prompt) -> tuple[int, bool]:
+    def _restore(self, slot: _FifoSlot, prompt: Prompt) -> tuple[int, bool]:
         """Where reading starts, and whether a checkpoint was needed for it."""
         n = _common(slot, prompt)
         n_past, from_point = n, False
@@ -119,7 +119,7 @@ class FifoMemory:
         slot.points = [point for point in slot.points if point[0] <= n_past]
         return n_past, from_point
 
-    def _read(self, slot: _Slot, turn: Turn, n_past: int) -> None:
+    def _read(self, slot: _FifoSlot, turn: TraceTurn, n_past: int) -> None:
         n, start = len(turn.prompt), n_past
         last_user = max(turn.users, default=None)
         while start < turn.n_stop:
@@ -132,7 +132,7 @@ class FifoMemory:
             start = stop
 
     @staticmethod
-    def _next_stop(slot: _Slot, turn: Turn, start: int, last_user: int | None) -> int:
+    def _next_stop(slot: _FifoSlot, turn: TraceTurn, start: int, last_user: int | None) -> int:
         n = len(turn.prompt)
         stops = [at for at in (n - NEAR_END - N_UBATCH, n - NEAR_END, n, start + N_BATCH) if at > start]
         for at in turn.users[bisect.bisect(turn.users, start) :]:
@@ -141,7 +141,7 @@ class FifoMemory:
                 break
         return min(stops)
 
-    def _keep(self, slot: _Slot, at: int) -> None:
+    def _keep(self, slot: _FifoSlot, at: int) -> None:
         if len(slot.points) + 1 >= MAX_CHECKPOINTS:
             slot.points = self._spaced(slot.points)
         slot.points = [p for p in slot.points[-(MAX_CHECKPOINTS - 1) :] if p[0] != at]
@@ -160,5 +160,5 @@ class FifoMemory:
         return kept
 
 
-def _common(slot: _Slot, prompt: Prompt) -> int:
+def _common(slot: _FifoSlot, prompt: Prompt) -> int:
     return int(prompt.common_prefix(slot.prompt))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everwarm.router.replica_score import Holdings, Load, choose
+from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
 
 PUBLISHED_EVERY_S = 1.0
 ROUTINGS = ("warm", "session", "round robin", "random")
@@ -83,7 +83,7 @@ class SimulatedReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class FleetResult:
     """``hit_rate``: tokens not read of all. ``imbalance``: the busiest replica's reading over the mean."""
 
     routing: str
@@ -99,7 +99,7 @@ Pick = Callable[[Arrival], int]
 
 def simulate(
     arrivals: Sequence[Arrival], routing: str, n_replicas: int, machine: Machine, *, n_routers: int = 1, seed: int = 0
-) -> Result:
+) -> FleetResult:
     replicas = [SimulatedReplica(machine) for _ in range(n_replicas)]
     dice = np.random.default_rng(seed)
     picks = [_pick(routing, replicas, dice) for _ in range(n_routers)]
@@ -111,7 +111,7 @@ def simulate(
         firsts.append(first_s)
     reading = [replica.read_s for replica in replicas]
     imbalance = max(reading) / max(1e-9, sum(reading) / n_replicas)
-    return Result(
+    return FleetResult(
         routing,
         n_replicas,
         n_reused / max(1, n_tokens),
@@ -168,10 +168,10 @@ class WarmPick:
                 self._versions[i] = replica.version
                 self._holdings.replace(self._names[i], replica.keys())
 
-    def _load(self, i: int, now: float) -> Load:
+    def _load(self, i: int, now: float) -> ReplicaLoad:
         replica = self._replicas[i]
         machine = replica.machine
-        return Load(
+        return ReplicaLoad(
             busy_s=max(0.0, self._busy_until[i] - now),
             n_running=replica.n_running(now),
             n_slots=machine.n_slots,

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import combinations
 
 from everwarm.config import require
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.trace import TraceTurn
 
 MAX_TURNS, MAX_POINTS = 12, 14
 
@@ -43,7 +43,7 @@ def best_placement(wanted: Sequence[int], n_checkpoints: int) -> tuple[int, ...]
     return tuple(sorted(set(chosen)))
 
 
-def fewest_tokens(turns: Sequence[Turn], n_states: int) -> int:
+def fewest_tokens(turns: Sequence[TraceTurn], n_states: int) -> int:
     """The tokens that must be read if at most ``n_states`` states are kept from one request to the next."""
     require(len(turns) <= MAX_TURNS, f"{len(turns)} requests; the optimum is found for at most {MAX_TURNS}")
     names, made, usable, depths = _points(turns)
@@ -73,7 +73,7 @@ def _choices(points: frozenset[int], most: int) -> list[frozenset[int]]:
 
 
 def _points(
-    turns: Sequence[Turn],
+    turns: Sequence[TraceTurn],
 ) -> tuple[list[bytes], list[frozenset[int]], list[frozenset[int]], list[int]]:
     """Points worth a state, by the items before them: where a later prompt leaves an earlier path.
 

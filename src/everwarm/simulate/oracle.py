@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.trace import TraceTurn
 
 
 @dataclass(slots=True, eq=False)
@@ -54,18 +54,18 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedPrefix:
     """Tokens of one request that are read: those somebody could avoid, and those nobody could."""
 
     n_avoidable: int
     n_unavoidable: int
 
 
-def shares(turns: Iterable[Turn]) -> list[Share]:
+def shares(turns: Iterable[TraceTurn]) -> list[SharedPrefix]:
     known, found = Known(), []
     for turn in turns:
         n_shared = min(known.n_shared(turn.prompt), turn.n_stop)
         n_free = turn.prompt.n_tokens(n_shared)
-        found.append(Share(n_free, turn.prompt.n_tokens(turn.n_stop) - n_free))
+        found.append(SharedPrefix(n_free, turn.prompt.n_tokens(turn.n_stop) - n_free))
         known.add(turn.path)
     return found

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy
 from everwarm.state.params import CheckpointParams, Spacing
 from everwarm.state.policy import GUARD, NEAR_END, Cut, CutKind, Entry
@@ -19,7 +19,7 @@ EVERY_N = 1024
 FLOP_WEIGHT = 1.0  # of what a byte saves, beside how lately it was used
 _ANY_NUMBER = 1 << 20
 
-Cuts = Callable[[Turn, int, int, Spacing], Sequence[Cut]]
+Cuts = Callable[[TraceTurn, int, int, Spacing], Sequence[Cut]]
 Victims = Callable[[Sequence[Entry], int, Curves], list[int]]
 
 
@@ -40,7 +40,7 @@ class Policy:
 # where
 
 
-def our_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:
+def our_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:
     return policy.cuts(
         len(turn.prompt),
         spacing,
@@ -52,7 +52,7 @@ def our_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Se
     )
 
 
-def even_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def even_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
     """Every n tokens, and near the end."""
     n = len(turn.prompt)
     found = {at: Cut(at, CutKind.EVERY) for at in range(spacing.every_n_tokens, n, spacing.every_n_tokens)}
@@ -60,7 +60,7 @@ def even_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> S
     return [*(cut for at, cut in found.items() if at < near), Cut(near, CutKind.NEAR_END)]
 
 
-def branch_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def branch_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
     """Where a prompt leaves what is known, and its end: nothing is kept before somebody came back once."""
     n = len(turn.prompt)
     near = n - min(NEAR_END, n - 1)
@@ -68,7 +68,7 @@ def branch_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) ->
     return [*branch, Cut(near, CutKind.NEAR_END)]
 
 
-def no_cuts(turn: Turn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def no_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
     return ()
 
 

@@ -9,22 +9,22 @@ from typing import Protocol
 from everwarm.config import require
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.fifo_cache import FifoMemory
-from everwarm.simulate.oracle import Share, shares
+from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.policies import POLICIES, Policy
-from everwarm.simulate.simulated_cache import Held, Memory, Outcome
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.simulated_cache import HeldState, Outcome, SimulatedCache
+from everwarm.simulate.trace import TraceTurn
 
 FIFO = "fifo-32"
 NAMES = (*POLICIES, FIFO)
 DEFAULT_NAMES = tuple(name for name in NAMES if name != "cold")
 
 
-class Store(Protocol):
-    held: Held
+class SimulatedStore(Protocol):
+    held: HeldState
 
     @property
     def held_bytes(self) -> int: ...
-    def serve(self, turn: Turn) -> Outcome: ...
+    def serve(self, turn: TraceTurn) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,22 @@ class Cost:
         return 1 - self.n_read / max(1, self.n_prompt)
 
 
-def store_for(policy: str | Policy, curves: Curves, budget: int, n_slots: int) -> Store:
+def store_for(policy: str | Policy, curves: Curves, budget: int, n_slots: int) -> SimulatedStore:
     if isinstance(policy, Policy):
-        return Memory(policy, curves, budget, n_slots)
+        return SimulatedCache(policy, curves, budget, n_slots)
     require(policy in NAMES, f"unknown policy {policy!r}; give any of: {', '.join(NAMES)}")
     if policy == FIFO:
         return FifoMemory(curves, budget, n_slots)
-    return Memory(POLICIES[policy], curves, budget, n_slots)
+    return SimulatedCache(POLICIES[policy], curves, budget, n_slots)
 
 
 def replay(
-    turns: Sequence[Turn],
+    turns: Sequence[TraceTurn],
     policy: str | Policy,
     curves: Curves,
     budget: int,
     n_slots: int = 2,
-    known: Sequence[Share] | None = None,
+    known: Sequence[SharedPrefix] | None = None,
 ) -> Cost:
     """``known``: what ``shares`` says of the same turns, to save asking again."""
     store = store_for(policy, curves, budget, n_slots)
@@ -89,7 +89,7 @@ def replay(
 
 
 def sweep(
-    turns: Sequence[Turn], policies: Iterable[str], curves: Curves, budgets: Iterable[int], n_slots: int = 2
+    turns: Sequence[TraceTurn], policies: Iterable[str], curves: Curves, budgets: Iterable[int], n_slots: int = 2
 ) -> list[Cost]:
     known, sizes = shares(turns), list(budgets)
     return [replay(turns, name, curves, size, n_slots, known) for name in policies for size in sizes]

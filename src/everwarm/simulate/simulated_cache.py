@@ -14,10 +14,10 @@ import numpy as np
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.policies import Policy
-from everwarm.simulate.trace import Turn
+from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.policy import CutKind, Kept, Seat
+from everwarm.state.policy import CutKind, KeptCheckpoint, Seat
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree
 from everwarm.types import Blob
 
@@ -37,7 +37,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldState:
     """Bytes of a memory so far."""
 
     written: int = 0
@@ -52,9 +52,9 @@ class _Slot:
     used_at: float = 0.0
 
 
-class Memory:
+class SimulatedCache:
     def __init__(self, policy: Policy, curves: Curves, budget: int, n_slots: int) -> None:
-        self.held = Held()
+        self.held = HeldState()
         self.tree = Tree()
         self._policy = policy
         self._curves = curves
@@ -69,7 +69,7 @@ class Memory:
     def held_bytes(self) -> int:
         return self.tree.ram_bytes
 
-    def serve(self, turn: Turn) -> Outcome:
+    def serve(self, turn: TraceTurn) -> Outcome:
         self._now = turn.at_s
         if turn.before:
             for slot in self._slots:
@@ -136,7 +136,7 @@ class Memory:
 
     # reading
 
-    def _read(self, slot: _Slot, turn: Turn, match: Match, n_items: int) -> None:
+    def _read(self, slot: _Slot, turn: TraceTurn, match: Match, n_items: int) -> None:
         stop, path = turn.n_stop, turn.path_from(n_items)
         for cut in self._policy.cuts(turn, n_items, match.n_shared, self._spacing):
             if n_items < cut.at <= stop:
@@ -172,7 +172,7 @@ class Memory:
     def _thin(self, node: Node) -> None:
         for end in [n for n in node.below() if n.checkpoint is not None and not n.children] or [node]:
             kept = {n.n_items: n for n in end.lineage() if n.checkpoint is not None}
-            path = [Kept(n.n_items, n.checkpoint.kind) for n in kept.values() if n.checkpoint is not None]
+            path = [KeptCheckpoint(n.n_items, n.checkpoint.kind) for n in kept.values() if n.checkpoint is not None]
             for n_items in state_policy.thin(path, self._spacing.max_checkpoints):
                 self.tree.drop_checkpoint(kept[n_items])
 

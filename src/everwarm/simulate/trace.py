@@ -28,7 +28,7 @@ Happening = Literal["", "kill", "swap"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class TraceTurn:
     """One request. ``reply`` ends with the token that ends it, which is never decoded."""
 
     conversation: str
@@ -93,7 +93,7 @@ _mooncake = msgspec.json.Decoder(_Mooncake)
 _encoder = msgspec.json.Encoder()
 
 
-def parse(lines: Iterable[str | bytes]) -> Iterator[Turn]:
+def parse(lines: Iterable[str | bytes]) -> Iterator[TraceTurn]:
     """The turns of a trace; a line that makes no sense is an error that names it."""
     last = 0.0
     for number, line in enumerate(lines, 1):
@@ -108,12 +108,12 @@ def parse(lines: Iterable[str | bytes]) -> Iterator[Turn]:
         yield turn
 
 
-def _parse_line(line: str | bytes, number: int) -> Turn:
+def _parse_line(line: str | bytes, number: int) -> TraceTurn:
     is_mooncake = b"hash_ids" in line if isinstance(line, bytes) else "hash_ids" in line
     return _of_mooncake(_mooncake.decode(line), number) if is_mooncake else _of_line(_ours.decode(line))
 
 
-def _of_line(line: _Line) -> Turn:
+def _of_line(line: _Line) -> TraceTurn:
     require((line.tokens is None) != (line.blocks is None), "give either tokens or blocks")
     codes = _codes(line.tokens) if line.tokens is not None else _expanded(line.blocks or [])
     require(0 < len(codes) <= MAX_ITEMS, f"the prompt has {len(codes)} items; give 1 to {MAX_ITEMS}")
@@ -126,7 +126,7 @@ def _of_line(line: _Line) -> Turn:
     codes = codes.copy()
     for index, item in media.items():
         codes[index] = item.code
-    return Turn(
+    return TraceTurn(
         line.conversation,
         Prompt(codes, media),
         _codes(line.reply),
@@ -162,7 +162,7 @@ def _picture(media: _Media, n_items: int) -> MediaItem:
     return MediaItem(digest, TokenCount(media.n_tokens), Position(media.n_pos))
 
 
-def _of_mooncake(line: _Mooncake, number: int) -> Turn:
+def _of_mooncake(line: _Mooncake, number: int) -> TraceTurn:
     n, n_blocks = line.input_length, len(line.hash_ids)
     require(0 < n <= MAX_ITEMS, f"input_length is {n}; give 1 to {MAX_ITEMS}")
     require(0 <= line.output_length <= MAX_ITEMS, f"output_length is {line.output_length}; give 0 to {MAX_ITEMS}")
@@ -171,10 +171,10 @@ def _of_mooncake(line: _Mooncake, number: int) -> Turn:
     require(0 <= line.timestamp < 1e15, f"timestamp is {line.timestamp:g}; give milliseconds from 0 on")
     codes = np.repeat(_codes(line.hash_ids), MOONCAKE_BLOCK)[:n]
     reply = np.full(line.output_length, MAX_CODE - number % (1 << 24), np.int32)  # nobody says what it was
-    return Turn(f"line {number}", Prompt(codes), reply, line.timestamp / 1e3)
+    return TraceTurn(f"line {number}", Prompt(codes), reply, line.timestamp / 1e3)
 
 
-def to_line(turn: Turn) -> bytes:
+def to_line(turn: TraceTurn) -> bytes:
     """A turn as one line of our own format."""
     rows = [_Media(i, d.hex(), n, p) for i, d, n, p, _ in turn.prompt.rows(0, len(turn.prompt))]
     line = _Line(

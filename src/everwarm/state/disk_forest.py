@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import blake3
 
-from everwarm.state.store.index import Kept
+from everwarm.state.store.index import IndexedObject
 
 Point = tuple[str, int]  # how the name of a lineage begins, and its items
 
@@ -39,7 +39,7 @@ class Twig:
     parent: int | None
     n_above: int  # items of the parent
     space: str
-    kept: Kept | None = None  # None: a root
+    kept: IndexedObject | None = None  # None: a root
     kv_bytes: int = 0  # of the KV that no twig before it needs
 
     @property
@@ -55,7 +55,7 @@ class Forest:
     place: dict[int, int] = field(default_factory=dict)  # of a twig in the list, by id
     n_children: Counter[int] = field(default_factory=Counter)  # that are twigs, also of nodes in RAM
 
-    def below(self, ids: Iterable[int]) -> list[Kept]:
+    def below(self, ids: Iterable[int]) -> list[IndexedObject]:
         """The states at or below these nodes."""
         inside, found = set(ids), []
         for twig in self.twigs:
@@ -76,17 +76,17 @@ def point_of(key: str, n_items: int) -> Point:
 
 
 def plant(
-    states: Iterable[Kept],
+    states: Iterable[IndexedObject],
     sizes: Mapping[str, int],
     spots: Mapping[Point, Spot],
     roots: Mapping[str, int],
-    pace: Callable[[Iterable[Kept]], Iterable[Kept]] = iter,
+    pace: Callable[[Iterable[IndexedObject]], Iterable[IndexedObject]] = iter,
 ) -> Forest:
     """All states that nobody in RAM stands at. ``sizes``: of all KV; ``roots``: the nodes of spaces that RAM knows;
     ``pace``: how to walk over many."""
     known = {point_of(kept.key, kept.n_items): kept for kept in states}
     own = {point: kept for point, kept in known.items() if point not in spots}
-    ends: dict[str, list[Kept]] = defaultdict(list)
+    ends: dict[str, list[IndexedObject]] = defaultdict(list)
     for kept in sorted(own.values(), key=lambda kept: -kept.n_items):
         if kept.needs:
             ends[kept.needs[-1]].append(kept)
@@ -99,7 +99,7 @@ def plant(
     return _listed(tops, children, sizes)
 
 
-def passed(kept: Kept) -> Iterator[tuple[str, int, Point | None, Point | None]]:
+def passed(kept: IndexedObject) -> Iterator[tuple[str, int, Point | None, Point | None]]:
     """The KV on the way to a state, the last first: its name, how far it is used, and the points at that end and at its
     start."""
     if len(kept.needs) != len(kept.reaches):
@@ -110,7 +110,10 @@ def passed(kept: Kept) -> Iterator[tuple[str, int, Point | None, Point | None]]:
 
 
 def _above(
-    kept: Kept, own: Mapping[Point, Kept], spots: Mapping[Point, Spot], ends: Mapping[str, list[Kept]]
+    kept: IndexedObject,
+    own: Mapping[Point, IndexedObject],
+    spots: Mapping[Point, Spot],
+    ends: Mapping[str, list[IndexedObject]],
 ) -> Spot | None:
     """The deepest node that is known on the way to a state."""
 
@@ -130,7 +133,7 @@ def _above(
     return None
 
 
-def _spot(kept: Kept) -> Spot:
+def _spot(kept: IndexedObject) -> Spot:
     return Spot(id_of(kept.key), kept.n_items, kept.space)
 
 

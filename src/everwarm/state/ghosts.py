@@ -24,7 +24,7 @@ class Parting:
     known: Prompt
 
 
-class Forgotten:
+class Ghosts:
     def __init__(self) -> None:
         self._lineages: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
         self._n_items = 0

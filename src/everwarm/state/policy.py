@@ -122,7 +122,7 @@ def _end_cuts(n_items: int, stables: set[int]) -> Iterable[Cut]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint on one path, as far as thinning cares."""
 
     n_items: int
@@ -130,7 +130,7 @@ class Kept:
     pinned: bool = False
 
 
-def thin(path: Sequence[Kept], max_checkpoints: int) -> list[int]:
+def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
     """Which checkpoints of a path (ascending) to give up so that ``max_checkpoints`` remain; as ``n_items``.
 
     The one whose loss hurts least goes first: a small hole far from the end. What remains is spaced geometrically with
@@ -158,7 +158,7 @@ _RANK = {
 }
 
 
-def _hurt(kept: Sequence[Kept], i: int) -> float:
+def _hurt(kept: Sequence[KeptCheckpoint], i: int) -> float:
     before = kept[i - 1].n_items if i else 0
     hole = kept[i + 1].n_items - before
     return hole / (kept[-1].n_items - before + 1)

@@ -56,7 +56,7 @@ def _goes_on(run: Sequence[Node], node: Node, is_clean: Callable[[Node], bool], 
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SegmentRun:
     """What one lineage uses of a segment."""
 
     segment: Segment
@@ -76,13 +76,13 @@ class Stretch:
         return self.users[-1].mark.n_tokens - (0 if above is None else above.mark.n_tokens)
 
 
-def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[Stretch]]:
+def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[SegmentRun]]:
     """What of a lineage is to become one segment each. ``n_settled``: only items up to there, for a later turn went on from
     there; the newest may still be left aside."""
-    found = [Stretch(segment, tuple(users)) for segment, users in _stretches(end.lineage()) if segment is not None]
+    found = [SegmentRun(segment, tuple(users)) for segment, users in _stretches(end.lineage()) if segment is not None]
     settled = [stretch for stretch in found if stretch.stop <= n_settled]
     first = _first_boundary(end)
-    chain: list[Stretch] = []
+    chain: list[SegmentRun] = []
     chains = [chain]
     for stretch in settled:
         if chain and not _may_join(chain[-1], stretch, first):
@@ -132,7 +132,7 @@ def _first_boundary(end: Node) -> Node | None:
     return next((node for node, point in kept if point is not None and point.kind is CutKind.BOUNDARY), None)
 
 
-def _may_join(one: Stretch, two: Stretch, first_boundary: Node | None) -> bool:
+def _may_join(one: SegmentRun, two: SegmentRun, first_boundary: Node | None) -> bool:
     a, b, between = one.segment, two.segment, one.users[-1]
     if one.start != a.n_start or two.start != b.n_start or one.stop != b.n_start:
         return False

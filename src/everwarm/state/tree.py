@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.ghosts import Forgotten
+from everwarm.state.ghosts import Ghosts
 from everwarm.state.lineage import Chunks
 from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import CutKind
@@ -36,7 +36,7 @@ def new_id() -> int:
     return next(_ids)
 
 
-class Census(Generic[N]):
+class NodeIndex(Generic[N]):
     def __init__(self) -> None:
         self.by_id: dict[int, N] = {}
         self.version = 0  # another one: something is different
@@ -83,7 +83,7 @@ def _add_pins(node: Node, n: int) -> None:
 
 
 def check_tree(
-    nodes: Iterable[Node], ram_bytes: int, census: Census[Node], key: Callable[[Prompt, int], int | bytes]
+    nodes: Iterable[Node], ram_bytes: int, census: NodeIndex[Node], key: Callable[[Prompt, int], int | bytes]
 ) -> None:
     """``key`` says which child of a node a prompt goes to."""
     users: dict[int, tuple[Segment, int]] = {}
@@ -122,7 +122,7 @@ def _check_node(node: Node, key: Callable[[Prompt, int], int | bytes]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SegmentPiece:
     """An object outside of RAM, of these items. It is used from where the one before it ends to where the next begins."""
 
     n_start: int
@@ -143,7 +143,7 @@ class Segment:
     n_users: int = 0
     items: tuple[int, int] | None = None  # the same interval in items; None: text, one cell each
     path: Prompt | None = None  # any prompt that leads to its end; None: that is not known any more
-    pieces: tuple[Piece, ...] = ()  # what was written of it, from its beginning on
+    pieces: tuple[SegmentPiece, ...] = ()  # what was written of it, from its beginning on
 
     @property
     def n_start(self) -> int:
@@ -246,7 +246,7 @@ class Match:
     path: tuple[Node, ...]  # the nodes it passes, the last perhaps only in part
 
 
-class Watcher(Protocol):
+class TreeListener(Protocol):
     """Hears of everything that comes to RAM and may outlive the engine."""
 
     def on_state(self, node: Node) -> None: ...
@@ -257,9 +257,9 @@ class Tree:
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self.ram_bytes = 0
-        self.forgotten = Forgotten()
-        self.watcher: Watcher | None = None
-        self.census: Census[Node] = Census()
+        self.forgotten = Ghosts()
+        self.watcher: TreeListener | None = None
+        self.census: NodeIndex[Node] = NodeIndex()
 
     def _add_bytes(self, node: Node, n_bytes: int, *, n_states: int = 0, n_segments: int = 0) -> None:
         self.census.changed(n_states, n_segments)
@@ -364,7 +364,7 @@ class Tree:
         if watcher := self._watcher_of(node):
             watcher.on_segment(node)
 
-    def _watcher_of(self, node: Node) -> Watcher | None:
+    def _watcher_of(self, node: Node) -> TreeListener | None:
         return None if node.root().is_volatile else self.watcher
 
     def add_logits(self, node: Node, logits: NDArray[np.float32]) -> None:

@@ -18,7 +18,7 @@ class TokenType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class TinyVocabulary:
     """Token texts and types by id, and the one merge that libllama insists on."""
 
     tokens: tuple[str, ...]
@@ -60,12 +60,12 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(N_BYTES))
 
 
-def vocabulary(n_tokens: int, markers: tuple[str, ...] = ()) -> Vocabulary:
+def vocabulary(n_tokens: int, markers: tuple[str, ...] = ()) -> TinyVocabulary:
     """The base tokens, these markers, and as many unused ones as it takes to reach `n_tokens`."""
     special = (*_SPECIAL, *((text, TokenType.CONTROL) for text in markers))
     n_filler = n_tokens - N_BYTES - len(special)
     filler = tuple(f"<|unused_{i}|>" for i in range(n_filler))
-    return Vocabulary(
+    return TinyVocabulary(
         tokens=byte_alphabet() + tuple(text for text, _ in special) + filler,
         types=(TokenType.NORMAL,) * N_BYTES + tuple(kind for _, kind in special) + (TokenType.UNUSED,) * n_filler,
         merges=(_DEAD_MERGE,),

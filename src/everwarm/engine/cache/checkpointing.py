@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from everwarm.engine.cache.provenance import is_better, reach_back
-from everwarm.engine.inspect.checkpoint_stats import KeeperCounts
+from everwarm.engine.inspect.checkpoint_stats import CheckpointStats
 from everwarm.engine.slots import Slot
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
@@ -47,7 +47,7 @@ class Keeper:
     most_joined: int = segment_merge.MOST  # tokens of a segment that is made of several
     may_exceed: bool = False  # the budget, for a moment
     spares: dict[SeqId, Node | None] = field(default_factory=dict)
-    counts: KeeperCounts = field(default_factory=KeeperCounts)
+    counts: CheckpointStats = field(default_factory=CheckpointStats)
     leaving: Callable[[Slot], object] = field(default=lambda _: None)  # hears of a slot that is about to be emptied
 
     # taking
@@ -111,7 +111,11 @@ class Keeper:
     def _thin_path(self, node: Node) -> None:
         kept = [n for n in node.lineage() if n.checkpoint is not None]
         by_end = {n.n_items: n for n in kept}
-        path = [policy.Kept(n.n_items, n.checkpoint.kind, n.n_pinned > 0) for n in kept if n.checkpoint is not None]
+        path = [
+            policy.KeptCheckpoint(n.n_items, n.checkpoint.kind, n.n_pinned > 0)
+            for n in kept
+            if n.checkpoint is not None
+        ]
         for n_items in policy.thin(path, self.spacing.max_checkpoints):
             self.drop_checkpoint(by_end[n_items], "thinning")
 

@@ -15,7 +15,7 @@ from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.state.lineage import history_over
-from everwarm.state.segment_merge import Stretch, to_join
+from everwarm.state.segment_merge import SegmentRun, to_join
 from everwarm.state.tree import Segment
 
 log = logging.getLogger("everwarm.engine")
@@ -45,14 +45,14 @@ class Joiner:
                     return True
         return False
 
-    def _can_join(self, group: Sequence[Stretch]) -> bool:
+    def _can_join(self, group: Sequence[SegmentRun]) -> bool:
         try:
             return self._join(group)
         except StateRejected as error:
             log.warning("segments could not be joined: %s", error)
             return False
 
-    def _join(self, group: Sequence[Stretch]) -> bool:
+    def _join(self, group: Sequence[SegmentRun]) -> bool:
         """False: there is no room for it where it would outlive the engine."""
         old = [stretch.segment.blob for stretch in group]
         whole = join(self._keeper.context, [self._used(stretch) for stretch in group])
@@ -65,7 +65,7 @@ class Joiner:
         self._keeper.enforce_budget()  # where a segment was parted there are two heads now
         return True
 
-    def _used(self, stretch: Stretch) -> Segment:
+    def _used(self, stretch: SegmentRun) -> Segment:
         """What the lineage uses of a segment."""
         segment, end = stretch.segment, stretch.users[-1]
         self._ram.require_sound(segment.blob)
@@ -77,7 +77,7 @@ class Joiner:
         items = (segment.n_start, end.n_items)
         return Segment(blob, segment.start, end.mark, segment.clean, history, 0, items, end.path, pieces)
 
-    def _cut_rest(self, stretch: Stretch) -> None:
+    def _cut_rest(self, stretch: SegmentRun) -> None:
         """Whoever uses a segment beyond where this lineage left it keeps that part alone."""
         segment, junction = stretch.segment, stretch.users[-1]
         end = junction

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from everwarm.engine.core import Core
-from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.errors import EngineStopped
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.index import Kept
+from everwarm.state.store.index import IndexedObject
 from everwarm.state.tree import Node
 from everwarm.types import SeqId
 
@@ -111,7 +111,7 @@ def _save_above(core: Core, seq: SeqId, node: Node) -> None:
 # the disk, on its own thread
 
 
-def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
+def drop_on_disk(archive: DiskWriter, doomed: Lineages) -> Dropped:
     disk, remote, root = archive.disk, archive.remote, root_key(archive.fingerprint, doomed.namespace)
     if remote is not None:
         for prompt in doomed.prompts:
@@ -127,7 +127,7 @@ def drop_on_disk(archive: Archive, doomed: Lineages) -> Dropped:
     return _remove_states(archive, disk, [k for k in disk.objects() if k.kind == "state" and k.key in named])
 
 
-def drop_states(archive: Archive, states: Sequence[Kept]) -> Dropped:
+def drop_states(archive: DiskWriter, states: Sequence[IndexedObject]) -> Dropped:
     """Those of these that are still there, with the KV that nobody needs then."""
     disk, remote = archive.disk, archive.remote
     if remote is not None:
@@ -139,7 +139,7 @@ def drop_states(archive: Archive, states: Sequence[Kept]) -> Dropped:
     return _remove_states(archive, disk, [kept for kept in states if kept.name in names])
 
 
-def _remove_states(archive: Archive, disk: Disk, states: Sequence[Kept]) -> Dropped:
+def _remove_states(archive: DiskWriter, disk: Disk, states: Sequence[IndexedObject]) -> Dropped:
     _remove(archive, states)
     kept_still = disk.objects()
     needed = {name for kept in kept_still for name in kept.needs}
@@ -147,7 +147,7 @@ def _remove_states(archive: Archive, disk: Disk, states: Sequence[Kept]) -> Drop
     return _weight(states) + _remove(archive, [kept for kept in kept_still if kept.name in freed])
 
 
-def drop_spaces_on_disk(archive: Archive, spaces: Collection[str] | None) -> Dropped:
+def drop_spaces_on_disk(archive: DiskWriter, spaces: Collection[str] | None) -> Dropped:
     """Everything that is whose, by the names that headers have for namespaces; None: everybody's."""
     if archive.remote is not None:
         archive.remote.forget_spaces(spaces)
@@ -157,7 +157,7 @@ def drop_spaces_on_disk(archive: Archive, spaces: Collection[str] | None) -> Dro
     return _remove(archive, [kept for kept in archive.disk.objects() if spaces is None or kept.space in spaces])
 
 
-def _remove(archive: Archive, objects: Sequence[Kept]) -> Dropped:
+def _remove(archive: DiskWriter, objects: Sequence[IndexedObject]) -> Dropped:
     """Or ``EngineStopped``, if the file system will not let go of some of them."""
     disk = archive.disk
     stuck = [] if disk is None else [kept.name for kept in objects if not disk.drop(kept.name)]
@@ -166,6 +166,6 @@ def _remove(archive: Archive, objects: Sequence[Kept]) -> Dropped:
     return _weight(objects)
 
 
-def _weight(objects: Iterable[Kept]) -> Dropped:
+def _weight(objects: Iterable[IndexedObject]) -> Dropped:
     sizes = [kept.size for kept in objects]
     return Dropped(len(sizes), sum(sizes))

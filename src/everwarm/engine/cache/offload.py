@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.provenance import cover
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.ram import Note, Ram, Receipt
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Node
@@ -44,7 +44,7 @@ class Where(enum.Enum):
 class Offload:
     keeper: Keeper
     ram: Ram
-    archive: Archive | None
+    archive: DiskWriter | None
     kv_bytes_per_token: int
     not_before: float = 0.0  # the next piece
 

@@ -30,7 +30,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Prewarm:
+class Prewarmer:
     waiting: list[Waiting] = field(default_factory=list)
     running: tuple[Request, Waiting] | None = None
 

@@ -15,7 +15,7 @@ from everwarm.state.policy import GUARD
 from everwarm.state.tree import Node, Segment
 
 
-class _Stretch(Protocol):
+class _CoveredPart(Protocol):
     @property
     def start(self) -> int: ...
     @property
@@ -24,11 +24,11 @@ class _Stretch(Protocol):
     def segment(self) -> Segment | None: ...
 
 
-S = TypeVar("S", bound=_Stretch)
+S = TypeVar("S", bound=_CoveredPart)
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class CoveredRange:
     """A node as it was, for other threads."""
 
     start: int

@@ -49,7 +49,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RestoreSource:
     """A sequence on the device that holds the beginning of the prompt."""
 
     seq: SeqId
@@ -63,20 +63,20 @@ class Restorer:
         self._context = keeper.context
         self._tree = keeper.tree
 
-    def sources(self, prompt: Prompt, namespace: str) -> list[Source]:
+    def sources(self, prompt: Prompt, namespace: str) -> list[RestoreSource]:
         """Every sequence of this namespace on the device, with how much of the prompt it begins with."""
         root = self._tree.root(namespace)
         found = [
-            Source(slot.seq, int(prompt.common_prefix(slot.resident())))
+            RestoreSource(slot.seq, int(prompt.common_prefix(slot.resident())))
             for slot in self._keeper.slots
             if slot.n_fed and slot.node.root() is root
         ]
         for spare, node in self._keeper.spares.items():
             if node is not None and node.root() is root:
-                found.append(Source(spare, min(int(prompt.common_prefix(node.path)), node.n_items)))
+                found.append(RestoreSource(spare, min(int(prompt.common_prefix(node.path)), node.n_items)))
         return found
 
-    def match(self, prompt: Prompt, namespace: str, sources: Sequence[Source]) -> Match:
+    def match(self, prompt: Prompt, namespace: str, sources: Sequence[RestoreSource]) -> Match:
         n_resident = max((source.n_common for source in sources), default=0)
         return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
 
@@ -96,7 +96,7 @@ class Restorer:
         ends += [slot.n_fed for slot in self._keeper.slots if slot.is_idle and common.get(slot.seq) == slot.n_fed]
         return max((n for n in ends if n <= most), default=0)
 
-    def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
+    def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored:
         """Restore the deepest usable point into ``slot``. Unless its logits were kept, an item is left to decode."""
         here = self._stay(slot, goal, match, sources)
         if here is not None:
@@ -129,19 +129,19 @@ class Restorer:
         n_read = goal.prompt.n_tokens(len(goal.prompt)) - n_found
         return self._context.cells.used_with(running, found.seq, n_found) + n_read
 
-    def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sequence[Source]) -> Source:
+    def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sequence[RestoreSource]) -> RestoreSource:
         """Whose cells a restore starts with, as ``bring`` would; what comes from RAM takes new ones."""
         own, n_items = _common(slot, sources), self._n_restorable(prompt, match)
         if 0 < own == slot.n_fed and n_items <= own:
-            return Source(slot.seq, own)
+            return RestoreSource(slot.seq, own)
         node = next((node for node in match.usable if node.n_items == n_items), None)
         if node is not None and node.checkpoint is not None and node.checkpoint.parked is not None:
-            return Source(node.checkpoint.parked, n_items)
-        best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
+            return RestoreSource(node.checkpoint.parked, n_items)
+        best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
         if own >= n_items or best.n_common <= own or not self._context.kind.can_share_cells:
-            return Source(slot.seq, min(own, n_items))
+            return RestoreSource(slot.seq, min(own, n_items))
         chunks = self._keeper.history(best.seq)
-        return Source(best.seq, entry(match.path, min(best.n_common, n_items), n_items, chunks))
+        return RestoreSource(best.seq, entry(match.path, min(best.n_common, n_items), n_items, chunks))
 
     def _n_restorable(self, prompt: Prompt, match: Match) -> int:
         """The deepest point that can be restored and leaves something to decode, or its logits."""
@@ -151,7 +151,7 @@ class Restorer:
 
     # ways to a point, cheapest first
 
-    def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored | None:
+    def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored | None:
         """The slot ends inside the prompt and nothing deeper is known: just go on. Or it stands at the end of it, and what
         comes next was kept."""
         own = _common(slot, sources)
@@ -176,7 +176,9 @@ class Restorer:
         note_used(self._keeper, node)
         return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, "in place"), checkpoint.logits)
 
-    def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> Restored | None:
+    def _try(
+        self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[RestoreSource]
+    ) -> Restored | None:
         checkpoint = node.checkpoint
         if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not is_exact(node)):
             return None
@@ -196,7 +198,7 @@ class Restorer:
         logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
         return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, how), logits)
 
-    def _restore(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[Source]) -> str:
+    def _restore(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[RestoreSource]) -> str:
         checkpoint = node.checkpoint
         assert checkpoint is not None
         root = self._tree.root(goal.namespace)
@@ -216,7 +218,7 @@ class Restorer:
         self._context.restore(slot.seq, checkpoint.state, node.mark, clean=clean)
         return how
 
-    def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[Source]) -> Restored:
+    def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored:
         """Plain attention: any item can be returned to, so the deepest KV wins."""
         n = min(self._clean_kv(match) if goal.clean_only else match.n_kv, len(goal.prompt) - 1)
         try:
@@ -244,13 +246,15 @@ class Restorer:
 
     # KV
 
-    def _bring_kv(self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node], sources: Sequence[Source]) -> str:
+    def _bring_kv(
+        self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node], sources: Sequence[RestoreSource]
+    ) -> str:
         """Make the slot hold the KV of the first ``n_items``: its own, another sequence's, the rest from segments.
 
         On the way the slot's record always says what its sequence really holds: making room may need to know.
         """
         own = min(_common(slot, sources), n_items)
-        best = max(sources, key=lambda s: s.n_common, default=Source(slot.seq, 0))
+        best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
         have, how = entry(path, own, n_items, tuple(slot.chunks)), "from ram"
         self._keeper.save_kv(slot.seq, slot.node, beyond=have)
         if own == n_items:
@@ -318,7 +322,7 @@ class Restorer:
         slot.has_changed()
 
 
-def _common(slot: Slot, sources: Sequence[Source]) -> int:
+def _common(slot: Slot, sources: Sequence[RestoreSource]) -> int:
     return next((source.n_common for source in sources if source.seq == slot.seq), 0)
 
 

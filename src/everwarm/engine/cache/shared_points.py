@@ -17,7 +17,7 @@ _MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
 _REPLIES = (CutKind.REPLY, CutKind.END, CutKind.CANCEL, CutKind.PREWARM)
 
 
-def crossings(keeper: Keeper, node: Node) -> list[Node]:
+def shared_points(keeper: Keeper, node: Node) -> list[Node]:
     """Those above the node, whose states are in RAM."""
     above = [(n, child) for n, child in pairwise(node.lineage()) if _can_be_kept(keeper, n)]
     first = next((n for n, _ in above if n.checkpoint is not None and n.checkpoint.kind in _MESSAGE_ENDS), None)

@@ -30,7 +30,7 @@ class Pixels:
     rgb: bytes | None = None
 
 
-class Gallery:
+class ImageCache:
     def __init__(self, media: MediaModel, max_bytes: int = MAX_BYTES) -> None:
         self.media = media
         self._known: NamespacedLru[Embedding] = NamespacedLru(max_bytes)

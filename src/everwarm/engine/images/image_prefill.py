@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everwarm.engine.images.image_cache import Gallery
+from everwarm.engine.images.image_cache import ImageCache
 from everwarm.engine.recovery import start_over, suspend_or_finish
 from everwarm.engine.request import Event, Finish, Request
 from everwarm.engine.slots import Slot
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from everwarm.engine.core import Core
 
 
-def see_next(core: Core, gallery: Gallery, events: list[Event]) -> None:
+def see_next(core: Core, gallery: ImageCache, events: list[Event]) -> None:
     """One picture, for the oldest request that has come to one."""
     for i in core.oldest_first():
         slot = core.slots[i]
@@ -25,7 +25,7 @@ def see_next(core: Core, gallery: Gallery, events: list[Event]) -> None:
             return _see(core, gallery, slot, request, item, events)
 
 
-def _see(core: Core, gallery: Gallery, slot: Slot, request: Request, item: MediaItem, events: list[Event]) -> None:
+def _see(core: Core, gallery: ImageCache, slot: Slot, request: Request, item: MediaItem, events: list[Event]) -> None:
     end, wants_logits = request.ask.prompt.mark(slot.n_fed + 1), slot.n_fed + 1 == request.n_items
     while slot.request is request and not core.keeper.make_room(item.n_tokens, keep=slot):
         suspend_or_finish(core, ContextFull(f"a picture needs {item.n_tokens} cells"), events)

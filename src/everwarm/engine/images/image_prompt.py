@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from everwarm.engine.images.image_cache import Gallery, Pixels
+from everwarm.engine.images.image_cache import ImageCache, Pixels
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.cut_hints import Hints
 from everwarm.errors import BadRequest
@@ -20,7 +20,7 @@ from everwarm.prompt.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """A run of text. ``at`` is where it begins in the whole text, ``lead`` what was put before it."""
 
     at: int
@@ -30,8 +30,8 @@ class Part:
     add_special: bool
 
 
-class Illustrated:
-    def __init__(self, gallery: Gallery, tokenizer: Tokenizer) -> None:
+class ImagePrompt:
+    def __init__(self, gallery: ImageCache, tokenizer: Tokenizer) -> None:
         self._gallery = gallery
         self._tokenizer = tokenizer
 
@@ -53,12 +53,12 @@ class Illustrated:
 
     def _laid_out(
         self, runs: list[str], items: list[MediaItem], n_marker: int, add_special: bool
-    ) -> tuple[list[np.ndarray], dict[int, MediaItem], list[Part]]:
+    ) -> tuple[list[np.ndarray], dict[int, MediaItem], list[PromptPart]]:
         rule = self._gallery.media
         codes, media, parts, n_items = [], {}, [], 0
         for i, (at, run) in enumerate(_placed(runs, n_marker)):
             lead, tail = rule.end if i else "", rule.begin if i < len(items) else ""
-            part = Part(at, len(lead), lead + run + tail, n_items, add_special and i == 0)
+            part = PromptPart(at, len(lead), lead + run + tail, n_items, add_special and i == 0)
             tokens = self._tokenizer.tokenize(part.text, add_special=part.add_special).codes
             codes.append(tokens)
             parts.append(part)
@@ -69,7 +69,7 @@ class Illustrated:
                 n_items += 1
         return codes, media, parts
 
-    def _counts_at(self, parts: list[Part], ats: Sequence[int]) -> list[int]:
+    def _counts_at(self, parts: list[PromptPart], ats: Sequence[int]) -> list[int]:
         """Items before characters of the whole text; inside a marker: before the picture."""
         inside: defaultdict[int, list[int]] = defaultdict(list)  # which of them, by their part
         places = [_inside(parts, at) for at in ats]
@@ -83,12 +83,12 @@ class Illustrated:
                 counts[i] = part.n_before + count
         return counts
 
-    def _sure_count_at(self, parts: list[Part], at: int) -> int:
+    def _sure_count_at(self, parts: list[PromptPart], at: int) -> int:
         part, inside = _inside(parts, at)
         return part.n_before + self._tokenizer.sure_count_at(part.text, inside, add_special=part.add_special)
 
 
-def _inside(parts: list[Part], at: int) -> tuple[Part, int]:
+def _inside(parts: list[PromptPart], at: int) -> tuple[PromptPart, int]:
     part = next(part for part in reversed(parts) if part.at <= at or part is parts[0])
     return part, min(part.lead + at - part.at, len(part.text))
 

@@ -15,12 +15,12 @@ from typing import Any
 from everwarm.engine.cache import drop
 from everwarm.engine.cache.drop import Dropped
 from everwarm.engine.core import OPEN_WAIT_S, Core
-from everwarm.engine.inspect.cache_view import MAX_PAGE, Lookup, Number, summary, turn_page, view_of
+from everwarm.engine.inspect.cache_view import MAX_PAGE, CacheView, Number, summary, turn_page, view_of
 from everwarm.engine.inspect.disk_view import View, pin_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.disk_pins import MOST_PINS, N_SPACE, Held, pinned_below, pinned_on_disk
-from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.engine.tiers.disk_pins import MOST_PINS, N_SPACE, HeldPin, pinned_below, pinned_on_disk
+from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.errors import BadRequest, EverwarmError, Forbidden
 from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import root_key
@@ -29,12 +29,12 @@ from everwarm.state.tree import Node
 log = logging.getLogger("everwarm.engine")
 
 
-class Curator:
+class CacheCommands:
     def __init__(self, core: Core, send: Callable[[m.Message], None], number: Number) -> None:
         self._core = core
         self._send = send
         self._number = number
-        self._lookup = Lookup(core)
+        self._lookup = CacheView(core)
         self._aside = ThreadPoolExecutor(1, "everwarm-look")
 
     def handle(self, message: m.CacheQuestion, loop: Loop) -> None:
@@ -119,10 +119,10 @@ class Curator:
             if archive is not None and archive.disk is not None and not wish.is_pinned:
                 space = root_key(archive.fingerprint, wish.namespace)[:N_SPACE]
                 held = pinned_on_disk(archive.disk, space)
-                _require_quota(order, self._core, Held(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
+                _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
             loop.post(go_on)
 
-    def _pin_on_disk(self, archive: Archive, order: m.CacheOrder, view: View) -> None:
+    def _pin_on_disk(self, archive: DiskWriter, order: m.CacheOrder, view: View) -> None:
         """What is only there; as above, the answer comes when it is written down."""
 
         def change() -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Curator:
                 _require_quota(order, self._core, pinned_on_disk(archive.disk, kept.space, pin_of(kept)))
             archive.after_all(lambda: self._answer(order.id, change))
 
-    def _drop_on_disk(self, archive: Archive, order: m.CacheOrder, doomed: Doomed) -> None:
+    def _drop_on_disk(self, archive: DiskWriter, order: m.CacheOrder, doomed: DropPlan) -> None:
         """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
 
         def forget() -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Curator:
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
+class DropPlan:
     """What somebody wants forgotten, and what of it is gone from RAM already."""
 
     namespace: str  # how those begin whose words are forgotten
@@ -173,7 +173,7 @@ class Doomed:
     dropped: Dropped
 
 
-def _out_of_ram(core: Core, order: m.CacheOrder) -> Doomed:
+def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     """With everything that could quote it: words are forgotten in whole namespaces, whatever node is named."""
     is_in_ram = order.node is not None and order.node >= 0
     namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
@@ -181,17 +181,17 @@ def _out_of_ram(core: Core, order: m.CacheOrder) -> Doomed:
     view = view_of(core)
     if order.node is not None and order.node < 0:
         drop.forget_words(core, namespace)
-        return Doomed(namespace, view, [order.node], [], Dropped())
+        return DropPlan(namespace, view, [order.node], [], Dropped())
     roots = [root for name, root in core.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
     lineages = [drop.lineages(core, node) for node in nodes] if core.archive is not None else []
     dropped = sum((drop.drop(core, node) for node in nodes), Dropped())
     drop.forget_words(core, namespace)
-    return Doomed(namespace, view, ids, lineages, dropped)
+    return DropPlan(namespace, view, ids, lineages, dropped)
 
 
-def _said(order: m.CacheOrder, doomed: Doomed, dropped: Dropped) -> dict[str, Any]:
+def _said(order: m.CacheOrder, doomed: DropPlan, dropped: Dropped) -> dict[str, Any]:
     about = {"id": order.node, "dropped": dropped.n_objects, "bytes": dropped.n_bytes}
     return {**about, "namespace": doomed.namespace}
 
@@ -227,12 +227,12 @@ def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
     if not node.is_pinned:
         pinned = [*pinned_below(node.root()), node]
         on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
-        _require_quota(order, core, Held(len(pinned), _full_weight(core, on_the_way)))
+        _require_quota(order, core, HeldPin(len(pinned), _full_weight(core, on_the_way)))
     new = [n for n in node.lineage() if not n.n_pinned]
     return PinWish(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
 
 
-def _require_quota(order: m.CacheOrder, core: Core, held: Held) -> None:
+def _require_quota(order: m.CacheOrder, core: Core, held: HeldPin) -> None:
     if order.pin_quota is None:
         return
     most = int(order.pin_quota * core.keeper.ram_budget)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.disk_view import OnDisk, Shelf, View, politely
+from everwarm.engine.inspect.disk_view import DiskView, Shelf, View, politely
 from everwarm.engine.process import messages as m
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
@@ -114,7 +114,7 @@ def evictions(core: Core) -> dict[str, int]:
 # the tree
 
 
-class Row(msgspec.Struct, frozen=True):  # made by the thousand on the loop's thread
+class NodeRow(msgspec.Struct, frozen=True):  # made by the thousand on the loop's thread
     """A node as it was, with what is still to be looked up about it."""
 
     seen: m.NodeSeen
@@ -125,19 +125,19 @@ class Row(msgspec.Struct, frozen=True):  # made by the thousand on the loop's th
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class NodePage:
     """What of a page is in RAM, and what is asked for after it."""
 
     version: int
     n_total: int
     next: int | None
-    rows: list[Row]
+    rows: list[NodeRow]
     view: View
     question: m.AskTree
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _Snapshot:
     """What the rows of one page have in common."""
 
     to_unix: float  # from the loop's clock
@@ -145,7 +145,7 @@ class _Moment:
     running: dict[int, tuple[int, int, int]]
 
 
-def turn_page(core: Core, question: m.AskTree, number: Number) -> Page:
+def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     """``Forbidden`` (409): the place is not in the tree any more."""
     census, moment = core.tree.census, _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
@@ -166,7 +166,7 @@ def turn_page(core: Core, question: m.AskTree, number: Number) -> Page:
         rows.append(_row(node, name, moment, with_words=with_words))
     if question.alone:
         n_total = sum(1 for root in roots for _ in root.below())
-    return Page(version_of(core), n_total, following, rows, view, question)
+    return NodePage(version_of(core), n_total, following, rows, view, question)
 
 
 def view_of(core: Core, shown: dict[str, Node] | None = None) -> View:
@@ -200,7 +200,7 @@ def walk(roots: Iterable[Node], first: Node | None = None) -> Iterator[Node]:
             waiting.append(iter(following.children.values()))
 
 
-def _moment(core: Core, number: Number) -> _Moment:
+def _moment(core: Core, number: Number) -> _Snapshot:
     ends = [slot.node for slot in core.slots if slot.n_fed]
     ends += [node for node in core.keeper.spares.values() if node is not None]
     running = {}
@@ -211,10 +211,10 @@ def _moment(core: Core, number: Number) -> _Moment:
             running[slot.node.id] = at
     has_kv = core.context.kind.has_attention
     resident = frozenset(node.id for end in ends for node in end.lineage()) if has_kv else frozenset()
-    return _Moment(time.time() - time.monotonic(), resident, running)
+    return _Snapshot(time.time() - time.monotonic(), resident, running)
 
 
-def _row(node: Node, namespace: str, moment: _Moment, *, with_words: bool) -> Row:
+def _row(node: Node, namespace: str, moment: _Snapshot, *, with_words: bool) -> NodeRow:
     parent, checkpoint, segment = node.parent, node.checkpoint, node.segment
     kv_tiers = _TIERS[node.id in moment.resident, segment is not None]
     n_end, n_start = node.mark.n_tokens, 0 if parent is None else parent.mark.n_tokens
@@ -241,23 +241,23 @@ def _row(node: Node, namespace: str, moment: _Moment, *, with_words: bool) -> Ro
         moment.running.get(node.id),
     )
     span = (0 if parent is None else parent.n_items, node.n_items)
-    return Row(seen, node.path, span, None if segment is None else segment.name_at(node.n_items), with_words)
+    return NodeRow(seen, node.path, span, None if segment is None else segment.name_at(node.n_items), with_words)
 
 
 # on another thread
 
 
 @dataclass(slots=True)
-class Lookup:
+class CacheView:
     """Where the disk and the vocabulary are asked."""
 
     core: Core
-    disk: OnDisk = field(init=False)
+    disk: DiskView = field(init=False)
 
     def __post_init__(self) -> None:
-        self.disk = OnDisk(self.core)
+        self.disk = DiskView(self.core)
 
-    def finish(self, page: Page) -> m.TreeSeen:
+    def finish(self, page: NodePage) -> m.TreeSeen:
         """``Forbidden`` (409) as for ``turn_page``."""
         shelf = self.disk.look(page.view)
         found = page.rows if shelf is None else [self._with_disk(row, shelf) for row in politely(page.rows)]
@@ -278,7 +278,7 @@ class Lookup:
             following = more.next
         return m.TreeSeen(page.version, n_total, following, nodes)
 
-    def _with_disk(self, row: Row, shelf: Shelf) -> Row:
+    def _with_disk(self, row: NodeRow, shelf: Shelf) -> NodeRow:
         seen = row.seen
         kept = shelf.state_at(seen.id)
         changes: dict[str, Any] = {"n_children": seen.n_children + shelf.forest.n_children[seen.id]}
@@ -291,7 +291,7 @@ class Lookup:
             changes["kv_tiers"] = (*seen.kv_tiers, "disk")
         return msgspec.structs.replace(row, seen=msgspec.structs.replace(seen, **changes))
 
-    def _with_words(self, row: Row) -> m.NodeSeen:
+    def _with_words(self, row: NodeRow) -> m.NodeSeen:
         start, stop = row.span
         codes = [code for code in row.path.codes[start : min(stop, start + N_WORDS)].tolist() if code >= 0]
         text = self.core.model.vocab.detokenize(codes).decode("utf-8", "replace")

@@ -9,7 +9,7 @@ EVICTIONS = ("ram_budget", "thinning", "capacity")
 
 
 @dataclass(slots=True)
-class KeeperCounts:
+class CheckpointStats:
     n_created: int = 0
     n_restored: int = 0
     n_dropped: int = 0

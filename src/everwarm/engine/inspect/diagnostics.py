@@ -11,12 +11,12 @@ from everwarm.prompt.prompt import Prompt
 PICTURE = "[picture]"
 
 
-def said(result: Result, vocab: Vocab | None) -> m.Why:
+def diagnostics_of(result: Result, vocab: Vocab | None) -> m.ReadReasonMessage:
     """``vocab``: None where nobody asked for words."""
     why = result.why
     if why is None:  # it never started
-        return m.Why()
-    return m.Why(
+        return m.ReadReasonMessage()
+    return m.ReadReasonMessage(
         why.reason.value,
         None if why.again is None else why.again.value,
         why.n_shared,

@@ -20,8 +20,8 @@ from everwarm.state.disk_forest import Forest, Point, Spot, Twig, passed, plant,
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.index import Kept
-from everwarm.state.store.object import Damaged, Header
+from everwarm.state.store.index import IndexedObject
+from everwarm.state.store.object import Damaged, ObjectHeader
 from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node
 
@@ -48,7 +48,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class DiskNodeMeta:
     """What is remembered of a header."""
 
     cut: str
@@ -60,12 +60,12 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class StoredFiles:
     """What is on disk."""
 
     version: int
     names: frozenset[str]
-    states: list[Kept]  # that are whole
+    states: list[IndexedObject]  # that are whole
     kv_sizes: dict[str, int]
     marked: frozenset[Point]  # what is pinned
 
@@ -74,16 +74,16 @@ class Files:
 class Shelf:
     """What is on disk, seen from a tree."""
 
-    files: Files
+    files: StoredFiles
     forest: Forest
-    here: dict[int, Kept]  # states on disk at nodes in RAM, by the nodes' ids
+    here: dict[int, IndexedObject]  # states on disk at nodes in RAM, by the nodes' ids
     spaces: dict[str, str]  # known namespaces, by the names that headers have for them
     fingerprint: str
 
-    def state_at(self, id: int) -> Kept | None:
+    def state_at(self, id: int) -> IndexedObject | None:
         return self.here.get(id)
 
-    def is_pinned(self, kept: Kept) -> bool:
+    def is_pinned(self, kept: IndexedObject) -> bool:
         return point_of(kept.key, kept.n_items) in self.files.marked
 
     def namespace(self, space: str) -> str:
@@ -102,12 +102,12 @@ class Rows:
 
 
 @dataclass(slots=True)
-class OnDisk:
+class DiskView:
     core: Core
     _spots: dict[int, tuple[Point, Spot]] = field(default_factory=dict)  # of nodes in RAM, by id
-    _abouts: dict[str, About] = field(default_factory=dict)
+    _abouts: dict[str, DiskNodeMeta] = field(default_factory=dict)
     _spaces: dict[str, str] = field(default_factory=dict)
-    _files: Files | None = None
+    _files: StoredFiles | None = None
     _last: tuple[tuple[object, ...], Shelf] | None = None
 
     def look(self, view: View) -> Shelf | None:
@@ -139,7 +139,7 @@ class OnDisk:
                 spot = Spot(node.id, node.n_items, root[:N_SPACE])
                 self._spots[node.id] = point_of(named[node.n_items], node.n_items), spot
 
-    def _shelf(self, view: View, files: Files, fingerprint: str) -> Shelf:
+    def _shelf(self, view: View, files: StoredFiles, fingerprint: str) -> Shelf:
         for name in view.names.values():
             self._spaces[root_key(fingerprint, name)[:N_SPACE]] = name
         roots = {root_key(fingerprint, name)[:N_SPACE]: id for name, id in view.roots.items()}
@@ -149,7 +149,7 @@ class OnDisk:
         here = {spot.id: each for spot, each in named if spot is not None}
         return Shelf(files, forest, here, dict(self._spaces), fingerprint)
 
-    def below(self, view: View, ids: Iterable[int], namespace: str = "") -> list[Kept]:
+    def below(self, view: View, ids: Iterable[int], namespace: str = "") -> list[IndexedObject]:
         """The states that are only on disk, at or below these nodes, in namespaces that begin so."""
         shelf = self.look(view)
         found = [] if shelf is None else shelf.forest.below(ids)
@@ -195,7 +195,7 @@ class OnDisk:
                 found.append(_seen(_above(twig, gone), about, shelf, with_words=with_words))
         return Rows(found, None)
 
-    def about(self, name: str) -> About | None:
+    def about(self, name: str) -> DiskNodeMeta | None:
         """None: it is gone, or damaged."""
         about = self._abouts.get(name)
         archive = self.core.archive
@@ -211,7 +211,7 @@ class OnDisk:
         return about
 
 
-def _files(disk: Disk) -> Files:
+def _files(disk: Disk) -> StoredFiles:
     version, kept = disk.version, {each.name: each for each in disk.objects()}
     states = [
         each
@@ -219,15 +219,15 @@ def _files(disk: Disk) -> Files:
         if each.kind == "state" and all(n in kept for n in each.needs)
     ]
     sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
-    return Files(version, frozenset(kept), states, sizes, disk.pins.marked)
+    return StoredFiles(version, frozenset(kept), states, sizes, disk.pins.marked)
 
 
-def _about(header: Header) -> About:
+def _about(header: ObjectHeader) -> DiskNodeMeta:
     media = tuple((index, max(0, n_tokens - 1)) for index, _, n_tokens, _, _ in header.media)
-    return About(header.cut, header.words, media)
+    return DiskNodeMeta(header.cut, header.words, media)
 
 
-def pin_of(kept: Kept) -> Pin:
+def pin_of(kept: IndexedObject) -> Pin:
     """With the points that are known on the way to a state."""
     ways = [point for _, _, *both in passed(kept) for point in both if point is not None and point[1] < kept.n_items]
     return Pin(kept.key, kept.n_items, kept.space, tuple(sorted(set(ways), key=lambda point: point[1])))
@@ -242,7 +242,7 @@ def _above(twig: Twig, gone: dict[int, Twig]) -> Twig:
     return Twig(twig.id, higher.parent, higher.n_above, twig.space, twig.kept, twig.kv_bytes)
 
 
-def _seen(twig: Twig, about: About | None, shelf: Shelf, *, with_words: bool) -> m.NodeSeen:
+def _seen(twig: Twig, about: DiskNodeMeta | None, shelf: Shelf, *, with_words: bool) -> m.NodeSeen:
     kept, namespace = twig.kept, shelf.namespace(twig.space)[:SHORT_NAMESPACE]
     n_children = shelf.forest.n_children[twig.id]
     if kept is None or about is None:

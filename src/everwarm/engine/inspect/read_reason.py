@@ -83,7 +83,7 @@ class Why:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ReadFacts:
     """Everything that decides."""
 
     prompt: Prompt
@@ -110,7 +110,7 @@ class Seen:
         return max(self.match.n_shared, self.n_forgotten, self.n_passed, self.n_spoilt, self.n_cached)
 
 
-def explain(seen: Seen) -> Why:
+def explain(seen: ReadFacts) -> Why:
     again = _why_again(seen)
     parting = _parting(seen)
     kept = [n.n_items for n in (*seen.match.usable, *seen.match.path) if n.checkpoint and n.n_items <= seen.n_known]
@@ -124,7 +124,7 @@ def explain(seen: Seen) -> Why:
     )
 
 
-def _main_reason(seen: Seen, again: Reason | None, parting: Parting | None) -> Reason:
+def _main_reason(seen: ReadFacts, again: Reason | None, parting: Parting | None) -> Reason:
     n_known, n_prompt = seen.n_known, len(seen.prompt)
     n_elsewhere = seen.n_elsewhere
     if not seen.use_cache:
@@ -140,7 +140,7 @@ def _main_reason(seen: Seen, again: Reason | None, parting: Parting | None) -> R
     return Reason.EXTENDED if parting is None else Reason.EDITED
 
 
-def _why_again(seen: Seen) -> Reason | None:
+def _why_again(seen: ReadFacts) -> Reason | None:
     """What kept known items from being restored; None: at most a few were read again."""
     match, n_cached = seen.match, seen.n_cached
     if seen.n_known - n_cached <= GUARD:
@@ -164,14 +164,14 @@ def _why_again(seen: Seen) -> Reason | None:
     return Reason.NO_CHECKPOINT
 
 
-def _has_more(seen: Seen) -> bool:
+def _has_more(seen: ReadFacts) -> bool:
     """Whether more could have been restored than was."""
     if not seen.needs_checkpoints:
         return min(seen.match.n_kv, len(seen.prompt) - 1) > seen.n_cached
     return any(seen.n_cached < node.n_items < len(seen.prompt) for node in seen.match.usable)
 
 
-def _parting(seen: Seen) -> Parting | None:
+def _parting(seen: ReadFacts) -> Parting | None:
     """Where the prompt leaves what was known, and for what; None: it does not, or what is known ends there."""
     n_shared = seen.match.n_shared
     forgotten = seen.forgotten

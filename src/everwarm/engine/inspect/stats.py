@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.restore import Restored
-from everwarm.engine.inspect.read_reason import Seen, Why, explain
+from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
 from everwarm.engine.request import Request
 from everwarm.engine.tiers.loader import Brought
 from everwarm.state.policy import GUARD
@@ -17,7 +17,7 @@ log = logging.getLogger("everwarm.engine")
 
 
 @dataclass(slots=True)
-class Counts:
+class RequestStats:
     """What happened since the start."""
 
     n_requests: int = 0
@@ -59,7 +59,7 @@ def why_of(request: Request, keeper: Keeper, match: Match, restored: Restored, b
     ask, tree, kind = request.ask, keeper.tree, keeper.context.kind
     is_known = request.n_prompt - match.n_shared <= GUARD
     return explain(
-        Seen(
+        ReadFacts(
             ask.prompt,
             match,
             request.n_cached,

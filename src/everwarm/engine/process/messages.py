@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from everwarm.config import Form, Sampling
+from everwarm.config import Constraint, Sampling
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
 
@@ -41,7 +41,7 @@ class Open(Message, frozen=True, tag=True):
     settings: EngineSettings
 
 
-class Picture(msgspec.Struct, frozen=True):
+class SentImage(msgspec.Struct, frozen=True):
     """Decoded pixels; without them where the engine is believed to know the picture."""
 
     digest: bytes
@@ -73,8 +73,8 @@ class Submit(Message, frozen=True, tag=True):
     wants_progress: bool = False
     wants_diagnostics: bool = False
     marker: str = ""
-    pictures: tuple[Picture, ...] = ()
-    form: Form | None = None
+    pictures: tuple[SentImage, ...] = ()
+    form: Constraint | None = None
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
 
@@ -117,7 +117,7 @@ class Count(Message, frozen=True, tag=True):
     text: str
     add_special: bool
     marker: str = ""
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[SentImage, ...] = ()
     namespace: str = ""
 
 
@@ -309,7 +309,7 @@ class TokenProb(msgspec.Struct, frozen=True):
     top: list[tuple[int, bytes, float]]
 
 
-class Piece(Message, frozen=True, tag=True):
+class TextPiece(Message, frozen=True, tag=True):
     """New reply tokens, and the text that is certain by now."""
 
     id: int
@@ -335,7 +335,7 @@ class Used(msgspec.Struct, frozen=True):
     how: str
 
 
-class Why(msgspec.Struct, frozen=True):
+class ReadReasonMessage(msgspec.Struct, frozen=True):
     """Why the prompt was read as far as it was; the codes are ``engine.inspect.read_reason.Reason``."""
 
     reason: str = "new"
@@ -364,7 +364,7 @@ class Done(Message, frozen=True, tag=True):
     restore_s: float
     prefill_s: float
     decode_s: float
-    why: Why = Why()
+    why: ReadReasonMessage = ReadReasonMessage()
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
 
@@ -395,7 +395,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
 CacheQuestion = AskCache | AskTree | CacheOrder
 Question = Tokenize | Count | Detokenize | AskSlots | AskStats | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
-ToGateway = Loading | Ready | Changed | Fatal | Beat | Begun | PromptRead | Piece | Done | Failed | Answer
+ToGateway = Loading | Ready | Changed | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -435,7 +435,7 @@ def _check_size(n_bytes: int, most: int) -> None:
         raise FrameTooLarge(n_bytes, most)
 
 
-class Header(msgspec.Struct, frozen=True):
+class FrameHeader(msgspec.Struct, frozen=True):
     """``n_bytes`` follow, of which the first ``n_message`` are the message."""
 
     n_bytes: int
@@ -447,8 +447,8 @@ class Header(msgspec.Struct, frozen=True):
         _check_size(max(self.n_bytes, self.n_message), most)
 
 
-def header_of(data: bytes | bytearray) -> Header:
-    return Header(*HEADER.unpack_from(data))
+def header_of(data: bytes | bytearray) -> FrameHeader:
+    return FrameHeader(*HEADER.unpack_from(data))
 
 
 def wanted_pixels(message: ToEngine) -> list[int]:

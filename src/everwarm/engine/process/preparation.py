@@ -26,7 +26,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Turns:
+class RoundRobin:
     """Tasks that wait. The namespaces take turns; each has its own in the order in which they came."""
 
     max_waiting: int
@@ -72,7 +72,7 @@ class Preparing:
     """A few threads and what waits for them."""
 
     def __init__(self, name: str, n_threads: int = 2, max_waiting: int = 256, max_waiting_each: int = 128) -> None:
-        self._turns = Turns(max_waiting, max_waiting_each)
+        self._turns = RoundRobin(max_waiting, max_waiting_each)
         self._running: dict[int, Task] = {}  # by the request's number
         self._changed = threading.Condition()
         self._name, self._n_threads = name, n_threads

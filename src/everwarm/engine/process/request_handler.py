@@ -21,10 +21,10 @@ import numpy as np
 from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
 from everwarm.engine.images.image_cache import Pixels
-from everwarm.engine.images.image_prompt import Illustrated
-from everwarm.engine.inspect.cache_commands import Curator
+from everwarm.engine.images.image_prompt import ImagePrompt
+from everwarm.engine.inspect.cache_commands import CacheCommands
 from everwarm.engine.inspect.cache_view import evictions
-from everwarm.engine.inspect.diagnostics import said
+from everwarm.engine.inspect.diagnostics import diagnostics_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.cut_hints import Hints
@@ -34,7 +34,7 @@ from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Prob
 from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
-from everwarm.llama.constraints.matcher import Forms
+from everwarm.llama.constraints.matcher import ConstraintCompiler
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ class Reply:
     probs: list[m.TokenProb] = field(default_factory=list)
 
 
-class Conversation:
+class RequestHandler:
     def __init__(self, core: Core, send: Send) -> None:
         self._core = core
         self._vocab = core.model.vocab
@@ -81,8 +81,8 @@ class Conversation:
         self._preparing_forms = Preparing("forms")
         self._preparing_texts = Preparing("texts", max_waiting_each=256)
         self._slot_files = SlotFiles(core, send)
-        self._curator = Curator(core, send, self._number_of)
-        self._forms = Forms(self._vocab)
+        self._curator = CacheCommands(core, send, self._number_of)
+        self._forms = ConstraintCompiler(self._vocab)
 
     # frames in, on the reader's thread
 
@@ -186,7 +186,7 @@ class Conversation:
         if message.text is not None and message.pictures:
             if self._core.gallery is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, hints, pictures = Illustrated(self._core.gallery, tokenizer).prompt(message, message.text)
+            prompt, hints, pictures = ImagePrompt(self._core.gallery, tokenizer).prompt(message, message.text)
         elif message.text is not None:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:
@@ -254,7 +254,7 @@ class Conversation:
 
     def _send_tokens(self, reply: Reply) -> None:
         if self._gathering.pop(reply.id, None) is not None:
-            self._send(m.Piece(reply.id, "".join(reply.pieces), reply.tokens, reply.probs or None))
+            self._send(m.TextPiece(reply.id, "".join(reply.pieces), reply.tokens, reply.probs or None))
             reply.pieces, reply.tokens, reply.probs = [], [], []
 
     def _deliver(self, event: Event, reply: Reply) -> None:
@@ -327,7 +327,7 @@ class Conversation:
             restore_s=result.timings.restore_s,
             prefill_s=result.timings.prefill_s,
             decode_s=result.timings.decode_s,
-            why=said(result, self._vocab if reply.wants_words else None),
+            why=diagnostics_of(result, self._vocab if reply.wants_words else None),
         )
 
 

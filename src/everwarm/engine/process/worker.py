@@ -28,7 +28,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.inspect.cache_view import version_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.request_handler import Conversation
+from everwarm.engine.process.request_handler import RequestHandler
 from everwarm.engine.scheduling.backlog import backlog_of
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
@@ -78,7 +78,7 @@ class Wire:
                 )
                 self.send(m.failed(header.id, refusal))
 
-    def _message(self, header: m.Header) -> m.ToEngine:
+    def _message(self, header: m.FrameHeader) -> m.ToEngine:
         header.check(m.MAX_FRAME_BYTES)
         message = m.read_to_engine(self._exactly(header.n_message))
         sizes = m.wanted_pixels(message)
@@ -232,7 +232,7 @@ def _call_test_hook(core: Core) -> None:
 
 
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
-    conversation = Conversation(core, wire.send)
+    conversation = RequestHandler(core, wire.send)
     loop = Loop(core, conversation.deliver)
     pulse.watch(core, loop)
     threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
@@ -261,7 +261,7 @@ def _mib_kept(core: Core) -> float:
     return core.tree.ram_bytes / (1 << 20)
 
 
-def _read_all(wire: Wire, loop: Loop, conversation: Conversation) -> None:
+def _read_all(wire: Wire, loop: Loop, conversation: RequestHandler) -> None:
     """Until told to stop. When the gateway is gone there is nobody to work for."""
     try:
         while (message := wire.read()) is not None:

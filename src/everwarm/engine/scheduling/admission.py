@@ -7,11 +7,11 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from everwarm.engine.cache.checkpointing import Keeper
-from everwarm.engine.cache.restore import Goal, Restorer, Source
-from everwarm.engine.images.image_cache import Gallery
+from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
+from everwarm.engine.images.image_cache import ImageCache
 from everwarm.engine.request import Ask, Request
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.loader import Brought, Fetch, Fetcher
+from everwarm.engine.tiers.loader import Brought, Fetch, Loader
 from everwarm.errors import BadRequest, PromptTooLong
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -28,7 +28,7 @@ class Verdict(enum.Enum):
 
 
 class Admission:
-    def __init__(self, keeper: Keeper, restorer: Restorer, fetcher: Fetcher | None) -> None:
+    def __init__(self, keeper: Keeper, restorer: Restorer, fetcher: Loader | None) -> None:
         self._keeper = keeper
         self._context = keeper.context
         self._restorer = restorer
@@ -158,7 +158,7 @@ class Admission:
         if self._keeper.spacing.max_checkpoints and all(cut.at != at for cut in slot.cuts):
             bisect.insort(slot.cuts, Cut(at, CutKind.BRANCH), key=lambda cut: -cut.at)
 
-    def seat(self, request: Request, sources: Sequence[Source]) -> Slot:
+    def seat(self, request: Request, sources: Sequence[RestoreSource]) -> Slot:
         """The idle slot that a request gets."""
         slots = self._keeper.slots
         if request.ask.slot is not None:
@@ -168,7 +168,7 @@ class Admission:
         return slots[policy.seat([policy.Seat(i, s.n_fed, common.get(s.seq, 0), s.used_at) for i, s in idle])]
 
 
-def require_possible(ask: Ask, context: Context, n_slots: int, gallery: Gallery | None = None) -> None:
+def require_possible(ask: Ask, context: Context, n_slots: int, gallery: ImageCache | None = None) -> None:
     """Refuse what can never be answered, with what would be right."""
     n_tokens = ask.prompt.n_tokens(len(ask.prompt))
     if n_tokens >= context.n_ctx:

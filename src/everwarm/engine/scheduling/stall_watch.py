@@ -24,7 +24,7 @@ MAX_SAID = 16  # waiting requests, in the log
 
 
 @dataclass(slots=True)
-class Stall:
+class StallWatch:
     n_steps: int = 0
     n_fed: int = 0  # sequences the context had decoded for when something last moved
 

@@ -25,7 +25,7 @@ TURN_S = 3.0  # how long one side runs on while the other waits
 
 
 @dataclass(slots=True)
-class Turns:
+class TurnTaking:
     """Whose turn it is, since when, and since when the other side waits."""
 
     turn_s: float = TURN_S

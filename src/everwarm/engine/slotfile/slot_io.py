@@ -32,7 +32,7 @@ from everwarm.state.namespace import is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.files import Files, sweep
-from everwarm.state.store.object import Damaged, Header, Point, Reader, encode
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, Point, encode
 from everwarm.state.store.slot_file import (
     COMPANION,
     NAMESPACE,
@@ -141,7 +141,7 @@ def write(path: Path, saved: Saved, claim: Claim, files: Files | None = None) ->
 
 def _encode_companion(saved: Saved, claim: Claim) -> Iterator[bytes | memoryview]:
     main = main_digest(saved.prompt.cells, saved.state)
-    header = Header(
+    header = ObjectHeader(
         kind="slot",
         fingerprint=claim.fingerprint,
         key="",
@@ -195,10 +195,10 @@ def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place)
     return Saved(Prompt.of_tokens(main.cells), main.state, unverified=main.digest), main.n_bytes
 
 
-def _vouching(fd: int, name: str, claim: Claim) -> Reader:
+def _vouching(fd: int, name: str, claim: Claim) -> ObjectReader:
     """The companion of a file, if it says that the file may be restored here. Only its header was read then."""
     try:
-        reader = Reader(fd)
+        reader = ObjectReader(fd)
     except Damaged as error:
         raise UnknownOrigin(f"its companion {name}{COMPANION} is damaged ({error}); save it again") from None
     head = reader.header
@@ -241,7 +241,7 @@ def read_main_file(fd: int, max_tokens: int, place: Place) -> Main:
     return Main(cells, state, os.fstat(fd).st_size)
 
 
-def _read_companion(reader: Reader, name: str, arena: Arena | None) -> Companion:
+def _read_companion(reader: ObjectReader, name: str, arena: Arena | None) -> Companion:
     head = reader.header
     where = (heap,) if arena is None else (arena.place, arena.doubt)
     try:

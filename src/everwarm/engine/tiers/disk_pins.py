@@ -24,7 +24,7 @@ Job = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class PinnedDisk:
     """Where pins are written down."""
 
     disk: Disk
@@ -32,25 +32,25 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPin:
     """What somebody's pins keep."""
 
     n_pins: int
     n_bytes: int
 
 
-def pinned_on_disk(disk: Disk, space: str, *also: Pin) -> Held:
+def pinned_on_disk(disk: Disk, space: str, *also: Pin) -> HeldPin:
     """The pins of a space, with the states at their points and the KV that those need."""
     pins = {pin.key: pin for pin in (*disk.pins.all(), *also) if pin.space == space}
     points = {point for pin in pins.values() for point in pin.points}
     kept = {each.name: each for each in disk.objects() if each.space == space}
     states = [each for each in kept.values() if each.kind == "state" and point_of(each.key, each.n_items) in points]
     names = {name for state in states for name in (state.name, *state.needs)}
-    return Held(len(pins), sum(kept[name].size for name in names if name in kept))
+    return HeldPin(len(pins), sum(kept[name].size for name in names if name in kept))
 
 
 class PinBoard:
-    def __init__(self, tree: Tree, ram: Ram, home: Callable[[], Home | None]) -> None:
+    def __init__(self, tree: Tree, ram: Ram, home: Callable[[], PinnedDisk | None]) -> None:
         self._tree = tree
         self._ram = ram
         self._home = home

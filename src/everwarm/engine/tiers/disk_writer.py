@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.engine.cache.checkpointing import Keeper
-from everwarm.engine.cache.shared_points import crossings, is_worth_it
+from everwarm.engine.cache.shared_points import is_worth_it, shared_points
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_pins import Home, PinBoard, pinned_below
-from everwarm.engine.tiers.model_folder import Signature
+from everwarm.engine.tiers.disk_pins import PinBoard, PinnedDisk, pinned_below
+from everwarm.engine.tiers.model_folder import ModelFolder
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.engine.tiers.ram import Ram
-from everwarm.engine.tiers.remote_writer import Sharer
+from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
-from everwarm.state.remote.remote_tier import Remote
+from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.folder_meta import NOWHERE, folder_name, look_elsewhere
+from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
 from everwarm.state.store.object import are_sound, name_of
 from everwarm.state.tree import Node
 from everwarm.types import Blob
@@ -50,7 +50,7 @@ Done = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FinishedTurn:
     """A conversation at the end of a turn: enough to know what the next one goes on from."""
 
     end: Node
@@ -59,11 +59,11 @@ class Turn:
     ended_at: float
 
     @classmethod
-    def of(cls, slot: Slot, ended_at: float) -> Turn:
+    def of(cls, slot: Slot, ended_at: float) -> FinishedTurn:
         return cls(slot.node, slot.stable, int(slot.content.common_prefix(slot.node.path)), ended_at)
 
 
-class Archive:
+class DiskWriter:
     def __init__(
         self,
         settings: StoreSettings | None,
@@ -81,20 +81,24 @@ class Archive:
         self._ram = ram
         self._is_right = is_right
         self._packing = Packing(keeper, words)
-        self.pins = PinBoard(keeper.tree, ram, lambda: None if self.disk is None else Home(self.disk, self.fingerprint))
+        self.pins = PinBoard(
+            keeper.tree, ram, lambda: None if self.disk is None else PinnedDisk(self.disk, self.fingerprint)
+        )
         self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
-        self._due: dict[int, Turn] = {}  # turns that were not handed over yet, by the id of their end, oldest first
+        self._due: dict[
+            int, FinishedTurn
+        ] = {}  # turns that were not handed over yet, by the id of their end, oldest first
         self._writing: dict[int, float] = {}  # when those ended that were
         self._opened = threading.Event()
         self.disk: Disk | None = None
         self.trouble: str | None = None  # why there is no disk tier although one was asked for
-        self.sharer: Sharer | None = None
+        self.sharer: RemoteWriter | None = None
         self.elsewhere = NOWHERE
-        self._signature: Signature | None = None
+        self._signature: ModelFolder | None = None
         self._retry_at: float | None = None
         self._retry_wait_s = RETRY_S[0]
         self._is_healing = False
@@ -123,7 +127,7 @@ class Archive:
         self._opened.wait(seconds)
 
     @property
-    def remote(self) -> Remote | None:
+    def remote(self) -> RemoteTier | None:
         return None if self.sharer is None else self.sharer.remote
 
     def stats(self) -> dict[str, float]:
@@ -189,7 +193,7 @@ class Archive:
         """A turn has ended, and is in RAM: it is handed over in time, also if its slot is needed again before."""
         if self._settings is not None:
             self._due.pop(slot.node.id, None)
-            self._due[slot.node.id] = Turn.of(slot, ended_at)
+            self._due[slot.node.id] = FinishedTurn.of(slot, ended_at)
             while len(self._due) > MAX_DUE:
                 del self._due[next(iter(self._due))]
 
@@ -225,9 +229,9 @@ class Archive:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet; returns the name of the
         object that makes it whole."""
         due = self._due.pop(slot.node.id, None)
-        return self._offer(Turn.of(slot, slot.used_at if due is None else due.ended_at))
+        return self._offer(FinishedTurn.of(slot, slot.used_at if due is None else due.ended_at))
 
-    def _offer(self, turn: Turn) -> str | None:
+    def _offer(self, turn: FinishedTurn) -> str | None:
         disk, sharer, end, name = self.disk, self.sharer, turn.end, None
         if end.root().is_volatile:
             return None
@@ -247,7 +251,7 @@ class Archive:
 
     def _keep_crossings(self, disk: Disk, node: Node) -> None:
         """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
-        for point in crossings(self._keeper, node):
+        for point in shared_points(self._keeper, node):
             if is_worth_it(self._keeper, point, is_always=self._is_always):
                 self._keep(disk, point)
 
@@ -316,7 +320,7 @@ class Archive:
         """Do something on the disk's thread, when everything offered so far is durable or has failed."""
         self._jobs.put(job)
 
-    def _worth_writing(self, turn: Turn) -> Node | None:
+    def _worth_writing(self, turn: FinishedTurn) -> Node | None:
         """One point per turn: where the next turn will go on from, as far as anybody knows."""
         end = turn.end
         lineage = end.lineage()
@@ -422,7 +426,7 @@ class Archive:
     def _open_remote(self, fingerprint: str) -> None:
         if self._remote_settings is not None:
             self._packing.fingerprint = fingerprint
-            self.sharer = Sharer(self._remote_settings, self._packing, self._keeper, self._is_sound)
+            self.sharer = RemoteWriter(self._remote_settings, self._packing, self._keeper, self._is_sound)
 
     def _open(self, fingerprint: str) -> None:
         if self._settings is None:
@@ -437,9 +441,9 @@ class Archive:
         disk.budget_bytes = min(disk.budget_bytes, room)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
-        self.elsewhere = look_elsewhere(directory, fingerprint)
+        self.elsewhere = find_foreign_prompts(directory, fingerprint)
         self.disk = disk
-        self._signature = Signature(place, fingerprint, self._keeper)
+        self._signature = ModelFolder(place, fingerprint, self._keeper)
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:

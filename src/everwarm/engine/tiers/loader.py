@@ -18,22 +18,22 @@ from typing import Protocol
 
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.compaction import join
-from everwarm.engine.cache.provenance import Stretch, is_exact, n_of
+from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
-from everwarm.engine.tiers.disk_writer import Archive
+from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import GUARD, CutKind
-from everwarm.state.remote.pointer import Signpost
-from everwarm.state.remote.remote_tier import Remote
+from everwarm.state.remote.pointer import Pointer
+from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.disk import Disk
-from everwarm.state.store.index import Kept
-from everwarm.state.store.object import Damaged, Header, Reader, size_of
-from everwarm.state.tree import Checkpoint, Match, Piece, Segment
+from everwarm.state.store.index import IndexedObject
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, size_of
+from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece
 
 log = logging.getLogger("everwarm.archive")
 
@@ -48,7 +48,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedPoint:
     """A point as it was kept, with the KV that was missing and how far each part of that is used."""
 
     n_items: int
@@ -83,7 +83,7 @@ class Fetch:
     n_items: int  # as far as is known yet
     prompt: Prompt
     namespace: str
-    future: Future[Loaded | Brought]
+    future: Future[LoadedPoint | Brought]
 
     @property
     def is_done(self) -> bool:
@@ -95,7 +95,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LoadRequest:
     """What a prompt could use, and what is here already."""
 
     prompt: Prompt
@@ -105,26 +105,26 @@ class Wish:
     n_kv: int
     n_shared: int
     exact: bool = False  # only with KV of the same clean reading
-    kept: tuple[Stretch, ...] = ()
+    kept: tuple[CoveredRange, ...] = ()
 
-    def n_kv_of(self, head: Header) -> int:
+    def n_kv_of(self, head: ObjectHeader) -> int:
         """Items whose KV need not be fetched for a state."""
         return n_of(self.kept, head.chunks or ()) if self.exact else self.n_kv
 
 
-def _n_here(wish: Wish, found: Kept | Brought) -> int:
+def _n_here(wish: LoadRequest, found: IndexedObject | Brought) -> int:
     """Items that can be gone on from without the remote store."""
-    return found.n_items if isinstance(found, Kept) else wish.n_have
+    return found.n_items if isinstance(found, IndexedObject) else wish.n_have
 
 
-class Store(Protocol):
+class PointStore(Protocol):
     """Where objects are read from."""
 
-    def reading(self, name: str) -> AbstractContextManager[Reader]: ...
+    def reading(self, name: str) -> AbstractContextManager[ObjectReader]: ...
 
 
-class Fetcher:
-    def __init__(self, archive: Archive, keeper: Keeper, ram: Ram, policy: RestorePolicy) -> None:
+class Loader:
+    def __init__(self, archive: DiskWriter, keeper: Keeper, ram: Ram, policy: RestorePolicy) -> None:
         self._archive = archive
         self._keeper = keeper
         self._ram = ram
@@ -154,34 +154,36 @@ class Fetcher:
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
-        wish = Wish(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
+        wish = LoadRequest(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
         if exact and needs_checkpoints:
             known = (min(node.n_items, match.n_shared) for node in match.path)  # the last may agree only in part
-            kept = tuple(Stretch(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True))
+            kept = tuple(
+                CoveredRange(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True)
+            )
             wish = replace(wish, n_kv=n_have, exact=True, kept=kept)
         disk = self._archive.disk
         are_many = disk is not None and disk.n_lengths() > MAX_LENGTHS_HERE
         found = None if are_many else self._on_disk(wish)
         if isinstance(found, Brought) and self._remote_for(wish, found) is None:
             return found
-        n_known = found.n_items if isinstance(found, Kept) else 0
+        n_known = found.n_items if isinstance(found, IndexedObject) else 0
         return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, wish, found))
 
-    def _bring(self, wish: Wish, found: Kept | Brought | None) -> Loaded | Brought:
+    def _bring(self, wish: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
         """``None``: what is on disk is still to be found; among many states that takes its time."""
         found = self._on_disk(wish) if found is None else found
         remote = self._remote_for(wish, found)
         if remote is not None:
             return self._from_afar(remote, wish, found)
-        return self._from_disk(found, wish) if isinstance(found, Kept) else found
+        return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
 
-    def _remote_for(self, wish: Wish, found: Kept | Brought) -> Remote | None:
+    def _remote_for(self, wish: LoadRequest, found: IndexedObject | Brought) -> RemoteTier | None:
         """The remote store, if asking it can pay beside what is here."""
         remote = self._archive.remote
         may_help = remote is not None and self._may_help(remote, len(wish.prompt) - 1 - _n_here(wish, found))
         return remote if may_help else None
 
-    def _on_disk(self, wish: Wish) -> Kept | Brought:
+    def _on_disk(self, wish: LoadRequest) -> IndexedObject | Brought:
         """The deepest point on disk that is worth it, or what there is instead."""
         disk = self._archive.disk
         if disk is None:
@@ -223,7 +225,7 @@ class Fetcher:
         log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
         return Brought(loaded.n_items, tier=loaded.tier)
 
-    def _note(self, loaded: Loaded) -> None:
+    def _note(self, loaded: LoadedPoint) -> None:
         rate = loaded.n_bytes / loaded.seconds
         if loaded.tier == "remote":
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
@@ -242,41 +244,43 @@ class Fetcher:
 
     # the remote store
 
-    def _may_help(self, remote: Remote, n_new: int) -> bool:
+    def _may_help(self, remote: RemoteTier, n_new: int) -> bool:
         """Whether asking can pay: two round trips against reading what is new."""
         pays = self._policy == "always" or n_new * self._keeper.seconds_per_token > 2 * remote.answer_s
         return n_new > GUARD and pays and not remote.breaker.is_open
 
-    def _from_afar(self, remote: Remote, wish: Wish, found: Kept | Brought) -> Loaded | Brought:
+    def _from_afar(
+        self, remote: RemoteTier, wish: LoadRequest, found: IndexedObject | Brought
+    ) -> LoadedPoint | Brought:
         """From the remote store if that has more than there is here; else what is here."""
         root = root_key(self._archive.fingerprint, wish.namespace)
         post = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
         if post is None:
-            return self._from_disk(found, wish) if isinstance(found, Kept) else found
+            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
         n_saved = post.n_items - wish.n_have
         if not self._is_worth_it(post.n_bytes(wish.n_kv), n_saved, self._remote_rate):
             remote.counts.n_misses += 1
-            return self._from_disk(found, wish) if isinstance(found, Kept) else Brought(n_passed=post.n_items)
+            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_passed=post.n_items)
         patience_s = (
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._keeper.seconds_per_token / 2
         )
         try:
-            with Afar(remote, post, wish.n_kv, patience_s, self._archive.disk) as afar:
+            with RemoteFetch(remote, post, wish.n_kv, patience_s, self._archive.disk) as afar:
                 loaded = self._load(afar, post.name, post.n_items, wish)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", post.n_items, error)
             remote.counts.n_misses += 1
-            return self._from_disk(found, wish) if isinstance(found, Kept) else Brought(n_spoilt=post.n_items)
+            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_spoilt=post.n_items)
         remote.counts.n_hits += 1
         return replace(loaded, tier="remote")
 
     # reading
 
-    def _from_disk(self, kept: Kept, wish: Wish) -> Loaded | Brought:
+    def _from_disk(self, kept: IndexedObject, wish: LoadRequest) -> LoadedPoint | Brought:
         assert self._archive.disk is not None
         return self._load(self._archive.disk, kept.name, kept.n_items, wish)
 
-    def _load(self, store: Store, name: str, n_items: int, wish: Wish) -> Loaded:
+    def _load(self, store: PointStore, name: str, n_items: int, wish: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._keeper.context.kind
@@ -293,7 +297,7 @@ class Fetcher:
             cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
         took_s = max(1e-6, time.monotonic() - began)
-        return Loaded(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=wish.exact)
+        return LoadedPoint(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=wish.exact)
 
     def _joined(self, parts: list[tuple[Segment, int]]) -> list[tuple[Segment, int]]:
         """What many small objects hold, as few segments: each takes libllama its time."""
@@ -309,7 +313,9 @@ class Fetcher:
         except StateRejected:
             return group
 
-    def _load_segment(self, store: Store, wish: Wish, n_kv: int, name: str, reach: int) -> tuple[Segment, int] | None:
+    def _load_segment(
+        self, store: PointStore, wish: LoadRequest, n_kv: int, name: str, reach: int
+    ) -> tuple[Segment, int] | None:
         """None: its KV is here already."""
         if reach <= n_kv:
             return None
@@ -319,17 +325,17 @@ class Fetcher:
             path = wish.prompt.followed_by(head.n_start, own)
             span = (head.n_start, head.n_items)
             blob = reader.read("kv", self._ram.place)
-            pieces = (Piece(*span, name, size_of(head)),)
+            pieces = (SegmentPiece(*span, name, size_of(head)),)
             return Segment(blob, start, path.end, head.clean, head.chunks, 0, span, path, pieces), reach
 
     @staticmethod
-    def _own_items(reader: Reader) -> Prompt:
+    def _own_items(reader: ObjectReader) -> Prompt:
         own = Prompt.of_rows(reader.read("items").view("<i4"), reader.header.media)
         if own is None:
             raise Damaged("its media are others than its items say")
         return own
 
-    def _checked(self, reader: Reader, prompt: Prompt, stop: int) -> Header:
+    def _checked(self, reader: ObjectReader, prompt: Prompt, stop: int) -> ObjectHeader:
         """A hash never decides alone: the items themselves are compared, as far as they are used."""
         head, stored = reader.header, self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
@@ -345,8 +351,8 @@ class Fetcher:
 _FIRST_GUESS = 1 << 20  # of the size of what no signpost names
 
 
-class Afar:
-    def __init__(self, remote: Remote, post: Signpost, n_kv: int, patience_s: float, disk: Disk | None) -> None:
+class RemoteFetch:
+    def __init__(self, remote: RemoteTier, post: Pointer, n_kv: int, patience_s: float, disk: Disk | None) -> None:
         self._remote = remote
         self._disk = disk
         self._patience_s = patience_s
@@ -356,7 +362,7 @@ class Afar:
             name: remote.download(name, size, patience_s) for name, size in sizes.items() if name not in self._here
         }
 
-    def __enter__(self) -> Afar:
+    def __enter__(self) -> RemoteFetch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -364,7 +370,7 @@ class Afar:
         for download in self._downloads.values():
             download.cancel()
 
-    def reading(self, name: str) -> AbstractContextManager[Reader]:
+    def reading(self, name: str) -> AbstractContextManager[ObjectReader]:
         if self._disk is not None and name in self._here:
             return self._disk.reading(name)
         download = self._downloads.pop(name, None) or self._remote.download(name, _FIRST_GUESS, self._patience_s)

@@ -16,7 +16,7 @@ log = logging.getLogger("everwarm.archive")
 WORTH_WRITING = 0.1  # by how much the speed has to change
 
 
-class Signature:
+class ModelFolder:
     """On the archive's thread; whatever fails here costs nobody anything."""
 
     def __init__(self, folder: Path, fingerprint: str, keeper: Keeper) -> None:

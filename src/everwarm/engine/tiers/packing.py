@@ -11,8 +11,8 @@ from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.provenance import cover
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import history_over, keys, root_key
-from everwarm.state.store.object import Cut, Header, Part, file_size, name_of
-from everwarm.state.tree import Node, Piece, Segment
+from everwarm.state.store.object import KvCut, ObjectHeader, ObjectPart, file_size, name_of
+from everwarm.state.tree import Node, Segment, SegmentPiece
 from everwarm.types import Blob
 
 Segments = list[tuple[Segment, int]]  # each with up to which item it is used
@@ -22,8 +22,8 @@ Segments = list[tuple[Segment, int]]  # each with up to which item it is used
 class Job:
     """One object to write, with its parts as they are in RAM: nobody changes them."""
 
-    header: Header
-    parts: dict[str, Part]
+    header: ObjectHeader
+    parts: dict[str, ObjectPart]
 
     @property
     def size(self) -> int:
@@ -34,7 +34,7 @@ class Job:
 class Use:
     """An object of KV, and up to which item it is used."""
 
-    piece: Piece
+    piece: SegmentPiece
     reach: int
 
 
@@ -91,7 +91,7 @@ class Packing:
                 stop = starts[i + 1] if i + 1 < len(starts) else segment.n_stop
                 job = self._kv_job(root, segment, start, stop)
                 if job is not None:
-                    piece = Piece(start, stop, name_of(job.header), file_size(job.header, job.parts))
+                    piece = SegmentPiece(start, stop, name_of(job.header), file_size(job.header, job.parts))
                     pieces[i : i + 1] = [piece]
                 yield job
         segment.pieces = tuple(pieces)
@@ -102,7 +102,7 @@ class Packing:
         if path is None:
             return None
         named = keys(root, path, (n_start, n_stop))
-        header = Header(
+        header = ObjectHeader(
             kind="kv",
             fingerprint=self.fingerprint,
             start=named[n_start],
@@ -116,16 +116,16 @@ class Packing:
         )
         return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": self._part(segment, path, n_start, n_stop)})
 
-    def _part(self, segment: Segment, path: Prompt, n_start: int, n_stop: int) -> Part:
+    def _part(self, segment: Segment, path: Prompt, n_start: int, n_stop: int) -> ObjectPart:
         if (n_start, n_stop) == (segment.n_start, segment.n_stop):
             return segment.blob
         context, whole, marks = self._keeper.context, segment.blob, (path.mark(n_start), path.mark(n_stop))
-        return Cut(whole, context.cut_bytes(whole, *marks), lambda: context.cut_segment(whole, *marks))
+        return KvCut(whole, context.cut_bytes(whole, *marks), lambda: context.cut_segment(whole, *marks))
 
     def state_job(self, root: str, node: Node, kv: Kv) -> Job:
         n, checkpoint = node.n_items, node.checkpoint
         key = keys(root, node.path, (n,))[n]
-        header = Header(
+        header = ObjectHeader(
             kind="state",
             fingerprint=self.fingerprint,
             start=key,
@@ -141,7 +141,7 @@ class Packing:
             words=self._words(node.path.first(n)),
             space=root[:16],
         )
-        parts: dict[str, Part] = {"items": _bytes(node.path, 0, n)}
+        parts: dict[str, ObjectPart] = {"items": _bytes(node.path, 0, n)}
         if checkpoint is not None and checkpoint.state is not None:
             parts["state"] = checkpoint.state
         return Job(header, parts)

@@ -33,7 +33,7 @@ from everwarm.state.lineage import Chunks, keys, root_key
 from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import CutKind, victims
 from everwarm.state.store.arena import Arena, Found
-from everwarm.state.tree import Checkpoint, Node, Piece, Segment, Tree, pin, unpin
+from everwarm.state.tree import Checkpoint, Node, Segment, SegmentPiece, Tree, pin, unpin
 from everwarm.types import Blob, Mark, Position, TokenCount
 
 log = logging.getLogger("everwarm.ram")
@@ -43,7 +43,7 @@ LARGE_BYTES = 4 << 20  # somebody waits for the digest of so much: all cores tak
 PIN = "pin"
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """What is said about an object: enough to find its place in a tree again. Segments bring their own items; a state lies
     where segments lead, and brings all items where there are none."""
 
@@ -87,7 +87,7 @@ class Note:
     cut: str
     n_stop: int
     stop: Mark
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SegmentPiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Receipt:
 _Notes = queue.SimpleQueue[Note | Callable[[], object] | None]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(About)
+_decoder = msgspec.msgpack.Decoder(StateMeta)
 
 
 class Ram:
@@ -273,7 +273,7 @@ class Ram:
                 break
         self.arena.trim()
 
-    def _lay(self, about: About, blob: Blob, path: Prompt) -> None:
+    def _lay(self, about: StateMeta, blob: Blob, path: Prompt) -> None:
         root, now = self._tree.root(about.namespace), time.monotonic()
         if not about.cut:
             start, stop = (
@@ -282,7 +282,7 @@ class Ram:
             )
             span = (about.n_start, about.n_stop)
             way = path if about.n_stop == about.n_items else None
-            pieces = tuple(Piece(*piece) for piece in about.pieces)
+            pieces = tuple(SegmentPiece(*piece) for piece in about.pieces)
             segment = Segment(blob, start, stop, about.clean, about.chunks, 0, span, way, pieces)
             return self._tree.lay_segment(root, path, segment, about.n_start, about.n_items)
         node = self._tree.grow(root, path, about.n_items)
@@ -292,7 +292,7 @@ class Ram:
                 node, Checkpoint(cut, about.clean, about.chunks or (), state=blob, used_at=now, tidied=True)
             )
 
-    def _pin_again(self, about: About, blob: Blob, path: Prompt) -> None:
+    def _pin_again(self, about: StateMeta, blob: Blob, path: Prompt) -> None:
         items = path.first(about.n_items)
         if self._tree.match(about.namespace, items, 0).n_shared == about.n_items:  # else nothing is left to be pinned
             node = self._tree.grow(self._tree.root(about.namespace), items, about.n_items)
@@ -344,7 +344,7 @@ class Ram:
         stop = (int(note.stop.n_tokens), int(note.stop.pos), note.stop.lag)
         rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
         pieces = tuple(dataclasses.astuple(piece) for piece in note.pieces)
-        about = About(note.namespace, *span, *rest, note.path.rows(note.n_start, note.n_items), pieces)
+        about = StateMeta(note.namespace, *span, *rest, note.path.rows(note.n_start, note.n_items), pieces)
         if not self._is_right():
             return
         max_threads = blake3.blake3.AUTO if is_awaited and blob.nbytes >= LARGE_BYTES else 1
@@ -358,7 +358,7 @@ class Ram:
                 log.warning("%d bytes that an earlier engine left are not what they were", blob.nbytes)
 
 
-def _read(found: Found) -> tuple[About | None, Blob]:
+def _read(found: Found) -> tuple[StateMeta | None, Blob]:
     try:
         about = _decoder.decode(found.about)
     except (msgspec.MsgspecError, UnicodeError):
@@ -366,7 +366,7 @@ def _read(found: Found) -> tuple[About | None, Blob]:
     return (about if about.makes_sense else None), found.blob
 
 
-def _path_of(about: About, known: dict[str, Prompt], ends: list[int]) -> Prompt | None:
+def _path_of(about: StateMeta, known: dict[str, Prompt], ends: list[int]) -> Prompt | None:
     """A prompt that leads through the object, found by the name of where it starts. Adds the names of all ends on it."""
     if about.key in known:
         return known[about.key]

@@ -9,19 +9,19 @@ from collections.abc import Callable
 
 from everwarm.config import read_key
 from everwarm.engine.cache.checkpointing import Keeper
-from everwarm.engine.cache.shared_points import crossings, is_worth_it
+from everwarm.engine.cache.shared_points import is_worth_it, shared_points
 from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.pointer import SEAL_BYTES, Need, Signpost, grid_points, names_at
-from everwarm.state.remote.remote_tier import Parcel, Remote
-from everwarm.state.store.object import Header, Part, file_size
+from everwarm.state.remote.pointer import SEAL_BYTES, Need, Pointer, grid_points, names_at
+from everwarm.state.remote.remote_tier import Parcel, RemoteTier
+from everwarm.state.store.object import ObjectHeader, ObjectPart, file_size
 from everwarm.state.tree import Node
 from everwarm.types import Blob
 
 
-class Sharer:
+class RemoteWriter:
     def __init__(
         self, settings: RemoteSettings, packing: Packing, keeper: Keeper, is_sound: Callable[[Blob], bool]
     ) -> None:
@@ -30,7 +30,7 @@ class Sharer:
         self._is_always = settings.restore_policy == "always"
         key = b"" if settings.key_file is None else read_key(settings.key_file)
         bucket = Bucket(settings.url, settings.endpoint)
-        self.remote = Remote(bucket, key, packing.fingerprint, is_sound, settings.wait_s)
+        self.remote = RemoteTier(bucket, key, packing.fingerprint, is_sound, settings.wait_s)
 
     def offer(self, node: Node, *, is_hinted: bool) -> None:
         """A turn has ended, and the next one will go on from this point. ``is_hinted``: at one of its own boundaries."""
@@ -40,7 +40,7 @@ class Sharer:
                 self.remote.offer(parcel)
 
     def _points(self, node: Node) -> list[Node]:
-        found = (*crossings(self._keeper, node), node)
+        found = (*shared_points(self._keeper, node), node)
         return [n for n in found if is_worth_it(self._keeper, n, is_always=self._is_always)]
 
     def _parcel(self, node: Node, *, is_hinted: bool) -> Parcel | None:
@@ -48,7 +48,7 @@ class Sharer:
         root, n = self._packing.root(node), node.n_items
         cells = {} if is_hinted else grid_points(n)
         named = keys(root, node.path, {n, *cells.values()})
-        if self.remote.is_known(Signpost(named[n], n, 1).name):
+        if self.remote.is_known(Pointer(named[n], n, 1).name):
             return None
         segments = self._packing.segments(node)
         if segments is None:
@@ -58,10 +58,10 @@ class Sharer:
             return None
         state = self._packing.state_job(root, node, kv)
         needs = [Need(use.piece.name, use.piece.size + SEAL_BYTES, use.reach) for use in kv.uses]
-        signpost = Signpost(named[n], n, file_size(state.header, state.parts) + SEAL_BYTES, tuple(needs))
+        signpost = Pointer(named[n], n, file_size(state.header, state.parts) + SEAL_BYTES, tuple(needs))
         names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
         return Parcel(tuple(_object(job) for job in (*kv.jobs, state)), signpost, tuple(names))
 
 
-def _object(job: Job) -> tuple[Header, dict[str, Part]]:
+def _object(job: Job) -> tuple[ObjectHeader, dict[str, ObjectPart]]:
     return job.header, job.parts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import Gallery
+from everwarm.engine.images.image_cache import ImageCache
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -23,7 +23,7 @@ def replay(
     prompt: Prompt,
     chunks: Chunks,
     tick: Callable[[int], None] = lambda _: None,
-    gallery: Gallery | None = None,
+    gallery: ImageCache | None = None,
 ) -> None:
     """Decode ``prompt`` into an empty sequence exactly as recorded, with logits; ``tick`` hears of every chunk."""
     assert context.end(seq).n_tokens == 0, "a replay starts from an empty sequence"
@@ -50,7 +50,7 @@ def cold_state(
     prompt: Prompt,
     chunks: Chunks,
     tick: Callable[[int], None] = lambda _: None,
-    gallery: Gallery | None = None,
+    gallery: ImageCache | None = None,
 ) -> Blob:
     """The state after reading ``prompt`` so; the sequence stays where it is."""
     while chunks and chunks[-1][0] == SEATED:  # the capture below seats it
@@ -103,7 +103,7 @@ def compare_with_cold(core: Core, most: int = 4) -> ExactReport:
 
 
 def _is_reproduced(
-    context: Context, node: Node, checkpoint: Checkpoint, gallery: Gallery | None, change: int | None = None
+    context: Context, node: Node, checkpoint: Checkpoint, gallery: ImageCache | None, change: int | None = None
 ) -> bool:
     codes = node.path.codes[: node.n_items].copy()
     if change is not None:

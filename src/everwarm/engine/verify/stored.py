@@ -11,7 +11,7 @@ from everwarm.config import MAX_BATCH, MAX_CTX
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Codes
 from everwarm.state.lineage import SEATED, Chunks, history_over, n_items_of
-from everwarm.state.store.object import Damaged, Header, Reader
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader
 from everwarm.state.tools.inventory import Lineage, Object, open_object
 from everwarm.types import Blob
 
@@ -19,11 +19,11 @@ _MAX_SEATS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredKv:
     """KV of which a state uses the cells up to ``reach``."""
 
     name: str
-    head: Header
+    head: ObjectHeader
     reach: int
     codes: Codes
     blob: Blob
@@ -42,10 +42,10 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Stored:
     name: str
-    head: Header
+    head: ObjectHeader
     codes: Codes
     state: Blob | None
-    parts: tuple[Part, ...]
+    parts: tuple[StoredKv, ...]
 
     @property
     def n_items(self) -> int:
@@ -66,7 +66,7 @@ def load_stored(lineage: Lineage, kind: MemoryKind, n_vocab: int) -> Stored:
     with open_object(state.path) as reader:
         codes = _codes(reader, n_vocab)
         blob = reader.read("state") if kind.needs_checkpoints else None
-    parts: list[Part] = []
+    parts: list[StoredKv] = []
     if kind.has_attention:
         if len(lineage.kv) != len(head.reaches) or head.reaches[-1:] != (head.n_items,):
             raise Damaged("it does not say how far its parts reach")
@@ -75,7 +75,7 @@ def load_stored(lineage: Lineage, kind: MemoryKind, n_vocab: int) -> Stored:
     return Stored(state.name, head, codes, blob, tuple(parts))
 
 
-def _load_part(thing: Object, at: int, reach: int, codes: Codes, n_vocab: int) -> Part:
+def _load_part(thing: Object, at: int, reach: int, codes: Codes, n_vocab: int) -> StoredKv:
     head = thing.header
     with open_object(thing.path) as reader:
         own = _codes(reader, n_vocab)
@@ -83,7 +83,7 @@ def _load_part(thing: Object, at: int, reach: int, codes: Codes, n_vocab: int) -
             raise Damaged(f"{thing.name} does not reach from {at} to {reach}")
         if not np.array_equal(own[: reach - head.n_start], codes[head.n_start : reach]):
             raise Damaged(f"{thing.name} belongs to other items")
-        return Part(thing.name, head, reach, own, reader.read("kv"))
+        return StoredKv(thing.name, head, reach, own, reader.read("kv"))
 
 
 def is_plausible(lineage: Lineage) -> bool:
@@ -93,13 +93,13 @@ def is_plausible(lineage: Lineage) -> bool:
     return reaches_inside and all(_has_items(thing.header) for thing in (lineage.state, *lineage.kv))
 
 
-def _has_items(head: Header) -> bool:
+def _has_items(head: ObjectHeader) -> bool:
     n = head.n_items - (head.n_start if head.kind == "kv" else 0)
     lengths = [section.length for section in head.sections if section.name == "items"]
     return 0 < n <= MAX_CTX and lengths == [4 * n]
 
 
-def _codes(reader: Reader, n_vocab: int) -> Codes:
+def _codes(reader: ObjectReader, n_vocab: int) -> Codes:
     """The items an object is about, which must all be tokens of the model."""
     if not _has_items(reader.header):
         raise Damaged("it has another number of items than it says")

@@ -31,7 +31,7 @@ from everwarm.llama.rope import rope_limit_of
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.store.folder_meta import Way
 from everwarm.state.store.object import Damaged
-from everwarm.state.tools.inventory import Broken, Folder, Lineage, Tick, check_digests, quarantine
+from everwarm.state.tools.inventory import BrokenObject, Folder, Lineage, Tick, check_digests, quarantine
 from everwarm.types import Blob, SeqId, token_mark
 
 Verdict = Literal["exact", "differs", "refused", "close", "skipped"]
@@ -252,7 +252,7 @@ Begin = Callable[[str, int], Tick]  # hears of a new piece of work and its size;
 @dataclass(frozen=True, slots=True)
 class Report:
     folder: Folder
-    broken: tuple[Broken, ...]
+    broken: tuple[BrokenObject, ...]
     findings: tuple[Finding, ...]
     not_replayed: str  # why no state was read again; "": they were
     n_left: int  # states that could have been read again, beyond the limit
@@ -303,11 +303,11 @@ def _check_folder(folder: Folder, opening: Opening | None, reason: str, limit: i
     return replace(report, not_put_aside=quarantine(folder.path, report.wrong))
 
 
-def _broken(folder: Folder, begin: Begin) -> tuple[Broken, ...]:
+def _broken(folder: Folder, begin: Begin) -> tuple[BrokenObject, ...]:
     tick = begin(f"digests of {folder.path.name}", sum(thing.size for thing in folder.objects.values()))
     found = list(folder.broken.values())
     for thing in folder.objects.values():
         why = check_digests(thing.path, tick)
         if why is not None:
-            found.append(Broken(thing.path, thing.size, why))
+            found.append(BrokenObject(thing.path, thing.size, why))
     return tuple(found)

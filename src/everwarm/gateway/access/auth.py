@@ -336,7 +336,7 @@ def _key(path: str, name: str, fields: dict[str, Any]) -> Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Visibility:
     """Of which namespaces somebody sees what is kept, and of which the words: what these begin with; "" is all."""
 
     shown: str
@@ -349,7 +349,7 @@ class Sight:
         return self.shows(namespace) and namespace.startswith(self.words)
 
 
-def sight_of(request: Request) -> Sight:
+def sight_of(request: Request) -> Visibility:
     """A user sees its own namespace: that of its key and of ``?cache_salt=``. An admin sees everybody's numbers, but words
     only of its own, of ``?namespace=``, or with ``?all=true``."""
     principal, query = principal_of(request), request.query_params
@@ -362,10 +362,10 @@ def sight_of(request: Request) -> Sight:
     if not principal.is_admin:
         if wants_all in ("true", "1") or not own.startswith(named):
             raise admin_only("looking into other namespaces")
-        return Sight(own, own)
+        return Visibility(own, own)
     if named:
-        return Sight(named, named)
-    return Sight("", "" if wants_all in ("true", "1") else own)
+        return Visibility(named, named)
+    return Visibility("", "" if wants_all in ("true", "1") else own)
 
 
 def reach_of(request: Request) -> str:

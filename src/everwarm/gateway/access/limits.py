@@ -32,7 +32,7 @@ def estimated_tokens(n_bytes: int) -> int:
 class Place:
     """What one admitted request counts. ``cut_off`` ends its connection; without one it cannot be made to leave."""
 
-    def __init__(self, limits: Limits, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> None:
+    def __init__(self, limits: AdmissionLimits, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> None:
         self._limits = limits
         self._cut_off = cut_off
         self._blocked_at: float | None = None
@@ -74,7 +74,7 @@ class Place:
             self._cut_off()
 
 
-class Limits:
+class AdmissionLimits:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._places: dict[Place, None] = {}

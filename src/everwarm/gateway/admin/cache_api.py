@@ -20,10 +20,10 @@ from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFo
 from everwarm.gateway.access.auth import principal_of, reach_of, sight_of
 from everwarm.gateway.access.middleware import error_body
 from everwarm.gateway.admin import cache_encode
-from everwarm.gateway.admin.events import Hub, Watcher, frame
+from everwarm.gateway.admin.events import EventHub, EventWatcher, frame
 from everwarm.gateway.admin.request_log import MOST_KEPT
 from everwarm.gateway.http.sse import EventStream, json_response
-from everwarm.gateway.responses.response_store import KeptResponses
+from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.service import Service
 from everwarm.router.pool import Standing
 from everwarm.router.supervise.supervisor import State, Supervisor
@@ -48,10 +48,10 @@ def cache_routes(cache: Cache) -> list[Route]:
 
 
 class Cache:
-    def __init__(self, service: Service, kept: KeptResponses) -> None:
+    def __init__(self, service: Service, kept: ResponseStore) -> None:
         self._service = service
         self._kept = kept
-        self.hub = Hub(service.pool, service.recent, self._overview_of)
+        self.hub = EventHub(service.pool, service.recent, self._overview_of)
 
     # looking
 
@@ -92,7 +92,7 @@ class Cache:
     async def events(self, request: Request) -> Response:
         principal = principal_of(request)
         user = "" if principal.is_admin else principal.namespace(None)
-        watcher = Watcher(self._model(request).spec.id, sight_of(request), _caller(request), user)
+        watcher = EventWatcher(self._model(request).spec.id, sight_of(request), _caller(request), user)
 
         def error_frame(error: EverwarmError) -> bytes:
             return frame("error", error_body(error, request.state.request_id))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from everwarm.engine.process import messages as m
-from everwarm.gateway.admin.request_log import Recent, Row, Totals
+from everwarm.gateway.admin.request_log import RequestLog, RequestRecord, Totals
 from everwarm.gateway.openai import encode
 from everwarm.router.pool import Standing
 from everwarm.types import Json
 
 
-def request(row: Row, *, with_words: bool) -> Json:
+def request(row: RequestRecord, *, with_words: bool) -> Json:
     """Without words: what an error says and where a prompt differs are told by their code and place only."""
     done, caller, first_s = row.done, row.caller, row.first_s()
     cache = None if done is None else encode.timings(done)["cache"]
@@ -35,13 +35,13 @@ def request(row: Row, *, with_words: bool) -> Json:
     }
 
 
-def tree(seen: m.TreeSeen, model: str, recent: Recent) -> Json:
+def tree(seen: m.TreeSeen, model: str, recent: RequestLog) -> Json:
     nodes = [node(each, model, recent) for each in seen.nodes]
     following = None if seen.next is None else str(seen.next)
     return {"version": seen.version, "n_total": seen.n_total, "next": following, "nodes": nodes}
 
 
-def node(seen: m.NodeSeen, model: str, recent: Recent) -> Json:
+def node(seen: m.NodeSeen, model: str, recent: RequestLog) -> Json:
     checkpoint = None
     if seen.kind is not None:
         checkpoint = {"kind": seen.kind, "tiers": seen.state_tiers, "bytes": seen.state_bytes}

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from everwarm.errors import EverwarmError, Overloaded
-from everwarm.gateway.access.auth import Sight
+from everwarm.gateway.access.auth import Visibility
 from everwarm.gateway.admin import cache_encode
-from everwarm.gateway.admin.request_log import Recent, Row
+from everwarm.gateway.admin.request_log import RequestLog, RequestRecord
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
@@ -32,9 +32,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True, eq=False)
-class Watcher:
+class EventWatcher:
     model: str
-    sight: Sight
+    sight: Visibility
     about: Json  # who it is
     user: str = ""  # whose key it came with; "" is an admin's
     unread: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
@@ -53,18 +53,18 @@ class Watcher:
         self.unread.put_nowait(None)
 
 
-class Hub:
-    def __init__(self, pool: Pool, recent: Recent, overview: Overview) -> None:
+class EventHub:
+    def __init__(self, pool: Pool, recent: RequestLog, overview: Overview) -> None:
         self._pool = pool
         self._recent = recent
         self._overview = overview
-        self._watchers: set[Watcher] = set()
+        self._watchers: set[EventWatcher] = set()
         self._task: asyncio.Task[None] | None = None
         self._seen: dict[tuple[str, str], Json] = {}  # what was last told, by event and model
         self.is_closed = False
 
     @contextlib.contextmanager
-    def watching(self, watcher: Watcher) -> Iterator[None]:
+    def watching(self, watcher: EventWatcher) -> Iterator[None]:
         n_own = sum(each.user == watcher.user for each in self._watchers)
         if watcher.user and n_own >= MOST_OF_ONE:
             raise Overloaded(f"this key watches {n_own} times already; end one of these first")
@@ -89,7 +89,7 @@ class Hub:
             self._task.cancel()
         self._task = None
 
-    async def frames(self, watcher: Watcher) -> AsyncGenerator[bytes, None]:
+    async def frames(self, watcher: EventWatcher) -> AsyncGenerator[bytes, None]:
         yield frame("hello", await self._overview(watcher.model) | watcher.about)
         while not self.is_closed and (told := await watcher.unread.get()) is not None:
             yield told
@@ -110,7 +110,7 @@ class Hub:
             if (model is None or watcher.model == model) and not watcher.tell(data):
                 watcher.let_go()
 
-    def _tell_of_request(self, row: Row) -> None:
+    def _tell_of_request(self, row: RequestRecord) -> None:
         """To whom it belongs with its words, to whoever else may see it without."""
         namespace, frames = row.caller.namespace, dict[bool, bytes]()
         for watcher in [each for each in self._watchers if each.sight.shows(namespace)]:

@@ -189,11 +189,11 @@ class Metrics:
     ) -> bytes:
         """The counters here, the engine's own, and gauges and counters of the moment."""
         moment = CollectorRegistry()
-        moment.register(_Moment(engine, {**self.speeds(), **gauges}, counters))
+        moment.register(_Sample(engine, {**self.speeds(), **gauges}, counters))
         return generate_latest(self.registry) + generate_latest(moment)
 
 
-class _Moment(Collector):
+class _Sample(Collector):
     def __init__(
         self,
         engine: Mapping[str, Any],

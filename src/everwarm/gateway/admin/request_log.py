@@ -41,7 +41,7 @@ class Caller:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class RequestRecord:
     """One choice of a request. Clock times are the gateway's until the engine has said its own."""
 
     id: str
@@ -68,7 +68,7 @@ class Row:
                 self.began_at = time.monotonic()
             case m.PromptRead(n_read=n_read):
                 self.n_read = n_read - self.n_cached
-            case m.Piece(tokens=tokens):
+            case m.TextPiece(tokens=tokens):
                 self.first_at = self.first_at or time.monotonic()
                 self.n_read = self.n_prompt - self.n_cached
                 self.n_reply += len(tokens)
@@ -136,14 +136,14 @@ class Totals:
         return max(0.0, self.n_reused * (seconds_per_token or 0.0) - self.restore_s)
 
 
-class Recent:
+class RequestLog:
     def __init__(self) -> None:
-        self._rows: deque[Row] = deque(maxlen=MOST_KEPT)
+        self._rows: deque[RequestRecord] = deque(maxlen=MOST_KEPT)
         self._totals: dict[str, Totals] = {}
-        self.tell: Callable[[Row], None] | None = None  # whoever watches; None: nobody does
-        self.ended: list[Callable[[Row], None]] = []  # whoever traces or logs
+        self.tell: Callable[[RequestRecord], None] | None = None  # whoever watches; None: nobody does
+        self.ended: list[Callable[[RequestRecord], None]] = []  # whoever traces or logs
 
-    def rows(self, limit: int, namespace: str = "") -> Iterator[Row]:
+    def rows(self, limit: int, namespace: str = "") -> Iterator[RequestRecord]:
         """The newest first, of namespaces that begin so."""
         newest = (row for row in reversed(self._rows) if row.caller.namespace.startswith(namespace))
         return (row for row, _ in zip(newest, range(limit), strict=False))
@@ -162,15 +162,15 @@ class Recent:
         found = (row.id for row in self._rows if row.number == number and row.caller.model == model)
         return next(found, None)
 
-    def follow(self, caller: Caller) -> Follow:
-        return Follow(self, caller)
+    def follow(self, caller: Caller) -> RequestTracker:
+        return RequestTracker(self, caller)
 
-    def begin(self, caller: Caller, index: int) -> Row:
-        row = Row(caller.id if index == 0 else f"{caller.id}-{index}", caller)
+    def begin(self, caller: Caller, index: int) -> RequestRecord:
+        row = RequestRecord(caller.id if index == 0 else f"{caller.id}-{index}", caller)
         self._rows.append(row)
         return row
 
-    def end(self, row: Row) -> None:
+    def end(self, row: RequestRecord) -> None:
         row.number = None
         if row.status == "running":
             row.status = "cancelled"
@@ -181,20 +181,20 @@ class Recent:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class RequestTracker:
     """What happens to the choices of one request is written down, and told to whoever watches."""
 
-    recent: Recent
+    recent: RequestLog
     caller: Caller
 
-    def choice(self, index: int) -> Followed:
-        return Followed(self.recent, self.recent.begin(self.caller, index))
+    def choice(self, index: int) -> TrackedRequest:
+        return TrackedRequest(self.recent, self.recent.begin(self.caller, index))
 
 
 @dataclass(slots=True)
-class Followed:
-    recent: Recent
-    row: Row
+class TrackedRequest:
+    recent: RequestLog
+    row: RequestRecord
     _told_at: float = 0.0
     _wants_progress: bool = True
 
@@ -234,12 +234,12 @@ _KINDS = {
 }
 
 
-def log_request(row: Row) -> None:
+def log_request(row: RequestRecord) -> None:
     if log.isEnabledFor(logging.INFO):
         log.info("%s", line(row), extra={FIELDS: fields(row)})
 
 
-def line(row: Row) -> str:
+def line(row: RequestRecord) -> str:
     """``chat 3,135 tokens: 3,117 reused, 18 read, 48 ms; 12 written, 310 ms; stop; MODEL; req_…``."""
     said = [f"{_kind(row)} {row.n_prompt:,} tokens: {row.n_cached:,} reused, {row.n_read:,} read"]
     first_s = row.first_s()
@@ -251,7 +251,7 @@ def line(row: Row) -> str:
     return "; ".join([*said, _end(row), row.caller.model, row.id])
 
 
-def fields(row: Row) -> Json:
+def fields(row: RequestRecord) -> Json:
     """The same as values, for a log in JSON."""
     first_s = row.first_s()
     return {
@@ -272,11 +272,11 @@ def fields(row: Row) -> Json:
     }
 
 
-def _kind(row: Row) -> str:
+def _kind(row: RequestRecord) -> str:
     return _KINDS.get(row.caller.path, "completion")
 
 
-def _end(row: Row) -> str:
+def _end(row: RequestRecord) -> str:
     """How it ended: the finish reason, or the status with the error's code."""
     if row.status == "done" and row.done is not None:
         return row.done.finish

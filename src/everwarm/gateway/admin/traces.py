@@ -9,14 +9,14 @@ from typing import Any
 
 from everwarm import __version__
 from everwarm.errors import EverwarmError
-from everwarm.gateway.admin.request_log import Row
+from everwarm.gateway.admin.request_log import RequestRecord
 
 PATH = "/v1/traces"
 
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    ended: Callable[[Row], None]
+    ended: Callable[[RequestRecord], None]
     close: Callable[[], None]
 
 
@@ -37,7 +37,7 @@ def traces_to(endpoint: str) -> Traces:
     return Traces(lambda row: _say(tracer, row), provider.shutdown)
 
 
-def _say(tracer: Any, row: Row) -> None:
+def _say(tracer: Any, row: RequestRecord) -> None:
     from opentelemetry.trace import Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -55,7 +55,7 @@ def _say(tracer: Any, row: Row) -> None:
     span.end(at)
 
 
-def attributes(row: Row) -> dict[str, str | int]:
+def attributes(row: RequestRecord) -> dict[str, str | int]:
     """What a span says besides its times; no texts."""
     said: dict[str, str | int] = {
         "gen_ai.request.model": row.caller.model,

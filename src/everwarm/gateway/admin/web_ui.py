@@ -48,7 +48,7 @@ class PageFile:
 
 
 def page_routes() -> list[Route]:
-    home = Home(page_files(FOLDER))
+    home = WebUi(page_files(FOLDER))
     return [Route("/", home.home, methods=["GET"]), Route("/page/{name}", home.file, methods=["GET"])]
 
 
@@ -63,7 +63,7 @@ def _read(path: Path) -> PageFile:
     return PageFile(data, _KINDS[path.suffix], f'"{digest}"')
 
 
-class Home:
+class WebUi:
     def __init__(self, files: dict[str, PageFile]) -> None:
         self._files = files
 

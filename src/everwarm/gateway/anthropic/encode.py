@@ -29,7 +29,7 @@ _ERROR_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class NamedEvent:
     """What is known of a reply before it begins. ``marks_cache``: the client said what is to be kept."""
 
     id: str
@@ -52,7 +52,7 @@ class Frame:
         }
 
 
-def whole(frame: Frame, begun: m.Begun, events: Iterable[Event], done: m.Done, finish: str) -> Json:
+def whole(frame: NamedEvent, begun: m.Begun, events: Iterable[Event], done: m.Done, finish: str) -> Json:
     usage = frame.usage(done.n_prompt, done.n_cached, begun.n_stable, done.n_reply)
     return frame.message(usage, content=content(events), **_end(done, finish, broke_off=False))
 
@@ -88,10 +88,10 @@ def _whole_number(digits: str) -> int | float:
     return number if -(1 << 63) <= number < 1 << 64 else float(digits)
 
 
-class Stream:
+class AnthropicEncoder:
     """The events of one reply, in order: its blocks are opened, filled and closed one after the other."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: NamedEvent) -> None:
         self._frame = frame
         self._n_stable = 0
         self._index = -1

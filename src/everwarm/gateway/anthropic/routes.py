@@ -16,7 +16,7 @@ from everwarm.errors import EverwarmError
 from everwarm.gateway.anthropic import encode as shapes
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body
 from everwarm.gateway.anthropic.to_chat import chat_body
-from everwarm.gateway.chat.stream import Ended, Loading, hear
+from everwarm.gateway.chat.stream import Ended, ModelLoading, stream_chat
 from everwarm.gateway.http.sse import json_response, sse_named
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import Event
@@ -44,19 +44,19 @@ class Anthropic:
 
         (body, chat, marks_cache), n_bytes = await self._service.bodies.read(request, parse)
         model = body.model or self._service.pool.find(None).id
-        frame = shapes.Frame(f"msg_{secrets.token_hex(12)}", model, marks_cache)
+        frame = shapes.NamedEvent(f"msg_{secrets.token_hex(12)}", model, marks_cache)
         if body.stream:
-            frames = self._frames(request, chat, shapes.Stream(frame))
+            frames = self._frames(request, chat, shapes.AnthropicEncoder(frame))
             return self._service.stream(
                 request, frames, n_bytes, error_frame=_error_frame(request), keep_alive_frame=_PING
             )
         with self._service.admitted(request, n_bytes):
             return await self._service.within_time(request, self._whole(request, chat, frame))
 
-    async def _whole(self, request: Request, chat: ChatBody, frame: shapes.Frame) -> Response:
+    async def _whole(self, request: Request, chat: ChatBody, frame: shapes.NamedEvent) -> Response:
         """Heard like a stream, so that both have the same blocks in the same order."""
         begun, said = None, list[Event]()
-        async with contextlib.aclosing(hear(self._service, request, chat)) as heard:
+        async with contextlib.aclosing(stream_chat(self._service, request, chat)) as heard:
             async for event in heard:
                 match event:
                     case m.Begun():
@@ -64,21 +64,23 @@ class Anthropic:
                     case Ended(done=done, finish=finish):
                         assert begun is not None, "a reply ends that never began"
                         return json_response(shapes.whole(frame, begun, said, done, finish))
-                    case Loading() | m.PromptRead():
+                    case ModelLoading() | m.PromptRead():
                         pass
                     case _:
                         said.append(event)
         raise EverwarmError("the reply has no end")
 
-    async def _frames(self, request: Request, chat: ChatBody, stream: shapes.Stream) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(hear(self._service, request, chat)) as heard:
+    async def _frames(
+        self, request: Request, chat: ChatBody, stream: shapes.AnthropicEncoder
+    ) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(stream_chat(self._service, request, chat)) as heard:
             async for event in heard:
                 match event:
                     case m.Begun():
                         told = stream.begun(event)
                     case Ended(done=done, finish=finish):
                         told = stream.ended(done, finish)
-                    case Loading() | m.PromptRead():
+                    case ModelLoading() | m.PromptRead():
                         told = [shapes.PING]
                     case _:
                         told = stream.said(event)

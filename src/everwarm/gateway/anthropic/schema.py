@@ -15,7 +15,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     cache_control: Any = None  # where the client hopes for a cache; never seen by a template
 
 
-class Text(Block, frozen=True, tag="text"):
+class TextBlock(Block, frozen=True, tag="text"):
     text: str
 
 
@@ -28,7 +28,7 @@ class UrlSource(msgspec.Struct, frozen=True, tag_field="type", tag="url"):
     url: str
 
 
-class Image(Block, frozen=True, tag="image"):
+class ImageBlock(Block, frozen=True, tag="image"):
     source: Base64Source | UrlSource
 
 
@@ -37,45 +37,47 @@ class TextSource(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class BlocksSource(msgspec.Struct, frozen=True, tag_field="type", tag="content"):
-    content: str | list[Text]
+    content: str | list[TextBlock]
 
 
-class Document(Block, frozen=True, tag="document"):
+class DocumentBlock(Block, frozen=True, tag="document"):
     source: TextSource | BlocksSource
     title: str | None = None
     context: str | None = None
 
 
-class ToolUse(Block, frozen=True, tag="tool_use"):
+class ToolUseBlock(Block, frozen=True, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResult(Block, frozen=True, tag="tool_result"):
+class ToolResultBlock(Block, frozen=True, tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text | Image | Document] | None = None
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     is_error: bool | None = None
 
 
-class Thinking(Block, frozen=True, tag="thinking"):
+class ThinkingBlock(Block, frozen=True, tag="thinking"):
     thinking: str
 
 
-class RedactedThinking(Block, frozen=True, tag="redacted_thinking"):
+class RedactedThinkingBlock(Block, frozen=True, tag="redacted_thinking"):
     """Thinking of another server, in cipher: nothing to read."""
 
 
-Shown = Text | Image | Document
-AnyBlock = Text | Image | Document | ToolUse | ToolResult | Thinking | RedactedThinking
+Shown = TextBlock | ImageBlock | DocumentBlock
+AnyBlock = (
+    TextBlock | ImageBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+)
 
 
-class Turn(msgspec.Struct, frozen=True):
+class AnthropicMessage(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[AnyBlock]
 
 
-class Tool(msgspec.Struct, frozen=True):
+class AnthropicTool(msgspec.Struct, frozen=True):
     name: Name = ""
     type: Name | None = None
     description: str | None = None
@@ -100,10 +102,10 @@ class Metadata(msgspec.Struct, frozen=True):
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a prompt. The last two are Everwarm's own."""
 
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
-    system: str | list[Text] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     cache_control: Any = None
@@ -116,7 +118,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
         blocks = [self, *(self.tools or ()), *blocks_of(self.system)]
         for turn in self.messages:
             for block in blocks_of(turn.content):
-                blocks += [block, *(blocks_of(block.content) if isinstance(block, ToolResult) else ())]
+                blocks += [block, *(blocks_of(block.content) if isinstance(block, ToolResultBlock) else ())]
         return any(getattr(block, "cache_control", None) is not None for block in blocks)
 
 
@@ -150,5 +152,5 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
 
 def blocks_of(content: Any) -> list[Any]:
     if isinstance(content, str):
-        return [Text(text=content)] if content else []
+        return [TextBlock(text=content)] if content else []
     return list(content or ())

@@ -16,22 +16,22 @@ import msgspec
 
 from everwarm.errors import BadRequest
 from everwarm.gateway.anthropic.schema import (
+    AnthropicMessage,
+    AnthropicTool,
     AnyBlock,
     Base64Source,
     CountBody,
-    Document,
-    Image,
+    DocumentBlock,
+    ImageBlock,
     MessagesBody,
-    RedactedThinking,
+    RedactedThinkingBlock,
     Shown,
-    Text,
+    TextBlock,
     TextSource,
-    Thinking,
-    Tool,
+    ThinkingBlock,
     ToolChoice,
-    ToolResult,
-    ToolUse,
-    Turn,
+    ToolResultBlock,
+    ToolUseBlock,
     UrlSource,
     blocks_of,
 )
@@ -84,11 +84,11 @@ def _response_format(config: Json) -> Json | None:
 # tools
 
 
-def _tools(tools: Sequence[Tool]) -> list[Json]:
+def _tools(tools: Sequence[AnthropicTool]) -> list[Json]:
     return [_tool(tool) for tool in tools if not (tool.type or "").startswith(HARMLESS_TOOLS)]
 
 
-def _tool(tool: Tool) -> Json:
+def _tool(tool: AnthropicTool) -> Json:
     if tool.input_schema is None or not tool.name:
         what = f"type {tool.type[:60]!r}" if tool.type and tool.type != "custom" else f"name {tool.name[:60]!r}"
         raise BadRequest(f"the tool of {what} cannot be used here: give tools a name and an input_schema")
@@ -145,23 +145,23 @@ def chat_messages(body: CountBody) -> list[Json]:
             case "user":
                 _user(said, turn)
             case "system":
-                _remind(said, [Text(text=_wrapped(block.text)) for block in _text_only(turn)])
+                _remind(said, [TextBlock(text=_wrapped(block.text)) for block in _text_only(turn)])
     if not said or said[-1].role in ("system", "assistant"):
         raise BadRequest("the conversation must end with a message of the user; replies cannot be begun for the model")
     return [each.message() for each in said]
 
 
-def _assistant(said: list[_Said], turn: Turn) -> None:
+def _assistant(said: list[_Said], turn: AnthropicMessage) -> None:
     now = _last(said, "assistant")
     for block in blocks_of(turn.content):
         match block:
-            case Text():
+            case TextBlock():
                 now.blocks.append(block)
-            case Thinking(thinking=thought):
+            case ThinkingBlock(thinking=thought):
                 now.thoughts.append(thought)
-            case RedactedThinking():
+            case RedactedThinkingBlock():
                 pass
-            case ToolUse():
+            case ToolUseBlock():
                 arguments = json.dumps(block.input, ensure_ascii=False)
                 function = {"name": block.name, "arguments": arguments}
                 now.calls.append({"id": block.id, "type": "function", "function": function})
@@ -169,16 +169,16 @@ def _assistant(said: list[_Said], turn: Turn) -> None:
                 raise _misplaced(block, "the assistant")
 
 
-def _user(said: list[_Said], turn: Turn) -> None:
+def _user(said: list[_Said], turn: AnthropicMessage) -> None:
     """Results of tools first, then what the user said. A reminder beside results stays with them: as a message of its own
     it would open a new turn, and many templates drop the thinking of the turns before."""
     blocks = blocks_of(turn.content)
     shown: list[Shown] = []
     for block in blocks:
         match block:
-            case ToolResult():
+            case ToolResultBlock():
                 said.append(_Said("tool", _result(block), answers=block.tool_use_id))
-            case Text() | Image() | Document():
+            case TextBlock() | ImageBlock() | DocumentBlock():
                 shown.append(block)
             case _:
                 raise _misplaced(block, "the user")
@@ -203,26 +203,26 @@ def _last(said: list[_Said], role: str) -> _Said:
     return said[-1]
 
 
-def _result(block: ToolResult) -> list[Shown]:
+def _result(block: ToolResultBlock) -> list[Shown]:
     """A mark on the whole result is one on its last block; that it is an error is said in words."""
     blocks: list[Shown] = [*blocks_of(block.content)]
     if block.is_error:
-        blocks = [Text(text="Error:"), *blocks]
+        blocks = [TextBlock(text="Error:"), *blocks]
     if block.cache_control is not None and blocks:
         blocks[-1] = msgspec.structs.replace(blocks[-1], cache_control=block.cache_control)
     return blocks
 
 
-def _text_only(turn: Turn) -> list[Text]:
+def _text_only(turn: AnthropicMessage) -> list[TextBlock]:
     blocks = blocks_of(turn.content)
     for block in blocks:
-        if not isinstance(block, Text):
+        if not isinstance(block, TextBlock):
             raise _misplaced(block, "the system")
     return blocks
 
 
 def _reminds(block: Shown) -> bool:
-    return isinstance(block, Text) and block.text.lstrip().startswith(REMINDER)
+    return isinstance(block, TextBlock) and block.text.lstrip().startswith(REMINDER)
 
 
 def _wrapped(text: str) -> str:
@@ -252,18 +252,18 @@ def _content(blocks: Sequence[Shown], *, separated: bool) -> str | list[Json]:
 
 def _part(block: Shown) -> Json:
     match block:
-        case Text(text=text):
+        case TextBlock(text=text):
             part: Json = {"type": "text", "text": text}
-        case Image(source=Base64Source(data=data, media_type=kind)):
+        case ImageBlock(source=Base64Source(data=data, media_type=kind)):
             part = {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
-        case Image(source=UrlSource(url=url)):
+        case ImageBlock(source=UrlSource(url=url)):
             part = {"type": "image_url", "image_url": {"url": url}}
-        case Document():
+        case DocumentBlock():
             part = {"type": "text", "text": "\n".join(_document(block))}
     return part if block.cache_control is None else {**part, "cache_control": block.cache_control}
 
 
-def _document(block: Document) -> Iterable[str]:
+def _document(block: DocumentBlock) -> Iterable[str]:
     yield from (line for line in (block.title, block.context) if line)
     if isinstance(block.source, TextSource):
         yield block.source.data

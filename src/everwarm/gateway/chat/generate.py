@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from everwarm.engine.process import messages as m
-from everwarm.gateway.admin.request_log import Follow, Followed
+from everwarm.gateway.admin.request_log import RequestTracker, TrackedRequest
 from everwarm.router.supervise.supervisor import Lend, Supervisor, failure
 
-Heard = m.Begun | m.PromptRead | m.Piece | m.Done
+Heard = m.Begun | m.PromptRead | m.TextPiece | m.Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Choice:
 
 
 async def events(
-    supervisor: Supervisor, submits: Sequence[dict[str, Any]], follow: Follow, lend: Lend | None = None
+    supervisor: Supervisor, submits: Sequence[dict[str, Any]], follow: RequestTracker, lend: Lend | None = None
 ) -> AsyncGenerator[Event, None]:
     """All choices at once, as they come. A failed one ends them all with its error; leaving early cancels them all. Where
     there are pictures, the first choice reads them, and the others begin when it has."""
@@ -67,7 +67,7 @@ async def events(
 
 
 async def _heard(
-    supervisor: Supervisor, submit: dict[str, Any], followed: Followed, lend: Lend | None
+    supervisor: Supervisor, submit: dict[str, Any], followed: TrackedRequest, lend: Lend | None
 ) -> AsyncGenerator[Heard, None]:
     """What the engine says to one choice, written down on the way."""
     try:
@@ -91,7 +91,7 @@ async def _pump(
             if index:
                 await is_read.wait()
             async for message in stream:
-                if isinstance(message, m.Piece | m.Done):
+                if isinstance(message, m.TextPiece | m.Done):
                     is_read.set()
                 await queue.put(Event(index, message))
         await queue.put(None)
@@ -115,7 +115,7 @@ async def collect(stream: AsyncGenerator[Event, None], n_choices: int) -> list[C
     async with contextlib.aclosing(stream):
         async for event in stream:
             match event.message:
-                case m.Piece() as piece:
+                case m.TextPiece() as piece:
                     texts[event.index].append(piece.text)
                     tokens[event.index] += piece.tokens
                     probs[event.index] += piece.probs or []

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from everwarm.engine.process import messages as m
-from everwarm.gateway.access.limits import Limits
-from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.access.limits import AdmissionLimits
+from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.router.supervise.supervisor import Supervisor
 
 log = logging.getLogger("everwarm.gateway")
@@ -26,7 +26,7 @@ SETTLE_S = 0.05
 class NextTurn:
     """How a conversation goes on. ``after``: a reply as one message in, the text that is sure to follow out."""
 
-    reader: Callable[[], ReplyReader]
+    reader: Callable[[], OutputParser]
     after: Callable[[dict[str, Any]], str | None]
     add_special: bool
     namespace: str
@@ -36,8 +36,8 @@ class NextTurn:
         return self.after(self.reader().message(reply))
 
 
-class Ahead:
-    def __init__(self, limits: Limits, *, is_on: bool) -> None:
+class NextTurnPrewarmer:
+    def __init__(self, limits: AdmissionLimits, *, is_on: bool) -> None:
         self._limits = limits
         self._is_on = is_on
         self._tasks: dict[asyncio.Task[None], str] = {}  # with the namespaces they are for

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everwarm.config import Form
+from everwarm.config import Constraint
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.canonicalize import Canonical, canonical
 from everwarm.gateway.chat.chat_template import ChatTemplate, Rendered
 from everwarm.gateway.chat.content import breakpoint_in
 from everwarm.gateway.chat.roles import in_known_roles
-from everwarm.gateway.constraints.reply_constraint import chat_form
+from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.parsing.tool_reader import Kind
 from everwarm.types import Json
@@ -38,17 +38,17 @@ class Shown:
 class PreparedChat:
     shown: Shown
     rendered: Rendered
-    form: Form | None
+    form: Constraint | None
     kinds: Mapping[str, Mapping[str, Kind]]  # of the tools that may be called
 
 
 def prepare_chat(
-    body: ChatBody, template: ChatTemplate, notation: Notation, marker: str, *, canonicalise: bool
+    body: ChatBody, template: ChatTemplate, notation: ModelSyntax, marker: str, *, canonicalise: bool
 ) -> PreparedChat:
     """``BadRequest`` where the conversation, or what is said of its reply, cannot be used."""
     shown = show(body, template, marker, canonicalise=canonicalise)
     rendered = template.conversation(shown.messages, **template_options(body))
-    form = chat_form(body, notation, rendered.text)
+    form = chat_constraint(body, notation, rendered.text)
     return PreparedChat(shown, rendered, form, kinds_of(body.tools or ()))
 
 

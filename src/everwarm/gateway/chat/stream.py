@@ -18,7 +18,7 @@ from everwarm.gateway.service import Service
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class ModelLoading:
     """The model is not in memory yet."""
 
     model: str
@@ -33,7 +33,7 @@ class Ended:
     finish: str
 
 
-Heard = Loading | m.Begun | m.PromptRead | output_parser.Event | Ended
+Heard = ModelLoading | m.Begun | m.PromptRead | output_parser.Event | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Whole:
     finish: str
 
 
-async def hear(service: Service, request: Request, body: ChatBody) -> AsyncGenerator[Heard, None]:
+async def stream_chat(service: Service, request: Request, body: ChatBody) -> AsyncGenerator[Heard, None]:
     """The first choice's reply, while it is written."""
     with service.pool.lease(body.model) as lease:
         async for fraction in lease.waiting(LOADING_S):
-            yield Loading(lease.served.id, fraction)
+            yield ModelLoading(lease.served.id, fraction)
         asked = await service.chat_submits(request, body, lease.served)
         reader = asked.reader()
         async for event in service.run(lease.served, asked.first):
             match event.message:
-                case m.Piece() as piece:
+                case m.TextPiece() as piece:
                     for said in reader.read(piece.text):
                         yield said
                 case m.Done() as done:
@@ -65,7 +65,7 @@ async def hear(service: Service, request: Request, body: ChatBody) -> AsyncGener
                     yield other
 
 
-async def hear_out(service: Service, request: Request, body: ChatBody) -> Whole:
+async def collect_chat(service: Service, request: Request, body: ChatBody) -> Whole:
     """The first choice's reply, when it is written."""
     async with service.borrowed(body.model) as served:
         asked = await service.chat_submits(request, body, served)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everwarm.config import MAX_FORM_CHARS, Form, Thought, require
+from everwarm.config import MAX_FORM_CHARS, Constraint, Thought, require
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.tool_grammar import CallRules, call_rules
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
-from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import name_and_schema
 
@@ -20,11 +20,11 @@ Tools = Sequence[Mapping[str, Any]]
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 
 
-def completion_form(body: CompletionBody) -> Form | None:
+def completion_constraint(body: CompletionBody) -> Constraint | None:
     return _said_form(body)
 
 
-def chat_form(body: ChatBody, notation: Notation, prompt: str) -> Form | None:
+def chat_constraint(body: ChatBody, notation: ModelSyntax, prompt: str) -> Constraint | None:
     """As the body asks for, after whatever the model may think first. ``notation`` and ``prompt`` tell how it writes."""
     form, forced = _said_form(body), forced_tools(body.tool_choice, body.tools)
     if form is None and forced is None:
@@ -37,14 +37,14 @@ def chat_form(body: ChatBody, notation: Notation, prompt: str) -> Form | None:
     assert form is not None
     if form.kind == "json_schema" and body.tools and body.tool_choice != "none" and notation.tools:
         return _lark(_calls(body, notation, body.tools), f"calls | answer\nanswer: %json {form.text}", thought)
-    return Form(form.kind, form.text, thought=thought)
+    return Constraint(form.kind, form.text, thought=thought)
 
 
-def _lark(rules: CallRules, start: str, thought: Thought | None) -> Form:
-    return Form("lark", f"start: {start}\n{rules.text}", rules.tags, thought)
+def _lark(rules: CallRules, start: str, thought: Thought | None) -> Constraint:
+    return Constraint("lark", f"start: {start}\n{rules.text}", rules.tags, thought)
 
 
-def _thought(notation: Notation, prompt: str) -> Thought | None:
+def _thought(notation: ModelSyntax, prompt: str) -> Thought | None:
     style = notation.thinking(prompt)
     if style is None or style.begins is Begins.AFTER:
         return None
@@ -54,7 +54,7 @@ def _thought(notation: Notation, prompt: str) -> Thought | None:
 # what was said
 
 
-def _said_form(body: Body) -> Form | None:
+def _said_form(body: Body) -> Constraint | None:
     said = {
         "grammar": _grammar(body.grammar) if body.grammar else None,
         "json_schema": None if body.json_schema is None else _answer(body.json_schema, strict=False),
@@ -66,20 +66,20 @@ def _said_form(body: Body) -> Form | None:
     return next(iter(forms.values()), None)
 
 
-def _answer(schema: Any, *, strict: bool) -> Form:
-    return Form("json_schema", answer_schema(schema, strict=strict))
+def _answer(schema: Any, *, strict: bool) -> Constraint:
+    return Constraint("json_schema", answer_schema(schema, strict=strict))
 
 
-def _grammar(text: str) -> Form:
+def _grammar(text: str) -> Constraint:
     require(len(text) <= MAX_FORM_CHARS, f"the grammar has {len(text)} characters; give at most {MAX_FORM_CHARS}")
     if _LARK.search(text):
-        return Form("lark", text)
+        return Constraint("lark", text)
     if "::=" in text:
-        return Form("gbnf", text)
+        return Constraint("gbnf", text)
     raise BadRequest("grammar is neither GBNF (with a rule `root ::= …`) nor Lark (with a rule `start: …`)")
 
 
-def _response_format(said: Mapping[str, Any]) -> Form | None:
+def _response_format(said: Mapping[str, Any]) -> Constraint | None:
     match said.get("type"):
         case "text":
             return None
@@ -97,7 +97,7 @@ def _response_format(said: Mapping[str, Any]) -> Form | None:
 # calls
 
 
-def _calls(body: ChatBody, notation: Notation, tools: Tools) -> CallRules:
+def _calls(body: ChatBody, notation: ModelSyntax, tools: Tools) -> CallRules:
     format = notation.tools
     if format is None:
         raise BadRequest("this model's chat template teaches no format of tool calls that could be forced")

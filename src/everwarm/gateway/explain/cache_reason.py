@@ -49,7 +49,7 @@ def _status(done: m.Done) -> str:
     return "partial" if done.n_cached else "miss"
 
 
-def _diverged(why: m.Why) -> Json | None:
+def _diverged(why: m.ReadReasonMessage) -> Json | None:
     """Words that nobody asked for are not there."""
     if why.diverged is None:
         return None

@@ -18,7 +18,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.prepare import template_options
 from everwarm.gateway.explain.causes import hints
-from everwarm.gateway.explain.prompt_diff import Difference, Model, Side, compare, surroundings
+from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts, Side, compare, surroundings
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ _PICTURES = ("image_url", "input_image")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PromptSource:
     """What turns a body into tokens."""
 
     name: str
@@ -38,11 +38,11 @@ class Source:
     template: ChatTemplate | None
     bos: str
     adds_bos: bool
-    model: Model
+    model: ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExplainedRequest:
     """A body as it was in a file."""
 
     body: ChatBody | CompletionBody
@@ -58,7 +58,7 @@ class Explained:
     hints: list[str]
 
 
-def read_file(path: Path) -> Asked:
+def read_file(path: Path) -> ExplainedRequest:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -73,12 +73,12 @@ def read_file(path: Path) -> Asked:
     if not isinstance(raw, dict) or not {"messages", "prompt"} & raw.keys():
         raise BadRequest(f"{path} is no request body: it has neither messages (chat) nor prompt (completion)")
     try:
-        return Asked(read(data, ChatBody) if "messages" in raw else read(data, CompletionBody), raw)
+        return ExplainedRequest(read(data, ChatBody) if "messages" in raw else read(data, CompletionBody), raw)
     except BadRequest as error:
         raise BadRequest(f"{path}: {error}") from None
 
 
-def explained(first: Asked, second: Asked, source: Source) -> Explained:
+def explained(first: ExplainedRequest, second: ExplainedRequest, source: PromptSource) -> Explained:
     """What a server that has read the first does with the second."""
     sides = _side(first.body, source), _side(second.body, source)
     same = (first.body.cache_salt or "") == (second.body.cache_salt or "")
@@ -91,14 +91,14 @@ def explained(first: Asked, second: Asked, source: Source) -> Explained:
     return Explained(found, before, known, given, causes)
 
 
-def _side(body: ChatBody | CompletionBody, source: Source) -> Side:
+def _side(body: ChatBody | CompletionBody, source: PromptSource) -> Side:
     side = _chat_side(body, source) if isinstance(body, ChatBody) else _completion_side(body, source)
     if not len(side.prompt):
         raise BadRequest("a prompt is empty: there is nothing to compare")
     return side
 
 
-def _chat_side(body: ChatBody, source: Source) -> Side:
+def _chat_side(body: ChatBody, source: PromptSource) -> Side:
     if source.template is None:
         raise BadRequest(f"{source.name} has no chat template; compare completions, or give another model")
     rendered = source.template.conversation([_told(message) for message in body.messages], **template_options(body))
@@ -113,7 +113,7 @@ def _chat_side(body: ChatBody, source: Source) -> Side:
     return Side(prompt, tuple(counts), stable)
 
 
-def _completion_side(body: CompletionBody, source: Source) -> Side:
+def _completion_side(body: CompletionBody, source: PromptSource) -> Side:
     text, tokens = body.text_or_tokens()
     if text is None:
         return Side(Prompt.of_tokens(tokens or []))

@@ -26,7 +26,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFacts:
     """What decides where a prompt can be gone on from."""
 
     spacing: Spacing
@@ -56,7 +56,7 @@ class Difference:
 
 
 def compare(
-    first: Side, second: Side, model: Model, *, same_namespace: bool = True, use_cache: bool = True
+    first: Side, second: Side, model: ModelFacts, *, same_namespace: bool = True, use_cache: bool = True
 ) -> Difference:
     """What a server that has read the first, and nothing else, does with the second."""
     n_common = int(first.prompt.common_prefix(second.prompt)) if same_namespace else 0
@@ -73,7 +73,7 @@ def compare(
     return Difference(*sizes, kept, resume, n_resume, reason, again if use_cache else Reason.CACHE_OFF)
 
 
-def _kept(side: Side, model: Model) -> tuple[Cut, ...]:
+def _kept(side: Side, model: ModelFacts) -> tuple[Cut, ...]:
     if not model.needs_checkpoints:
         return ()
     n, spacing = len(side.prompt), model.spacing

@@ -13,8 +13,8 @@ import numpy as np
 
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.explain.explain import Source
-from everwarm.gateway.explain.prompt_diff import Model
+from everwarm.gateway.explain.explain import PromptSource
+from everwarm.gateway.explain.prompt_diff import ModelFacts
 from everwarm.prompt.tokenizer import Tokenizer, Tokens
 from everwarm.state.params import CheckpointParams
 
@@ -82,7 +82,7 @@ def _answer(url: str, status: int, data: bytes) -> dict[str, Any]:
     raise EverwarmError(f"{url} answered {status}: {message}")
 
 
-def source_of(url: str, api_key: str | None, model: str | None) -> Source:
+def source_of(url: str, api_key: str | None, model: str | None) -> PromptSource:
     vocab = ServerVocab(url, api_key, model)
     props = vocab.props()
     try:
@@ -94,5 +94,5 @@ def source_of(url: str, api_key: str | None, model: str | None) -> Source:
     params = CheckpointParams(most, every_n_tokens=every)
     spacing = params.fitted(state_bytes=0, kv_bytes_per_token=1, window="window" in kind)
     template = ChatTemplate(text, bos=bos, eos=eos) if text else None
-    plan = Model(spacing, needs_checkpoints=kind != "attention")
-    return Source(url, Tokenizer(vocab), vocab.detokenize, template, bos, adds_bos, plan)
+    plan = ModelFacts(spacing, needs_checkpoints=kind != "attention")
+    return PromptSource(url, Tokenizer(vocab), vocab.detokenize, template, bos, adds_bos, plan)

@@ -62,7 +62,7 @@ class Refusal:
 INVALID = Refusal(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 request")
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     """What a client is sending."""
 
     NOTHING = 1
@@ -70,7 +70,7 @@ class Phase(enum.Enum):
     BODY = 3
 
 
-class Crowd:
+class ConnectionTable:
     """All open connections. When every place is taken, the one that has asked for nothing for longest goes, of the address
     that has most of these; if everybody is being answered, the newcomer is refused."""
 
@@ -111,14 +111,14 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         limits: ConnectionLimits,
-        crowd: Crowd,
+        crowd: ConnectionTable,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.limits = limits
         self.address = ""
         self._crowd = crowd
         self._is_counted = False
-        self._phase = Phase.NOTHING
+        self._phase = ConnectionPhase.NOTHING
         self._is_deaf = False  # nothing more is parsed: the connection ends with what is being said
         self._wrong: Refusal | None = None
         self._n_fed = self._n_head = self._n_headers = 0  # bytes fed of this head, and what was found in it
@@ -199,11 +199,13 @@ class Connection(HttpToolsProtocol):
             if not self._is_deaf:
                 self._refuse(self._wrong or INVALID)
             return
-        if self._phase is Phase.HEAD or self._phase is before is Phase.NOTHING:  # empty lines may stand before a head
+        if (
+            self._phase is ConnectionPhase.HEAD or self._phase is before is ConnectionPhase.NOTHING
+        ):  # empty lines may stand before a head
             self._n_fed += len(piece)
             if self._n_fed > self.limits.max_head_bytes + PIECE_BYTES:
                 self._refuse(self._too_long())
-        elif self._phase is before is Phase.BODY:
+        elif self._phase is before is ConnectionPhase.BODY:
             n_new = self._n_body - n_body
             self._n_framing += len(piece) - n_new
             self._n_silent = 0 if n_new else self._n_silent + len(piece)
@@ -215,7 +217,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(Refusal(HTTPStatus.BAD_REQUEST, message))
 
     def _too_long(self) -> Refusal:
-        if self._phase is Phase.HEAD and not self._n_headers and len(self.url) > self.limits.max_url_bytes:
+        if self._phase is ConnectionPhase.HEAD and not self._n_headers and len(self.url) > self.limits.max_url_bytes:
             most = f"the address of a request may have {self.limits.max_url_bytes:,} bytes"
             return Refusal(HTTPStatus.REQUEST_URI_TOO_LONG, most)
         most = f"a request may have {self.limits.max_headers} headers of {self.limits.max_head_bytes:,} bytes together"
@@ -226,7 +228,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"]["abort"] = self.cut_off
-        self._phase = Phase.HEAD
+        self._phase = ConnectionPhase.HEAD
         self._n_fed = self._n_head = self._n_headers = 0
         self._n_body = self._n_framing = self._n_silent = self._n_body_before = 0
         if not self._is_answering:
@@ -242,7 +244,7 @@ class Connection(HttpToolsProtocol):
         self._n_head += len(name) + len(value) + 4
         if self._n_headers > self.limits.max_headers or self._n_head > self.limits.max_head_bytes:
             self._stop_parsing(self._too_long())
-        if self._phase is Phase.HEAD:  # what comes behind a body changes nothing of what was said before it
+        if self._phase is ConnectionPhase.HEAD:  # what comes behind a body changes nothing of what was said before it
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -250,7 +252,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             self._is_deaf = True
             self._stop_parsing(INVALID)
-        self._phase = Phase.BODY
+        self._phase = ConnectionPhase.BODY
         self._crowd.add_idle(self)  # until its body is there, too
         self._await_client(self.limits.client_timeout_s, self._body_is_late)
         super().on_headers_complete()
@@ -262,7 +264,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._phase = Phase.NOTHING
+        self._phase = ConnectionPhase.NOTHING
         self._n_fed = 0
         self._stop_reading_timer()
         super().on_message_complete()
@@ -273,7 +275,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_counted:
             self._crowd.add_idle(self)
-        if self._phase is Phase.HEAD:
+        if self._phase is ConnectionPhase.HEAD:
             self._await_client(self.limits.head_timeout_s, self._head_is_late)
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self.pause_writing()
@@ -293,7 +295,7 @@ class Connection(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(limit_s, late)
 
     def _head_is_late(self) -> None:
-        if self._phase is Phase.NOTHING:
+        if self._phase is ConnectionPhase.NOTHING:
             return self.cut_off()
         limit_s = self.limits.head_timeout_s
         return self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers took longer than {limit_s:g} s"))

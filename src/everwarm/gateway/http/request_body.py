@@ -37,14 +37,14 @@ _PIECE_BYTES = 1 << 20
 FIRST_S, BYTES_PER_S = 30.0, 128 << 10  # a body has so long, and for every so many bytes that have come a second more
 
 
-class Received(NamedTuple, Generic[T]):
+class ReceivedBody(NamedTuple, Generic[T]):
     """A body, and how many bytes it was."""
 
     body: T
     n_bytes: int
 
 
-class Bodies:
+class BodyReader:
     """``budget_bytes`` of bodies may be read and parsed at a time; a client, told by its address, may have half of it."""
 
     def __init__(self, budget_bytes: int) -> None:
@@ -57,15 +57,15 @@ class Bodies:
         """Being read or parsed just now."""
         return self._n_bytes.total()
 
-    async def read(self, request: Request, parse: Callable[[bytes | bytearray], T]) -> Received[T]:
+    async def read(self, request: Request, parse: Callable[[bytes | bytearray], T]) -> ReceivedBody[T]:
         """``Overloaded`` before or while it is read if there is no room, 408 if it comes too slowly."""
         client = request.client.host if request.client else ""
         with self._counted(client) as count:
             pieces = await self._all(request, count)
             n_bytes = request.state.n_body_bytes = sum(map(len, pieces))
             if n_bytes <= SMALL_BYTES or (n_bytes <= LARGE_BYTES and is_surely_light(pieces[0])):
-                return Received(parse(pieces[0]), n_bytes)
-            return Received(await self.beside(partial(_weighed, parse, pieces)), n_bytes)
+                return ReceivedBody(parse(pieces[0]), n_bytes)
+            return ReceivedBody(await self.beside(partial(_weighed, parse, pieces)), n_bytes)
 
     async def beside(self, work: Callable[[], T]) -> T:
         """On one of the threads for what is large."""

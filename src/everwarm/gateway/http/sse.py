@@ -71,7 +71,7 @@ class EventStream(Response):
         self._keep_alive_frame = keep_alive_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        with self._admitted as place, contextlib.suppress(Hangup):
+        with self._admitted as place, contextlib.suppress(DisconnectWatch):
             await unless_gone(receive, self._stream(send if place is None else _noting(place, send)))
 
     async def _stream(self, send: Send) -> None:
@@ -140,19 +140,19 @@ async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
         raise Forbidden(504, "timeout", f"the request took longer than {limit_s:g} s") from None
 
 
-class Hangup(Exception):
+class DisconnectWatch(Exception):
     """The client has gone; nothing needs to be said any more."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, but drop it with ``Hangup`` as soon as the client hangs up."""
+    """Do the work, but drop it with ``DisconnectWatch`` as soon as the client hangs up."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hung_up(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Hangup
+        raise DisconnectWatch
     finally:
         for future in (task, gone):
             future.cancel()

@@ -134,7 +134,7 @@ def _is_host(host: str) -> bool:
     return re.fullmatch(r"[0-9]+|0x[0-9a-f]*", labels[-1]) is None
 
 
-class Fetcher:
+class ImageDownloader:
     """``resolve``, ``may_connect`` and ``tls`` are for tests: how names are looked up, which addresses count as public,
     and whose certificates are believed."""
 

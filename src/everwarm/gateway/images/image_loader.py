@@ -36,10 +36,10 @@ import msgspec
 
 from everwarm.config import require
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, Overloaded
-from everwarm.gateway.images.image_download import Fetcher, RemotePolicy
+from everwarm.gateway.images.image_download import ImageDownloader, RemotePolicy
 from everwarm.lru import NamespacedLru
 
-__all__ = ["Picture", "PictureLimits", "Pictures", "Sight"]
+__all__ = ["DecodedImage", "ImageLimits", "ImageLoader", "ImageSupport"]
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -52,7 +52,7 @@ _EXAMPLE = "data:image/png;base64,…"
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ImageSupport:
     """A picture without its pixels, and where they came from. ``part`` is the client's, as it is in the body."""
 
     part: Mapping[str, Any]
@@ -65,25 +65,25 @@ class Sight:
         return 3 * self.width * self.height
 
 
-class Pictures:
+class ImageLoader:
     """Owned by one event loop. Children start when they are needed and end with ``close``, or with this process."""
 
     def __init__(
         self,
-        limits: PictureLimits | None = None,
+        limits: ImageLimits | None = None,
         remote: RemotePolicy | None = None,
         *,
-        fetcher: Fetcher | None = None,
+        fetcher: ImageDownloader | None = None,
     ) -> None:
-        self.limits = limits or PictureLimits()
-        self._fetcher = fetcher or (Fetcher(remote) if remote else None)
+        self.limits = limits or ImageLimits()
+        self._fetcher = fetcher or (ImageDownloader(remote) if remote else None)
         self._decoding = Gate(self.limits.n_children, self.limits.max_waiting)
         self._fetching = Gate(_N_FETCHES, self.limits.max_waiting)
         self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-pictures")
-        self._idle: list[Child] = []
-        self._busy: set[Child] = set()
+        self._idle: list[DecoderProcess] = []
+        self._busy: set[DecoderProcess] = set()
         self._flights: dict[tuple[str, bytes], _Flight] = {}  # by namespace and encoded bytes, like both caches
-        self._cache: NamespacedLru[Picture] = NamespacedLru(self.limits.cache_bytes)
+        self._cache: NamespacedLru[DecodedImage] = NamespacedLru(self.limits.cache_bytes)
         self._sizes: NamespacedLru[tuple[int, int, bytes]] = NamespacedLru(_N_SIGHTS)
         self.lending = Lending(self.limits.max_lent_bytes, self.limits.max_waiting)
         self._is_closed = False
@@ -93,16 +93,16 @@ class Pictures:
     def child_pids(self) -> list[int]:
         return [child.pid for child in (*self._idle, *self._busy) if child.pid is not None]
 
-    async def from_parts(self, parts: Sequence[Mapping[str, Any]], namespace: str = "") -> list[Sight]:
+    async def from_parts(self, parts: Sequence[Mapping[str, Any]], namespace: str = "") -> list[ImageSupport]:
         """All pictures of one request, one after the other: so requests take turns, however many pictures they bring. Each
         is decoded unless it is known, and its pixels are kept by the cache alone."""
         limits = self.limits
         if len(parts) > limits.max_pictures_per_request:
             raise BadRequest(f"there are {len(parts)} pictures; send at most {limits.max_pictures_per_request}")
-        sights: list[Sight] = []
+        sights: list[ImageSupport] = []
         n_pixels = 0
         for part in parts:
-            sights.append(Sight(part, *await self._size(await self._encoded(part), namespace)))
+            sights.append(ImageSupport(part, *await self._size(await self._encoded(part), namespace)))
             n_pixels += sights[-1].width * sights[-1].height
             if n_pixels > limits.max_pixels_per_request:
                 most = limits.max_pixels_per_request
@@ -110,21 +110,21 @@ class Pictures:
         return sights
 
     @contextlib.asynccontextmanager
-    async def lent(self, sights: Sequence[Sight], namespace: str = "") -> AsyncIterator[list[Picture]]:
+    async def lent(self, sights: Sequence[ImageSupport], namespace: str = "") -> AsyncIterator[list[DecodedImage]]:
         """Their pixels, each picture once, as soon as there is room for all of them. Who waits for it holds none."""
         each = {sight.digest: sight for sight in sights}.values()
         async with self.lending.of(namespace, sum(sight.n_bytes for sight in each)):
             yield [await self._seen_again(sight, namespace) for sight in each]
 
-    async def from_part(self, part: Mapping[str, Any], namespace: str = "") -> Picture:
+    async def from_part(self, part: Mapping[str, Any], namespace: str = "") -> DecodedImage:
         """A content part of OpenAI's chat completions or responses."""
         return await self.decode(await self._encoded(part), namespace)
 
-    async def decode(self, data: bytes, namespace: str = "") -> Picture:
+    async def decode(self, data: bytes, namespace: str = "") -> DecodedImage:
         """The same bytes are decoded once in each namespace, also when several ask at the same time."""
         return await self._decoded_once(data, (namespace, await self._key(data)))
 
-    async def _decoded_once(self, data: bytes, key: tuple[str, bytes]) -> Picture:
+    async def _decoded_once(self, data: bytes, key: tuple[str, bytes]) -> DecodedImage:
         known = self._cache.get(*key)
         if known is not None:
             self.n_remembered += 1
@@ -183,7 +183,7 @@ class Pictures:
         known = self._sizes.get(*key)
         return _size_of(await self._decoded_once(data, key)) if known is None else known
 
-    async def _seen_again(self, sight: Sight, namespace: str) -> Picture:
+    async def _seen_again(self, sight: ImageSupport, namespace: str) -> DecodedImage:
         picture = await self.from_part(sight.part, namespace)
         if picture.digest != sight.digest:
             raise BadRequest("a picture changed at its address while the request was waiting: send it again")
@@ -197,7 +197,7 @@ class Pictures:
         async with self._fetching.place():
             return await self._fetcher.fetch(url)
 
-    async def _fly(self, flight: _Flight, key: tuple[str, bytes], data: bytes) -> Picture:
+    async def _fly(self, flight: _Flight, key: tuple[str, bytes], data: bytes) -> DecodedImage:
         try:
             async with self._decoding.place():
                 flight.has_begun = True
@@ -213,9 +213,9 @@ class Pictures:
         if self._flights.get(key) is flight:
             del self._flights[key]
 
-    async def _decoded(self, data: bytes) -> Picture:
+    async def _decoded(self, data: bytes) -> DecodedImage:
         loop = asyncio.get_running_loop()
-        child = self._rested() or Child(self.limits)
+        child = self._rested() or DecoderProcess(self.limits)
         self._busy.add(child)
         try:
             await loop.run_in_executor(self._threads, child.start)
@@ -224,14 +224,14 @@ class Pictures:
                 return await loop.run_in_executor(self._threads, child.decode, data)
             finally:
                 timer.cancel()
-        except Died as died:
+        except DecoderDied as died:
             self.n_deaths += 1
             log.warning("a picture of %d bytes (%s) ended its decoder: %s", len(data), data[:8].hex(), died)
             raise self._fatal(died) from None
         finally:
             self._give_back(child)
 
-    def _fatal(self, died: Died) -> BadRequest:
+    def _fatal(self, died: DecoderDied) -> BadRequest:
         if died.was_slow:
             limit_s = self.limits.timeout_s
             return BadRequest(
@@ -241,7 +241,7 @@ class Pictures:
             "the picture cannot be decoded, its decoder died: it is damaged; save it again as PNG or JPEG"
         )
 
-    def _rested(self) -> Child | None:
+    def _rested(self) -> DecoderProcess | None:
         while self._idle:
             child = self._idle.pop()
             if child.is_fit:
@@ -249,7 +249,7 @@ class Pictures:
             self._threads.submit(child.bury)
         return None
 
-    def _give_back(self, child: Child) -> None:
+    def _give_back(self, child: DecoderProcess) -> None:
         if self._is_closed:  # ``close`` buries it
             return
         self._busy.discard(child)
@@ -346,7 +346,7 @@ class _Flight:
     """A picture on its way, and how many wait for it. When nobody does any more it is dropped, unless it is being decoded
     already: then it lands in the cache."""
 
-    task: asyncio.Task[Picture]
+    task: asyncio.Task[DecodedImage]
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -356,7 +356,7 @@ class _Flight:
     def is_deserted(self) -> bool:
         return not self._n_waiting and not self.has_begun
 
-    async def awaited(self) -> Picture:
+    async def awaited(self) -> DecodedImage:
         self._n_waiting += 1
         try:
             return await asyncio.shield(self.task)
@@ -422,7 +422,7 @@ def _too_large(max_bytes: int) -> BadRequest:
     return BadRequest(f"the picture is larger than {max_bytes:,} bytes: send it smaller or more compressed")
 
 
-def _size_of(picture: Picture) -> tuple[int, int, bytes]:
+def _size_of(picture: DecodedImage) -> tuple[int, int, bytes]:
     return picture.width, picture.height, picture.digest
 
 
@@ -443,14 +443,14 @@ _OWN_VARIABLES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class DecodedImage:
     width: int
     height: int
     rgb: bytes  # rows from the top, three bytes for each pixel
     digest: bytes
 
     @classmethod
-    def of(cls, width: int, height: int, rgb: bytes) -> Picture:
+    def of(cls, width: int, height: int, rgb: bytes) -> DecodedImage:
         """The digest covers kind, size, layout and pixels: nothing of the file they came in."""
         assert len(rgb) == 3 * width * height, "rows and size disagree"
         about = struct.pack("<8sII8s", b"image", width, height, b"RGB")
@@ -458,7 +458,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureLimits:
+class ImageLimits:
     max_bytes: int = 20 << 20  # encoded
     max_pixels: int = 40_000_000
     max_side: int = 16_384
@@ -481,7 +481,7 @@ class PictureLimits:
             require(low <= value <= high, f"{name} of pictures is {value}; give {low} to {high}")
 
 
-class Died(Exception):
+class DecoderDied(Exception):
     """A child is gone, in the midst of a picture."""
 
     def __init__(self, why: str, *, was_slow: bool) -> None:
@@ -489,7 +489,7 @@ class Died(Exception):
         self.was_slow = was_slow
 
 
-class Head(msgspec.Struct, frozen=True):
+class DecodedHead(msgspec.Struct, frozen=True):
     """What a child says before the rows."""
 
     ready: bool = False
@@ -498,8 +498,8 @@ class Head(msgspec.Struct, frozen=True):
     wrong: str = ""
 
 
-class Child:
-    def __init__(self, limits: PictureLimits) -> None:
+class DecoderProcess:
+    def __init__(self, limits: ImageLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()  # between starting and killing
         self._process: subprocess.Popen[bytes] | None = None
@@ -533,7 +533,7 @@ class Child:
             head = self._head()
             self._wire.settimeout(None)
         except (OSError, EOFError, msgspec.MsgspecError):
-            head = Head()
+            head = DecodedHead()
         if not head.ready:
             self.kill("it did not start")
             log.error("a picture decoder did not start: %s (%s)", self._why, self._end())
@@ -555,8 +555,8 @@ class Child:
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _OWN_VARIABLES,
         )
 
-    def decode(self, data: bytes) -> Picture:
-        """Blocks. ``BadRequest`` when the child finds the picture wrong, ``Died`` when it finds nothing any more."""
+    def decode(self, data: bytes) -> DecodedImage:
+        """Blocks. ``BadRequest`` when the child finds the picture wrong, ``DecoderDied`` when it finds nothing any more."""
         self.n_pictures += 1
         try:
             self._wire.sendall(len(data).to_bytes(4, "big"))
@@ -570,15 +570,15 @@ class Child:
             raise self._died() from None
         if head.wrong:
             raise BadRequest(f"the picture cannot be used: {head.wrong}")
-        return Picture.of(head.width, head.height, rgb)
+        return DecodedImage.of(head.width, head.height, rgb)
 
-    def _head(self) -> Head:
+    def _head(self) -> DecodedHead:
         n_bytes = int.from_bytes(self._exactly(4), "big")
         if n_bytes > _MAX_HEAD_BYTES:
             raise EOFError
-        return msgspec.json.decode(self._exactly(n_bytes), type=Head)
+        return msgspec.json.decode(self._exactly(n_bytes), type=DecodedHead)
 
-    def _check(self, head: Head) -> None:
+    def _check(self, head: DecodedHead) -> None:
         n_pixels, longest = head.width * head.height, max(head.width, head.height)
         if min(head.width, head.height) < 1 or n_pixels > self._limits.max_pixels or longest > self._limits.max_side:
             raise EOFError
@@ -617,7 +617,7 @@ class Child:
             return signal.Signals(-code).name
         return f"exit code {code}"
 
-    def _died(self) -> Died:
+    def _died(self) -> DecoderDied:
         end = self._end()
         was_slow = self._why == SLOW or end == "SIGXCPU"
-        return Died(f"{self._why} ({end})", was_slow=was_slow)
+        return DecoderDied(f"{self._why} ({end})", was_slow=was_slow)

@@ -87,7 +87,7 @@ class LlamaServer:
                 case m.PromptRead() as so_far:
                     progress = {"prompt_progress": encode.progress(so_far)}
                     yield sse({"index": 0, "content": "", "stop": False, "id_slot": slot, **progress})
-                case m.Piece() as piece:
+                case m.TextPiece() as piece:
                     n_reply += len(piece.tokens)
                     chunk: Json = {"index": 0, "content": piece.text, "tokens": piece.tokens, "stop": False}
                     chunk |= {"id_slot": slot, "tokens_predicted": n_reply, "tokens_evaluated": n_prompt}

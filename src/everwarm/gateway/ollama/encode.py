@@ -34,7 +34,7 @@ def generate_speech(text: str, thinking: str = "", calls: list[Json] | None = No
 
 
 @dataclass(slots=True)
-class Lines:
+class OllamaEncoder:
     """Of one streamed reply. A call is said when it is all there; what broke off is the text it was written as."""
 
     speech: Speech

@@ -18,7 +18,7 @@ from everwarm.errors import EverwarmError, Forbidden
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.access.middleware import ollama_error
 from everwarm.gateway.chat.generate import collect
-from everwarm.gateway.chat.stream import Ended, Heard, Loading, Whole, hear, hear_out
+from everwarm.gateway.chat.stream import Ended, Heard, ModelLoading, Whole, collect_chat, stream_chat
 from everwarm.gateway.http.sse import LOADING_S, EventStream, json_response
 from everwarm.gateway.ollama import encode as shapes
 from everwarm.gateway.ollama.model_list import OllamaModels
@@ -36,7 +36,7 @@ MEDIA_TYPE = "application/x-ndjson"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class OllamaTurn:
     """One request: its body, how its reply is said, and when it came."""
 
     body: OllamaChat | OllamaGenerate
@@ -81,7 +81,7 @@ class Ollama:
         unloads = body.unloads and principal_of(request).is_admin
         if body.unloads and body.only_loads and not unloads:
             raise admin_only("unloading a model (keep_alive 0)")  # in a chat it is only a wish: the model stays
-        turn = Turn(body, speech, body.model or self._service.pool.find(None).id, unloads, time.monotonic())
+        turn = OllamaTurn(body, speech, body.model or self._service.pool.find(None).id, unloads, time.monotonic())
         if body.streams and not body.only_loads:
             return self._stream(request, turn, n_bytes)
         with self._service.admitted(request, n_bytes):
@@ -89,7 +89,7 @@ class Ollama:
             said = await self._service.within_time(request, work)
         return Response(shapes.line(said), media_type=MEDIA_TYPE) if body.streams else json_response(said)
 
-    async def _loaded(self, turn: Turn) -> Json:
+    async def _loaded(self, turn: OllamaTurn) -> Json:
         """Nothing was asked: the model comes, or goes."""
         with self._keeping(turn):
             if not turn.unloads:
@@ -98,16 +98,16 @@ class Ollama:
         reason = "unload" if turn.unloads else "load"
         return turn.line({**turn.speech(""), "done": True, "done_reason": reason})
 
-    async def _whole(self, request: Request, turn: Turn) -> Json:
+    async def _whole(self, request: Request, turn: OllamaTurn) -> Json:
         with self._keeping(turn):
             if isinstance(turn.body, OllamaGenerate) and turn.body.raw:
                 reply = await self._hear_out_raw(request, turn.body.as_completion())
             else:
                 chat = await self._service.bodies.for_request(request, turn.body.as_chat)
-                reply = await hear_out(self._service, request, chat)
+                reply = await collect_chat(self._service, request, chat)
         return turn.end(shapes.whole(turn.speech, reply.message), Ended(reply.done, reply.finish))
 
-    def _stream(self, request: Request, turn: Turn, n_body_bytes: int) -> EventStream:
+    def _stream(self, request: Request, turn: OllamaTurn, n_body_bytes: int) -> EventStream:
         def error_frame(error: EverwarmError) -> bytes:
             return shapes.line(ollama_error(error))
 
@@ -118,8 +118,8 @@ class Ollama:
             frames, admitted, error_frame, limit_s or None, media_type=MEDIA_TYPE, keep_alive_frame=waiting
         )
 
-    async def _frames(self, request: Request, turn: Turn) -> AsyncGenerator[bytes, None]:
-        lines = shapes.Lines(turn.speech)
+    async def _frames(self, request: Request, turn: OllamaTurn) -> AsyncGenerator[bytes, None]:
+        lines = shapes.OllamaEncoder(turn.speech)
         with self._keeping(turn):
             async with contextlib.aclosing(self._heard(request, turn)) as heard:
                 async for one in heard:
@@ -129,11 +129,13 @@ class Ollama:
                     if isinstance(one, Ended):
                         yield shapes.line(turn.end(turn.speech(""), one))
 
-    async def _heard(self, request: Request, turn: Turn) -> AsyncGenerator[Heard, None]:
+    async def _heard(self, request: Request, turn: OllamaTurn) -> AsyncGenerator[Heard, None]:
         if isinstance(turn.body, OllamaGenerate) and turn.body.raw:
             heard = self._hear_raw(request, turn.body.as_completion())
         else:
-            heard = hear(self._service, request, await self._service.bodies.for_request(request, turn.body.as_chat))
+            heard = stream_chat(
+                self._service, request, await self._service.bodies.for_request(request, turn.body.as_chat)
+            )
         async with contextlib.aclosing(heard):
             async for one in heard:
                 yield one
@@ -142,10 +144,10 @@ class Ollama:
         """A reply to a prompt as it is: all of it is text."""
         with self._service.pool.lease(body.model) as lease:
             async for fraction in lease.waiting(LOADING_S):
-                yield Loading(lease.served.id, fraction)
+                yield ModelLoading(lease.served.id, fraction)
             asked = await self._service.completion_submits(request, body, lease.served)
             async for event in self._service.run(lease.served, asked.first):
-                if isinstance(event.message, m.Piece | m.Done):
+                if isinstance(event.message, m.TextPiece | m.Done):
                     yield Text(event.message.text)
                 if isinstance(event.message, m.Done):
                     yield Ended(event.message, finish_reason(event.message))
@@ -157,7 +159,7 @@ class Ollama:
         return Whole({"content": choice.text}, choice.done, finish_reason(choice.done))
 
     @contextlib.contextmanager
-    def _keeping(self, turn: Turn) -> Iterator[None]:
+    def _keeping(self, turn: OllamaTurn) -> Iterator[None]:
         """Afterwards the model leaves, if that was asked for."""
         try:
             yield

@@ -38,7 +38,7 @@ class Call(msgspec.Struct, frozen=True):
     id: Name | None = None
 
 
-class Said(msgspec.Struct, frozen=True):
+class OllamaMessage(msgspec.Struct, frozen=True):
     """A message. ``images`` are base64."""
 
     role: str
@@ -108,7 +108,7 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaChat(OllamaBody, frozen=True, kw_only=True):
-    messages: Annotated[list[Said], Meta(max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
 
     @property
@@ -136,8 +136,8 @@ class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
 
     def as_chat(self) -> ChatBody:
         self._check()
-        system = [Said("system", self.system)] if self.system else []
-        return _chat(self, messages_of([*system, Said("user", self.prompt or "", images=self.images)]), None)
+        system = [OllamaMessage("system", self.system)] if self.system else []
+        return _chat(self, messages_of([*system, OllamaMessage("user", self.prompt or "", images=self.images)]), None)
 
     def as_completion(self) -> CompletionBody:
         self._check()
@@ -162,7 +162,7 @@ class NamedBody(msgspec.Struct, frozen=True):
     name: Name | None = None
 
 
-def messages_of(said: list[Said]) -> list[Json]:
+def messages_of(said: list[OllamaMessage]) -> list[Json]:
     """OpenAI's messages. Calls and their results are matched: by id, by the tool's name, else in order."""
     messages: list[Json] = []
     waiting = _Waiting()
@@ -206,7 +206,7 @@ class _Waiting:
         return None
 
 
-def _content(said: Said) -> str | list[Json]:
+def _content(said: OllamaMessage) -> str | list[Json]:
     text = said.content or ""
     if not said.images:
         return text
@@ -223,7 +223,7 @@ def _call(id: str, function: Function) -> Json:
     return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
-def _answered(said: Said, waiting: _Waiting) -> Json:
+def _answered(said: OllamaMessage, waiting: _Waiting) -> Json:
     """Which call a result belongs to; it waits no longer."""
     id, name = waiting.take(said.tool_call_id, said.tool_name) or (said.tool_call_id, said.tool_name)
     about = {"tool_call_id": said.tool_call_id or id, "name": said.tool_name or name}

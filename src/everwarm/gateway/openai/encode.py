@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from everwarm.engine.process import messages as m
 from everwarm.gateway.chat.generate import Choice
 from everwarm.gateway.explain import cache_reason
-from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.types import Json
 
 _LOWEST = -3.4e38  # JSON knows no infinity
@@ -89,13 +89,13 @@ def legacy_logprobs(probs: Sequence[m.TokenProb]) -> Json:
     }
 
 
-def chat_finish_reason(done: m.Done, reader: ReplyReader) -> str:
+def chat_finish_reason(done: m.Done, reader: OutputParser) -> str:
     reason = finish_reason(done)
     return "tool_calls" if reader.n_calls and reason == "stop" else reason
 
 
 def chat_completion(
-    frame: Json, choices: Sequence[Choice], readers: Sequence[ReplyReader], *, with_probs: bool, prefix: str = ""
+    frame: Json, choices: Sequence[Choice], readers: Sequence[OutputParser], *, with_probs: bool, prefix: str = ""
 ) -> Json:
     listed = [
         {
@@ -117,7 +117,7 @@ def chat_completion(
 
 
 def text_completion(
-    frame: Json, choices: Sequence[Choice], _readers: Sequence[ReplyReader], *, with_probs: bool, prefix: str = ""
+    frame: Json, choices: Sequence[Choice], _readers: Sequence[OutputParser], *, with_probs: bool, prefix: str = ""
 ) -> Json:
     listed = [
         {

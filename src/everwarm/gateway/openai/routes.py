@@ -17,7 +17,7 @@ from everwarm.gateway.explain import cache_reason
 from everwarm.gateway.http.sse import LOADING_S, SSE_DONE, json_response, sse, sse_loading
 from everwarm.gateway.openai import encode
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
-from everwarm.gateway.parsing.output_parser import ReplyReader
+from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.service import Asked, Service
 from everwarm.router.pool import Served
 from everwarm.types import Json
@@ -49,7 +49,14 @@ class OpenAI:
         return await self._answer(request, body, submits, n_bytes, _TEXT, with_probs=body.wanted_probs is not None)
 
     async def _answer(
-        self, request: Request, body: Body, submits: Submits, n_body_bytes: int, shape: Shape, *, with_probs: bool
+        self,
+        request: Request,
+        body: Body,
+        submits: Submits,
+        n_body_bytes: int,
+        shape: ReplyEncoder,
+        *,
+        with_probs: bool,
     ) -> Response:
         """As a stream or whole, whichever was asked for."""
         frame = self._service.frame(shape.prefix, body)
@@ -60,7 +67,9 @@ class OpenAI:
             whole = self._whole(body, submits, frame, shape, with_probs=with_probs)
             return await self._service.within_time(request, whole)
 
-    async def _whole(self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool) -> Response:
+    async def _whole(
+        self, body: Body, submits: Submits, frame: Json, shape: ReplyEncoder, *, with_probs: bool
+    ) -> Response:
         async with self._service.borrowed(body.model) as served:
             asked = await submits(served)
             choices = await collect(self._service.run(served, asked), len(asked.submits))
@@ -70,7 +79,7 @@ class OpenAI:
         return json_response({**answer, **_diagnostics(body, choices[0].done)})
 
     async def _frames(
-        self, body: Body, submits: Submits, frame: Json, shape: Shape, *, with_probs: bool
+        self, body: Body, submits: Submits, frame: Json, shape: ReplyEncoder, *, with_probs: bool
     ) -> AsyncGenerator[bytes, None]:
         dones: dict[int, m.Done] = {}
         with self._service.pool.lease(body.model) as lease:
@@ -96,14 +105,14 @@ def _diagnostics(body: Body, done: m.Done) -> Json:
     return {"prompt_cache_diagnostics": cache_reason.diagnostics(done)} if body.prompt_cache_diagnostics else {}
 
 
-def _chat_chunks(event: Event, reader: ReplyReader, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
+def _chat_chunks(event: Event, reader: OutputParser, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
     """A choice (or none) and what stands beside it, for each chunk an event is worth."""
     match event.message:
         case m.Begun():
             return [(_chat_choice(event.index, {"role": "assistant", "content": ""}), {})]
         case m.PromptRead() as read_so_far:
             return [(None, {"prompt_progress": encode.progress(read_so_far)})]
-        case m.Piece() as piece:
+        case m.TextPiece() as piece:
             probs = encode.logprobs(piece.probs) if with_probs and piece.probs else None
             deltas = reader.feed(piece.text) or ([{"content": ""}] if probs else [])
             return [(_chat_choice(event.index, delta, None if i else probs), {}) for i, delta in enumerate(deltas)]
@@ -118,13 +127,13 @@ def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def _text_chunks(event: Event, _reader: ReplyReader, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
+def _text_chunks(event: Event, _reader: OutputParser, *, with_probs: bool) -> list[tuple[Json | None, Json]]:
     match event.message:
         case m.Begun():
             return []
         case m.PromptRead() as read_so_far:
             return [(None, {"prompt_progress": encode.progress(read_so_far)})]
-        case m.Piece() as piece:
+        case m.TextPiece() as piece:
             if not piece.text and not (with_probs and piece.probs):
                 return []
             probs = encode.legacy_logprobs(piece.probs or []) if with_probs else None
@@ -136,7 +145,7 @@ def _text_chunks(event: Event, _reader: ReplyReader, *, with_probs: bool) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReplyEncoder:
     """What tells chat completions and completions apart on the wire."""
 
     prefix: str
@@ -145,5 +154,5 @@ class Shape:
     chunks: Callable[..., list[tuple[Json | None, Json]]]
 
 
-_CHAT = Shape("chatcmpl", "chat.completion.chunk", encode.chat_completion, _chat_chunks)
-_TEXT = Shape("cmpl", "text_completion", encode.text_completion, _text_chunks)
+_CHAT = ReplyEncoder("chatcmpl", "chat.completion.chunk", encode.chat_completion, _chat_chunks)
+_TEXT = ReplyEncoder("cmpl", "text_completion", encode.text_completion, _text_chunks)

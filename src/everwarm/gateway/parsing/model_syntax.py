@@ -15,7 +15,7 @@ TAIL = 64  # characters of a prompt's end that say how its reply begins
 
 
 @dataclass(frozen=True, slots=True)
-class Notation:
+class ModelSyntax:
     template: str
     tool_format: ToolFormat = "auto"
     thinking_tags: ThinkingTags = "auto"

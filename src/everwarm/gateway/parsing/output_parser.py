@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from everwarm.gateway.parsing.model_syntax import Notation
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from everwarm.gateway.parsing.reasoning import Reasoning, ReasoningParser, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded, ToolParser, settled
 from everwarm.gateway.parsing.tool_reader import Kind
@@ -13,7 +13,7 @@ from everwarm.types import Json
 Event = Reasoning | Text | CallBegun | CallArguments | CallEnded
 
 
-class ReplyReader:
+class OutputParser:
     """Of one reply: fed with its text in order. With ``one_call`` nothing is said after the first whole call."""
 
     def __init__(
@@ -27,13 +27,13 @@ class ReplyReader:
     @classmethod
     def of(
         cls,
-        notation: Notation,
+        notation: ModelSyntax,
         prompt: str,
         kinds: Mapping[str, Mapping[str, Kind]] | None,
         *,
         with_thinking: bool,
         one_call: bool = False,
-    ) -> ReplyReader:
+    ) -> OutputParser:
         """As the model writes after a prompt that ends so. Without ``kinds``, of the tools there are, nothing is a call;
         thinking may stay text."""
         style = notation.thinking(prompt) if with_thinking else None

@@ -1,6 +1,6 @@
 """How models write tool calls: JSON, XML-like and Python-like, read while they are being written.
 
-Each format is a generator over a ``Reader``: it takes what it understands, yields where the text so far says too little,
+Each format is a generator over a ``ToolReader``: it takes what it understands, yields where the text so far is too short,
 and raises ``NotACall`` where it cannot be a call. It says of a call only what is certain. Pure: knows text; knows no
 tokens, no HTTP and no tool's meaning.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reader, Reading
+from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader
 from everwarm.gateway.parsing.tool_values import (
     Say,
     as_object,
@@ -32,10 +32,10 @@ _XML_KEY = re.compile(r"[^<>\r\n]+")
 _PYTHON_KEY = re.compile(r"[-.\w]+")
 FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 
-Section = Callable[[Reader, str, str], Reading[None]]
+Section = Callable[[ToolReader, str, str], Reading[None]]
 
 
-def json_section(r: Reader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - every format is called alike
+def json_section(r: ToolReader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - every format is called alike
     """One call as an object, or several: in a list, or one after the other."""
     listed = (yield from r.spaces()) == "["
     if listed:
@@ -44,7 +44,7 @@ def json_section(r: Reader, opener: str, closer: str) -> Reading[None]:  # noqa:
     yield from _json_calls(r, closer, listed=listed)
 
 
-def _json_calls(r: Reader, closer: str, *, listed: bool) -> Reading[None]:
+def _json_calls(r: ToolReader, closer: str, *, listed: bool) -> Reading[None]:
     while True:
         yield from _json_call(r)
         follows = yield from r.spaces()
@@ -61,7 +61,7 @@ def _json_calls(r: Reader, closer: str, *, listed: bool) -> Reading[None]:
     yield from _close(r, closer)
 
 
-def _close(r: Reader, closer: str) -> Reading[None]:
+def _close(r: ToolReader, closer: str) -> Reading[None]:
     """A closing tag may be missing: it may have been the end of the reply."""
     yield from r.spaces()
     if closer:
@@ -69,7 +69,7 @@ def _close(r: Reader, closer: str) -> Reading[None]:
     r.end()
 
 
-def _json_call(r: Reader) -> Reading[None]:
+def _json_call(r: ToolReader) -> Reading[None]:
     name, arguments = "", ""
     r.take_one("{")
     while True:
@@ -98,13 +98,13 @@ def _json_call(r: Reader) -> Reading[None]:
     r.whole()
 
 
-def _begin(r: Reader, name: str) -> None:
+def _begin(r: ToolReader, name: str) -> None:
     if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
         raise NotACall
     r.begin(name)
 
 
-def xml_section(r: Reader, opener: str, closer: str) -> Reading[None]:
+def xml_section(r: ToolReader, opener: str, closer: str) -> Reading[None]:
     """A function with its parameters as tags. The outer tag may be missing, and a model may fall back to JSON."""
     if opener != FUNCTION:
         if (yield from r.spaces()) == "{":
@@ -131,7 +131,7 @@ def xml_section(r: Reader, opener: str, closer: str) -> Reading[None]:
     yield from _close(r, closer)
 
 
-def _xml_parameter(r: Reader, tool: str, before: str) -> Reading[None]:
+def _xml_parameter(r: ToolReader, tool: str, before: str) -> Reading[None]:
     key = (yield from r.match(_XML_KEY, MAX_KEY_CHARS)).strip()
     r.take_one(">")
     kind = r.kind(tool, key)
@@ -144,7 +144,7 @@ def _xml_parameter(r: Reader, tool: str, before: str) -> Reading[None]:
         r.say(f"{before}{quoted(key)}: {bare_as_json(kind, value)}")
 
 
-def _xml_text(r: Reader, say: Say) -> Reading[None]:
+def _xml_text(r: ToolReader, say: Say) -> Reading[None]:
     """A parameter's text and its closing tag; one line end on either side belongs to the tags."""
     yield from r.word("\r\n", "\n")
     while True:
@@ -166,7 +166,7 @@ def _xml_text(r: Reader, say: Say) -> Reading[None]:
         yield from r.more()
 
 
-def python_section(r: Reader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - as above
+def python_section(r: ToolReader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - as above
     """Calls as in Python, with named arguments, in a list; or as JSON, which a prompt may ask for."""
     begins = yield from r.spaces()
     if begins == "[":
@@ -187,7 +187,7 @@ def python_section(r: Reader, opener: str, closer: str) -> Reading[None]:  # noq
     yield from _close(r, closer)
 
 
-def _python_call(r: Reader) -> Reading[None]:
+def _python_call(r: ToolReader) -> Reading[None]:
     name = yield from r.match(_NAME, MAX_NAME_CHARS)
     yield from r.spaces()
     r.take_one("(")
@@ -213,7 +213,7 @@ def _python_call(r: Reader) -> Reading[None]:
     r.whole()
 
 
-def _python_argument(r: Reader, kind: Kind) -> Reading[None]:
+def _python_argument(r: ToolReader, kind: Kind) -> Reading[None]:
     if kind.is_string and r.peek() in ("'", '"'):
         yield from python_string(r, r.say)
     else:

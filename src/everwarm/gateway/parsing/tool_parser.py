@@ -24,8 +24,8 @@ from everwarm.gateway.parsing.tool_reader import (
     Event,
     Kind,
     NotACall,
-    Reader,
     Reading,
+    ToolReader,
 )
 
 __all__ = [
@@ -96,7 +96,7 @@ class ToolParser:
     ) -> None:
         self._format = TOOL_FORMATS[format]
         self._opener = re.compile("|".join(map(re.escape, self._format.tags)))
-        self._reader = Reader(kinds_of(tools) if kinds is None else kinds, new_id)
+        self._reader = ToolReader(kinds_of(tools) if kinds is None else kinds, new_id)
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Event]:

@@ -62,7 +62,7 @@ class Kind(msgspec.Struct, frozen=True):
 UNKNOWN = Kind()
 
 
-class Reader:
+class ToolReader:
     """The text that has come and not been taken, and what is to be said about it. ``_raw`` was taken: its first
     ``_n_shown`` pieces have become part of a call, the others come out as text if it is none."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import TypeVar
 
-from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reader, Reading
+from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader
 
 T = TypeVar("T")
 Say = Callable[[str], object]
@@ -38,19 +38,19 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def kept(value: Callable[[Reader, Say], Reading[None]], r: Reader) -> Reading[str]:
+def kept(value: Callable[[ToolReader, Say], Reading[None]], r: ToolReader) -> Reading[str]:
     """A value's JSON, not said yet."""
     pieces: list[str] = []
     yield from value(r, pieces.append)
     return "".join(pieces)
 
 
-def json_text(r: Reader) -> Reading[str]:
+def json_text(r: ToolReader) -> Reading[str]:
     text: str = json.loads((yield from kept(_json_string, r)))
     return text
 
 
-def json_value(r: Reader, say: Say) -> Reading[None]:
+def json_value(r: ToolReader, say: Say) -> Reading[None]:
     """Any value, spelled as the model did: it will read its own words again in the next turn."""
     inside: list[str] = []
     while True:
@@ -78,7 +78,7 @@ def json_value(r: Reader, say: Say) -> Reading[None]:
         yield from _json_key(r, say, inside[-1])
 
 
-def _json_key(r: Reader, say: Say, inside: str) -> Reading[None]:
+def _json_key(r: ToolReader, say: Say, inside: str) -> Reading[None]:
     if inside == "{":
         yield from r.spaces(say)
         yield from _json_string(r, say)
@@ -86,7 +86,7 @@ def _json_key(r: Reader, say: Say, inside: str) -> Reading[None]:
         say(r.take_one(":"))
 
 
-def _json_string(r: Reader, say: Say) -> Reading[None]:
+def _json_string(r: ToolReader, say: Say) -> Reading[None]:
     """Line ends are escaped where the model forgot to, and so are backslashes that begin no escape."""
     say(r.take_one('"'))
     while True:
@@ -106,7 +106,7 @@ def _json_string(r: Reader, say: Say) -> Reading[None]:
             yield from r.more()
 
 
-def python_value(r: Reader, say: Say, depth: int = 0) -> Reading[None]:
+def python_value(r: ToolReader, say: Say, depth: int = 0) -> Reading[None]:
     """A literal, as JSON."""
     begins = yield from r.spaces()
     if begins in ("'", '"'):
@@ -117,7 +117,7 @@ def python_value(r: Reader, say: Say, depth: int = 0) -> Reading[None]:
         say(_python_atom((yield from r.match(_ATOM, MAX_ATOM_CHARS))))
 
 
-def _python_container(r: Reader, say: Say, depth: int) -> Reading[None]:
+def _python_container(r: ToolReader, say: Say, depth: int) -> Reading[None]:
     begins = r.take_one("[({")
     closes, n_items = _CLOSES[begins], 0
     say("{" if begins == "{" else "[")
@@ -141,7 +141,7 @@ def _python_container(r: Reader, say: Say, depth: int) -> Reading[None]:
     say("}" if begins == "{" else "]")
 
 
-def python_string(r: Reader, say: Say) -> Reading[None]:
+def python_string(r: ToolReader, say: Say) -> Reading[None]:
     """A quote ends the string only where a value may end: models forget to escape apostrophes."""
     quote = r.take_one("'\"")
     say('"')
@@ -218,7 +218,7 @@ def literal_as_json(kind: Kind, value: str) -> str:
 def _python_as_json(text: str) -> str | None:
     if not text.startswith(("{", "[", "(", "True", "False", "None")):
         return None
-    r = Reader({}, str)
+    r = ToolReader({}, str)
     r.text, r.final = text + " ", True  # a space, so that the last word is known to end
     try:
         value = _run(kept(python_value, r))

@@ -81,7 +81,7 @@ class _Open:
         return {"item_id": self.item["id"], "output_index": self.index}
 
 
-class Teller:
+class ResponsesEncoder:
     """Of one response: told what is heard, says it in events."""
 
     def __init__(self, response: Json, tools: Offered, *, seals: bool = False, summarises: bool = False) -> None:
@@ -95,7 +95,7 @@ class Teller:
         self.has_begun = False
 
     @classmethod
-    def of(cls, body: ResponsesBody, response: Json, tools: Offered) -> Teller:
+    def of(cls, body: ResponsesBody, response: Json, tools: Offered) -> ResponsesEncoder:
         return cls(response, tools, seals=body.seals_reasoning, summarises=body.wants_summary)
 
     def begin(self) -> list[Json]:

@@ -43,16 +43,16 @@ _TABLES = (  # apart, because a use writes a row again
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLimits:
+class ResponseLimits:
     max_responses: int
     max_bytes: int
 
 
-ON_DISK = KeptLimits(20_000, 512 << 20)
-IN_MEMORY = KeptLimits(20_000, 128 << 20)
+ON_DISK = ResponseLimits(20_000, 512 << 20)
+IN_MEMORY = ResponseLimits(20_000, 128 << 20)
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredResponse(msgspec.Struct, frozen=True):
     """What one response added. ``response`` as it was answered, with its output."""
 
     input: list[Json]
@@ -81,13 +81,13 @@ class LinkMissing(Exception):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Kept).decode
+_decode = msgspec.json.Decoder(StoredResponse).decode
 
 
-class KeptResponses:
+class ResponseStore:
     """Opened at its first use; from any thread. What the disk refuses is logged and missed, never an accident."""
 
-    def __init__(self, directory: str | None, limits: KeptLimits | None = None) -> None:
+    def __init__(self, directory: str | None, limits: ResponseLimits | None = None) -> None:
         self._path = Path(directory).expanduser() / FILE if directory is not None else None
         self._limits = limits or (IN_MEMORY if directory is None else ON_DISK)
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class KeptResponses:
                 self._opened.close()
                 self._opened = None
 
-    def keep(self, namespace: str, kept: Kept) -> bool:
+    def keep(self, namespace: str, kept: StoredResponse) -> bool:
         """Whether it is there now, and will be after a crash of this process."""
         body = _encode(kept)
         try:
@@ -115,7 +115,7 @@ class KeptResponses:
             return False
         return True
 
-    def get(self, namespace: str, id: str) -> Kept | None:
+    def get(self, namespace: str, id: str) -> StoredResponse | None:
         try:
             with self._transaction() as database:
                 return _read(database, namespace, id)
@@ -123,10 +123,10 @@ class KeptResponses:
             log.warning("a response cannot be read: %s", error)
             return None
 
-    def chain(self, namespace: str, id: str) -> list[Kept]:
+    def chain(self, namespace: str, id: str) -> list[StoredResponse]:
         """The conversation that ends with this response, oldest first. ``LinkMissing`` if any of it is gone, ``BadRequest``
         if it is too much to be read at once."""
-        found: list[Kept] = []
+        found: list[StoredResponse] = []
         try:
             with self._transaction() as database:
                 _require_small(database, _chain_ids(database, namespace, id))
@@ -196,7 +196,7 @@ class KeptResponses:
 
 
 @dataclass(slots=True)
-class Share:
+class NamespaceShare:
     """What one namespace keeps. ``rows``: ids with their sizes, the next to go first."""
 
     n: int
@@ -204,7 +204,7 @@ class Share:
     rows: Iterator[tuple[str, int]]
 
 
-def victims(shares: list[Share], limits: KeptLimits) -> list[str]:
+def victims(shares: list[NamespaceShare], limits: ResponseLimits) -> list[str]:
     """Of whoever has most, the least recently used first, until there are few enough."""
     n, n_bytes = sum(share.n for share in shares), sum(share.n_bytes for share in shares)
     gone = []
@@ -221,11 +221,11 @@ def victims(shares: list[Share], limits: KeptLimits) -> list[str]:
     return gone
 
 
-def _shares(database: sqlite3.Connection, newest: str) -> list[Share]:
+def _shares(database: sqlite3.Connection, newest: str) -> list[NamespaceShare]:
     """All but the newest may go; of one conversation the later ones first, so that what stays is whole."""
     rows = "SELECT id, n_bytes FROM responses WHERE namespace = ? AND id != ? ORDER BY used, rowid DESC"
     sums = database.execute("SELECT namespace, COUNT(*), SUM(n_bytes) FROM responses GROUP BY namespace").fetchall()
-    return [Share(n, n_bytes, database.execute(rows, (namespace, newest))) for namespace, n, n_bytes in sums]
+    return [NamespaceShare(n, n_bytes, database.execute(rows, (namespace, newest))) for namespace, n, n_bytes in sums]
 
 
 def _next_use(database: sqlite3.Connection) -> int:
@@ -237,7 +237,7 @@ def _size(database: sqlite3.Connection) -> tuple[int, int]:
     return int(n), int(n_bytes)
 
 
-def _read(database: sqlite3.Connection, namespace: str, id: str) -> Kept | None:
+def _read(database: sqlite3.Connection, namespace: str, id: str) -> StoredResponse | None:
     query = "SELECT body FROM responses JOIN bodies USING (id) WHERE id = ? AND namespace = ?"
     row = database.execute(query, (id, namespace)).fetchone()
     try:

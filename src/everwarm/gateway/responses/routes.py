@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.errors import BadRequest, EverwarmError, PreviousNotFound, ResponseNotFound
-from everwarm.gateway.chat.stream import Ended, Loading, hear
+from everwarm.gateway.chat.stream import Ended, ModelLoading, stream_chat
 from everwarm.gateway.http.sse import EventStream, json_response, sse, sse_loading
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
-from everwarm.gateway.responses.encode import Teller, skeleton
-from everwarm.gateway.responses.response_store import Kept, KeptResponses, LinkMissing
+from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
+from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
 from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items
 from everwarm.gateway.service import Service
 from everwarm.types import Json
@@ -33,7 +33,7 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
 
 class Responses:
-    def __init__(self, service: Service, kept: KeptResponses) -> None:
+    def __init__(self, service: Service, kept: ResponseStore) -> None:
         self._service = service
         self._kept = kept
 
@@ -76,7 +76,7 @@ class Responses:
         items = (await self._found(request)).input
         return json_response(_page(items, dict(request.query_params)))
 
-    async def _found(self, request: Request) -> Kept:
+    async def _found(self, request: Request) -> StoredResponse:
         id = request.path_params["id"]
         kept = await asyncio.to_thread(self._kept.get, self._namespace(request), id)
         if kept is None:
@@ -90,44 +90,44 @@ class Responses:
 class _Turn:
     """One response from its body to its last event."""
 
-    def __init__(self, service: Service, kept: KeptResponses, request: Request, body: ResponsesBody) -> None:
+    def __init__(self, service: Service, kept: ResponseStore, request: Request, body: ResponsesBody) -> None:
         self._service, self._kept, self._request, self._body = service, kept, request, body
         self._namespace = service.namespace(request, body.cache_salt)
         self._id = f"resp_{secrets.token_hex(12)}"
-        self._teller: Teller | None = None
+        self._teller: ResponsesEncoder | None = None
 
     async def whole(self) -> Json:
         last: Json = {}
         async with contextlib.aclosing(self._events()) as events:
             async for event in events:
-                last = last if isinstance(event, Loading) else event
+                last = last if isinstance(event, ModelLoading) else event
         response: Json = last["response"]
         return response
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._events()) as events:
             async for event in events:
-                yield sse_loading(event.model, event.fraction) if isinstance(event, Loading) else _frame(event)
+                yield sse_loading(event.model, event.fraction) if isinstance(event, ModelLoading) else _frame(event)
 
     def error_frame(self, error: EverwarmError) -> bytes:
         if self._teller is None:
             return _frame({"type": "error", "sequence_number": 0, "code": error.code, "message": str(error)})
         return b"".join(map(_frame, self._teller.fail(error)))
 
-    async def _events(self) -> AsyncGenerator[Json | Loading, None]:
+    async def _events(self) -> AsyncGenerator[Json | ModelLoading, None]:
         body = self._body
         before = await self._before()
         aside, request = self._service.bodies.for_request, self._request
         items = await aside(request, partial(own_items, body, self._id.removeprefix("resp_"), self._item_finder()))
         turn = await aside(request, lambda: asked(body, [*before, *items]))
         model = body.model or self._service.pool.find(body.model).id
-        self._teller = teller = Teller.of(
+        self._teller = teller = ResponsesEncoder.of(
             body, skeleton(body, self._id, model, int(time.time()), turn.tools), turn.tools
         )
-        async with contextlib.aclosing(hear(self._service, self._request, turn.chat)) as heard:
+        async with contextlib.aclosing(stream_chat(self._service, self._request, turn.chat)) as heard:
             async for what in heard:
                 match what:
-                    case Loading():
+                    case ModelLoading():
                         yield what
                     case Reasoning() | Text() | CallBegun() | CallArguments() | CallEnded():
                         for event in teller.say(what):
@@ -136,7 +136,7 @@ class _Turn:
                         *rest, last = teller.end(done, finish)
                         for event in rest:
                             yield event
-                        await self._keep(Kept(items, last["response"]))
+                        await self._keep(StoredResponse(items, last["response"]))
                         yield last
                     case _:
                         for event in teller.begin():
@@ -176,7 +176,7 @@ class _Turn:
 
         return find
 
-    async def _keep(self, kept: Kept) -> None:
+    async def _keep(self, kept: StoredResponse) -> None:
         if self._body.is_stored:
             await asyncio.to_thread(self._kept.keep, self._namespace, kept)
 

@@ -184,14 +184,14 @@ def _normal(item: Json, tail: str) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponsesRequest:
     """What is asked of the model, and what its calls are to be named."""
 
     chat: ChatBody
     tools: Offered
 
 
-def asked(body: ResponsesBody, items: Sequence[Json]) -> Asked:
+def asked(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest:
     """``items``: the whole conversation, oldest first."""
     tools = offered(body.tools)
     instructions = body.instructions
@@ -211,7 +211,7 @@ def asked(body: ResponsesBody, items: Sequence[Json]) -> Asked:
     }
     if body.max_output_tokens is not None:
         told["max_completion_tokens"] = body.max_output_tokens
-    return Asked(ChatBody(**(shared | told)), tools)
+    return ResponsesRequest(ChatBody(**(shared | told)), tools)
 
 
 def _thinking(wish: ReasoningWish | None) -> Json:

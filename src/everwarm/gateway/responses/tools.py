@@ -20,7 +20,7 @@ MAX_TOOLS = 1024
 INPUT = "input"
 
 
-class Tool(msgspec.Struct, frozen=True):
+class ResponsesTool(msgspec.Struct, frozen=True):
     """Of any type. ``tools``: those of a namespace; ``format``: the grammar of a custom tool's text."""
 
     type: str
@@ -89,9 +89,9 @@ def _functions(said: Json, namespace: str | None = None) -> Iterator[tuple[Origi
             return
 
 
-def _read(said: Json) -> Tool:
+def _read(said: Json) -> ResponsesTool:
     try:
-        return msgspec.convert(said, Tool)
+        return msgspec.convert(said, ResponsesTool)
     except msgspec.ValidationError as error:
         raise BadRequest(f"a tool cannot be used: {error}") from None
 

@@ -14,7 +14,7 @@ import msgspec
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from everwarm.config import Form, Thought
+from everwarm.config import Constraint, Thought
 
 _ANY = "/(?s:.)*/"
 _GAP = r"/[ \t\r\n]{0,8}/"
@@ -31,7 +31,7 @@ class Words(msgspec.Struct, frozen=True):
     eog: list[int]  # the first one ends a reply, the others do so as well
 
 
-def grammar_of(form: Form, words: Words) -> str:
+def grammar_of(form: Constraint, words: Words) -> str:
     """Raises whatever parsing the form's text raises."""
     body = _body(form, words)
     if form.thought is None:
@@ -39,7 +39,7 @@ def grammar_of(form: Form, words: Words) -> str:
     return json.dumps({"grammars": [{"lark_grammar": _thinking(form.thought, words)}, {"name": "body", **body}]})
 
 
-def _body(form: Form, words: Words) -> dict[str, Any]:
+def _body(form: Constraint, words: Words) -> dict[str, Any]:
     match form.kind:
         case "json_schema":
             return {"json_schema": json.loads(form.text)}

@@ -14,8 +14,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from everwarm.config import Form
-from everwarm.errors import BadRequest, FormFailed
+from everwarm.config import Constraint
+from everwarm.errors import BadRequest, ConstraintFailed
 from everwarm.llama import abi
 from everwarm.llama.constraints.grammar import Words
 from everwarm.llama.constraints.trial import LIMITS, STACK_BYTES, Trial
@@ -37,7 +37,7 @@ class Matcher:
         self._banned = banned
         self._mask = np.zeros((n_tokens + 31) // 32 * 4, np.uint8)
         self.is_complete = False
-        self.error: FormFailed | None = None
+        self.error: ConstraintFailed | None = None
 
     def look(self) -> bool:
         """Finds out what may come next. False: nothing, because the form is complete or cannot be followed."""
@@ -63,14 +63,14 @@ class Matcher:
 
     def _failed(self) -> bool:
         if self._native.is_error():
-            self.error = FormFailed(
+            self.error = ConstraintFailed(
                 f"the reply cannot be kept to its form any longer: {self._native.get_error()[:300]}"
             )
         return self.error is not None
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledForm:
+class CompiledConstraint:
     """A form that any number of replies can be kept to."""
 
     _native: LLMatcher
@@ -81,7 +81,7 @@ class CompiledForm:
         return Matcher(self._native.deep_copy(), self._vocab.n_tokens, banned)
 
 
-class Forms(Closing):
+class ConstraintCompiler(Closing):
     """Everything about a vocabulary's forms. The first one costs a look at every token.
 
     For any number of threads: each that compiles has a trial of its own, and whoever asks for what is known waits for
@@ -89,17 +89,17 @@ class Forms(Closing):
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._known: NamespacedLru[CompiledForm | str] = NamespacedLru(_MAX_KNOWN)  # or why not
+        self._known: NamespacedLru[CompiledConstraint | str] = NamespacedLru(_MAX_KNOWN)  # or why not
         self._lock = threading.Lock()
         self._idle: list[Trial] = []
         self._trials: list[Trial] = []
 
-    def is_settled(self, form: Form, namespace: str = "") -> bool:
+    def is_settled(self, form: Constraint, namespace: str = "") -> bool:
         """Whether ``compile`` answers at once."""
         with self._lock:
             return self._known.get(namespace, form) is not None
 
-    def compile(self, form: Form, namespace: str = "") -> CompiledForm:
+    def compile(self, form: Constraint, namespace: str = "") -> CompiledConstraint:
         """Or BadRequest, in the library's words. What was refused is refused again without another trial. Each namespace
         has its own: else time would tell what others ask for."""
         with self._lock:
@@ -112,7 +112,7 @@ class Forms(Closing):
             raise BadRequest(known)
         return known
 
-    def _tried(self, form: Form) -> CompiledForm | str:
+    def _tried(self, form: Constraint) -> CompiledConstraint | str:
         with self._lock:
             trial = self._idle.pop() if self._idle else self._new_trial()
         try:
@@ -127,13 +127,13 @@ class Forms(Closing):
         self._trials.append(Trial(self._words))
         return self._trials[-1]
 
-    def _compiled(self, form: Form, trial: Trial) -> CompiledForm:
+    def _compiled(self, form: Constraint, trial: Trial) -> CompiledConstraint:
         grammar = trial.grammar(form)
         native = _with_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
         native.compute_bitmask()
         if native.is_error():
             raise BadRequest(f"the schema or grammar cannot be used: {native.get_error()[:300]}")
-        return CompiledForm(native, self._vocab)
+        return CompiledConstraint(native, self._vocab)
 
     @functools.cached_property
     def _words(self) -> Words:

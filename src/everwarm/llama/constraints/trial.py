@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from everwarm.config import Form
+from everwarm.config import Constraint
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.constraints.grammar import Words, grammar_of
 
@@ -49,7 +49,7 @@ class Trial:
         self._words = words
         self._child: subprocess.Popen[bytes] | None = None
 
-    def grammar(self, form: Form) -> str:
+    def grammar(self, form: Constraint) -> str:
         """The form's grammar, or BadRequest with the reason. Not for two threads at once."""
         child = self._running()
         try:
@@ -142,7 +142,7 @@ class _Bytes:
         return [self._n_named + byte for byte in text]
 
 
-def try_out(form: Form, words: Words, tokenizer: LLTokenizer) -> Tried:
+def try_out(form: Constraint, words: Words, tokenizer: LLTokenizer) -> Tried:
     try:
         grammar = grammar_of(form, words)
     except Exception as error:  # noqa: BLE001 - whatever a text does to a parser, it is the text that is wrong
@@ -156,7 +156,7 @@ def _answer(words: Words, tokenizer: LLTokenizer) -> None:
     while header := sys.stdin.buffer.read(_HEADER.size):
         body = sys.stdin.buffer.read(*_HEADER.unpack(header))
         signal.alarm(int(TRIAL_S) + 3)  # if nobody is there any more to kill it
-        _say(msgspec.msgpack.encode(try_out(msgspec.msgpack.decode(body, type=Form), words, tokenizer)))
+        _say(msgspec.msgpack.encode(try_out(msgspec.msgpack.decode(body, type=Constraint), words, tokenizer)))
         signal.alarm(0)
     os._exit(0)
 

@@ -36,7 +36,7 @@ _ALIGNMENT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class ProjectorTensor:
     shape: tuple[int, ...]  # in ggml's order, without trailing ones
     format: int
 
@@ -48,7 +48,7 @@ class Projector:
         self.path = path
         self.kinds: dict[str, int] = {}
         self.values: dict[str, Value] = {}
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, ProjectorTensor] = {}
         self._size_of = size_of
         try:
             with path.open("rb") as file:
@@ -145,7 +145,7 @@ class Projector:
         n_per_block, n_bytes = self._size_of(number_format) if 0 <= number_format < _N_FORMATS else (0, 0)
         if n_per_block < 1 or min(shape) < 1 or shape[0] % n_per_block:
             raise self.bad(f"has {name} with the shape {shape} in the number format {number_format}: there is no such")
-        self.tensors[name] = Tensor(_trimmed(shape), number_format)
+        self.tensors[name] = ProjectorTensor(_trimmed(shape), number_format)
         return name, offset, math.prod(shape) // n_per_block * n_bytes
 
     def _check_places(self, places: list[tuple[str, int, int]]) -> None:

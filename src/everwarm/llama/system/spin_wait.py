@@ -25,7 +25,7 @@ _TASKS = "/proc/self/task"
 
 
 @dataclass(slots=True)
-class Verdict:
+class SpinVerdict:
     """Crowded from the first busy look on, until it has been calm for a while. Pure."""
 
     crowded_share: float = 0.35  # of the time, in which threads that could run did not; our own gateway causes 0.2
@@ -90,7 +90,7 @@ def guard(cdll: ctypes.CDLL) -> None:
 
 
 def _watch(team: SecondTeam) -> None:
-    verdict, waited, at = Verdict(), waited_s(), time.monotonic()
+    verdict, waited, at = SpinVerdict(), waited_s(), time.monotonic()
     while True:
         time.sleep(_LOOK_S)
         waited_before, waited, at_before, at = waited, waited_s(), at, time.monotonic()

@@ -21,7 +21,7 @@ from everwarm.router.catalog.gguf_header import read_header
 from everwarm.router.catalog.gguf_names import LATEST
 from everwarm.router.catalog.memory_estimate import loaded_bytes
 from everwarm.router.catalog.models_file import ModelTable, below, did_you_mean, place, read_models_file, speaking_of
-from everwarm.router.catalog.scan import Broken, ModelFile
+from everwarm.router.catalog.scan import ModelFile, UnusableFile
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -54,7 +54,7 @@ class Catalog:
     """``default`` serves whoever asks for a model by a name nobody knows. ``None`` for a limit: it was not given."""
 
     specs: Mapping[str, ModelSpec] = field(default_factory=dict)
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[UnusableFile, ...] = ()
     default: str | None = None
     models_max: int | None = None
     memory_limit: int | None = None
@@ -72,7 +72,7 @@ class Catalog:
             return self._named(self.default)
         return found
 
-    def find_broken(self, name: str | None) -> Broken | None:
+    def find_broken(self, name: str | None) -> UnusableFile | None:
         wanted = set() if name is None else {name, name.removesuffix(LATEST)}
         return next((model for model in self.broken if wanted & {model.id, *model.aliases}), None)
 
@@ -171,13 +171,13 @@ class _Shelf:
 
     def __init__(self) -> None:
         self.specs: dict[str, ModelSpec] = {}
-        self.broken: list[Broken] = []
+        self.broken: list[UnusableFile] = []
 
     def put(self, id: str, path: Path, spec: Callable[[], ModelSpec], aliases: tuple[str, ...] = ()) -> None:
         try:
             self.specs[id] = spec()
         except ModelFileError as error:
-            self.broken.append(Broken(id, path, str(error), aliases))
+            self.broken.append(UnusableFile(id, path, str(error), aliases))
 
     def put_all(self, files: Iterable[ModelFile], settings: EngineSettings) -> None:
         for file in files:
@@ -244,7 +244,7 @@ class _Configured:
         if table.hf is not None:
             return _hub_file(self._resolve(table.hf)), "hub"
         found = self._listed(name)
-        if isinstance(found, Broken):
+        if isinstance(found, UnusableFile):
             raise ModelFileError(found.reason)
         if found is None:
             there = did_you_mean(name, [model.id for model in self._listing.models])
@@ -255,7 +255,7 @@ class _Configured:
         found = None if table.path or table.hf else self._listed(name)
         return below(self._base, table.path or table.hf or name) if found is None else found.path
 
-    def _listed(self, name: str) -> ModelFile | Broken | None:
+    def _listed(self, name: str) -> ModelFile | UnusableFile | None:
         models = {model.id: model for model in self._listing.models}
         return models.get(name) or next((model for model in self._listing.broken if model.id == name), None)
 

@@ -40,7 +40,7 @@ Value = Scalar | tuple[int | float | bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """``lengths`` has the lists that were too long to keep, or hold texts."""
 
     values: Mapping[str, Value]
@@ -69,7 +69,7 @@ class Header:
         return None
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """The header of a file as it is now; what was read once is remembered until the file changes."""
     return _read_checked(path, _read_cached)
 
@@ -93,7 +93,7 @@ def _read_checked(path: Path, read: Callable[[Path, int, int, int], T]) -> T:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_cached(path: Path, n_bytes: int, _mtime_ns: int, _inode: int) -> Header:
+def _read_cached(path: Path, n_bytes: int, _mtime_ns: int, _inode: int) -> GgufHeader:
     with path.open("rb", buffering=0) as file:
         return _Reader(file, n_bytes).header()
 
@@ -121,7 +121,7 @@ class _Reader:
         self._n_elements = 0
         self._n_kept = 0
 
-    def header(self) -> Header:
+    def header(self) -> GgufHeader:
         if self._n_bytes == 0:
             raise _Unreadable("is empty")
         magic = self._take(4) if self._n_bytes >= 4 else b""
@@ -136,7 +136,7 @@ class _Reader:
         for _ in range(n_pairs):
             self._pair(values, lengths)
         n_params = self._tensors(n_tensors, values.get("general.alignment"))
-        return Header(values, lengths, n_tensors, n_params)
+        return GgufHeader(values, lengths, n_tensors, n_params)
 
     def _pair(self, values: dict[str, Value], lengths: dict[str, int]) -> None:
         key = self._text(MAX_KEY_BYTES)

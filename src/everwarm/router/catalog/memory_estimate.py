@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from everwarm.config import CacheType
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.catalog.gguf_header import Header
+from everwarm.router.catalog.gguf_header import GgufHeader
 
 MAX_SPARES = 16  # what an engine takes at most when it is left to decide
 UNKNOWN_TOKEN_BYTES = 256 << 10
@@ -50,7 +50,7 @@ _WINDOW_PERIOD = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """What a context is made of: bytes per token, per token of a window, and per sequence."""
 
     kv_bytes_per_token: int
@@ -68,7 +68,7 @@ class Shape:
         return kv + n_seqs * self.state_bytes
 
 
-def loaded_bytes(header: Header, n_file_bytes: int, settings: EngineSettings) -> int:
+def loaded_bytes(header: GgufHeader, n_file_bytes: int, settings: EngineSettings) -> int:
     """Weights, context and the buffers it computes in."""
     shape = shape_of(header, n_file_bytes, settings)
     context = shape.context_bytes(settings.n_ctx, n_sequences(shape, settings), settings.n_ubatch)
@@ -77,17 +77,17 @@ def loaded_bytes(header: Header, n_file_bytes: int, settings: EngineSettings) ->
     return n_file_bytes + context + settings.n_ubatch * (scores + shape.work_bytes_per_row)
 
 
-def n_sequences(shape: Shape, settings: EngineSettings) -> int:
+def n_sequences(shape: ModelShape, settings: EngineSettings) -> int:
     """Slots, the spares an engine parks checkpoints in, and the one that moves KV in and out."""
     parks = shape.state_bytes > 0 and shape.n_window == 0 and settings.checkpoints.max_checkpoints > 0
     n_spares = MAX_SPARES if settings.n_spares is None else settings.n_spares
     return settings.n_slots + (n_spares if parks else 0) + 1
 
 
-def shape_of(header: Header, n_file_bytes: int, settings: EngineSettings) -> Shape:
+def shape_of(header: GgufHeader, n_file_bytes: int, settings: EngineSettings) -> ModelShape:
     n_layers, width = _known(header, "block_count", MOST_LAYERS), _known(header, "embedding_length", MOST_WIDTH)
     if n_layers is None or width is None:
-        return Shape(UNKNOWN_TOKEN_BYTES, state_bytes=n_file_bytes // 8)
+        return ModelShape(UNKNOWN_TOKEN_BYTES, state_bytes=n_file_bytes // 8)
     n_layers -= min(n_layers, header.number("nextn_predict_layers") or 0)
     n_heads = max(_by_layer(header, "attention.head_count", n_layers, 0), default=0)
     n_kv_heads = _by_layer(header, "attention.head_count_kv", n_layers, n_heads)
@@ -102,10 +102,10 @@ def shape_of(header: Header, n_file_bytes: int, settings: EngineSettings) -> Sha
         elif attends:
             kv += n_kv_heads[i] * token_bytes
     n_window = (_known(header, "attention.sliding_window", MOST_WIDTH) or 0) if window else 0
-    return Shape(math.ceil(kv), math.ceil(window), n_window, math.ceil(state), n_heads, _row_bytes(header, width))
+    return ModelShape(math.ceil(kv), math.ceil(window), n_window, math.ceil(state), n_heads, _row_bytes(header, width))
 
 
-def _token_bytes(header: Header, width: int, n_heads: int, settings: EngineSettings) -> float:
+def _token_bytes(header: GgufHeader, width: int, n_heads: int, settings: EngineSettings) -> float:
     """Keys and values of one head of one layer."""
     natural = width // n_heads if n_heads else 0
     key = _known(header, "attention.key_length", MOST_WIDTH)
@@ -114,7 +114,7 @@ def _token_bytes(header: Header, width: int, n_heads: int, settings: EngineSetti
     return key * _TYPE_BYTES[settings.cache_type_k] + value * _TYPE_BYTES[settings.cache_type_v]
 
 
-def _recurrent_width(header: Header, width: int, n_heads: int) -> int:
+def _recurrent_width(header: GgufHeader, width: int, n_heads: int) -> int:
     """Numbers in one recurrent layer's state: what it convolves and what it accumulates; 0 if nothing recurs."""
 
     def known(key: str) -> int:
@@ -135,7 +135,7 @@ def _recurrent_width(header: Header, width: int, n_heads: int) -> int:
     return 0
 
 
-def _kinds(header: Header, layer: int, n_kv_heads: int) -> tuple[bool, bool]:
+def _kinds(header: GgufHeader, layer: int, n_kv_heads: int) -> tuple[bool, bool]:
     """Whether a layer keeps KV, and whether it keeps a state."""
     listed = header.numbers("attention.recurrent_layers")
     if listed is not None and layer < len(listed):
@@ -151,7 +151,7 @@ def _kinds(header: Header, layer: int, n_kv_heads: int) -> tuple[bool, bool]:
     return n_kv_heads > 0, True
 
 
-def _slides(header: Header, layer: int) -> bool:
+def _slides(header: GgufHeader, layer: int) -> bool:
     if not header.number("attention.sliding_window"):
         return False
     flags = header.numbers("attention.sliding_window_pattern")
@@ -161,14 +161,14 @@ def _slides(header: Header, layer: int) -> bool:
     return layer % period < period - 1
 
 
-def _row_bytes(header: Header, width: int) -> int:
+def _row_bytes(header: GgufHeader, width: int) -> int:
     """Buffers for one token of a batch: its logits, and a few vectors as wide as the widest layer."""
     n_vocab = _known(header, "vocab_size", MOST_WIDTH) or header.lengths.get("tokenizer.ggml.tokens", 0)
     widest = max((*(header.numbers("feed_forward_length") or ()), header.number("feed_forward_length") or 0, 4 * width))
     return 4 * (min(n_vocab, MOST_WIDTH) + 4 * min(widest, MOST_WIDTH))
 
 
-def _by_layer(header: Header, key: str, n_layers: int, otherwise: int) -> list[int]:
+def _by_layer(header: GgufHeader, key: str, n_layers: int, otherwise: int) -> list[int]:
     listed = header.numbers(key)
     if listed is None:
         one = _known(header, key, MOST_WIDTH)
@@ -176,7 +176,7 @@ def _by_layer(header: Header, key: str, n_layers: int, otherwise: int) -> list[i
     return [min(n, MOST_WIDTH) for n in listed[:n_layers]] + [otherwise] * (n_layers - len(listed))
 
 
-def _known(header: Header, key: str, most: int) -> int | None:
+def _known(header: GgufHeader, key: str, most: int) -> int | None:
     value = header.number(key)
     return value if value is not None and value <= most else None
 

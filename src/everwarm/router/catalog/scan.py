@@ -14,7 +14,7 @@ from pathlib import Path
 
 from everwarm.config import require
 from everwarm.errors import ModelFileError
-from everwarm.router.catalog.gguf_header import Header, read_header
+from everwarm.router.catalog.gguf_header import GgufHeader, read_header
 from everwarm.router.catalog.gguf_names import Group, groups, is_alone, is_gguf, is_projector, projector_for
 
 MAX_DEPTH = 8
@@ -28,14 +28,14 @@ class ModelFile:
 
     id: str
     path: Path
-    header: Header
+    header: GgufHeader
     n_bytes: int
     changed_ns: int
     mmproj: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class UnusableFile:
     """A model that is there and cannot be used."""
 
     id: str
@@ -47,7 +47,7 @@ class Broken:
 @dataclass(frozen=True, slots=True)
 class Listing:
     models: tuple[ModelFile, ...] = ()
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[UnusableFile, ...] = ()
     notes: tuple[str, ...] = ()  # what somebody should know who wonders where a file went
 
 
@@ -58,7 +58,8 @@ def scan(root: Path) -> Listing:
     names = list(_gguf_files(root, notes))
     readable = [name for name in names if _is_text(name)]
     broken = [
-        Broken(_as_text(name), root / name, "its name is not UTF-8; rename it") for name in set(names) - set(readable)
+        UnusableFile(_as_text(name), root / name, "its name is not UTF-8; rename it")
+        for name in set(names) - set(readable)
     ]
     models: list[ModelFile] = []
     found = groups(readable)
@@ -68,7 +69,7 @@ def scan(root: Path) -> Listing:
         except _NotAModel as error:
             notes.append(str(error))
         except ModelFileError as error:
-            broken.append(Broken(model_id, root / group.names[0], str(error)))
+            broken.append(UnusableFile(model_id, root / group.names[0], str(error)))
     notes += _unclaimed(root, models, readable)
     return Listing(tuple(models), tuple(broken), tuple(notes))
 

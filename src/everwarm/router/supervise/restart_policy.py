@@ -27,7 +27,7 @@ _MOST_DOUBLINGS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RestartLimits:
     """How long an engine may be silent or busy before something is done about it, and how long until it is tried again."""
 
     stalled_s: float = 1.5  # no beat for so long: not ready
@@ -42,10 +42,10 @@ class Patience:
 
 
 @dataclass(slots=True)
-class Deaths:
+class RestartHistory:
     """Counts an engine's deaths in a row, and the tries since it was given up."""
 
-    patience: Patience
+    patience: RestartLimits
     n_in_row: int = 0
     n_given_up: int = 0
     _ready_at: float | None = None
@@ -189,7 +189,7 @@ MOST_LATE = 10  # late ticks in a row that are forgiven; a loop that is always l
 
 
 @dataclass(slots=True)
-class Silence:
+class Heartbeat:
     """``silent_s`` since the last message, ``step_s`` since the running step was first seen."""
 
     at: float

@@ -39,10 +39,10 @@ from everwarm.router.supervise.engine_stderr import Stderr
 from everwarm.router.supervise.restart_policy import (
     TICK_S,
     Cause,
-    Deaths,
     Ending,
-    Patience,
-    Silence,
+    Heartbeat,
+    RestartHistory,
+    RestartLimits,
     cause_of,
     explained,
 )
@@ -63,7 +63,7 @@ LEAST_RAM_BYTES = 1 << 20  # half of less is nothing
 SLOW_CLIENT = http.HTTPStatus.REQUEST_TIMEOUT
 
 Question = m.Question
-Lend = Callable[[], AbstractAsyncContextManager[tuple[m.Picture, ...]]]  # a request's pictures with their pixels
+Lend = Callable[[], AbstractAsyncContextManager[tuple[m.SentImage, ...]]]  # a request's pictures with their pixels
 
 
 class State(enum.Enum):
@@ -105,7 +105,7 @@ class Pending:
 
 def weight_of(message: m.ToGateway) -> int:
     """About how many bytes a piece of a reply takes while it waits."""
-    if not isinstance(message, m.Piece):
+    if not isinstance(message, m.TextPiece):
         return 0
     n_probs = sum(1 + len(prob.top) for prob in message.probs or ())
     return 200 + len(message.text) + 8 * len(message.tokens) + 160 * n_probs
@@ -122,11 +122,11 @@ class Supervisor:
         model: str,
         settings: EngineSettings,
         *,
-        patience: Patience | None = None,
+        patience: RestartLimits | None = None,
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
         self._open = m.Open(model, settings)
-        self._patience = patience or Patience()
+        self._patience = patience or RestartLimits()
         self._on_loading = on_loading
         self.state = State.STOPPED
         self.info: m.ModelInfo | None = None
@@ -137,12 +137,12 @@ class Supervisor:
         self.loaded = 0.0
         self.load_s: float | None = None  # that the last load took
         self._began_at = 0.0
-        self.deaths = Deaths(self._patience)
+        self.deaths = RestartHistory(self._patience)
         self.died_of: Counter[Cause] = Counter()
         self.said_why = False  # whether the engine itself refused, in words
         self.shrunk_to: int | None = None  # bytes of the RAM tier, after a death for lack of memory
         self._must_forget = False  # the RAM tier begins empty with the next engine
-        self._silence = Silence(time.monotonic())
+        self._silence = Heartbeat(time.monotonic())
         self._pending: dict[int, Pending] = {}
         self._next_id = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -152,7 +152,7 @@ class Supervisor:
         self.last_restart: str | None = None  # why the engine was started again last
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
-        self._seen = Seen()
+        self._seen = KnownImages()
         self._memory = memory_file()  # the RAM tier: it outlives the engine and goes with us
 
     # what callers see
@@ -226,7 +226,7 @@ class Supervisor:
             del submit["pictures"]  # from here on only the frame has them
             async with contextlib.aclosing(stream) as messages:
                 async for message in messages:
-                    if isinstance(message, m.Piece | m.Done):
+                    if isinstance(message, m.TextPiece | m.Done):
                         self._seen.add(namespace, pictures)
                     if not (has_begun and isinstance(message, m.Begun)):
                         yield message
@@ -371,7 +371,7 @@ class Supervisor:
             theirs.close()
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
             self._began_at = time.monotonic()
-            self._silence, self._kill_reason = Silence(self._began_at), ""
+            self._silence, self._kill_reason = Heartbeat(self._began_at), ""
             self._send(self._open)
             watch = asyncio.create_task(self._watch())
             try:
@@ -459,7 +459,7 @@ class Supervisor:
             return
         if isinstance(message, m.Begun):
             pending.has_begun = True
-        if isinstance(message, m.Piece):
+        if isinstance(message, m.TextPiece):
             pending.has_streamed = True
             pending.frame = m.Frame(())  # it will not be sent again
         if isinstance(message, m.Done):
@@ -549,14 +549,14 @@ def failure(message: m.Failed) -> Refused:
 MAX_SEEN = 4096
 
 
-class Seen:
+class KnownImages:
     def __init__(self) -> None:
         self._digests: NamespacedLru[bool] = NamespacedLru(MAX_SEEN)
 
-    def knows(self, namespace: str, pictures: Sequence[m.Picture]) -> bool:
+    def knows(self, namespace: str, pictures: Sequence[m.SentImage]) -> bool:
         """Whether it has seen all of them, in this namespace: what it knows of others it will not use."""
         return all(self._digests.get(namespace, picture.digest) for picture in pictures)
 
-    def add(self, namespace: str, pictures: Sequence[m.Picture]) -> None:
+    def add(self, namespace: str, pictures: Sequence[m.SentImage]) -> None:
         for picture in pictures:
             self._digests.put(namespace, picture.digest, True, 1)

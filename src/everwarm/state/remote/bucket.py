@@ -29,7 +29,7 @@ class StoreFault(EverwarmError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketPiece:
     data: memoryview
     size: int  # of the whole
 
@@ -59,7 +59,7 @@ class Bucket:
         except (StoreFault, FileNotFoundError) as error:
             raise BadRequest(f"the remote store {url!r} cannot be opened: {error}") from None
 
-    async def get(self, path: str, start: int, stop: int, wait_s: float, more_s: float = 0.0) -> Piece:
+    async def get(self, path: str, start: int, stop: int, wait_s: float, more_s: float = 0.0) -> BucketPiece:
         """Bytes from ``start`` on, at most up to ``stop``. The answer must begin within ``wait_s``, and be whole ``more_s``
         later."""
         import obstore
@@ -68,7 +68,7 @@ class Bucket:
             async with asyncio.timeout(wait_s):
                 answer = await obstore.get_async(self._store, self._prefix + path, options={"range": (start, stop)})
             async with asyncio.timeout(more_s or wait_s):
-                return Piece(memoryview(await answer.bytes_async()), answer.meta["size"])
+                return BucketPiece(memoryview(await answer.bytes_async()), answer.meta["size"])
 
     async def age_s(self, path: str, now: float, wait_s: float) -> float:
         """How long ago it was written."""

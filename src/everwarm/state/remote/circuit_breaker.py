@@ -10,7 +10,7 @@ JITTER = 0.25
 
 
 @dataclass(slots=True)
-class Breaker:
+class CircuitBreaker:
     is_open: bool = False
     n_failures: int = 0  # in a row
     _open_s: float = FIRST_OPEN_S

@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError, Future
 
 import numpy as np
 
-from everwarm.state.remote.pointer import SEAL_BYTES, Seal
-from everwarm.state.store.object import Damaged, Reader
+from everwarm.state.remote.pointer import SEAL_BYTES, Mac
+from everwarm.state.store.object import Damaged, ObjectReader
 
 PIECE = 8 << 20
 SLACK = 1 << 20  # headers of the same object may differ in length
@@ -36,7 +36,7 @@ class Download:
         for future in self._pieces.values():
             future.cancel()
 
-    def reader(self, name: str, seal: Seal) -> Reader:
+    def reader(self, name: str, seal: Mac) -> ObjectReader:
         """``FileNotFoundError``: it is gone. ``Damaged``: nobody with the key wrote it under this name."""
         size = self._answer(0)[1]
         if size != self.size:  # somebody else's, of another size: ask anew
@@ -71,8 +71,8 @@ class Download:
         return piece
 
 
-class _Fetched(Reader):
-    def __init__(self, download: Download, name: str, seal: Seal) -> None:
+class _Fetched(ObjectReader):
+    def __init__(self, download: Download, name: str, seal: Mac) -> None:
         self._download = download
         self._name = name
         self._seal = seal

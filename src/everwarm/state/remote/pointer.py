@@ -38,7 +38,7 @@ class Need(msgspec.Struct, frozen=True, array_like=True):
     reach: int  # up to which item it is used
 
 
-class Signpost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     n_items: int
     size: int
@@ -61,15 +61,15 @@ class Signpost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.size + sum(need.size for need in self.needs if need.reach > n_kv)
 
 
-_decoder = msgspec.json.Decoder(Signpost)
+_decoder = msgspec.json.Decoder(Pointer)
 
 
-def sealed(signpost: Signpost, name: str, seal: Seal) -> bytes:
+def sealed(signpost: Pointer, name: str, seal: Mac) -> bytes:
     body = msgspec.json.encode(signpost)
     return body + seal.of(name, len(body), body)
 
 
-def unsealed(data: bytes, name: str, seal: Seal) -> Signpost:
+def unsealed(data: bytes, name: str, seal: Mac) -> Pointer:
     """``Damaged``: nobody with the key wrote this under this name."""
     body, own = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
     if not seal.is_right(own, name, len(body), body):
@@ -113,7 +113,7 @@ SEAL_BYTES = 32
 _LENGTH = struct.Struct("<Q")
 
 
-class Seal:
+class Mac:
     def __init__(self, key: bytes, fingerprint: str) -> None:
         """``key`` is used as it is; what is made of it for one purpose says nothing about another."""
         self._key = _derived(key, "everwarm remote objects 1: seal")

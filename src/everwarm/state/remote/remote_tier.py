@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket, StoreFault
-from everwarm.state.remote.circuit_breaker import Breaker
+from everwarm.state.remote.circuit_breaker import CircuitBreaker
 from everwarm.state.remote.download import Download
-from everwarm.state.remote.pointer import MAX_OBJECT, MAX_SIGNPOST, Seal, Signpost, probes, sealed, unsealed
+from everwarm.state.remote.pointer import MAX_OBJECT, MAX_SIGNPOST, Mac, Pointer, probes, sealed, unsealed
 from everwarm.state.store.folder_meta import folder_name
-from everwarm.state.store.object import Damaged, Header, Part, Reader, are_sound, encode, name_of
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.remote")
@@ -68,8 +68,8 @@ class RemoteCounts:
 class Parcel:
     """KV first, then the state that needs it, and where that is announced once everything is there."""
 
-    objects: tuple[tuple[Header, Mapping[str, Part]], ...]
-    signpost: Signpost
+    objects: tuple[tuple[ObjectHeader, Mapping[str, ObjectPart]], ...]
+    signpost: Pointer
     names: tuple[str, ...]
 
     @property
@@ -77,7 +77,7 @@ class Parcel:
         return sum(part.nbytes for _, parts in self.objects for part in parts.values())
 
 
-class Remote:
+class RemoteTier:
     def __init__(
         self,
         bucket: Bucket,
@@ -87,12 +87,12 @@ class Remote:
         wait_s: float = ANSWER_S,
     ) -> None:
         self._bucket = bucket
-        self._seal = Seal(key, fingerprint)
+        self._seal = Mac(key, fingerprint)
         self._folder = f"{self._seal.key_id}/{folder_name(fingerprint)}"
         self._is_sound = is_sound
         self.wait_s = wait_s
         self.counts = RemoteCounts()
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.answer_s = 0.02  # how long a round trip takes, until measured
         self._known: dict[str, float] = {}  # names, and until when they are taken to be there
         self._missed: dict[str, float] = {}
@@ -130,7 +130,7 @@ class Remote:
 
     # questions
 
-    def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int) -> Signpost | None:
+    def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int) -> Pointer | None:
         """The deepest state that is announced for these items, of more than ``least`` and less than all of them."""
         exact, cells = probes(ends, least, len(prompt) - 1)
         named = keys(root, prompt, {*exact, *(at for _, at in cells)})
@@ -146,7 +146,7 @@ class Remote:
             self.counts.n_misses += 1
         return max(right, key=lambda post: post.n_items, default=None)
 
-    def _ask(self, names: Sequence[str]) -> list[Signpost]:
+    def _ask(self, names: Sequence[str]) -> list[Pointer]:
         began = time.monotonic()
         asked = {self._begin(self._signpost(name)): name for name in names}
         done, late = wait(asked, self.wait_s)
@@ -158,7 +158,7 @@ class Remote:
             self.answer_s = 0.7 * self.answer_s + 0.3 * (time.monotonic() - began)
         return [post for future in done if not future.cancelled() and (post := future.result()) is not None]
 
-    async def _signpost(self, name: str) -> Signpost | None:
+    async def _signpost(self, name: str) -> Pointer | None:
         try:
             piece = await self._get(name, 0, MAX_SIGNPOST)
             if piece is None:
@@ -196,7 +196,7 @@ class Remote:
         return Download(lambda start, stop: self._begin(piece(start, stop)), min(size, MAX_OBJECT), patience_s)
 
     @contextlib.contextmanager
-    def reading(self, name: str, download: Download) -> Iterator[Reader]:
+    def reading(self, name: str, download: Download) -> Iterator[ObjectReader]:
         """An object whose seal is right; its sections are verified as they are read."""
         try:
             reader = download.reader(name, self._seal)
@@ -293,7 +293,7 @@ class Remote:
                 raise StoreFault("the store did not come back in time")
             await asyncio.sleep(0.1)
 
-    async def _put(self, header: Header, parts: Mapping[str, Part]) -> None:
+    async def _put(self, header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> None:
         name = name_of(header)
         if self.is_known(name):
             return None
@@ -309,7 +309,7 @@ class Remote:
         await self._send(name, pieces, over=is_stale)
         self._remember(self._known, name, KNOWN_S)
 
-    def _packed(self, name: str, header: Header, parts: Mapping[str, Part]) -> list[bytes | memoryview]:
+    def _packed(self, name: str, header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> list[bytes | memoryview]:
         if not are_sound(parts.values(), self._is_sound):
             raise ValueError(f"{name} is not what it was")
         pieces = [piece for piece in encode(header, parts) if len(piece)]
@@ -354,7 +354,7 @@ class Remote:
         await asyncio.gather(*first, return_exceptions=True)  # what is still on its way would come back
         for key in gone() & self._announced.keys():
             n_items, names, _ = self._announced.pop(key)
-            for name in (*names, Signpost(key, n_items, 1).name):
+            for name in (*names, Pointer(key, n_items, 1).name):
                 self._known.pop(name, None)
                 await self._drop(name)
 

@@ -25,10 +25,20 @@ from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import keys
-from everwarm.state.store.disk_eviction import Crowd, Limits, crowd, ranked
+from everwarm.state.store.disk_eviction import DiskLimits, EvictionCandidates, crowd, ranked
 from everwarm.state.store.files import TEMPORARY, Files
-from everwarm.state.store.index import INDEX, Index, Kept
-from everwarm.state.store.object import SUFFIX, Damaged, Header, Part, Reader, Unreadable, encode, file_size, name_of
+from everwarm.state.store.index import INDEX, Index, IndexedObject
+from everwarm.state.store.object import (
+    SUFFIX,
+    Damaged,
+    ObjectHeader,
+    ObjectPart,
+    ObjectReader,
+    Unreadable,
+    encode,
+    file_size,
+    name_of,
+)
 from everwarm.state.store.object_table import ObjectTable
 from everwarm.state.store.pin_file import PINS, Pin, Pins
 
@@ -50,8 +60,8 @@ class DirectoryTaken(EverwarmError):
 class _Ranking:
     """The states that save least and are not pinned, the next to go last; good until ``until``."""
 
-    among: Crowd
-    states: list[Kept]
+    among: EvictionCandidates
+    states: list[IndexedObject]
     until: float
 
 
@@ -132,7 +142,7 @@ class Disk:
         since, written = self._written_today
         return written if 0 <= time.time() - since <= _DAY_S else 0
 
-    def objects(self) -> list[Kept]:
+    def objects(self) -> list[IndexedObject]:
         with self._lock:
             return list(self._objects.values())
 
@@ -141,7 +151,7 @@ class Disk:
         with self._lock:
             return self._objects.n_lengths
 
-    def find(self, root: str, prompt: Prompt, most: int) -> Kept | None:
+    def find(self, root: str, prompt: Prompt, most: int) -> IndexedObject | None:
         """The deepest whole state that these items begin with, of at most so many of them."""
         with self._lock:
             lengths = self._objects.lengths(most)
@@ -151,14 +161,14 @@ class Disk:
             return next((kept for kept in found if kept is not None), None)
 
     @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[Reader]:
+    def reading(self, name: str) -> Iterator[ObjectReader]:
         """An object, whose sections are verified as they are read. ``Damaged`` ones are gone afterwards."""
         if Path(name).name != name:
             raise Damaged(f"{name!r} is not the name of an object")
         try:
             fd = self._open(name)
             try:
-                reader = Reader(fd)
+                reader = ObjectReader(fd)
                 if name_of(reader.header) != name:
                     raise Damaged("it is another object than its name says")
                 yield reader
@@ -200,7 +210,7 @@ class Disk:
 
     # changes
 
-    def put(self, header: Header, parts: Mapping[str, Part]) -> bool:
+    def put(self, header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> bool:
         """Durable when this returns True. False: not kept, and nothing is lost but time."""
         name = name_of(header)
         with self._writing:
@@ -226,7 +236,7 @@ class Disk:
             self._make_room(kept)
         return True
 
-    def _write(self, header: Header, parts: Mapping[str, Part], size: int) -> None:
+    def _write(self, header: ObjectHeader, parts: Mapping[str, ObjectPart], size: int) -> None:
         """A full file system takes it after all if something that saves less can go."""
         path = self.directory / name_of(header)
         try:
@@ -260,7 +270,7 @@ class Disk:
             if not self._stuck:
                 self.degraded = None
 
-    def _make_room(self, new: Kept) -> None:
+    def _make_room(self, new: IndexedObject) -> None:
         """KV written since the last state belongs to a state still to come."""
         spare = {new.name, *new.needs}
         self._fresh = {new.name} | self._fresh if new.kind == "kv" else set()
@@ -358,12 +368,12 @@ class Disk:
             self.drop(name)
         return self.counts.n_evicted > before
 
-    def _crowd(self, most: int) -> Crowd | None:
+    def _crowd(self, most: int) -> EvictionCandidates | None:
         with self._lock:
-            limits = Limits(self.budget_bytes, self._space_share)
+            limits = DiskLimits(self.budget_bytes, self._space_share)
             return crowd(self._objects.space_bytes, self.n_bytes, limits, most)
 
-    def _next_victim(self, among: Crowd, spare: frozenset[str]) -> str | None:
+    def _next_victim(self, among: EvictionCandidates, spare: frozenset[str]) -> str | None:
         """KV that no state needs goes first, then the states that save least."""
         with self._lock:
             stranded = self._objects.stranded(spare, among.space)
@@ -376,7 +386,7 @@ class Disk:
                 return found
         return self._rank(among, spare, _RANKED_SHARE) or self._rank(among, spare, 1.0)
 
-    def _rank(self, among: Crowd, spare: frozenset[str], share: float) -> str | None:
+    def _rank(self, among: EvictionCandidates, spare: frozenset[str], share: float) -> str | None:
         """The state that saves least. That looks at every state, so not with the lock held, and not again at once."""
         began, marked = time.monotonic(), self.pins.marked
         states = ranked(self.objects(), among, marked, time.time(), share)[::-1]
@@ -386,7 +396,7 @@ class Disk:
         self._ranking = _Ranking(among, rest, ended + (ended - began) / _RANKING_SHARE)
         return found
 
-    def _pop(self, states: list[Kept], spare: frozenset[str]) -> str | None:
+    def _pop(self, states: list[IndexedObject], spare: frozenset[str]) -> str | None:
         """What was used since it was ranked is no victim; what is spared now may be one later."""
         spared, found = [], None
         while states and found is None:
@@ -400,7 +410,7 @@ class Disk:
 
     # the index
 
-    def _remember(self, kept: Kept) -> None:
+    def _remember(self, kept: IndexedObject) -> None:
         before = self._objects.get(kept.name)
         self.n_bytes += kept.size - (before.size if before else 0) - self._stuck.pop(kept.name, 0)
         self._objects.add(kept)
@@ -426,7 +436,7 @@ class Disk:
             self._fail("found in the index", error)
             return {}
 
-    def _store(self, kept: Kept) -> None:
+    def _store(self, kept: IndexedObject) -> None:
         with self._indexing():
             self._index.store(kept)
 
@@ -448,9 +458,9 @@ class Disk:
         self.degraded, self._failed_to = str(error), what
 
 
-def _kept(head: Header, size: int, used_at: float, hits: int = 0) -> Kept:
+def _kept(head: ObjectHeader, size: int, used_at: float, hits: int = 0) -> IndexedObject:
     span = (head.kind, head.key, head.n_items, size, head.needs)
-    return Kept(name_of(head), *span, used_at, hits, head.space, head.reaches)
+    return IndexedObject(name_of(head), *span, used_at, hits, head.space, head.reaches)
 
 
 def make_folder(directory: Path, files: Files) -> None:

@@ -94,7 +94,7 @@ MAX_FOLDERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class ForeignPrompts:
     """Names of states by fingerprint, each with its length in items."""
 
     states: dict[str, dict[str, int]]
@@ -109,10 +109,10 @@ class Elsewhere:
         return max((n for n, key in named.items() if kept.get(key) == n), default=0)
 
 
-NOWHERE = Elsewhere({})
+NOWHERE = ForeignPrompts({})
 
 
-def look_elsewhere(directory: Path, fingerprint: str) -> Elsewhere:
+def find_foreign_prompts(directory: Path, fingerprint: str) -> ForeignPrompts:
     """The folders beside this fingerprint's own, the latest ones."""
     try:
         folders = [path for path in directory.iterdir() if path.name != folder_name(fingerprint) and path.is_dir()]
@@ -124,4 +124,4 @@ def look_elsewhere(directory: Path, fingerprint: str) -> Elsewhere:
         about = read_about(folder)
         if about is not None:
             found[about.fingerprint] = peek_states(folder / INDEX)
-    return Elsewhere({other: states for other, states in found.items() if states})
+    return ForeignPrompts({other: states for other, states in found.items() if states})

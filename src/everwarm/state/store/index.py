@@ -29,7 +29,7 @@ CREATE TABLE IF NOT EXISTS objects (
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class IndexedObject:
     """What the index knows of an object."""
 
     name: str
@@ -54,7 +54,7 @@ class Index:
         """When each was used and how often: all that the files do not say."""
         return _uses(self._database)
 
-    def store(self, kept: Kept) -> None:
+    def store(self, kept: IndexedObject) -> None:
         row = (kept.name, kept.kind, kept.key, kept.n_items, kept.size, ",".join(kept.needs), kept.used_at, kept.hits)
         self._database.execute("INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)", row)
 

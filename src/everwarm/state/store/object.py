@@ -43,7 +43,7 @@ _PIECE = 4 << 20
 Doubt = Callable[[Blob, str], bool]  # gets a section and the digest it must have; False: verify it yourself
 
 
-class Part(Protocol):
+class ObjectPart(Protocol):
     """What goes into a section: an array, or something that becomes one when it is written."""
 
     @property
@@ -53,7 +53,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class KvCut:
     """A part of an array that is copied out of it only when it is written."""
 
     whole: Blob
@@ -65,9 +65,9 @@ class Cut:
         return self.copy().data
 
 
-def are_sound(parts: Iterable[Part], is_sound: Callable[[Blob], bool]) -> bool:
+def are_sound(parts: Iterable[ObjectPart], is_sound: Callable[[Blob], bool]) -> bool:
     """Whether the arrays behind these parts are what they were."""
-    return all(is_sound(part.whole if isinstance(part, Cut) else cast(Blob, part)) for part in parts)
+    return all(is_sound(part.whole if isinstance(part, KvCut) else cast(Blob, part)) for part in parts)
 
 
 class Damaged(EverwarmError):
@@ -98,7 +98,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logits: str = ""
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ObjectHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``start`` and ``key`` name the lineage up to where the object begins and ends (see ``lineage.keys``). A state begins
     where it ends, and says which KV objects make it whole."""
 
@@ -123,10 +123,12 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 _encoder = msgspec.json.Encoder(order="sorted")
-_decoder = msgspec.json.Decoder(Header)
+_decoder = msgspec.json.Decoder(ObjectHeader)
 
 
-def encode(header: Header, parts: Mapping[str, Part], *, max_threads: int = 1) -> Iterator[bytes | memoryview]:
+def encode(
+    header: ObjectHeader, parts: Mapping[str, ObjectPart], *, max_threads: int = 1
+) -> Iterator[bytes | memoryview]:
     """The file, piece by piece; arrays are not copied. ``max_threads`` for the digests: more where somebody waits."""
     views = {name: part.data for name, part in parts.items()}
     head, end = _head(header, views, max_threads)
@@ -137,25 +139,25 @@ def encode(header: Header, parts: Mapping[str, Part], *, max_threads: int = 1) -
     yield end
 
 
-def file_size(header: Header, parts: Mapping[str, Part]) -> int:
+def file_size(header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> int:
     """Of the whole file, without reading the parts. ``ValueError``: it could not be read back."""
     sizes = {name: part.nbytes for name, part in parts.items()}
     head = _laid_out(header, sizes, dict.fromkeys(parts, "0" * 64))
     return len(head) + sum(map(_aligned, sizes.values())) + _FOOTER.size
 
 
-def size_of(header: Header) -> int:
+def size_of(header: ObjectHeader) -> int:
     """Of the file that this was read from."""
     return max(section.offset + _aligned(section.length) for section in header.sections) + _FOOTER.size
 
 
-def _head(header: Header, views: Mapping[str, memoryview], max_threads: int) -> tuple[bytes, bytes]:
+def _head(header: ObjectHeader, views: Mapping[str, memoryview], max_threads: int) -> tuple[bytes, bytes]:
     digests = {name: blake3.blake3(view, max_threads=max_threads).hexdigest() for name, view in views.items()}
     head = _laid_out(header, {name: view.nbytes for name, view in views.items()}, digests)
     return head, _FOOTER.pack(blake3.blake3(head).digest(), END)
 
 
-def _laid_out(header: Header, sizes: Mapping[str, int], digests: Mapping[str, str]) -> bytes:
+def _laid_out(header: ObjectHeader, sizes: Mapping[str, int], digests: Mapping[str, str]) -> bytes:
     if len(sizes) > MAX_SECTIONS or not _makes_sense(header):
         raise ValueError("an object with such a header could not be read back")
     n_pages = 1
@@ -173,17 +175,17 @@ def _laid_out(header: Header, sizes: Mapping[str, int], digests: Mapping[str, st
     return (_PREFIX.pack(MAGIC, MAJOR, MINOR, len(body)) + body).ljust(n_pages * ALIGN, b"\0")
 
 
-def _makes_sense(header: Header) -> bool:
+def _makes_sense(header: ObjectHeader) -> bool:
     names = {section.name for section in header.sections}
     return len(names) == len(header.sections) <= MAX_SECTIONS and 0 <= header.n_start <= header.n_items <= _MAX_COUNT
 
 
-def name_of(header: Header) -> str:
+def name_of(header: ObjectHeader) -> str:
     """Where an object lies: the same content always under the same name."""
     return f"{header.kind}-{header.start[:16]}-{header.key[:32]}{SUFFIX}"
 
 
-class Reader:
+class ObjectReader:
     """An open object: the header is checked on opening, each section when it is read. It may lie inside of a larger file,
     ``size`` bytes from ``at`` on."""
 
@@ -193,7 +195,7 @@ class Reader:
         self._size = os.fstat(fd).st_size - at if size is None else size
         self.header = self._read_header()
 
-    def _read_header(self) -> Header:
+    def _read_header(self) -> ObjectHeader:
         length, head = self._raw_head()
         head_size = len(head)
         digest, end = _FOOTER.unpack(self._bytes(self._size - _FOOTER.size, _FOOTER.size))
@@ -221,7 +223,7 @@ class Reader:
             raise Damaged("it ends inside its header")
         return length, self._bytes(0, head_size)
 
-    def _check(self, header: Header, at: int) -> None:
+    def _check(self, header: ObjectHeader, at: int) -> None:
         """Sections lie one after the other, and the footer right behind the last."""
         if not _makes_sense(header):
             raise Damaged("its header makes no sense")

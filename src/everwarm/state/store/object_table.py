@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from everwarm.state.store.index import Kept
+from everwarm.state.store.index import IndexedObject
 
 
-class ObjectTable(Mapping[str, Kept]):
+class ObjectTable(Mapping[str, IndexedObject]):
     def __init__(self) -> None:
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, IndexedObject] = {}
         self._states: dict[str, str] = {}  # names of states by key
         self._needed_by: dict[str, set[str]] = {}  # also of names that are not here
         self._lengths: Counter[int] = Counter()  # of states, in items
         self._stranded: dict[str, None] = {}  # in the order in which they became so
         self.space_bytes: Counter[str] = Counter()
 
-    def __getitem__(self, name: str) -> Kept:
+    def __getitem__(self, name: str) -> IndexedObject:
         return self._kept[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -32,7 +32,7 @@ class ObjectTable(Mapping[str, Kept]):
 
     # questions
 
-    def state(self, key: str) -> Kept | None:
+    def state(self, key: str) -> IndexedObject | None:
         """The whole state at the end of this lineage."""
         name = self._states.get(key)
         return self._kept[name] if name is not None and self.is_whole(name) else None
@@ -65,7 +65,7 @@ class ObjectTable(Mapping[str, Kept]):
 
     # changes
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: IndexedObject) -> None:
         """In place of one of the same name."""
         self.remove(kept.name)
         self._kept[kept.name] = kept
@@ -77,7 +77,7 @@ class ObjectTable(Mapping[str, Kept]):
             self._needed_by.setdefault(need, set()).add(kept.name)
         self._judge({kept.name, *kept.needs, *self._needed_by.get(kept.name, ())})
 
-    def remove(self, name: str) -> Kept | None:
+    def remove(self, name: str) -> IndexedObject | None:
         kept = self._kept.pop(name, None)
         if kept is None:
             return None
@@ -95,11 +95,11 @@ class ObjectTable(Mapping[str, Kept]):
         self._judge({*kept.needs, *self._needed_by.get(name, ())})
         return kept
 
-    def update(self, kept: Kept) -> None:
+    def update(self, kept: IndexedObject) -> None:
         """The same object, used once more."""
         self._kept[kept.name] = kept
 
-    def _remove_state(self, kept: Kept) -> None:
+    def _remove_state(self, kept: IndexedObject) -> None:
         if self._states.get(kept.key) == kept.name:
             del self._states[kept.key]
         self._lengths[kept.n_items] -= 1

@@ -26,7 +26,7 @@ import numpy as np
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
 from everwarm.state.store.files import Aside, Files, locked, sweep
-from everwarm.state.store.object import Damaged, Header, Reader, fill
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, fill
 from everwarm.types import Blob, Place, heap
 
 MAGIC, VERSION = 0x67677371, 4
@@ -86,7 +86,7 @@ class Claim:
     owns_unbound: bool = False  # files from before they were bound to a namespace count as the caller's
     trusts_origin: bool = False  # a file without a companion is taken on the caller's word
 
-    def owns(self, header: Header) -> bool:
+    def owns(self, header: ObjectHeader) -> bool:
         if not header.owner:
             return self.owns_unbound
         mine = owner_digest(header.fingerprint, header.main, self.namespace)
@@ -151,7 +151,7 @@ def _require_own(path: Path, claim: Claim) -> None:
     except Damaged:
         return
     try:
-        header = Reader(fd).header
+        header = ObjectReader(fd).header
     except Damaged:
         return  # nobody can restore it
     finally:

@@ -29,7 +29,7 @@ from everwarm.state.store.folder_meta import (
     read_about,
     write_about,
 )
-from everwarm.state.store.object import Damaged, Header, Reader, name_of
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, name_of
 from everwarm.state.tools.inventory import OBJECT_NAME, Folder, Object, Tick, open_object, read_folder
 from everwarm.state.tools.pruning import holding
 
@@ -197,7 +197,7 @@ def _names_in(folder: Path) -> set[str]:
     return set(read_folder(folder).objects) if folder.is_dir() else set()
 
 
-def _verified(fd: int, member: Member, tick: Tick) -> Header:
+def _verified(fd: int, member: Member, tick: Tick) -> ObjectHeader:
     with _blaming(member):
         reader = _open_member(fd, member)
         for piece in reader.pieces():
@@ -205,8 +205,8 @@ def _verified(fd: int, member: Member, tick: Tick) -> Header:
         return reader.header
 
 
-def _open_member(fd: int, member: Member) -> Reader:
-    reader = Reader(fd, member.at, member.size)
+def _open_member(fd: int, member: Member) -> ObjectReader:
+    reader = ObjectReader(fd, member.at, member.size)
     head = reader.header
     if head.kind == "slot" or name_of(head) != member.name:
         raise Damaged("it is another object than its name says")

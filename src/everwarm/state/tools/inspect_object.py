@@ -8,7 +8,7 @@ from pathlib import Path
 
 from everwarm.errors import BadRequest
 from everwarm.state.store.files import Files
-from everwarm.state.store.object import Damaged, Header, Reader, Section
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, Section
 from everwarm.state.store.slot_file import COMPANION, main_digest, read_main
 from everwarm.state.tools.inventory import OBJECT_NAME, check_digests
 
@@ -17,7 +17,7 @@ from everwarm.state.tools.inventory import OBJECT_NAME, check_digests
 class Inspected:
     path: Path
     size: int
-    header: Header
+    header: ObjectHeader
     damaged: dict[str, str]  # sections that are not what they were, and why
     needs: dict[str, str]  # everything it needs, and what is wrong with that; "": nothing
 
@@ -33,7 +33,7 @@ def inspect(path: Path) -> Inspected:
     except OSError as error:
         raise BadRequest(f"{path} cannot be read: {error.strerror}") from None
     try:
-        reader = Reader(fd)
+        reader = ObjectReader(fd)
         damaged = {s.name: why for s in reader.header.sections if (why := _damage(reader, s))}
         return Inspected(path, os.fstat(fd).st_size, reader.header, damaged, _needs(path, reader.header))
     except Damaged as error:
@@ -42,7 +42,7 @@ def inspect(path: Path) -> Inspected:
         os.close(fd)
 
 
-def _damage(reader: Reader, section: Section) -> str:
+def _damage(reader: ObjectReader, section: Section) -> str:
     try:
         for _ in reader.section_pieces(section):
             pass
@@ -51,7 +51,7 @@ def _damage(reader: Reader, section: Section) -> str:
     return ""
 
 
-def _needs(path: Path, head: Header) -> dict[str, str]:
+def _needs(path: Path, head: ObjectHeader) -> dict[str, str]:
     if head.kind == "slot":
         return {path.name.removesuffix(COMPANION): _main_trouble(path, head)}
     return {need: _trouble(path.parent / Path(need).name) for need in head.needs}
@@ -65,7 +65,7 @@ def _trouble(path: Path) -> str:
     return str(check_digests(path) or "")
 
 
-def _main_trouble(path: Path, head: Header) -> str:
+def _main_trouble(path: Path, head: ObjectHeader) -> str:
     """A companion belongs to one main file, beside it."""
     try:
         tokens, state = read_main(path.with_name(path.name.removesuffix(COMPANION)), head.n_items)

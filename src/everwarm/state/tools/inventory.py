@@ -18,7 +18,7 @@ from everwarm.state.store.disk import DirectoryTaken, hold
 from everwarm.state.store.files import Files
 from everwarm.state.store.folder_meta import FolderAbout, read_about
 from everwarm.state.store.index import INDEX, peek_uses
-from everwarm.state.store.object import MAJOR, SUFFIX, Damaged, Header, Reader, Unreadable, name_of
+from everwarm.state.store.object import MAJOR, SUFFIX, Damaged, ObjectHeader, ObjectReader, Unreadable, name_of
 
 QUARANTINE = "quarantine"
 OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
@@ -33,7 +33,7 @@ Tick = Callable[[int], None]  # hears of work that was done: bytes, or tokens
 class Object:
     path: Path
     size: int
-    header: Header
+    header: ObjectHeader
     used_at: float
     hits: int
 
@@ -43,7 +43,7 @@ class Object:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenObject:
     """A file that should be an object and is none, or could not be read."""
 
     path: Path
@@ -78,7 +78,7 @@ class Folder:
     path: Path
     about: FolderAbout | None
     objects: dict[str, Object]
-    broken: dict[str, Broken] = field(default_factory=dict)
+    broken: dict[str, BrokenObject] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -177,7 +177,7 @@ def read_folder(path: Path) -> Folder:
                 objects[file.name] = Object(file, stat.st_size, reader.header, used_at, hits)
         except Damaged as error:
             with contextlib.suppress(FileNotFoundError):
-                broken[file.name] = Broken(file, file.lstat().st_size, error)
+                broken[file.name] = BrokenObject(file, file.lstat().st_size, error)
         except FileNotFoundError:
             continue
     return Folder(path, read_about(path), objects, broken)
@@ -205,7 +205,7 @@ def find_one(read: Iterable[Folder], wanted: str) -> Object:
 
 
 @contextlib.contextmanager
-def open_object(path: Path) -> Iterator[Reader]:
+def open_object(path: Path) -> Iterator[ObjectReader]:
     """An object under its right name. ``FileNotFoundError``: it was evicted meanwhile."""
     try:
         fd = Files().open(path)
@@ -214,7 +214,7 @@ def open_object(path: Path) -> Iterator[Reader]:
     except OSError as error:
         raise Unreadable(f"it cannot be read: {error.strerror}") from None
     try:
-        reader = Reader(fd)
+        reader = ObjectReader(fd)
         if name_of(reader.header) != path.name:
             raise Damaged("it is another object than its name says")
         yield reader

@@ -21,13 +21,13 @@ _UNMEASURED = 1e-3  # seconds per token, where no engine has measured any
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PruneRequest:
     keep_bytes: int | None = None
     used_since: float | None = None  # when; what was not goes
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
+class PrunePlan:
     """A file that goes."""
 
     path: Path
@@ -35,7 +35,7 @@ class Doomed:
     is_state: bool
 
 
-def choose(found: Sequence[Folder], wish: Wish, now: float) -> list[Doomed]:
+def choose(found: Sequence[Folder], wish: PruneRequest, now: float) -> list[PrunePlan]:
     """States first, so that at no moment one is there without its KV."""
     lineages = [lineage for folder in found for lineage in folder.lineages()]
     kept = [lin for lin in lineages if not lin.missing and not _is_old(lin, wish)]
@@ -43,12 +43,12 @@ def choose(found: Sequence[Folder], wish: Wish, now: float) -> list[Doomed]:
         kept = _within(kept, wish.keep_bytes, now)
     stay = {thing.path for lineage in kept for thing in (lineage.state, *lineage.kv)}
     things = [thing for folder in found for thing in folder.objects.values() if thing.path not in stay]
-    doomed = [Doomed(thing.path, thing.size, thing.header.kind == "state") for thing in things]
+    doomed = [PrunePlan(thing.path, thing.size, thing.header.kind == "state") for thing in things]
     lost = [broken for folder in found for broken in folder.broken.values() if broken.is_lost]
-    return sorted(doomed + [Doomed(b.path, b.size, False) for b in lost], key=lambda d: (not d.is_state, d.path))
+    return sorted(doomed + [PrunePlan(b.path, b.size, False) for b in lost], key=lambda d: (not d.is_state, d.path))
 
 
-def _is_old(lineage: Lineage, wish: Wish) -> bool:
+def _is_old(lineage: Lineage, wish: PruneRequest) -> bool:
     return wish.used_since is not None and lineage.state.used_at < wish.used_since
 
 
@@ -92,7 +92,7 @@ def holding(paths: Iterable[Path]) -> Iterator[None]:
         yield
 
 
-def remove(doomed: Iterable[Doomed]) -> None:
+def remove(doomed: Iterable[PrunePlan]) -> None:
     """In the given order; the index finds out when it is next opened."""
     folders = set()
     for item in doomed:
