@@ -24,7 +24,7 @@ from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer
 
 N_MESSAGES, N_REPEATS = 100, 40
-STYLE = Path(__file__).parent.parent / "tests/gateway/templates/qwen35.jinja"
+STYLE = Path(__file__).parent.parent / "tests/support/templates/qwen35.jinja"
 WORDS = (
     "reader",
     "the",

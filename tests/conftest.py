@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from everwarm.llama.model import Model
-from models import EMBEDDED, tiny_model
+from support.models import EMBEDDED, tiny_model
 
 OpenTiny = Callable[..., Model]
 

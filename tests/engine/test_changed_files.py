@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.drive import check, drain, open_core, run, submit, text
-from engine.test_archive import kept_core, put_away
-from engine.test_pictures import ask, picture, seeing_core
-from engine.test_shared import sharing
+from engine.images.test_image_prompt import ask, picture, seeing_core
+from engine.tiers.test_disk_writer import kept_core, put_away
+from engine.tiers.test_remote_store import sharing
 from everwarm.config import ModelOptions
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
@@ -21,7 +20,8 @@ from everwarm.errors import ModelChanged
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state.store.arena import memory_file
 from llama.test_adapters import WIDTH, write_lora
-from models import tiny_model, tiny_vision
+from support.drive import check, drain, open_core, run, submit, text
+from support.models import tiny_model, tiny_vision
 
 PROMPT, NEXT = text(1, 300), text(2, 20)
 OLD, NEW = ({"arch": "llama", "seed": seed} for seed in (0, 1))
@@ -226,7 +226,7 @@ def test_a_projector_that_is_overwritten_ends_the_engine_too(tmp_path: Path, mon
     model, mmproj = tiny_vision("qwen35")
     live = tmp_path / "mmproj.gguf"
     shutil.copyfile(mmproj, live)
-    monkeypatch.setattr("engine.test_pictures.tiny_vision", lambda _: (model, live))
+    monkeypatch.setattr("engine.images.test_image_prompt.tiny_vision", lambda _: (model, live))
     with seeing_core() as core:
         ask(core, [text(3, 20), picture(1), text(4, 20)])
         assert drain(core)

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.drive import text
 from everwarm.config import GREEDY
 from everwarm.engine.engine import Engine, TokenStream
 from everwarm.engine.request import Finish, Finished, NewToken, Progress, Started
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, PromptTooLong
-from models import tiny_model
+from support.drive import text
+from support.models import tiny_model
 
 PATIENCE_S = 30.0  # far beyond anything that works: a hang is a failure, not a wait
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.drive import open_core, run, text
-from engine.test_archive import kept_core, put_away
+from engine.tiers.test_disk_writer import kept_core, put_away
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.engine import fingerprint as table
 from everwarm.engine.fingerprint import Decision, ParameterRow, decided, state_fingerprint
@@ -27,7 +26,8 @@ from everwarm.llama.model import Model, fingerprint_of
 from everwarm.llama.opening import open_context
 from everwarm.llama.rope import rope_limit_of
 from everwarm.state.tools.inventory import folders, read_folder
-from models import tiny_model
+from support.drive import open_core, run, text
+from support.models import tiny_model
 
 LIMIT = 1024
 PROMPT = text(5, 300)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.drive import check, drain, open_core, submit, text
 from everwarm.engine.core import Core
 from everwarm.engine.request import Result
 from everwarm.engine.settings import StoreSettings
+from support.drive import check, drain, open_core, submit, text
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_STEPS = 100_000 if CAMPAIGN else 100

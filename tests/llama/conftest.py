@@ -7,7 +7,7 @@ import pytest
 
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model
-from models import tiny_vision
+from support.models import tiny_vision
 
 Sight = tuple[Model, MediaModel]
 

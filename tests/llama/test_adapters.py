@@ -12,7 +12,7 @@ from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
-from models import tiny_model
+from support.models import tiny_model
 
 WIDTH, RANK = 64, 4
 

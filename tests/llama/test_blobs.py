@@ -8,8 +8,8 @@ import pytest
 
 from everwarm.llama.blobs import describes_end
 from everwarm.llama.model import MemoryKind
-from llama.blobs import with_position
-from llama.steps import KINDS, SLOT, WITH_STATE, WITHOUT_TRIM, mark, open_context, read, text
+from support.blob_cases import with_position
+from support.steps import KINDS, SLOT, WITH_STATE, WITHOUT_TRIM, mark, open_context, read, text
 
 MAGIC = 0xAF143CD8
 

@@ -12,7 +12,7 @@ from everwarm.llama.batch import Tokens
 from everwarm.llama.context import Logits
 from everwarm.llama.model import Model
 from everwarm.types import Blob
-from llama.blobs import (
+from support.blob_cases import (
     Numbers,
     recurrent_numbers,
     window_numbers,
@@ -21,8 +21,8 @@ from llama.blobs import (
     with_shifted_window,
     zeroed,
 )
-from llama.layouts import ALONE, BOUND, CUTS, TOKENS, cold, cold_spread, distance, warm
-from llama.steps import (
+from support.layouts import ALONE, BOUND, CUTS, TOKENS, cold, cold_spread, distance, warm
+from support.steps import (
     HYBRIDS,
     KINDS,
     SLOT,

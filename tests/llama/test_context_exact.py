@@ -10,8 +10,8 @@ import pytest
 from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import MemoryKind
 from everwarm.types import SeqId
-from llama.layouts import LAYOUTS, Layout
-from llama.steps import (
+from support.layouts import LAYOUTS, Layout
+from support.steps import (
     KINDS,
     N_UBATCH,
     OTHER,

@@ -6,8 +6,8 @@ import pytest
 
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
-from llama.layouts import ALONE, BOUND, CUTS, LAYOUTS, TOKENS, Layout, cold, cold_spread, distance, warm
-from llama.steps import (
+from support.layouts import ALONE, BOUND, CUTS, LAYOUTS, TOKENS, Layout, cold, cold_spread, distance, warm
+from support.steps import (
     HYBRIDS,
     KINDS,
     OTHER,

@@ -18,7 +18,7 @@ from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
-from llama.steps import (
+from support.steps import (
     KINDS,
     OPTIONS,
     Saved,

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from llama import trials_blobs, trials_calls
-from llama.trials import ARCHS_OF, TRIALS, run_in_child
+from support import trials_blobs, trials_calls
+from support.trials import ARCHS_OF, TRIALS, run_in_child
 
 MODULES = (trials_blobs, trials_calls)  # importing them registers their trials
 
@@ -65,7 +65,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    return run_in_child("llama.run_trials")
+    return run_in_child("support.run_trials")
 
 
 def _cases() -> list[object]:

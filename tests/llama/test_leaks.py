@@ -10,8 +10,8 @@ import pytest
 from everwarm.config import Sampling
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
-from llama.steps import SLOT, mark, open_context, read_to, say, text
-from models import tiny_model
+from support.models import tiny_model
+from support.steps import SLOT, mark, open_context, read_to, say, text
 
 N_CYCLES = 1000
 SMALL = {"n_layers": 4, "width": 64}

@@ -14,9 +14,9 @@ from everwarm.errors import ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.context import Context
 from everwarm.llama.model import MemoryKind, Model
-from llama.steps import KINDS, OPTIONS, SLOT, open_context, same_bits, say, text
-from llama.trials import run_in_child
-from models import tiny_model
+from support.models import tiny_model
+from support.steps import KINDS, OPTIONS, SLOT, open_context, same_bits, say, text
+from support.trials import run_in_child
 
 # files that cannot be opened
 
@@ -91,7 +91,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     whole = tiny_model("qwen35", **SMALL).read_bytes()
     for name, data in ({"whole": whole} | damaged(whole)).items():
         paths[name].write_bytes(data)
-    found = run_in_child("llama.open_models", *map(str, paths.values()))
+    found = run_in_child("support.open_models", *map(str, paths.values()))
     return {name: found[str(path)] for name, path in paths.items()}
 
 

@@ -14,7 +14,7 @@ from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 from everwarm.types import START, SeqId
-from llama.steps import SLOT, open_context, say, text
+from support.steps import SLOT, open_context, say, text
 
 OPEN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # nothing cut off: only the temperature shapes the draw
 N_VOCAB = 264

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gateway.server import Server, frozen, serving, serving_models, until, words
-from gateway.test_seeing import url as picture_url
-from models import tiny_model, tiny_vision
-from page.browser import Tab, launched, opened
+from gateway.images.test_image_chat import url as picture_url
+from support.browser import Tab, launched, opened
+from support.models import tiny_model, tiny_vision
+from support.server import Server, frozen, serving, serving_models, until, words
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
@@ -228,7 +228,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server
     ]
     (tmp_path / "script.json").write_text(json.dumps(lines))
     monkeypatch.setenv("EVERWARM_SCRIPT", str(tmp_path / "script.json"))
-    monkeypatch.setenv("EVERWARM_TEST_HOOK", "gateway.scripted_hook:install")
+    monkeypatch.setenv("EVERWARM_TEST_HOOK", "support.scripted_hook:install")
     paths = (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
     with serving("--cache-text") as server:

@@ -34,7 +34,7 @@ from everwarm.router.plan import (
     UnloadAsked,
     Wanted,
 )
-from router.world import Fate, History, Order, Visit, World, Wrong, stream
+from support.world import Fate, History, Order, Visit, World, Wrong, stream
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from everwarm.router.plan import Phase, PoolLimits
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.restart_policy import MAX_DEATHS, RestartLimits
 from everwarm.router.supervise.supervisor import State
-from models import tiny_model
+from support.models import tiny_model
 
 SETTINGS = EngineSettings(n_slots=2, n_ctx=512, n_threads=1, ram_bytes=16 << 20)
 SOON = RestartLimits(first_back_off_s=0.01, most_back_off_s=0.02, first_retry_s=0.2, most_retry_s=0.4)

@@ -17,7 +17,7 @@ from ray.scripts.scripts import start
 
 from everwarm.ray.settings import read_cluster
 from everwarm.state.remote.bucket import Bucket, StoreFault
-from gateway.server import until
+from support.server import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ray"
 PORTS = [f"{part}.port{kind}" for part in ("master", "volume", "filer") for kind in ("", ".grpc")] + ["s3.port.grpc"]

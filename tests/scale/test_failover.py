@@ -15,8 +15,8 @@ import boto3
 import pytest
 from bench.seaweed import BUCKET, S3
 
-from gateway.server import Server, children, is_alive, metric, serving, until, words
-from scale.proxy import FAULTS, proxied
+from support.proxy import FAULTS, proxied
+from support.server import Server, children, is_alive, metric, serving, until, words
 
 GUARD = 16
 SYSTEM = {"role": "system", "content": words(300, 3)}

@@ -13,8 +13,8 @@ import openai
 import pytest
 from bench.seaweed import S3
 
-from gateway.server import Reply, serving, until, words
-from scale.fleet import Fleet, fleet, model
+from support.fleet import Fleet, fleet, model
+from support.server import Reply, serving, until, words
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_CONVERSATIONS, N_TURNS = 12, 200 if CAMPAIGN else 60

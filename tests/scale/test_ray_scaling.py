@@ -4,8 +4,8 @@ import concurrent.futures
 from pathlib import Path
 from typing import Any
 
-from gateway.server import until, words
-from scale.fleet import Fleet, fleet, model
+from support.fleet import Fleet, fleet, model
+from support.server import until, words
 
 GROWS = "least = 1\nmost = 2\nwaiting-tokens = 400\nupscale-delay = 0.0\ndownscale-delay = 3.0"
 

@@ -4,13 +4,13 @@ import pytest
 from bench.workload.chat import to_turn
 from bench.workload.scenarios import scenario
 
-from engine.drive import open_core, step_until, submit, text, tidy
-from engine.drive import run as ask
 from everwarm.engine.request import Progress
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.replay import replay
 from everwarm.simulate.trace import TraceTurn
-from simulate.small import turn
+from support.drive import open_core, step_until, submit, text, tidy
+from support.drive import run as ask
+from support.small_traces import turn
 
 MANY_BYTES = 1 << 40
 N_REPLY = 5

@@ -10,7 +10,7 @@ from everwarm.simulate.optimum import best_placement, fewest_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import NAMES, replay
 from everwarm.state.policy import Cut, CutKind
-from simulate.small import SMALL, STATE, random_turns, turn
+from support.small_traces import SMALL, STATE, random_turns, turn
 
 
 def read_from(placed, wanted) -> int:

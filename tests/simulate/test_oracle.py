@@ -6,7 +6,7 @@ from bench.workload.scenarios import SCENARIOS, scenario
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.oracle import Known, shares
-from simulate.small import random_turns, shared_by_hand, turn
+from support.small_traces import random_turns, shared_by_hand, turn
 
 
 @pytest.mark.parametrize("seed", range(60))

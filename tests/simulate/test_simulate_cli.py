@@ -9,7 +9,7 @@ from bench.workload.scenarios import scenario
 
 from everwarm.simulate.curves import LARGE
 from everwarm.simulate.trace import to_line
-from gateway.server import run_cli
+from support.server import run_cli
 
 
 def written(path, name="edit", size=0.1):

@@ -9,7 +9,7 @@ from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Mark, Position, SeqId, TokenCount
-from state.oracle import picture
+from support.tree_oracle import picture
 
 CAT = MediaItem(b"same" + b"cat" * 4, TokenCount(60), Position(8))
 DOG = MediaItem(b"same" + b"dog" * 4, TokenCount(60), Position(8))

@@ -12,7 +12,7 @@ from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Position, SeqId, TokenCount
-from state.oracle import Key, Oracle, common, items_of, picture
+from support.tree_oracle import Key, Oracle, common, items_of, picture
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 TWINS = [MediaItem(b"twin" + bytes([i]) * 12, TokenCount(60), Position(8)) for i in (1, 2)]

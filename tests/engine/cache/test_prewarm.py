@@ -1,0 +1,207 @@
+"""A turn read before anybody asks: the next request reads only what is new, and reading ahead gives way at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from everwarm.engine.core import Core
+from everwarm.engine.request import Ask
+from everwarm.engine.settings import StoreSettings
+from everwarm.engine.slotfile import slot_io
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.policy import GUARD, CutKind, Entry, victims
+from support.drive import EVERY_KIND, HYBRIDS, check, drain, open_core, run, submit, text
+
+HISTORY, THINKING, ANSWER, NEW = text(1, 300), text(2, 60), text(3, 80), text(4, 20)
+SHOWN = [*HISTORY, *ANSWER]  # what the next request begins with: thinking is stripped
+NEXT = [*SHOWN, *NEW]
+
+
+def talk(core: Core, **more) -> None:
+    """A turn whose thinking will be stripped: the model's own text is of no use to the next turn."""
+    run(core, [*HISTORY, *THINKING], stable=len(HISTORY), **more)
+
+
+def offer(core: Core, tokens: list[int] = SHOWN, **more) -> None:
+    core.prewarm.offer(Ask(Prompt.of_tokens(tokens), max_tokens=0, ahead=True, **more))
+
+
+def idle(core: Core) -> None:
+    """What the loop does while nobody asks."""
+    for _ in range(1000):
+        if core.has_work:
+            core.step()
+            check(core)
+        elif not core.tidy():
+            return
+    raise AssertionError("idle work without end")
+
+
+def begin(core: Core) -> None:
+    while not core.has_work:
+        assert core.tidy()
+
+
+@pytest.mark.parametrize("arch", tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND))))
+@pytest.mark.parametrize("n_spares", [0, 4])
+def test_the_next_request_reads_only_what_is_new(arch, n_spares):
+    with open_core(arch, n_spares=n_spares) as core:
+        talk(core)
+        idle(core)
+        without = run(core, NEXT)
+    with open_core(arch, n_spares=n_spares) as core:
+        talk(core)
+        offer(core)
+        idle(core)
+        result = run(core, NEXT)
+        assert core.counts.n_prewarms == 1 and core.counts.n_prewarm_tokens >= len(ANSWER)
+    assert result.n_processed <= len(NEW) + GUARD
+    assert without.n_processed >= len(ANSWER), "this test could not fail"
+    assert result.tokens == without.tokens
+
+
+def test_it_is_counted_apart_and_counts_as_used_once_it_was():
+    with open_core() as core:
+        talk(core)
+        before = core.counts.n_requests, core.counts.n_prompt, core.counts.n_avoidable
+        offer(core)
+        idle(core)
+        assert before == (core.counts.n_requests, core.counts.n_prompt, core.counts.n_avoidable)
+        assert core.keeper.counts.n_prewarms_used == 0
+        run(core, NEXT)
+        assert core.keeper.counts.n_prewarms_used == 1
+
+
+def test_nothing_is_read_when_the_next_request_goes_on_from_what_is_there():
+    with open_core() as core:
+        talk(core)
+        offer(core, [*HISTORY, *THINKING])
+        idle(core)
+        assert core.counts.n_prewarm_tokens == 0
+
+
+def test_it_gives_way_at_once_and_goes_on_later():
+    with open_core(prefill_beside_decode=16) as core:
+        talk(core)
+        offer(core)
+        begin(core)
+        core.step()
+        reading = next(slot for slot in core.slots if slot.request)
+        assert reading.request.ask.ahead and reading.n_fed < len(SHOWN)
+        request = submit(core, text(9, 50))
+        core.step()
+        running = [slot.request for slot in core.slots if slot.request]
+        assert running == [request], "one step, and only the real request runs"
+        drain(core)
+        assert core.counts.n_prewarms_interrupted == 1 and core.counts.n_prewarms == 0
+        idle(core)
+        assert core.counts.n_prewarms == 1
+        assert run(core, NEXT).n_processed <= len(NEW) + GUARD
+
+
+def test_the_same_conversation_goes_on_from_where_it_was_interrupted():
+    with open_core(prefill_beside_decode=16) as core:
+        talk(core)
+        offer(core)
+        begin(core)
+        for _ in range(3):
+            core.step()
+        result = run(core, NEXT)
+        assert len(HISTORY) < result.n_cached < len(SHOWN)
+
+
+def test_one_for_each_conversation_and_not_too_many():
+    with open_core() as core:
+        offer(core, [*SHOWN, *text(5, 40)])
+        offer(core, [*SHOWN, *text(6, 40)])
+        assert len(core.prewarm.waiting) == 1
+        offer(core, SHOWN, namespace="another")
+        assert len(core.prewarm.waiting) == 2
+        for seed in range(20, 60):
+            offer(core, text(seed, 100))
+        assert len(core.prewarm.waiting) == 8
+
+
+def test_it_moves_nobody_out_of_the_context():
+    with open_core(n_ctx=1024) as core:
+        talk(core, slot=0)
+        run(core, text(8, 500), slot=1)
+        held = [slot.n_fed for slot in core.slots]
+        offer(core, [*HISTORY, *text(3, 400)])
+        idle(core)
+        assert core.counts.n_prewarms == 0 and [slot.n_fed for slot in core.slots] == held
+
+
+def test_what_nobody_used_yet_is_evicted_first():
+    usual = Entry(1, 100, 5.0, 10.0, 0)
+    ahead = Entry(2, 100, 500.0, 0.0, 0, is_ahead=True)
+    stranded = Entry(3, 100, 500.0, 0.0, 0, stranded=True)
+    assert victims([usual, ahead, stranded], 300) == [3, 2, 1]
+
+
+def test_a_slots_content_stays_the_conversation_that_ran_in_it(tmp_path):
+    with open_core() as core:
+        talk(core, slot=0)
+        content = core.slots[0].content.codes.tolist()
+        offer(core)
+        idle(core)
+        assert core.slots[0].resident().codes.tolist() == SHOWN, "it was read somewhere else"
+        saved = slot_io.capture(core, core.slots[0], "")
+        assert saved.prompt.codes.tolist() == content
+        check(core)
+
+
+def test_erasing_a_slot_forgets_what_was_read_ahead_as_well():
+    with open_core() as core:
+        talk(core, slot=0)
+        offer(core)
+        idle(core)
+        slot_io.erase(core, core.slots[0], "")
+        check(core)
+        kinds = [node.checkpoint.kind for node in core.tree.nodes() if node.checkpoint]
+        assert CutKind.PREWARM not in kinds
+        assert run(core, NEXT).n_cached == 0
+
+
+@pytest.mark.parametrize("arch", EVERY_KIND)
+def test_nothing_that_was_only_read_ahead_is_written_to_disk(arch, tmp_path):
+    with open_core(arch, store=StoreSettings(str(tmp_path), restore_policy="always")) as core:
+        core.archive.wait_open(20)
+        talk(core)
+        idle(core)
+        core.archive.flush()
+        before = core.archive.disk.names()
+        offer(core)
+        idle(core)
+        assert core.counts.n_prewarm_tokens >= len(ANSWER)
+        core.archive.flush()
+        assert before and core.archive.disk.names() == before
+        run(core, NEXT, stable=len(NEXT))
+        idle(core)
+        core.archive.flush()
+        assert core.archive.disk.names() > before, "this test could not fail"
+
+
+def test_stopping_while_it_reads_loses_nothing(tmp_path):
+    """A conversation whose slot is being read ahead is as durable as any other."""
+    store = StoreSettings(str(tmp_path), restore_policy="always")
+    with open_core(store=store, prefill_beside_decode=16) as core:
+        talk(core)
+        offer(core)
+        begin(core)
+        core.step()
+        assert any(slot.request for slot in core.slots)
+        core.put_away()
+    with open_core(store=store) as core:
+        assert run(core, NEXT).n_cached >= len(HISTORY)
+
+
+def test_stopping_while_a_prompt_is_read_keeps_what_was_read(tmp_path):
+    store = StoreSettings(str(tmp_path), restore_policy="always")
+    with open_core(store=store, n_batch=64, n_ubatch=64) as core:
+        submit(core, HISTORY)
+        for _ in range(3):
+            core.step()
+        core.put_away()
+    with open_core(store=store) as core:
+        assert run(core, HISTORY).n_cached >= 128

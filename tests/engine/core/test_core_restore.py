@@ -1,0 +1,108 @@
+"""Bringing a conversation back while the context is crowded: what moves out on the way must not be lost or mixed up."""
+
+import numpy as np
+
+from engine.core.test_core_refusals import refuse_restores, refuse_splices
+from everwarm.engine.core import Core
+from everwarm.engine.request import NewToken
+from support.drive import (
+    assert_greedy,
+    check,
+    drain,
+    open_core,
+    record_logits,
+    run,
+    slot_holding,
+    step_until,
+    submit,
+    text,
+)
+
+FIRST, SECOND = text(1, 150), text(2, 200)
+
+
+def crowded(core: Core) -> None:
+    """``SECOND`` lies in RAM; ``FIRST`` is in the slot, and its first 100 tokens are parked as well."""
+    run(core, SECOND, 4, boundaries=(60,))
+    run(core, FIRST, 4, boundaries=(100,), deterministic=True)  # moves everybody out first
+    assert [node and node.n_items for node in core.keeper.spares.values()] == [100]
+
+
+def give_away(core: Core, tokens: list[int]) -> None:
+    core.keeper.move_out_slot(slot_holding(core, tokens))
+    check(core)
+
+
+def test_the_conversation_that_gave_way_can_come_back():
+    with open_core(n_slots=1, n_spares=1, n_ctx=256) as core:
+        crowded(core)
+        assert run(core, [*SECOND, *text(3, 10)]).n_cached == 196
+        assert run(core, [*FIRST, *text(4, 10)]).n_cached == 146
+
+
+def test_kv_of_one_conversation_is_never_kept_for_another():
+    following = [*FIRST, *text(4, 10)]
+    with open_core(n_slots=1, n_spares=1, n_ctx=256) as core:
+        crowded(core)
+        refuse_restores(core)
+        run(core, [*SECOND, *text(3, 10)])
+        rows = record_logits(core)
+        run(core, following)
+    with open_core(n_slots=1) as fresh:
+        cold_rows = record_logits(fresh)
+        run(fresh, following)
+    np.testing.assert_allclose(rows[0], cold_rows[0], atol=5e-3)
+
+
+def test_the_control_without_a_crowd_both_come_back_and_agree_with_a_cold_run():
+    following = [*FIRST, *text(4, 10)]
+    with open_core(n_slots=1, n_spares=1, n_ctx=1024) as core:
+        crowded(core)
+        run(core, [*SECOND, *text(3, 10)])
+        rows = record_logits(core)
+        assert run(core, following).n_cached == 146
+    with open_core(n_slots=1) as fresh:
+        cold_rows = record_logits(fresh)
+        run(fresh, following)
+    np.testing.assert_allclose(rows[0], cold_rows[0], atol=5e-3)
+
+
+def test_a_second_attempt_does_not_count_on_what_the_first_moved_out():
+    prompt = text(1, 200)
+    with open_core(n_spares=2, n_ctx=256) as core:
+        run(core, prompt, 4, boundaries=(50, 100))
+        give_away(core, prompt)
+        for other in (2, 3):
+            run(core, text(other, 60))
+        refuse_splices(core)
+        result = run(core, [*prompt, *text(4, 20)])
+        assert result.n_cached == 100
+        assert_greedy(core, [*prompt, *text(4, 20)], result)
+
+
+def test_a_segment_that_does_not_fit_beside_a_running_request_leads_to_the_point_before_it():
+    """No refusal needed: the checkpoint at 120 lies inside a segment of 96 cells, and fewer are free."""
+    prompt = text(1, 200)
+    branch, again = [*prompt[:120], *text(9, 30)], [*prompt[:120], *text(10, 5)]
+    with open_core(n_spares=2, n_ctx=256) as core:
+        run(core, prompt, 4, boundaries=(50, 100))
+        give_away(core, prompt)
+        run(core, branch, 1)
+        give_away(core, branch)
+        submit(core, text(2, 90), 100)
+        for _ in range(10):
+            step_until(core, NewToken)
+        request = submit(core, again)
+        assert_greedy(core, again, drain(core)[request.id])
+
+
+def test_saving_the_old_conversation_does_not_evict_the_one_being_brought_back():
+    short, long = text(1, 100), text(2, 200)
+    with open_core("llama", n_slots=1) as core:
+        run(core, short)
+        run(core, long)
+        per_token = core.tree.ram_bytes / 103
+        core.keeper.ram_budget = int(per_token * 250)  # room for one and a half of them
+        result = run(core, [*short, *text(3, 10)])
+        assert_greedy(core, [*short, *text(3, 10)], result)
+        check(core)

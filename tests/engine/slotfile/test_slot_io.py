@@ -1,0 +1,287 @@
+"""Slot files: every kind of next request is warm after a restore, the bytes are the same, and a bad file harms nobody."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from everwarm.engine.settings import StoreSettings
+from everwarm.engine.slotfile import slot_io
+from everwarm.errors import BadRequest
+from everwarm.llama import blobs
+from everwarm.llama.model import MemoryKind
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.store.object import Damaged, ObjectReader
+from everwarm.state.store.slot_file import COMPANION, VERSION, Claim, checked_name, read_main
+from everwarm.types import token_mark
+from support.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
+
+ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
+HISTORY, NEW = text(1, 400), text(2, 30)
+STABLE, MIDDLE = 380, 200
+CLAIM = Claim("fingerprint", "")
+TRUSTING = Claim("fingerprint", "", trusts_origin=True)
+
+
+def save(core, path: Path, slot: int = 0) -> slot_io.Saved:
+    saved = slot_io.capture(core, core.slots[slot], "")
+    slot_io.write(path, saved, CLAIM)
+    return saved
+
+
+def restore(core, path: Path, slot: int = 0, claim: Claim = CLAIM) -> int:
+    saved, _ = slot_io.read(path, claim, core.context.n_ctx)
+    n = slot_io.put_back(core, core.slots[slot], saved, "")
+    check(core)
+    return n
+
+
+def talk(core) -> list[int]:
+    """A conversation in slot 0; returns all of it, with the reply."""
+    result = run(core, HISTORY, boundaries=(MIDDLE,), stable=STABLE, slot=0)
+    return [*HISTORY, *result.tokens[:-1]]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_after_a_restore_every_kind_of_next_request_is_warm(tmp_path, arch):
+    with open_core(arch) as core:
+        whole = talk(core)
+        save(core, tmp_path / "a.bin")
+    needs = arch != "llama"
+    for prompt, n_cached in (
+        ([*whole, *NEW], len(whole)),  # goes on
+        ([*HISTORY[:STABLE], *NEW], STABLE),  # what came after the stable point was stripped
+        ([*HISTORY[:MIDDLE], *NEW], MIDDLE),  # the last message was edited
+        (HISTORY, len(HISTORY) - 20),  # said again, or regenerated
+    ):
+        with open_core(arch) as core:
+            assert restore(core, tmp_path / "a.bin") == len(whole)
+            result = run(core, prompt)
+            assert result.n_cached >= n_cached if needs else result.n_cached >= min(n_cached, len(prompt) - 1)
+    with open_core(arch) as core:
+        assert run(core, [*whole, *NEW]).n_cached == 0, "this test could not fail"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_is_restored_is_byte_for_byte_what_was_saved(tmp_path, arch):
+    with open_core(arch) as core:
+        talk(core)
+        saved = save(core, tmp_path / "a.bin")
+        save(core, tmp_path / "b.bin")
+    with open_core(arch) as core:
+        restore(core, tmp_path / "a.bin")
+        again = slot_io.capture(core, core.slots[0], "")
+    assert again.prompt.codes.tolist() == saved.prompt.codes.tolist()
+    assert again.state.tobytes() == saved.state.tobytes()
+    assert [s.point.n_items for s in again.points] == [s.point.n_items for s in saved.points]
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    other = bytearray(saved.state.tobytes())
+    other[len(other) // 2] ^= 1
+    assert again.state.tobytes() != bytes(other), "this test could not fail"
+
+
+def test_a_conversation_that_left_the_context_is_saved_all_the_same(tmp_path):
+    with open_core() as core:
+        whole = talk(core)
+        core.keeper.move_out_slot(core.slots[0])
+        assert core.slots[0].n_fed == 0
+        assert save(core, tmp_path / "a.bin").prompt.codes.tolist() == whole
+        check(core)
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_state_that_is_verified_when_it_is_needed_is_never_used_damaged(tmp_path, is_damaged):
+    """In the arena a state's digest is looked at before it is used; a damaged one is as if it had not been there."""
+    path = tmp_path / "a.bin"
+    with open_core() as core:
+        talk(core)
+        save(core, path)
+    companion = tmp_path / f"a.bin{COMPANION}"
+    with companion.open("rb") as file:
+        sections = {section.name: section for section in ObjectReader(file.fileno()).header.sections}
+    data = bytearray(companion.read_bytes())
+    data[sections[f"state-{STABLE}"].offset + 1000] ^= is_damaged
+    companion.write_bytes(data)
+    with open_core() as core:
+        saved, _ = slot_io.read(path, CLAIM, core.context.n_ctx, core.ram.arena)
+        assert STABLE in [found.point.n_items for found in saved.points]
+        slot_io.put_back(core, core.slots[0], saved, "")
+        again = slot_io.capture(core, core.slots[0], "")
+        assert (STABLE in [found.point.n_items for found in again.points]) is not is_damaged
+        result = run(core, [*HISTORY[:STABLE], *NEW])
+        assert result.n_cached == (MIDDLE if is_damaged else STABLE)
+        check(core)
+    if is_damaged:
+        with pytest.raises(Damaged, match=r"companion a\.bin\.checkpoints is damaged"):
+            slot_io.read(path, CLAIM, 4096)  # without an arena everything is verified at once
+    else:
+        assert slot_io.read(path, CLAIM, 4096)[0].points
+
+
+def test_saving_empty_slots_and_other_peoples_slots_is_refused(tmp_path):
+    with open_core() as core:
+        with pytest.raises(BadRequest):
+            slot_io.capture(core, core.slots[1], "")
+        run(core, HISTORY, namespace="mine", slot=0)
+        with pytest.raises(BadRequest):
+            slot_io.capture(core, core.slots[0], "yours")
+        assert slot_io.erase(core, core.slots[0], "yours") == 0
+        assert run(core, [*HISTORY, *NEW], namespace="mine").n_cached >= len(HISTORY) - 20
+
+
+def test_erasing_forgets_what_nobody_shares(tmp_path):
+    with open_core() as core:
+        talk(core)
+        run(core, [*HISTORY[:MIDDLE], *NEW], slot=1)
+        assert slot_io.erase(core, core.slots[0], "") == len(HISTORY) + 3
+        check(core)
+        assert run(core, [*HISTORY[:MIDDLE], *text(7, 20)], slot=1).n_cached == MIDDLE
+        assert run(core, [*HISTORY, *NEW]).n_cached == MIDDLE
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_mutated_main_file_is_refused_or_is_right_and_the_slot_stays_usable(tmp_path, seed):
+    """Flips inside the numbers themselves cannot be told from numbers; without a companion that is llama-server's own
+    guarantee. Everything structural is refused, nothing aborts, and the engine answers as before."""
+    rng = np.random.default_rng(seed)
+    with open_core(EVERY_KIND[seed % len(EVERY_KIND)]) as core:
+        talk(core)
+        path = tmp_path / "a.bin"
+        save(core, path)
+        (tmp_path / f"a.bin{COMPANION}").unlink()
+        expected = run(core, text(9, 50), deterministic=True).tokens
+        data = bytearray(path.read_bytes())
+        match seed % 4:
+            case 0:
+                data = data[: int(rng.integers(0, len(data)))]
+            case 1:
+                at = int(rng.integers(0, 64))
+                data[at] ^= 1 << int(rng.integers(8))
+            case 2:
+                at = 12 + 4 * len(HISTORY) + int(rng.integers(0, 64))
+                data[at : at + 4] = struct.pack("<I", int(rng.integers(1 << 32)))
+            case 3:
+                data[: int(rng.integers(1, 200))] = b""
+        path.write_bytes(data)
+        try:
+            saved, _ = slot_io.read(path, TRUSTING, core.context.n_ctx)
+            slot_io.put_back(core, core.slots[0], saved, "")
+        except (Damaged, BadRequest):
+            pass
+        check(core)
+        assert run(core, text(9, 50), deterministic=True, use_cache=False).tokens == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../a", "a/b", "/etc/passwd", "a\0b", "-a", "a" * 65, "ä", "a b", ".hidden", f"a{COMPANION}"],
+)
+def test_a_name_that_could_leave_the_directory_is_refused(name):
+    with pytest.raises(BadRequest):
+        checked_name(name)
+
+
+def test_good_names_are_good():
+    assert [checked_name(n) for n in ("a", "a.bin", "A-1_2.x", "0")] == ["a", "a.bin", "A-1_2.x", "0"]
+
+
+def test_a_symbolic_link_is_never_followed(tmp_path):
+    with open_core() as core:
+        talk(core)
+        save(core, tmp_path / "a.bin")
+        (tmp_path / "link").symlink_to(tmp_path / "a.bin")
+        with pytest.raises(Damaged):
+            slot_io.read(tmp_path / "link", CLAIM, core.context.n_ctx)
+        target = tmp_path / "victim"
+        target.write_text("precious")
+        (tmp_path / "b.bin").symlink_to(target)
+        (tmp_path / f"b.bin{COMPANION}").symlink_to(target)
+        save(core, tmp_path / "b.bin")
+        assert target.read_text() == "precious" and not (tmp_path / "b.bin").is_symlink()
+
+
+def test_llama_servers_packed_token_list_is_understood(tmp_path):
+    tokens = np.array([5, 6, 7], "<i4")
+    packed = struct.pack("<iII", -1, 1, 3) + tokens.tobytes() + struct.pack("<I", 0)
+    path = tmp_path / "peer.bin"
+    path.write_bytes(struct.pack("<III", 0x67677371, VERSION, len(packed) // 4) + packed + b"state")
+    found, state = read_main(path, 100)
+    assert found.tolist() == [5, 6, 7] and state.tobytes() == b"state"
+    path.write_bytes(struct.pack("<III", 0x67677371, VERSION, 1 << 31) + packed)
+    with pytest.raises(Damaged):
+        read_main(path, 100)
+
+
+def test_a_slots_content_is_its_last_conversation():
+    with open_core() as core:
+        run(core, HISTORY, slot=0)
+        run(core, text(4, 100), slot=0)
+        assert core.slots[0].content.first(100).codes.tolist() == Prompt.of_tokens(text(4, 100)).codes.tolist()
+
+
+def test_after_a_restore_the_very_same_prompt_decodes_nothing(tmp_path):
+    with open_core("qwen35", n_spares=8) as core:
+        first = run(core, HISTORY)
+        save(core, tmp_path / "a.bin")
+    with open_core("qwen35", n_spares=8) as core:
+        restore(core, tmp_path / "a.bin")
+        again = run(core, HISTORY)
+        assert again.n_processed == 0 and again.tokens == first.tokens
+        other = run(core, [*HISTORY[:-1], (HISTORY[-1] + 1) % 250])
+        assert other.n_processed > 0 and other.tokens != first.tokens, "this test could not fail"
+
+
+def test_what_was_erased_is_not_on_disk_either_but_what_others_share_is(tmp_path):
+    store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
+    other = [*HISTORY[:200], *text(9, 100)]
+    with open_core(store=store, n_slots=2) as core:
+        run(core, other, stable=280, boundaries=(200,), slot=1)
+        run(core, HISTORY, stable=STABLE, boundaries=(200,), slot=0)
+        core.put_away()
+        before = core.archive.disk.n_bytes
+        assert slot_io.erase(core, core.slots[0], "") > 0
+        assert 0 < core.archive.disk.n_bytes < before
+    with open_core(store=store, n_slots=2) as core:
+        assert run(core, [*other[:280], *NEW]).n_cached == 280
+        assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached <= 200
+
+
+def second_part(data: bytearray, kind: MemoryKind, n_tokens: int) -> int:
+    """Where in a slot file the window or the recurrent state begins."""
+    tokens, state = 12 + 4 * n_tokens, np.frombuffer(bytes(data[12 + 4 * n_tokens :]), np.uint8)
+    for words in (3, 6):
+        found, rest = blobs._section(state, words, token_mark(n_tokens))
+        if found == n_tokens:
+            return tokens + len(state) - len(rest)
+    raise AssertionError(f"no {kind} in here")
+
+
+@pytest.mark.parametrize(
+    ("arch", "at", "value"),
+    [
+        ("gemma3", 8, -2),
+        ("gemma3", 8, 1 << 30),
+        ("gemma3", 4, 1 << 30),
+        ("qwen35", 0, 2),
+        ("qwen35", 4, -2),
+        ("qwen35", 8, 1),
+    ],
+)
+def test_a_part_that_libllama_would_choke_on_never_reaches_it(tmp_path, arch, at, value):
+    """A cell before position 0 stays for ever and spoils its next owner; two recurrent cells end the process."""
+    with open_core(arch) as core:
+        whole = talk(core)
+        save(core, tmp_path / "a.bin")
+        (tmp_path / f"a.bin{COMPANION}").unlink()
+        data = bytearray((tmp_path / "a.bin").read_bytes())
+        place = second_part(data, core.context.kind, len(whole)) + at
+        honest = bytes(data)
+        data[place : place + 4] = struct.pack("<i", value)
+        (tmp_path / "a.bin").write_bytes(data)
+        with pytest.raises(BadRequest):
+            restore(core, tmp_path / "a.bin", claim=TRUSTING)
+        (tmp_path / "a.bin").write_bytes(honest)
+        assert restore(core, tmp_path / "a.bin", claim=TRUSTING) == len(whole), "this test could not fail"

@@ -1,0 +1,144 @@
+"""Projector files with something wrong in them: an error that names it, where libmtmd would end the process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from everwarm.errors import ModelFileError
+from everwarm.llama.media import projector_file
+from everwarm.llama.media.projector_file import Projector
+from support.gguf_mutants import MUTATIONS, File, Pair, mutants, take_apart
+from support.models import tiny_vision
+from support.trials import run_in_child
+
+ARCHS = ("qwen35", "gemma3")
+N_OF_EACH = 8  # times 13 kinds of damage, for each of the two styles
+
+
+def size_of(number_format: int) -> tuple[int, int]:
+    return {0: (1, 4), 1: (1, 2), 8: (32, 34), 26: (1, 4), 30: (1, 2)}.get(number_format, (0, 0))
+
+
+def attempts(folder: Path, arch: str, n: int, *flags: str) -> dict[str, str]:
+    """What looking at an image with each mutant came to, in a process of its own: libmtmd might abort."""
+    made = mutants(tiny_vision(arch)[1], n)
+    for name, data in made.items():
+        (folder / name).write_bytes(data)
+    found = run_in_child("support.open_projectors", *flags, arch, *(str(folder / name) for name in made))
+    return {name: found[str(folder / name)] for name in made}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("mutants")
+    return {f"{arch} {name}": outcome for arch in ARCHS for name, outcome in attempts(folder, arch, N_OF_EACH).items()}
+
+
+def test_no_mutant_ends_the_process(checked: dict[str, str]) -> None:
+    assert len(checked) == 2 * len(MUTATIONS) * N_OF_EACH >= 200
+    allowed = ("ModelFileError: ", "ModelError: ", "saw ")
+    assert {name: said for name, said in checked.items() if not said.startswith(allowed)} == {}
+
+
+def test_every_refusal_is_one_line_that_names_the_file(checked: dict[str, str]) -> None:
+    for name, said in checked.items():
+        if said.startswith("Model"):
+            assert name.split()[1] in said and "\n" not in said and len(said) < 700, said
+
+
+def test_what_cannot_be_right_is_refused(checked: dict[str, str]) -> None:
+    for name, said in checked.items():
+        if "it_ends_too_early" in name:
+            assert re.search("ends (inside|too)|is not a GGUF file", said), said
+
+
+def test_unchecked_many_mutants_end_the_process(tmp_path: Path) -> None:
+    """What the look beforehand is for: without it the same files kill whoever opens them."""
+    found = attempts(tmp_path, "qwen35", 2, "--unchecked")
+    assert sum(said.startswith("killed by") for said in found.values()) >= 5, found
+
+
+# the rules, one by one
+
+
+@pytest.fixture(params=ARCHS)
+def file(request: pytest.FixtureRequest) -> File:
+    return take_apart(tiny_vision(request.param)[1])
+
+
+def refusal(file: File, tmp_path: Path) -> str:
+    path = tmp_path / "mmproj.gguf"
+    path.write_bytes(file.whole())
+    with pytest.raises(ModelFileError) as raised:
+        projector_file.check(Projector(path, size_of))
+    return str(raised.value)
+
+
+def test_the_undamaged_files_pass(file: File, tmp_path: Path) -> None:
+    path = tmp_path / "mmproj.gguf"
+    path.write_bytes(file.whole())
+    projector_file.check(Projector(path, size_of))
+
+
+@pytest.mark.parametrize("name", ["v.patch_embd.weight", "v.position_embd.weight", "v.blk.1.attn_out.weight"])
+def test_a_missing_tensor_is_named(name: str, file: File, tmp_path: Path) -> None:
+    without = tuple(tensor for tensor in file.tensors if tensor.name.decode() != name)
+    assert len(without) == len(file.tensors) - 1
+    assert f"lacks the tensor {name}" in refusal(replace(file, tensors=without), tmp_path)
+
+
+def test_every_key_that_libmtmd_reads_must_have_its_type(file: File, tmp_path: Path) -> None:
+    for i, pair in enumerate(file.pairs):
+        if pair.key.decode() in projector_file._KINDS:
+            wrong = Pair(pair.key, 12, bytes(8))
+            changed = replace(file, pairs=(*file.pairs[:i], wrong, *file.pairs[i + 1 :]))
+            assert f"has {pair.key.decode()} as another type of value" in refusal(changed, tmp_path)
+
+
+def test_the_widths_of_all_tensors_are_compared(file: File, tmp_path: Path) -> None:
+    """No tensor may become longer by one row without another becoming wider."""
+    passed = []
+    for i, tensor in enumerate(file.tensors):
+        *shape, last = tensor.shape
+        row = len(tensor.data) // last
+        changed = replace(tensor, shape=(*shape, last + 1), data=tensor.data + tensor.data[:row])
+        try:
+            refusal(replace(file, tensors=(*file.tensors[:i], changed, *file.tensors[i + 1 :])), tmp_path)
+        except pytest.fail.Exception:
+            passed.append(tensor.name.decode())
+    assert passed == []
+
+
+def test_a_long_header_is_not_read_to_its_end(file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projector_file, "MAX_HEADER_BYTES", 1000)
+    assert "has a header of more than 1000 bytes" in refusal(file, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw[:8] + (1 << 60).to_bytes(8, "little") + raw[16:], "claims 1152921504606846976 tensors"),
+        (lambda raw: raw[:16] + (1 << 60).to_bytes(8, "little") + raw[24:], "and 1152921504606846976 keys"),
+        (lambda raw: b"GGUX" + raw[4:], "is not a GGUF file"),
+        (lambda raw: raw[:4] + b"\1\0\0\0" + raw[8:], "has GGUF version 1; versions 2 and 3 can be read"),
+        (lambda raw: raw[:-40], "ends inside"),
+        (lambda raw: b"", "is not a GGUF file"),
+    ],
+)
+def test_a_header_that_cannot_be(change: Callable, message: str, file: File, tmp_path: Path) -> None:
+    path = tmp_path / "mmproj.gguf"
+    path.write_bytes(change(file.whole()))
+    with pytest.raises(ModelFileError, match=message):
+        Projector(path, size_of)
+
+
+def test_a_message_shows_nothing_that_cannot_be_printed(file: File, tmp_path: Path) -> None:
+    name = b"v.\x1b[31m\n" + b"x" * 5000
+    strange = replace(file.tensors[0], name=name, shape=(0,))
+    message = refusal(replace(file, tensors=(strange, *file.tensors[1:])), tmp_path)
+    assert message.isprintable() and len(message) < 400

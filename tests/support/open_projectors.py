@@ -1,0 +1,46 @@
+"""Open each projector file named, look at an image with it in a fork, and print what came of it.
+
+`python -m support.open_projectors ARCH FILE...`, or with `--unchecked` in front to see what libmtmd makes of it alone.
+"""
+
+import json
+import os
+import resource
+import sys
+from functools import partial
+from pathlib import Path
+
+from everwarm.llama.media import media_model, projector_file
+from everwarm.llama.media.media_model import MediaModel
+from everwarm.llama.model import Model
+from support.models import tiny_vision
+from support.trials import outcome
+from support.vision import picture
+
+SIZE = (96, 64)
+
+
+def look(model: Model, path: str) -> str:
+    with MediaModel(Path(path), model, n_threads=1, use_gpu=False) as opened:
+        shape = opened.shape(*SIZE)
+        found = opened.encode(picture(*SIZE), *SIZE)
+        assert found.shape == shape
+        return f"saw {shape.n_tokens} cells"
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libmtmd's last words
+    arguments = sys.argv[1:]
+    if arguments[0] == "--unchecked":
+        arguments = arguments[1:]
+        projector_file.check = lambda file: None
+        media_model.Projector = lambda path, size_of: type("Any", (), {"style": ""})
+    arch, *paths = arguments
+    with Model(tiny_vision(arch)[0]) as model:
+        json.dump({path: outcome(partial(look, model), path) for path in paths}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
