@@ -1,1 +1,8 @@
-"""The token loop: the only room that sees both libllama and the prefix tree. Knows no HTTP."""
+"""The engine process: the only room that sees both libllama and the prefix tree. Knows no HTTP.
+
+``process`` reads frames and answers them. ``loop`` runs a thread around ``core``, whose ``step`` admits
+(``scheduling``), restores (``cache``), decodes, picks tokens and keeps checkpoints. ``tiers`` carries what is kept
+to RAM, disk and the remote store and back. ``inspect`` shows it, ``slotfile`` saves and loads slots, ``verify``
+proves it bit for bit, ``images`` reads images. ``build`` puts the parts together; ``recovery`` is what happens when
+a step does not fit or fails.
+"""

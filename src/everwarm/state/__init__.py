@@ -1,1 +1,7 @@
-"""The memory of prefixes: tree, policy, and where bytes live. Knows tokens and bytes; knows no libllama."""
+"""The prefix cache as data: which prefixes are known, where their bytes are, what is worth keeping. Knows no libllama.
+
+``tree`` is the prefix tree with checkpoints and KV segments; ``policy`` decides where to cut, what to thin and what
+to evict; ``eviction`` weighs everything in RAM; ``lineage`` names prefixes and records how they were decoded;
+``ghosts`` remembers what was evicted. ``store`` has the bytes in memory and on disk, ``remote`` those shared
+between servers, ``tools`` what ``everwarm cache`` does with a folder.
+"""

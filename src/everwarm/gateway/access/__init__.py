@@ -1,1 +1,3 @@
-"""TODO."""
+"""Who may do what, and how much at once: keys and roles, the middleware that asks for them, limits and
+``Retry-After``.
+"""
