@@ -57,7 +57,7 @@ def _bring_s(core: Core, prompt: Prompt) -> float:
         match = core.restorer.match(prompt, "", ())
         core.restorer.bring(core.slots[0], Goal(prompt, ""), match, ())
 
-    seconds = least_cpu_s(bring, REPEATS, core.move_everybody_out)
+    seconds = least_cpu_s(bring, REPEATS, core.room.clear)
     assert core.context.end(core.slots[0].seq) > START, "nothing came back"
     assert len(prompt) - core.slots[0].n_fed < N_TURN, "not all of it came back"
     return seconds

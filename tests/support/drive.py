@@ -102,7 +102,7 @@ def replies(events: list[Event], request_id: int) -> list[int]:
 def check(core: Core) -> None:
     core.tree.check()
     core.context.check()
-    assert core.tree.ram_bytes <= core.keeper.ram_budget, f"{core.tree.ram_bytes} of {core.keeper.ram_budget} bytes"
+    assert core.tree.ram_bytes <= core.ram_budget.n_bytes, f"{core.tree.ram_bytes} of {core.ram_budget.n_bytes} bytes"
     check_slots(core)
     check_spares(core)
     assert all(node.pins == 0 for node in core.tree.nodes()), "a pin outlived its restore"
@@ -122,9 +122,10 @@ def check_slots(core: Core) -> None:
 
 def check_spares(core: Core) -> None:
     parked = {n.checkpoint.parked: n for n in core.tree.nodes() if n.checkpoint and n.checkpoint.parked is not None}
-    taken = {spare: node for spare, node in core.keeper.spares.items() if node is not None}
+    taken = dict(core.spares.parked())
     assert parked == taken, "spares and parked checkpoints disagree"
-    for spare, node in core.keeper.spares.items():
+    for spare in core.spares:
+        node = core.spares.node(spare)
         assert core.context.end(spare).n_tokens == (0 if node is None else node.n_items)
 
 

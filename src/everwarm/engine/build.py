@@ -10,18 +10,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
+from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.offload import Offload
+from everwarm.engine.cache.ram_budget import RamBudget
+from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.core import Core
 from everwarm.engine.images.image_cache import ImageCache
+from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
+from everwarm.engine.read_speed import FIRST_GUESS_S, ReadSpeed
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.slots import Slot
+from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
@@ -42,7 +47,6 @@ from everwarm.types import SeqId
 log = logging.getLogger("everwarm.ram")
 
 _MIB = 1 << 20
-SECONDS_PER_TOKEN = 1e-3  # until it is measured
 IsRight = Callable[[], bool]
 
 LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
@@ -73,13 +77,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
             left = _open_memory(model, settings, sizes, fd)
             ram = _take_up(left, tree, model, is_right, undo)
         _warn_of_limits(left.arena.budget_bytes, sizes)
-        context = Context(model, settings.context(sizes.n_spares))
+        context = Context(model, settings.context(sizes.n_spares), ram.place)
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
     model.files.on_same = lambda: ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    core = (model, settings, sizes, context, tree, ram, gallery, is_right)
-    return _core(*core, outlives_us=memory is not None)
+    opened = _Opened(model, settings, sizes, context, tree, ram, gallery, is_right)
+    return _core(opened, outlives_us=memory is not None)
 
 
 def _is_right(model: Model, gallery: ImageCache | None) -> bool:
@@ -88,42 +92,121 @@ def _is_right(model: Model, gallery: ImageCache | None) -> bool:
     return all(files.is_right() for files in watched)
 
 
-def _core(
-    model: Model,
-    settings: EngineSettings,
-    sizes: Sizes,
-    context: Context,
-    tree: Tree,
-    ram: Ram,
-    gallery: ImageCache | None,
-    is_right: IsRight,
-    *,
-    outlives_us: bool,
-) -> Core:
-    """``outlives_us``: somebody may go on with the RAM tier's memory after this process."""
-    context.place = ram.place
-    slots = [Slot(SeqId(i), tree.root("")) for i in range(settings.n_slots)]
-    for slot in slots:
-        tree.hold(slot.node)
-    budget = sizes.ram_bytes
-    keeper = Keeper(context, tree, slots, sizes.spacing, budget, SECONDS_PER_TOKEN, settings.namespace_share)
-    keeper.most_joined = most_joined(budget, sizes.shape.kv_bytes_per_token)
-    keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
-    keeper.enforce_budget()
-    archive = fetcher = None
-    kept = settings.store or settings.remote
-    if kept is not None:
-        words, print_of = partial(words_of, model.vocab), partial(_fingerprint, model, settings)
-        archive = DiskWriter(settings.store, print_of, keeper, ram, words, settings.remote, is_right)
-        keeper.leaving = archive.offer
-        fetcher = Loader(archive, keeper, ram, kept.restore_policy)
-    restorer = Restorer(keeper, ram)
-    admission = Admission(keeper, restorer, fetcher)
-    step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, archive, fetcher, gallery)
-    kv_bytes = sizes.shape.kv_bytes_per_token
-    offload = Offload(keeper, ram, archive, kv_bytes) if outlives_us else None
-    return Core(model, settings, sizes, context, tree, *parts, offload=offload)
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a core is made of, once everything that takes memory is open."""
+
+    model: Model
+    settings: EngineSettings
+    sizes: Sizes
+    context: Context
+    tree: Tree
+    ram: Ram
+    images: ImageCache | None
+    is_right: IsRight
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeping:
+    """The parts that take checkpoints and copy to RAM."""
+
+    residents: Residents
+    speed: ReadSpeed
+    journal: CheckpointJournal
+    budget: RamBudget
+    writer: RamWriter
+    checkpointer: Checkpointer
+
+
+def _core(opened: _Opened, *, outlives_us: bool) -> Core:
+    """``outlives_us``: a later engine may go on with the RAM tier's memory."""
+    settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
+    keeping = _keeping(opened)
+    residents, budget, writer, checkpointer = keeping.residents, keeping.budget, keeping.writer, keeping.checkpointer
+    archive = _open_disk_writer(opened, keeping)
+    fetcher = None if archive is None else _loader(opened, keeping, archive)
+    leaving = None if archive is None else archive.offer
+    room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving)
+    stats = keeping.journal.stats
+    restorer = Restorer(context, tree, residents, checkpointer, writer, room, ram, stats)
+    takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
+    offload = None
+    if outlives_us:
+        kv_bytes = sizes.shape.kv_bytes_per_token
+        offload = Offload(context.kind, tree, writer, budget, ram, archive, kv_bytes)
+    return Core(
+        model=opened.model,
+        settings=settings,
+        sizes=sizes,
+        context=context,
+        tree=tree,
+        slots=residents.slots,
+        spares=residents.spares,
+        speed=keeping.speed,
+        ram=ram,
+        ram_budget=budget,
+        ram_writer=writer,
+        checkpointer=checkpointer,
+        checkpoint_stats=stats,
+        room=room,
+        restorer=restorer,
+        joiner=Joiner(context, tree, ram, budget, writer.most_joined),
+        admission=Admission(context, tree, residents.slots, restorer, fetcher, cuts=takes_cuts),
+        step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
+        archive=archive,
+        fetcher=fetcher,
+        gallery=opened.images,
+        offload=offload,
+    )
+
+
+def _keeping(opened: _Opened) -> _Keeping:
+    settings, sizes, context, tree = opened.settings, opened.sizes, opened.context, opened.tree
+    slots = [Slot(SeqId(i), tree, context) for i in range(settings.n_slots)]
+    spares = Spares([SeqId(settings.n_slots + i) for i in range(sizes.n_spares)], tree, context)
+    residents = Residents(slots, spares)
+    speed = ReadSpeed()
+    journal = CheckpointJournal(sizes.spacing.max_checkpoints)
+    share = settings.namespace_share
+    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, speed, journal)
+    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, sizes.shape.kv_bytes_per_token))
+    checkpointer = Checkpointer(context, tree, spares, sizes.spacing, writer, budget, journal)
+    budget.enforce()
+    return _Keeping(residents, speed, journal, budget, writer, checkpointer)
+
+
+def _open_disk_writer(opened: _Opened, keeping: _Keeping) -> DiskWriter | None:
+    settings = opened.settings
+    if settings.store is None and settings.remote is None:
+        return None
+    return DiskWriter(
+        settings.store,
+        partial(_fingerprint, opened.model, settings),
+        opened.tree,
+        opened.context,
+        keeping.writer,
+        opened.ram,
+        keeping.speed,
+        words=partial(words_of, opened.model.vocab),
+        remote=settings.remote,
+        namespace_share=settings.namespace_share,
+        is_right=opened.is_right,
+    )
+
+
+def _loader(opened: _Opened, keeping: _Keeping, archive: DiskWriter) -> Loader:
+    kept = opened.settings.store or opened.settings.remote
+    assert kept is not None
+    return Loader(
+        archive,
+        opened.context,
+        opened.tree,
+        keeping.checkpointer,
+        opened.ram,
+        keeping.speed,
+        kept.restore_policy,
+        keeping.writer.most_joined,
+    )
 
 
 def _fingerprint(model: Model, settings: EngineSettings) -> str:
@@ -135,7 +218,7 @@ def _take_up(left: Memory, tree: Tree, model: Model, is_right: IsRight, undo: co
     ram = Ram(left.arena, tree, model.memory_kind, left.pinning, is_right)
     undo.callback(ram.close)
     ram.adopt()
-    ram.shrink(SECONDS_PER_TOKEN)
+    ram.shrink(FIRST_GUESS_S)
     return ram
 
 

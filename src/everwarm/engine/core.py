@@ -16,38 +16,44 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
+from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.offload import Offload
-from everwarm.engine.cache.prewarm import Prewarmer
+from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming
+from everwarm.engine.cache.ram_budget import RamBudget
+from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
 from everwarm.engine.images.image_cache import ImageCache
-from everwarm.engine.images.image_prefill import see_next
-from everwarm.engine.inspect.stats import RequestStats
+from everwarm.engine.images.image_prefill import ImageFeed, next_image, read_image
+from everwarm.engine.inspect.checkpoint_stats import CheckpointStats
+from everwarm.engine.inspect.stats import RequestStats, why_of
 from everwarm.engine.memory_plan import Sizes
+from everwarm.engine.process.messages import Backlog
 from everwarm.engine.process.reply_text import probabilities
-from everwarm.engine.recovery import lose_numbers, start_over, suspend, suspend_or_finish, with_room
+from everwarm.engine.read_speed import MIN_TOKENS, ReadSpeed
+from everwarm.engine.recovery import GiveUp, Restart, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
-from everwarm.engine.scheduling.backlog import Pace
-from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, plan
-from everwarm.engine.scheduling.stall_watch import StallWatch
+from everwarm.engine.scheduling.backlog import Pace, backlog_of
+from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, plan
+from everwarm.engine.scheduling.stall_watch import Remedy, StallWatch
 from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before, next_side, seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
-from everwarm.engine.slots import Slot
+from everwarm.engine.slots import Slot, Spares
 from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
-from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, ModelChanged, StateRejected
+from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, ModelChanged, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state import policy
-from everwarm.state.lineage import SEATED, chunk_at, n_items_of, record
-from everwarm.state.policy import CutKind
+from everwarm.state.lineage import chunk_at, n_items_of
+from everwarm.state.policy import Cut, CutKind
 from everwarm.state.tree import Match, Tree
 
 log = logging.getLogger("everwarm.engine")
@@ -55,14 +61,26 @@ log = logging.getLogger("everwarm.engine")
 OPEN_WAIT_S = 20.0  # for the disk tier to open, before stopping
 NAP_S = 0.25  # between looks at whether it has opened
 FILES_WAIT_S = 0.01  # at once, while a file is read again
+STATUS_S = 0.1  # after so long a status is published anew while steps go on
 DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: somebody may want to cancel
-_SPEED_MEMORY = 0.8
+MAX_SHOWN = 16  # waiting requests, in the log of a stall
 
 
-class End(NamedTuple):
+class PromptEnd(NamedTuple):
+    """Where a prompt ended in a slot, with the logits after it."""
+
     slot: Slot
     n_fed: int
     logits: np.ndarray
+
+
+class CoreStatus(NamedTuple):
+    """What other threads may know of a core: published by the loop's thread, and never changed."""
+
+    n_running: int  # without what is read ahead
+    n_queued: int
+    tree_version: int
+    backlog: Backlog
 
 
 @dataclass(slots=True)
@@ -72,31 +90,40 @@ class Core:
     sizes: Sizes
     context: Context
     tree: Tree
-    keeper: Keeper
+    slots: list[Slot]
+    spares: Spares
+    speed: ReadSpeed
+    ram: Ram
+    ram_budget: RamBudget
+    ram_writer: RamWriter
+    checkpointer: Checkpointer
+    checkpoint_stats: CheckpointStats
+    room: DeviceRoom
     restorer: Restorer
     joiner: Joiner
-    slots: list[Slot]
     admission: Admission
-    budget: Budget
-    ram: Ram
+    step_budget: Budget
     archive: DiskWriter | None
     fetcher: Loader | None
-    gallery: ImageCache | None = None  # None: no pictures
+    gallery: ImageCache | None = None  # None: the model sees no images
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: RequestStats = field(default_factory=RequestStats)
-    prewarm: Prewarmer = field(default_factory=Prewarmer)
+    prewarm: PrewarmQueue = field(default_factory=PrewarmQueue)
     stall: StallWatch = field(default_factory=StallWatch)
     turns: TurnTaking = field(default_factory=TurnTaking)
     pace: Pace = field(default_factory=Pace)
-    ends: list[End] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
+    ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # somebody has: look for them
-    n_measured: int = 0  # steps that taught a speed
     n_admitted: int = 0  # requests, each once
     unverified: Unverified = field(init=False)
+    status: CoreStatus = field(init=False)  # any thread may read it
+    _status_due_at: float = 0.0
+    _is_status_old: bool = False  # a request has come, started or ended since
 
     def __post_init__(self) -> None:
         self.unverified = Unverified(self.restorer)
+        self._publish_status()
 
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
@@ -148,8 +175,15 @@ class Core:
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse it with a reason."""
         request = self.enqueue(ask)
-        self.prewarm.give_way(self)
+        self.give_way()
         return request
+
+    def give_way(self) -> None:
+        """Somebody wants something: what is being read ahead stops where it is, and goes on later from there."""
+        ahead = self.prewarm.give_way()
+        if ahead is not None:
+            self.cancel(ahead.id)
+            self.counts.n_prewarms_interrupted += 1
 
     def enqueue(self, ask: Ask) -> Request:
         """Nothing that gets past here can abort libllama."""
@@ -161,6 +195,7 @@ class Core:
         room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
         request = Request(ask, sampler, room, time.monotonic())
         self.queue.append(request)
+        self._is_status_old = True
         return request
 
     def cancel(self, request_id: int) -> None:
@@ -180,12 +215,6 @@ class Core:
         return events
 
     @property
-    def degraded(self) -> dict[str, str]:
-        """Tiers that do not do all that was asked of them, and why."""
-        reason = None if self.archive is None else self.archive.degraded
-        return {} if reason is None else {"disk": reason}
-
-    @property
     def has_work(self) -> bool:
         return bool(self.queue) or any(not slot.is_idle for slot in self.slots)
 
@@ -195,9 +224,25 @@ class Core:
 
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        done = self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
-        done = done or self.prewarm.begin(self)
-        return done or self.joiner.tidy(self.slots, has_archive=self.archive is not None)
+        done = self.ram_writer.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
+        done = done or self.begin_prewarm()
+        done = done or self.joiner.tidy(self.slots, has_archive=self.archive is not None)
+        if not done:
+            self._publish_status()  # before the loop waits for somebody to ask
+        return done
+
+    def begin_prewarm(self) -> bool:
+        """Start to read ahead the newest that is worth it. False: there is none."""
+        for waiting in self.prewarm.take_newest():
+            if not is_worth_prewarming(waiting.ask, self.restorer, self.context):
+                continue
+            try:
+                request = self.enqueue(waiting.ask)
+            except EverwarmError:  # it fits no more
+                continue
+            self.prewarm.started(request, waiting)
+            return True
+        return False
 
     def tidy_overdue(self) -> None:
         """What cannot wait until nobody runs any more."""
@@ -218,8 +263,22 @@ class Core:
         self.keep_ends()
         events: list[Event] = []
         if self._step(events):
-            self.stall.note(self, events)
+            self._watch_stall(events)
+        if self._is_status_old:
+            self._publish_status()
         return events
+
+    def _publish_status(self) -> None:
+        running = [request for slot in self.slots if (request := slot.request) is not None]
+        about = {"read_s": self.speed.seconds_per_token, "new_share": self.counts.new_share}
+        self.status = CoreStatus(
+            n_running=sum(not request.ask.ahead for request in running),
+            n_queued=len(self.queue),
+            tree_version=self.tree.census.version,
+            backlog=backlog_of(self.slots, self.queue, self.pace, **about),
+        )
+        self._status_due_at = time.monotonic() + STATUS_S
+        self._is_status_old = False
 
     def _step(self, events: list[Event]) -> bool:
         """False: nothing may be computed now, and that is nobody's stall."""
@@ -227,10 +286,14 @@ class Core:
             self._drop_cancelled(events)
         if self.queue:
             self._admit(events)
+        if self._is_status_old or time.monotonic() >= self._status_due_at:
+            self._publish_status()  # before what may take long
         if not self._may_compute():
             return False
         if self.gallery is not None:
-            see_next(self, self.gallery, events)
+            feed = next_image(self._running())
+            if feed is not None:
+                self._read_image(self.gallery, feed, events)
         if not self._decode(events) and self.queue:
             self.admission.wait_for_disk(DISK_WAIT_S)
         return True
@@ -238,16 +301,16 @@ class Core:
     def _decode(self, events: list[Event]) -> bool:
         """Decode what is planned. Whoever is in the way of the oldest request is suspended until something fits, so a step
         with a running request never ends in vain. False: nobody has text to read or to write."""
-        while grants := with_room(self, self.plan(), events):
+        while grants := self._with_room(self.plan(), events):
             started = time.monotonic()
             feeds = [self._feed(grant) for grant in grants]
             try:
                 self.context.decode(feeds)
             except ContextFull as error:
-                suspend_or_finish(self, error, events)
+                self._make_way(error, events)
                 continue
             except DecodeFailed as error:
-                start_over(self, [self.slots[grant.slot] for grant in grants], error, events)
+                self._start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return True
             self._learn_speed(feeds, time.monotonic() - started)
             self._commit(grants, feeds, events)
@@ -256,12 +319,26 @@ class Core:
 
     def plan(self) -> list[Grant]:
         order = self.oldest_first()
-        return plan(self._lanes(), self.budget, order[0] if order else None)
+        return plan(self._lanes(), self.step_budget, order[0] if order else None)
+
+    def _with_room(self, grants: list[Grant], events: list[Event]) -> list[Grant]:
+        """What of a plan has room, once as many of the youngest as need be were suspended. Empty only if nothing runs."""
+        while grants and not self.room.make_room(sum(grant.n_tokens for grant in grants)):
+            kept = fit(grants, self.oldest_first(), self.context.cells.free)
+            if kept:
+                return kept
+            self._make_way(ContextFull("every cell is taken by running requests"), events)
+            grants = self.plan()
+        return grants
 
     def oldest_first(self) -> list[int]:
         """The slots of the running requests, by admission."""
         running = [(slot.request.admitted or 0, i) for i, slot in enumerate(self.slots) if slot.request is not None]
         return [i for _, i in sorted(running)]
+
+    def _running(self) -> list[Slot]:
+        """The same slots themselves."""
+        return [self.slots[i] for i in self.oldest_first()]
 
     def requeue(self, request: Request) -> None:
         """A request that was admitted before waits again: before those that never were, in the order of admission. One that
@@ -271,16 +348,17 @@ class Core:
         younger = (r for r in together if r.admitted is None or r.admitted > request.admitted)
         first = next(younger, None)
         self.queue.insert(len(self.queue) if first is None else self.queue.index(first), request)
+        self._is_status_old = True
 
     def keep_ends(self) -> None:
         """Park the ends of prompts that the last step reached: after their first tokens left, for nobody waits for this."""
         while self.ends:
             slot, n_fed, logits = self.ends.pop()
             if slot.n_fed == n_fed:  # else it was lost in the same step
-                self.keeper.take(slot, CutKind.END, logits=logits)  # parks or does nothing
+                self.checkpointer.take(slot, CutKind.END, logits=logits)  # parks or does nothing
 
     def _lanes(self) -> list[Lane]:
-        """Who has text to read or to write; a picture is read by itself."""
+        """Who has text to read or to write; an image is read by itself."""
         running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
         ready = ((i, s, r) for i, s, r in running if r.media_at(s.n_fed) is None)
         return [Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt) for i, s, r in ready]
@@ -299,10 +377,8 @@ class Core:
 
     def _learn_speed(self, feeds: list[Feed], seconds: float) -> None:
         n = sum(len(feed.tokens) for feed in feeds)
-        if n >= 32:
-            memory = min(_SPEED_MEMORY, 1 - 1 / (self.n_measured + 1))  # the first replaces what was only guessed
-            self.keeper.seconds_per_token = memory * self.keeper.seconds_per_token + (1 - memory) * seconds / n
-            self.n_measured += 1
+        if n >= MIN_TOKENS:
+            self.speed.learn(n, seconds)
         else:
             self.pace.wrote(n, seconds)
 
@@ -320,26 +396,26 @@ class Core:
 
     def move_on(self, slot: Slot, request: Request, n_items: int, row: int | None, events: list[Event]) -> None:
         """So many items more are read. ``row``: where the logits after the last are."""
-        slot.n_fed += n_items
-        record(slot.chunks, n_items)
-        if request.ask.deterministic and not self._seat(slot, request):
-            return start_over(self, [slot], StateRejected("its window was lost while it was seated anew"), events)
+        slot.advance(n_items)
+        if request.ask.deterministic and not self._seat_window(slot, request):
+            return self._start_over([slot], StateRejected("its window was lost while it was seated anew"), events)
         if slot.n_fed <= request.n_prompt:
             events.append(Progress(request.id, request.n_tokens(slot.n_fed), request.n_prompt_tokens))
-        if slot.cuts and slot.n_fed == slot.cuts[-1].at and not self._take(slot, slot.cuts.pop().kind):
-            start_over(self, [slot], StateRejected("its state was lost while it was being kept"), events)
+        cut = slot.pop_cut()
+        if cut is not None and not self._take(slot, cut.kind):
+            self._start_over([slot], StateRejected("its state was lost while it was being kept"), events)
         elif row is not None:
             self._advance(slot, request, row, events)
 
-    def _seat(self, slot: Slot, request: Request) -> bool:
+    def _seat_window(self, slot: Slot, request: Request) -> bool:
         """Where a deterministic request with a window can be suspended, its window is seated anew in any case."""
-        if seats_window(self, slot, request):
+        if self.context.kind.has_window and seats_window(slot, request):
             try:
                 self.context.touch(slot.seq)
             except StateRejected as error:
                 log.warning("a window could not be seated anew: %s", error)
                 return False
-            record(slot.chunks, SEATED)
+            slot.note_window_seated()
         return True
 
     def _advance(self, slot: Slot, request: Request, row: int, events: list[Event]) -> None:
@@ -349,10 +425,10 @@ class Core:
         try:
             token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
         except DecodeFailed as error:
-            return lose_numbers(self, slot, error, events)
+            return self._lose_numbers(slot, error, events)
         probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
         if logits is not None:
-            self.ends.append(End(slot, slot.n_fed, logits))
+            self.ends.append(PromptEnd(slot, slot.n_fed, logits))
         self._go_on(slot, request, token, probs, events)
 
     def _go_on(self, slot: Slot, request: Request, token: int | None, probs: Probs | None, events: list[Event]) -> None:
@@ -377,10 +453,10 @@ class Core:
         if slot.n_fed != request.n_prompt:
             self.keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
         elif slot.n_fed:
-            self.keeper.mark_end(slot)
-        slot.items = slot.content = request.items(slot.n_fed)
-        slot.namespace = request.ask.namespace
-        slot.request, slot.cuts, slot.used_at = None, [], time.monotonic()
+            self.checkpointer.mark_end(slot)
+        slot.release()
+        slot.remember(request.ask.namespace)
+        slot.touch(time.monotonic())
         self.close_request(request, finish, events, error, self._offload_rest(slot, request))
 
     def _offload_rest(self, slot: Slot, request: Request) -> Receipt | None:
@@ -390,26 +466,25 @@ class Core:
 
     def _finish_ahead(self, slot: Slot, request: Request, finish: Finish, events: list[Event]) -> None:
         """What was read before anybody asked is kept, and is nobody's conversation yet."""
-        self.prewarm.ended(self, request, slot.n_fed - request.n_cached)
+        self.counts.n_prewarm_tokens += slot.n_fed - request.n_cached
+        self.counts.n_prewarms += self.prewarm.ended(request)
         if slot.n_fed:
             self._take(slot, CutKind.PREWARM)
-        slot.items = request.items(slot.n_fed)
-        slot.request, slot.cuts = None, []
+        slot.release()
         self.close_request(request, finish, events)
 
     def keep_end(self, slot: Slot, kind: CutKind) -> None:
         if slot.n_fed > slot.node.n_items:
-            self.keeper.mark_end(slot)
+            self.checkpointer.mark_end(slot)
             self._take(slot, kind)
 
     def _take(self, slot: Slot, kind: CutKind) -> bool:
         """False: keeping the state lost it, and the slot is empty now."""
         try:
-            self.keeper.take(slot, kind)
+            self.checkpointer.take(slot, kind)
         except StateRejected as error:
             log.warning("a state was lost while it was being kept: %s", error)
-            self.keeper.seat(slot, slot.node.root())
-            slot.clear()
+            slot.vacate()
             return False
         return True
 
@@ -423,6 +498,7 @@ class Core:
     ) -> None:
         request.sampler.close()
         self.pace.ended(request, finish)
+        self._is_status_old = True
         events.append(Finished(request.id, request.result(finish, error), receipt))
 
     # starting
@@ -467,10 +543,10 @@ class Core:
         oldest = self.slots[running[0]]
         assert oldest.request is not None
         has_advanced = oldest.n_fed > oldest.request.n_furthest
-        if self.turns.is_over(now, has_advanced=has_advanced) and can_pause(self, oldest):
+        if self.turns.is_over(now, has_advanced=has_advanced) and self._can_pause(oldest):
             self.counts.n_turns += 1
             for i in reversed(running):
-                suspend(self, self.slots[i], "its turn is over")
+                self._suspend(self.slots[i], "its turn is over")
             self.turns.begin(is_alone=not self.turns.is_alone, now=now)
 
     def _start(self, request: Request, events: list[Event]) -> None:
@@ -480,7 +556,7 @@ class Core:
         is_first = request.started_at is None
         request.started_at = request.started_at or time.monotonic()
         if request.ask.deterministic:
-            self.move_everybody_out()
+            self.room.clear()  # it runs alone, from the first cell on
         prompt = request.items(request.n_items)
         brought = self.admission.lay_fetched(request)
         goal = Goal(prompt, request.ask.namespace, request.ask.deterministic, brought.n_items, brought.tier)
@@ -491,19 +567,21 @@ class Core:
             restored = self.restorer.bring(slot, goal, match, sources)
         else:
             restored = self.restorer.start_cold(slot, goal)
-        if not is_as_before(self, slot, request):  # what it was suspended with is lost: read it again in the same way
-            restored = self.restorer.start_cold(slot, goal)
-        self._plan_cuts(slot, request, match, restored)
-        slot.request, slot.stable, slot.n_settled = request, request.ask.stable, restored.n_items
+        if not is_as_before(slot, request, is_clean=self.context.is_clean(slot.seq)):
+            restored = self.restorer.start_cold(slot, goal)  # what it was suspended with is lost: it is read again
+        slot.seat(request, self._plan_cuts(request, match, restored))
+        self._is_status_old = True
         if not request.ask.ahead:
-            self.keeper.limit_idle(self.settings.idle_cells)
-        slot.session = request.ask.session
+            self.room.limit_idle(self.settings.idle_cells)
         for other in self.slots:
             if slot.session is not None and other.session == slot.session:
-                other.used_at = time.monotonic()
+                other.touch(time.monotonic())
         if is_first:
-            request.restored_at = time.monotonic()
-            self.counts.add(request, self.keeper, match, restored, brought)
+            request.note_start(restored.n_items, match.n_shared, restored.use)
+            if not request.ask.ahead:
+                about = (self.tree, self.context.kind, self.checkpointer.spacing)
+                request.why = why_of(request, match, restored, brought, *about)
+                self.counts.add(request, request.why)
             n_cached = request.n_tokens(request.n_cached)
             events.append(Started(request.id, request.n_prompt_tokens, n_cached, slot.seq))
         if restored.logits is not None:
@@ -513,11 +591,12 @@ class Core:
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)
         self._go_on(slot, request, token, probabilities(logits, token, request.ask.n_probs), events)
 
-    def _plan_cuts(self, slot: Slot, request: Request, match: Match, restored: Restored) -> None:
+    def _plan_cuts(self, request: Request, match: Match, restored: Restored) -> list[Cut]:
+        """Where its prompt is cut, the nearest last."""
         known = match.n_shared if match.n_shared - restored.n_items > policy.GUARD else None
         found = policy.cuts(
             request.n_prompt,
-            self.keeper.spacing,
+            self.checkpointer.spacing,
             n_ubatch=self.settings.n_ubatch,
             boundaries=request.ask.boundaries,
             stable=request.ask.stable,
@@ -532,12 +611,128 @@ class Core:
         elif request.ask.deterministic:
             request.cuts = tuple(found)
         n_passed = max(restored.n_items, n_items_of(request.chunks))
-        slot.cuts = [cut for cut in reversed(found) if needed and cut.at > n_passed]
+        return [cut for cut in reversed(found) if needed and cut.at > n_passed]
 
-    def move_everybody_out(self) -> None:
-        """A deterministic request runs alone, from the first cell on."""
-        for spare in list(self.keeper.spares):
-            self.keeper.move_out_spare(spare)
+    # when a step does not fit or fails
+
+    def _can_pause(self, slot: Slot) -> bool:
+        return not self.context.kind.has_window or can_pause(slot)
+
+    def _make_way(self, error: ContextFull, events: list[Event]) -> None:
+        """The running requests fill the context."""
+        effect = when_full(self._running(), error)
+        if isinstance(effect, Suspend):
+            self.counts.n_suspended += 1
+            return self._suspend(effect.slot, effect.reason)
+        request = effect.slot.request
+        assert request is not None
+        log.debug("request %d ends at %d tokens: %s", request.id, effect.slot.n_fed, error)
+        self.finish(effect.slot, request, effect.finish, events, effect.error)
+
+    def _suspend(self, slot: Slot, reason: str) -> None:
+        """Move a running request to RAM. It comes back in the order of admission and goes on where it was."""
+        request = slot.request
+        assert request is not None
+        log.debug("request %d waits at %d tokens: %s", request.id, slot.n_fed, reason)
+        self.keep_end(slot, CutKind.CANCEL)
+        request.n_furthest = max(request.n_furthest, slot.n_fed)
+        if request.ask.deterministic:
+            request.chunks = tuple(slot.chunks)
+        slot.release()
+        self.room.vacate(slot)
+        self.requeue(request)
+
+    def _start_over(
+        self, slots: list[Slot], error: MemoryFault, events: list[Event], guilty: Slot | None = None
+    ) -> None:
+        """libllama failed: these slots are emptied, and their requests are read again or end."""
+        self.counts.n_decode_failures += 1
+        log.warning("a request starts over: %s", error)
+        for effect in after_failure(slots, error, guilty):
+            request = effect.slot.request
+            assert request is not None
+            if effect.is_suspect and effect.slot.node.checkpoint is not None:
+                self.checkpointer.quarantine(effect.slot.node, error)
+            effect.slot.vacate()
+            effect.slot.release()
+            match effect:
+                case Restart():
+                    request.attempts += effect.counts_as_attempt
+                    self.requeue(request)
+                case GiveUp():
+                    request.attempts += 1
+                    self.close_request(request, Finish.ERROR, events, error)
+
+    def _lose_numbers(self, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
+        """The model's state overflowed. Nothing of it may stay: it spoils whatever attends over it or gets its place. The
+        requests that ran beside it start over as well; all others are moved out, and everything is zeroed."""
+        self.checkpointer.scrub(slot.node)
+        running = [other for other in self.slots if other.request is not None]
+        for other in running:
+            self.context.scrub(other.seq)
+        self._start_over(running, error, events, guilty=slot)
+        self.room.clear()
+        self.context.clear()
+
+    def _read_image(self, images: ImageCache, feed: ImageFeed, events: list[Event]) -> None:
+        slot, request, item = feed
+        while slot.request is request and not self.room.make_room(item.n_tokens, keep=slot):
+            self._make_way(ContextFull(f"a picture needs {item.n_tokens} cells"), events)
+        if slot.request is not request:
+            return
+        wants_logits = feed.wants_logits
+        try:
+            read_image(self.context, images, feed)
+        except ContextFull as error:
+            self._make_way(error, events)
+        except DecodeFailed as error:
+            self._start_over([slot], error, events)
+        except EverwarmError as error:
+            self.finish(slot, request, Finish.ERROR, events, error)
+        else:
+            self.move_on(slot, request, 1, 0 if wants_logits else None, events)
+
+    def _watch_stall(self, events: list[Event]) -> None:
+        n_fed = self.context.n_fed
+        has_moved = n_fed != self.stall.n_fed or self._has_moved(events)
+        match self.stall.note(n_fed, has_moved=has_moved):
+            case Remedy.SUSPEND_YOUNGER:
+                self.counts.n_stalls += 1
+                shown = (self.stall.n_steps, self._describe_stall())
+                log.error("nothing has moved for %d steps, so all but the oldest are suspended: %s", *shown)
+                for slot in reversed(self._running()[1:]):
+                    self._suspend(slot, "nothing moved")
+            case Remedy.END_OLDEST:
+                self._end_oldest(events)
+
+    def _has_moved(self, events: list[Event]) -> bool:
+        if any(isinstance(event, NewToken | Progress | Finished) for event in events):
+            return True
+        return not self.has_work or self.admission.is_waiting_for_disk
+
+    def _describe_stall(self) -> str:
+        """Which request waits for what, with counts of cells."""
+        cells = self.context.cells
+        parts = [f"{cells.used} of {cells.n_cells} cells are in use"]
         for slot in self.slots:
-            assert slot.is_idle
-            self.keeper.move_out_slot(slot)
+            if slot.request is not None:
+                done = f"{slot.n_fed} of {slot.request.n_items} items"
+                parts.append(
+                    f"request {slot.request.id} in slot {slot.seq} has {done} in {cells.count(slot.seq)} cells"
+                )
+        for request in list(self.queue)[:MAX_SHOWN]:
+            n_cells = request.n_tokens(request.n_items)
+            parts.append(f"request {request.id} waits for {n_cells} cells: {self.admission.judge(request).value}")
+        return "; ".join(parts)
+
+    def _end_oldest(self, events: list[Event]) -> None:
+        error = EverwarmError(
+            "the engine could not go on with this request: nothing has moved for too long; send it again"
+        )
+        running = self._running()
+        if running:
+            request = running[0].request
+            assert request is not None
+            self.finish(running[0], request, Finish.ERROR, events, error)
+        elif self.queue:
+            self.drop_waiting(self.queue[0], Finish.ERROR, events, error)

@@ -1,7 +1,7 @@
 """A thread around a ``Core``: jobs go in, events come out, idle time is used to tidy up.
 
-The thread that runs the loop is the only one that touches the core. Everybody else posts jobs. Knows no sockets and no
-callers; whoever owns the loop says where events go.
+The thread that runs the loop is the only one that touches the core. All others post jobs, or read ``status``, which the
+core publishes as an immutable value. Knows no sockets and no callers; the owner of the loop says where events go.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everwarm.engine.core import Core
+from everwarm.engine.core import Core, CoreStatus
 from everwarm.engine.request import Event
 
 REST_S = 0.01  # before idle work: whoever asks right after an answer does not wait for a piece of it
@@ -36,6 +36,11 @@ class Loop:
     def stop(self) -> None:
         """Leave the loop after the current step."""
         self._inbox.put(None)
+
+    @property
+    def status(self) -> CoreStatus:
+        """At most a step or a tenth of a second old; safe to ask from any thread."""
+        return self.core.status
 
     def step_age_s(self) -> float | None:
         """How long the step that is running now has been running; safe to ask from any thread."""

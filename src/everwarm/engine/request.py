@@ -168,6 +168,13 @@ class Request:
         """The picture that comes next, if one does."""
         return self.ask.prompt.media.get(n_items)
 
+    def note_start(self, n_restored: int, n_shared: int, used: CheckpointUse | None) -> None:
+        """It goes on from ``n_restored`` items; ``n_shared`` of its prompt were ever read."""
+        self.restored_at = time.monotonic()
+        self.n_cached = min(n_restored, self.n_prompt)
+        self.n_shared = n_shared
+        self.used = used
+
     def append(self, token: int) -> None:
         self._codes[self.n_items] = token
         self.n_items += 1

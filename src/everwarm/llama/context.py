@@ -37,9 +37,10 @@ _LAST_ROW = -1  # libllama's name for the last logits there are
 
 
 class Context(Sequences):
-    def __init__(self, model: Model, options: ContextOptions) -> None:
+    def __init__(self, model: Model, options: ContextOptions, place: Place = heap) -> None:
+        """``place``: where captured states and segments go."""
         super().__init__(model, options)
-        self.place: Place = heap  # where captured states and segments go
+        self.place = place
         self.n_decodes = self.n_fed = 0  # since the start: calls, and sequences in all of them
         self._batch = BatchArrays(self.n_batch)
         self._rows: list[int] = []

@@ -43,7 +43,7 @@ def segments(core: Core) -> list[Segment]:
 
 
 def move_out(core: Core) -> None:
-    core.move_everybody_out()
+    core.room.clear()
 
 
 # what is saved at once
@@ -389,7 +389,7 @@ def test_an_object_that_the_disk_gave_up_is_written_again_by_itself(tmp_path: Pa
 @pytest.mark.parametrize("arch", KINDS)
 def test_within_a_small_budget_every_byte_is_accounted_for(arch, kib):
     with open_core(arch, n_slots=2, n_ctx=2048, ram_bytes=kib << 10) as core:
-        core.keeper.most_joined = 400  # more than so little memory would get
+        core.ram_writer.most_joined = core.joiner.most_joined = 400  # more than so little memory would get
         prompts = [text(seed, 100) for seed in (1, 2, 3)]
         for turn in range(8):
             for i, prompt in enumerate(prompts):

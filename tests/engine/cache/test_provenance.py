@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.tiers.test_remote_store import put_away, sharing, url
-from everwarm.engine.cache import checkpointing, restore
+from everwarm.engine.cache import ram_writer, restore
 from everwarm.engine.core import Core
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.verify.cold_replay import compare_with_cold
@@ -78,7 +78,7 @@ def test_every_turn_reads_only_what_is_new(arch: str, n_opening: int, by_message
 
 def test_without_kv_of_their_own_reading_turns_would_read_more_and_more(monkeypatch) -> None:
     """The control of the tests around it."""
-    monkeypatch.setattr(checkpointing, "reach_back", lambda node, _: node)
+    monkeypatch.setattr(ram_writer, "reach_back", lambda node, _: node)
     with open_core(n_slots=1) as core:
         chat = turns(core, Chat(1), 6)
     assert chat.regret > 3 * 60, chat.regrets
@@ -106,7 +106,7 @@ def test_a_state_with_kv_of_another_reading_is_not_called_clean(arch: str) -> No
         for i in range(6):
             other = [*base, *OPENING, *text(2 + i % 2, 40 + 10 * i)]
             run(core, [*other, *OPENING], 6, boundaries=(200, len(other)), stable=len(other))
-            core.move_everybody_out()
+            core.room.clear()
             check(core)
         report = compare_with_cold(core, 8)
     assert report.is_exact, report

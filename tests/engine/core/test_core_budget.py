@@ -56,7 +56,7 @@ def test_zero_switches_the_mechanism_off(arch, n_spares):
         first = run(core, text(1, 100))
         run(core, text(2, 100), boundaries=(50,))
         again = run(core, text(1, 100))
-        assert checkpoints(core) == [] and core.keeper.counts.n_created == 0
+        assert checkpoints(core) == [] and core.checkpoint_stats.n_created == 0
         assert again.tokens == first.tokens
         assert (again.n_cached > 0) == (arch == "llama")  # KV alone needs no checkpoints
 
@@ -104,8 +104,8 @@ def test_a_budget_that_shrinks_is_honoured_at_once():
         for seed in range(6):
             run(core, text(seed, 150), boundaries=(60,))
         before = core.tree.ram_bytes
-        core.keeper.ram_budget = before // 3
-        core.keeper.enforce_budget()
+        core.ram_budget.n_bytes = before // 3
+        core.ram_budget.enforce()
         check(core)
         assert 0 < core.tree.ram_bytes <= before // 3
         assert_greedy(core, text(1, 150), run(core, text(1, 150)))
@@ -115,8 +115,8 @@ def test_the_ledger_is_zero_when_everything_was_evicted():
     with open_core(n_slots=1) as core:
         for seed in range(3):
             run(core, text(seed, 100))
-        core.keeper.ram_budget = 0
-        core.keeper.enforce_budget()
+        core.ram_budget.n_bytes = 0
+        core.ram_budget.enforce()
         check(core)
         assert core.tree.ram_bytes == 0
 
@@ -175,7 +175,7 @@ def test_every_checkpoint_made_restored_or_dropped_is_one_line(caplog, n_spares)
             history = [*history, *run(core, history).tokens, *text(5 + turn, 40)]
             run(core, text(50 + turn, 100))
         run(core, text(52, 100))
-        counts = core.keeper.counts
+        counts = core.checkpoint_stats
     assert min(counts.n_created, counts.n_restored, counts.n_dropped) > 0
     assert len(lines(caplog, "checkpoint created")) == counts.n_created
     assert len(lines(caplog, "checkpoint restored")) == counts.n_restored

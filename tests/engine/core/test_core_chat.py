@@ -57,7 +57,7 @@ def test_an_identical_prompt_is_hardly_read_and_answers_the_same(arch, n_spares,
     prompt = text(3, n)
     with open_core(arch, n_spares=n_spares) as core:
         first, second, third = (run(core, prompt, 6) for _ in range(3))
-        spares = len(core.keeper.spares)
+        spares = len(core.spares)
     assert first.n_cached == 0
     for again in (second, third):
         assert again.tokens == first.tokens
@@ -73,7 +73,7 @@ def test_an_end_that_still_stands_is_gone_on_from_without_touching_it(arch, read
         run(core, text(3, 90), 1)  # the reply's token is not decoded: the slot stands at the prompt's end
         slot = slot_holding(core, text(3, 90))
         if read_another_way:  # the control
-            slot.chunks = [(1, 90)]
+            slot.hold(slot.items, slot.node, [(1, 90)])
         unparked = []
         unpark = core.context.unpark
         monkeypatch.setattr(core.context, "unpark", lambda *seqs: (unparked.append(seqs), unpark(*seqs)))

@@ -25,11 +25,11 @@ def crowded(core: Core) -> None:
     """``SECOND`` lies in RAM; ``FIRST`` is in the slot, and its first 100 tokens are parked as well."""
     run(core, SECOND, 4, boundaries=(60,))
     run(core, FIRST, 4, boundaries=(100,), deterministic=True)  # moves everybody out first
-    assert [node and node.n_items for node in core.keeper.spares.values()] == [100]
+    assert [node and node.n_items for node in map(core.spares.node, core.spares)] == [100]
 
 
 def give_away(core: Core, tokens: list[int]) -> None:
-    core.keeper.move_out_slot(slot_holding(core, tokens))
+    core.room.vacate(slot_holding(core, tokens))
     check(core)
 
 
@@ -102,7 +102,7 @@ def test_saving_the_old_conversation_does_not_evict_the_one_being_brought_back()
         run(core, short)
         run(core, long)
         per_token = core.tree.ram_bytes / 103
-        core.keeper.ram_budget = int(per_token * 250)  # room for one and a half of them
+        core.ram_budget.n_bytes = int(per_token * 250)  # room for one and a half of them
         result = run(core, [*short, *text(3, 10)])
         assert_greedy(core, [*short, *text(3, 10)], result)
         check(core)

@@ -148,7 +148,7 @@ def test_an_engine_says_what_it_is_and_how_fast_it_reads(tmp_path):
         assert read_about(place).seconds_per_token is None, "nothing was read yet"
         steps = seconds_per_token(core)
         keep(core)
-        about, speed = read_about(place), core.keeper.seconds_per_token
+        about, speed = read_about(place), core.speed.seconds_per_token
         assert about.path == str(core.model.path) and about.model == core.model.path.name
         assert about.description == core.model.description
         assert about.fingerprint == core.settings.fingerprint(core.model.fingerprint, core.model.rope_limit)
@@ -156,7 +156,7 @@ def test_an_engine_says_what_it_is_and_how_fast_it_reads(tmp_path):
         assert about.seconds_per_token == pytest.approx(speed, rel=0.11)
         assert speed == pytest.approx(sum(steps) / len(steps), rel=0.25), "measured, and no guess among it"
     with kept_core(tmp_path, n_threads=2) as core:
-        assert core.keeper.seconds_per_token == about.seconds_per_token, "it need not be measured again"
+        assert core.speed.seconds_per_token == about.seconds_per_token, "it need not be measured again"
     assert [way.context.n_threads for way in read_about(place).ways] == [2, 1]
 
 

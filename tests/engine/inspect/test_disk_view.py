@@ -339,7 +339,7 @@ def test_what_is_being_read_ahead_or_brought_from_disk_does_not_come_back(tmp_pa
         prompt = talk(core)
     with kept_core(tmp_path) as core:
         core.prewarm.offer(Ask(Prompt.of_tokens(text(7, 900)), max_tokens=0, namespace=NAMESPACE, ahead=True))
-        assert core.prewarm.begin(core)
+        assert core.begin_prewarm()
         core.step()
         core.step()
         assert any(slot.request is not None and slot.n_fed for slot in core.slots)
@@ -362,7 +362,7 @@ def test_users_pin_within_their_quota(tmp_path):
         *_, first, last = [node for node in pages(core) if node.kind is not None]
         shape = core.sizes.shape
         least = first.end * shape.kv_bytes_per_token + shape.state_bytes
-        share = least / core.keeper.ram_budget
+        share = least / core.ram_budget.n_bytes
         for node in (first, last):
             assert order(core, "pin", node.id, pin_quota=share / 2).code == "pin_quota_exceeded"
         assert order(core, "pin", last.id, pin_quota=20 * share)["pinned"] is True
@@ -373,10 +373,10 @@ def test_users_pin_within_their_quota(tmp_path):
         held = pinned_on_disk(core.archive.disk, root_key(core.archive.fingerprint, NAMESPACE)[:N_SPACE])
         assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
         other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
-        assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.keeper.ram_budget).status == 403
+        assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.ram_budget.n_bytes).status == 403
         run(core, [*SHARED, *text(300, 50)], namespace=NAMESPACE)
         fresh = next(node for node in pages(core) if node.id > 0 and node.kind is not None and not node.pinned)
-        assert order(core, "pin", fresh.id, pin_quota=held.n_bytes / core.keeper.ram_budget).status == 403
+        assert order(core, "pin", fresh.id, pin_quota=held.n_bytes / core.ram_budget.n_bytes).status == 403
         assert order(core, "pin", fresh.id)["pinned"] is True, "an admin's has no bound"
 
 

@@ -252,7 +252,7 @@ def test_a_refused_state_is_named(monkeypatch):
 
         monkeypatch.setattr(type(core.context), "restore", refuse)
         assert reason(core, HISTORY) is Reason.REFUSED
-        assert core.keeper.counts.n_quarantined > 0
+        assert core.checkpoint_stats.n_quarantined > 0
 
 
 def test_no_cache_and_deterministic_are_named():
@@ -314,7 +314,7 @@ def one_kept(tmp_path, **settings) -> None:
 def test_loading_that_is_slower_than_reading_is_named(tmp_path):
     one_kept(tmp_path)
     with kept_core(tmp_path, policy="auto") as core:
-        core.fetcher._read_rate, core.keeper.seconds_per_token = 1.0, 1e-9
+        core.fetcher._read_rate, core.speed.seconds_per_token = 1.0, 1e-9
         found = run(core, HISTORY).why
         assert found is not None and (found.reason, found.n_shared) == (Reason.LOAD_SLOWER, STABLE)
     with kept_core(tmp_path) as core:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from everwarm.engine import core as core_module
-from everwarm.engine import recovery
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request, Result
 from everwarm.engine.scheduling import stall_watch
@@ -57,15 +55,15 @@ class Watched:
 
 def forbid_unfair_suspensions(core: Core, monkeypatch) -> list[int]:
     """Every suspension is of the youngest and never of a lone one; returns who was suspended, as it happens."""
-    suspended, suspend = [], recovery.suspend
+    suspended, suspend = [], Core._suspend
 
-    def checked(core, slot, why):
+    def checked(core, slot, reason):
         running = sorted(s.request.admitted for s in core.slots if s.request is not None)
         assert len(running) > 1 and slot.request.admitted == running[-1] != running[0]
         suspended.append(slot.request.id)
-        suspend(core, slot, why)
+        suspend(core, slot, reason)
 
-    monkeypatch.setattr(recovery, "suspend", checked)
+    monkeypatch.setattr(Core, "_suspend", checked)
     return suspended
 
 
@@ -110,11 +108,11 @@ def test_whatever_comes_every_request_ends_and_the_oldest_always_moves(arch, see
 
 def stop_in_vain(core, grants, events):
     """How a step once made room: it suspended somebody and decoded nothing."""
-    if not grants or core.keeper.make_room(sum(grant.n_tokens for grant in grants)):
+    if not grants or core.room.make_room(sum(grant.n_tokens for grant in grants)):
         return grants
     kept = fit(grants, core.oldest_first(), core.context.cells.free)
     if not kept:
-        recovery.suspend_or_finish(core, ContextFull("every cell is taken"), events)
+        core._make_way(ContextFull("every cell is taken"), events)
     return kept
 
 
@@ -126,7 +124,7 @@ def count_too_little(monkeypatch) -> None:
 
 def step_in_vain(monkeypatch) -> None:
     """Both together: admit, suspend, admit, suspend."""
-    monkeypatch.setattr(core_module, "with_room", stop_in_vain)
+    monkeypatch.setattr(Core, "_with_room", stop_in_vain)
     count_too_little(monkeypatch)
 
 

@@ -81,7 +81,7 @@ def test_the_control_a_window_that_is_seated_only_when_somebody_waits_gives_othe
     with open_core("gemma3", **one) as core:
         expected = record_logits(core)
         run(core, LONG, 250, deterministic=True, boundaries=(100,))
-    monkeypatch.setattr(core_module, "can_pause", lambda _, slot: slot.n_fed % 37 == 0)
+    monkeypatch.setattr(core_module, "can_pause", lambda slot: slot.n_fed % 37 == 0)
     with open_core("gemma3", **one) as core:
         core.turns.turn_s = 0.0
         rows = alone_rows(core)

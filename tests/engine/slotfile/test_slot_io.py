@@ -86,7 +86,7 @@ def test_what_is_restored_is_byte_for_byte_what_was_saved(tmp_path, arch):
 def test_a_conversation_that_left_the_context_is_saved_all_the_same(tmp_path):
     with open_core() as core:
         whole = talk(core)
-        core.keeper.move_out_slot(core.slots[0])
+        core.room.vacate(core.slots[0])
         assert core.slots[0].n_fed == 0
         assert save(core, tmp_path / "a.bin").prompt.codes.tolist() == whole
         check(core)

@@ -292,7 +292,7 @@ def test_a_slot_is_saved_from_its_own_namespaces_reading():
     with open_core() as core:
         run(core, HISTORY, namespace="mine", slot=0)
         whole = core.slots[0].content.codes.tolist()
-        core.keeper.move_out_slot(core.slots[0])
+        core.room.vacate(core.slots[0])
         read_ahead(core, whole, "yours")
         assert core.slots[0].node.root() is core.tree.root("yours"), "this test could not fail"
         assert slot_io.capture(core, core.slots[0], "mine").prompt.codes.tolist() == whole

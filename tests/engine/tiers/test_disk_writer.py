@@ -224,10 +224,10 @@ def test_where_reading_again_is_faster_it_is_read_again(tmp_path):
         put_away(core)
     for policy, n_cached in (("auto", 0), ("always", STABLE)):
         with kept_core(tmp_path, policy=policy) as core:
-            core.keeper.seconds_per_token = 1e-12
+            core.speed.seconds_per_token = 1e-12
             assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == n_cached
     with kept_core(tmp_path, policy="auto") as core:
-        core.keeper.seconds_per_token = 10.0
+        core.speed.seconds_per_token = 10.0
         assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == STABLE
 
 
@@ -260,17 +260,17 @@ def test_a_directory_is_taken_as_soon_as_the_other_engine_has_gone_and_the_turn_
     with open_core(store=store) as second:
         with kept_core(tmp_path / "other"):
             pass
-        assert second.degraded == {}
+        assert second.archive.degraded is None
     with contextlib.ExitStack() as first:
         first.enter_context(kept_core(tmp_path))
         with open_core(store=store) as second:
-            assert "another Everwarm" in second.degraded["disk"] and second.archive.stats()["disk_is_degraded"] == 1
+            assert "another Everwarm" in second.archive.degraded and second.archive.stats()["disk_is_degraded"] == 1
             run(second, HISTORY, stable=STABLE)
             while second.tidy():
                 pass
             assert not files(tmp_path)
             first.close()
-            idle_until(second, lambda: second.degraded == {} and second.nap_s is None)
+            idle_until(second, lambda: second.archive.degraded is None and second.nap_s is None)
             assert second.archive.stats()["disk_is_degraded"] == 0
             put_away(second)
     assert files(tmp_path, "state")
@@ -283,8 +283,8 @@ def test_a_disk_that_refused_something_heals_although_nobody_writes(tmp_path, mo
     with kept_core(tmp_path) as core:
         core.archive.disk._fail("written", OSError("for a test"))
         core.archive.after_all(lambda: None)  # whatever comes next
-        assert core.degraded
-        idle_until(core, lambda: core.degraded == {})
+        assert core.archive.degraded
+        idle_until(core, lambda: core.archive.degraded is None)
 
 
 @pytest.mark.parametrize("most", [256, 0])

@@ -89,7 +89,7 @@ def test_bytes_that_changed_are_not_used_and_the_answer_is_right_all_the_same(me
         assert core.ram.n_unsound == len(states)
         result = run(core, NEXT)
         assert result.n_cached == 0 and result.tokens == golden
-        assert core.keeper.counts.n_quarantined > 0
+        assert core.checkpoint_stats.n_quarantined > 0
 
 
 def test_another_file_or_another_setting_finds_nothing(memory, tmp_path):
@@ -124,7 +124,7 @@ def test_an_engine_with_a_smaller_budget_keeps_what_is_worth_most(memory):
         n_before = core.tree.ram_bytes
     budget = n_before // 3
     with open_core(memory=memory, ram_bytes=budget) as core:
-        assert core.ram.n_adopted > 0 and 0 < core.tree.ram_bytes <= budget == core.keeper.ram_budget
+        assert core.ram.n_adopted > 0 and 0 < core.tree.ram_bytes <= budget == core.ram_budget.n_bytes
         assert os.fstat(memory).st_blocks * 512 < n_before
         check(core)
         core.ram.arena.check()
@@ -138,8 +138,8 @@ def test_what_was_evicted_or_erased_does_not_come_back(memory):
     with open_core(memory=memory) as core:
         run(core, HISTORY, stable=STABLE)
         die(core)
-        core.keeper.ram_budget = 0
-        core.keeper.enforce_budget()
+        core.ram_budget.n_bytes = 0
+        core.ram_budget.enforce()
         die(core)
     with open_core(memory=memory) as core:
         assert core.ram.n_adopted == 0 and run(core, NEXT).n_cached == 0

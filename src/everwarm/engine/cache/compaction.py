@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.state.lineage import history_over
 from everwarm.state.segment_merge import SegmentRun, to_join
-from everwarm.state.tree import Segment
+from everwarm.state.tree import Segment, Tree
 
 log = logging.getLogger("everwarm.engine")
 
@@ -30,17 +30,22 @@ def join(context: Context, segments: Sequence[Segment]) -> Segment:
 
 
 class Joiner:
-    def __init__(self, keeper: Keeper, ram: Ram) -> None:
-        self._keeper = keeper
+    def __init__(self, context: Context, tree: Tree, ram: Ram, budget: RamBudget, most_joined: int) -> None:
+        """``most_joined``: tokens of a segment that is made of several."""
+        self._context = context
+        self._tree = tree
         self._ram = ram
+        self._budget = budget
+        self.most_joined = most_joined
 
     def tidy(self, slots: Sequence[Slot], *, has_archive: bool) -> bool:
         """One piece of idle work, on conversations that are saved already. False: there is none."""
         for slot in slots:
             is_saved = slot.is_idle and slot.is_tidy and (slot.is_archived or not has_archive)
             if is_saved and not slot.is_joined:
-                groups = to_join(slot.node, slot.n_settled, self._keeper.most_joined)
-                slot.is_joined = not groups or not self._can_join(groups[-1])
+                groups = to_join(slot.node, slot.n_settled, self.most_joined)
+                if not groups or not self._can_join(groups[-1]):
+                    slot.note_joined()
                 if groups:
                     return True
         return False
@@ -55,14 +60,14 @@ class Joiner:
     def _join(self, group: Sequence[SegmentRun]) -> bool:
         """False: there is no room for it where it would outlive the engine."""
         old = [stretch.segment.blob for stretch in group]
-        whole = join(self._keeper.context, [self._used(stretch) for stretch in group])
+        whole = join(self._context, [self._used(stretch) for stretch in group])
         if not self._ram.arena.has(whole.blob):
             return False
         for stretch in group:
             self._cut_rest(stretch)
-        self._keeper.tree.set_segment(group[-1].users[-1], whole)
+        self._tree.set_segment(group[-1].users[-1], whole)
         self._ram.keep_meanwhile(old)
-        self._keeper.enforce_budget()  # where a segment was parted there are two heads now
+        self._budget.enforce()  # where a segment was parted there are two heads now
         return True
 
     def _used(self, stretch: SegmentRun) -> Segment:
@@ -71,7 +76,7 @@ class Joiner:
         self._ram.require_sound(segment.blob)
         if end.mark == segment.stop:
             return segment
-        blob = self._keeper.context.cut_segment(segment.blob, segment.start, end.mark)
+        blob = self._context.cut_segment(segment.blob, segment.start, end.mark)
         history = None if segment.chunks is None else history_over(segment.chunks, end.n_items)
         pieces = tuple(piece for piece in segment.pieces if piece.n_start < end.n_items)
         items = (segment.n_start, end.n_items)
@@ -85,8 +90,8 @@ class Joiner:
             end = child
         if end is junction:
             return
-        blob = self._keeper.context.cut_segment(segment.blob, junction.mark, segment.stop, self._ram.place)
+        blob = self._context.cut_segment(segment.blob, junction.mark, segment.stop, self._ram.place)
         pieces = tuple(piece for piece in segment.pieces if piece.n_stop > junction.n_items)
         items = (junction.n_items, segment.n_stop)
         about = (segment.clean, segment.chunks, 0, items, segment.path, pieces)
-        self._keeper.tree.set_segment(end, Segment(blob, junction.mark, segment.stop, *about))
+        self._tree.set_segment(end, Segment(blob, junction.mark, segment.stop, *about))

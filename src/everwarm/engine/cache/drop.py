@@ -49,7 +49,10 @@ def lineages(core: Core, node: Node) -> Lineages:
 
 def forget_ahead(core: Core, namespace: str) -> None:
     """Before anything is dropped in namespaces that begin so: nothing of them is on its way into the tree."""
-    core.prewarm.drop(core, namespace)
+    ahead = core.prewarm.drop(namespace)
+    if ahead is not None:
+        core.cancel(ahead.id)
+        core.stop(ahead.id)
     core.admission.drop_fetches(request for request in core.queue if request.ask.namespace.startswith(namespace))
 
 
@@ -73,8 +76,7 @@ def drop(core: Core, node: Node) -> Dropped:
         core.ram.unpin(n)
     for n in reversed(doomed):  # children first: whoever has none and keeps nothing is pruned
         if n.checkpoint is not None:
-            core.tree.drop_checkpoint(n)
-            core.keeper.counts.dropped("asked for")
+            core.checkpointer.drop(n, "asked for")
             n_objects += 1
         if n.segment is not None:
             core.tree.drop_segment(n)
@@ -84,28 +86,24 @@ def drop(core: Core, node: Node) -> Dropped:
 
 def _leave(core: Core, node: Node, inside: set[int]) -> None:
     """No idle sequence stands at or below the node; the KV that those above it need is in RAM before."""
-    keeper, namespace = core.keeper, core.tree.namespace(node)
-    for spare, end in keeper.spares.items():
-        if end is not None and id(end) in inside and end.checkpoint is not None:
+    namespace = core.tree.namespace(node)
+    for spare, end in core.spares.parked():
+        if id(end) in inside:
             _save_above(core, spare, node)
-            end.checkpoint.parked = None
-            core.context.drop(spare)
-            keeper.spares[spare] = None
+            core.spares.release(spare)
     for slot in core.slots:
         if slot.is_idle and id(slot.node) in inside and slot.n_fed:
             _save_above(core, slot.seq, node)
-            core.context.drop(slot.seq)
-            keeper.seat(slot, slot.node.root())
-            slot.clear()
+            slot.vacate()
     for slot in core.slots:  # also of conversations that have left the context
         is_on_the_way = int(slot.content.common_prefix(node.path)) > node.start or node.parent is None
         if slot.namespace == namespace and is_on_the_way:
-            slot.content = Prompt.of_tokens([])
+            slot.forget_content()
 
 
 def _save_above(core: Core, seq: SeqId, node: Node) -> None:
     if node.parent is not None:
-        core.keeper.save_kv(seq, node.parent)
+        core.ram_writer.save_kv(seq, node.parent)
 
 
 # the disk, on its own thread

@@ -16,13 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.provenance import cover
+from everwarm.engine.cache.ram_budget import RamBudget
+from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.ram import Note, Ram, Receipt
+from everwarm.llama.model import MemoryKind
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, Tree
 
 log = logging.getLogger("everwarm.engine")
 
@@ -42,7 +44,10 @@ class Where(enum.Enum):
 
 @dataclass(slots=True)
 class Offload:
-    keeper: Keeper
+    kind: MemoryKind
+    tree: Tree
+    writer: RamWriter
+    budget: RamBudget
     ram: Ram
     archive: DiskWriter | None
     kv_bytes_per_token: int
@@ -61,23 +66,24 @@ class Offload:
         if not waiting or began < self.not_before:
             return False
         slot = min(waiting, key=lambda s: s.request.id if s.request is not None else 0)
-        slot.is_offloaded = not self._copy_next(slot)
+        has_copied = self._copy_next(slot)
+        if not has_copied:
+            slot.note_offloaded()
         now = time.monotonic()
         self.not_before = now + (now - began) * (1 / SHARE - 1)
-        return not slot.is_offloaded
+        return has_copied
 
     def _copy_next(self, slot: Slot) -> bool:
         """The states first: a spare that holds one without a copy cannot be given to anybody else."""
         request = slot.request
         assert request is not None
-        kind = self.keeper.context.kind
-        if not kind.needs_checkpoints:
+        if not self.kind.needs_checkpoints:
             return self._copy_kv(slot, request.n_prompt)
         points = needed_points(slot, request.n_prompt)
         for node in points:
             if self._copy_state(node):
                 return True
-        if kind.has_attention and points and self.keeper.save_piece(slot.seq, points[-1].lineage(), self.piece_tokens):
+        if self.kind.has_attention and points and self._copy_piece(slot, points[-1]):
             return True
         return any(self._copy_state(node) for node in slot.node.lineage() if not _is_end(node))
 
@@ -87,27 +93,30 @@ class Offload:
         if checkpoint is None or checkpoint.parked is None or checkpoint.state is not None or checkpoint.tidied:
             return False
         checkpoint.tidied = True
-        self.keeper.copy_down(node)
-        self.keeper.enforce_budget()
+        self.writer.copy_state(node)
+        self.budget.enforce()
         return True
 
     def _copy_kv(self, slot: Slot, n_prompt: int) -> bool:
         """Plain attention: a prompt has no cuts, so its pieces get nodes here."""
         if slot.node.n_items < n_prompt:
-            tree, n_items = self.keeper.tree, min(slot.node.n_items + self.piece_tokens, n_prompt)
-            self.keeper.seat(slot, tree.grow(slot.node, slot.resident(), n_items))
-        return self.keeper.save_piece(slot.seq, slot.node.lineage(), self.piece_tokens)
+            n_items = min(slot.node.n_items + self.piece_tokens, n_prompt)
+            slot.stand_at(self.tree.grow(slot.node, slot.resident(), n_items))
+        return self._copy_piece(slot, slot.node)
+
+    def _copy_piece(self, slot: Slot, end: Node) -> bool:
+        return self.writer.save_piece(slot.seq, end.lineage(), self.piece_tokens)
 
     # at the end of a turn
 
     def finish(self, slot: Slot, n_prompt: int, ended_at: float) -> Receipt:
         """Copies what is left of the turn that ended in this slot. What has no room in the arena is offered to the disk."""
         on_disk = None
-        with self.keeper.over_budget():
+        with self.budget.lifted():
             points = self._copy_rest(slot, n_prompt)
             if self.archive is not None and points:
                 self.archive.note_end(slot, ended_at)
-                if self.keeper.is_over_budget or not self._has_room(points):
+                if self.budget.is_exceeded or not self._has_room(points):
                     on_disk = self.archive.offer_ended(slot)
         notes = self._notes(points)
         blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
@@ -115,13 +124,13 @@ class Offload:
 
     def _copy_rest(self, slot: Slot, n_prompt: int) -> list[Node]:
         """Returns the points that somebody may go on from."""
-        kind = self.keeper.context.kind
+        kind = self.kind
         points = needed_points(slot, n_prompt) if kind.needs_checkpoints else [slot.node] if slot.n_fed else []
         for node in points:
             if node.checkpoint is not None and node.checkpoint.parked is not None:
-                self.keeper.copy_down(node)
+                self.writer.copy_state(node)
         if kind.has_attention and points:
-            self.keeper.save_lineage(slot.seq, points[-1].lineage())
+            self.writer.save_lineage(slot.seq, points[-1].lineage())
         return points
 
     def _has_room(self, points: Sequence[Node]) -> bool:
@@ -132,7 +141,7 @@ class Offload:
 
     def _notes(self, points: Sequence[Node]) -> tuple[Note, ...] | None:
         """What the next engine must find to go on from these points; None: some of it is not in RAM."""
-        kind = self.keeper.context.kind
+        kind = self.kind
         states = [node for node in points if node.checkpoint is not None and node.checkpoint.state is not None]
         if not points or (kind.needs_checkpoints and len(states) < len(points)):
             return None

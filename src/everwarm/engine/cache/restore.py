@@ -12,16 +12,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from everwarm.engine.cache.checkpointing import Keeper
-from everwarm.engine.cache.prewarm import note_used
+from everwarm.engine.cache.checkpointing import Checkpointer
+from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.provenance import cover, entry, is_exact, is_part_of
+from everwarm.engine.cache.ram_writer import RamWriter
+from everwarm.engine.inspect.checkpoint_stats import CheckpointStats
 from everwarm.engine.request import CheckpointUse
-from everwarm.engine.slots import Slot
+from everwarm.engine.slots import Residents, Slot
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import history_over, n_items_of
-from everwarm.state.tree import Match, Node, Segment
+from everwarm.state.lineage import Chunks, history_over, n_items_of
+from everwarm.state.tree import Match, Node, Segment, Tree
 from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")
@@ -57,22 +60,36 @@ class RestoreSource:
 
 
 class Restorer:
-    def __init__(self, keeper: Keeper, ram: Ram) -> None:
-        self._keeper = keeper
+    def __init__(
+        self,
+        context: Context,
+        tree: Tree,
+        residents: Residents,
+        checkpointer: Checkpointer,
+        writer: RamWriter,
+        room: DeviceRoom,
+        ram: Ram,
+        stats: CheckpointStats,
+    ) -> None:
+        self._context = context
+        self._tree = tree
+        self._residents = residents
+        self._checkpointer = checkpointer
+        self._writer = writer
+        self._room = room
         self._ram = ram
-        self._context = keeper.context
-        self._tree = keeper.tree
+        self._stats = stats
 
     def sources(self, prompt: Prompt, namespace: str) -> list[RestoreSource]:
         """Every sequence of this namespace on the device, with how much of the prompt it begins with."""
         root = self._tree.root(namespace)
         found = [
             RestoreSource(slot.seq, int(prompt.common_prefix(slot.resident())))
-            for slot in self._keeper.slots
+            for slot in self._residents.slots
             if slot.n_fed and slot.node.root() is root
         ]
-        for spare, node in self._keeper.spares.items():
-            if node is not None and node.root() is root:
+        for spare, node in self._residents.spares.parked():
+            if node.root() is root:
                 found.append(RestoreSource(spare, min(int(prompt.common_prefix(node.path)), node.n_items)))
         return found
 
@@ -93,7 +110,7 @@ class Restorer:
             return min(match.n_kv, most)
         common = {source.seq: source.n_common for source in sources}
         ends = [node.n_items for node in match.usable]
-        ends += [slot.n_fed for slot in self._keeper.slots if slot.is_idle and common.get(slot.seq) == slot.n_fed]
+        ends += [slot.n_fed for slot in self._residents.slots if slot.is_idle and common.get(slot.seq) == slot.n_fed]
         return max((n for n in ends if n <= most), default=0)
 
     def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored:
@@ -103,7 +120,7 @@ class Restorer:
             return here
         if not self._context.kind.needs_checkpoints:
             return self._bring_attention(slot, goal, match, sources)
-        n_before = self._keeper.counts.n_quarantined
+        n_before = self._stats.n_quarantined
         for node in match.usable:
             restored = self._try(slot, goal, node, match, sources)
             if restored is not None:
@@ -111,11 +128,11 @@ class Restorer:
             sources = self.sources(goal.prompt, goal.namespace)  # the attempt may have moved others out
         else:
             restored = self.start_cold(slot, goal)
-        return replace(restored, n_refused=self._keeper.counts.n_quarantined - n_before)
+        return replace(restored, n_refused=self._stats.n_quarantined - n_before)
 
     def start_cold(self, slot: Slot, goal: Goal) -> Restored:
-        self._keeper.vacate(slot, self._tree.root(goal.namespace))
-        self._stand(slot, goal, [], 0)
+        self._room.vacate(slot, self._tree.root(goal.namespace))
+        self._stand(slot, goal, [], 0, ())
         return Restored(0)
 
     # how much room that takes
@@ -140,7 +157,7 @@ class Restorer:
         best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
         if own >= n_items or best.n_common <= own or not self._context.kind.can_share_cells:
             return RestoreSource(slot.seq, min(own, n_items))
-        chunks = self._keeper.history(best.seq)
+        chunks = self._residents.history(best.seq)
         return RestoreSource(best.seq, entry(match.path, min(best.n_common, n_items), n_items, chunks))
 
     def _n_restorable(self, prompt: Prompt, match: Match) -> int:
@@ -161,8 +178,8 @@ class Restorer:
             return self._stay_at_end(slot, goal)
         if self._n_restorable(goal.prompt, match) > own:
             return None
-        slot.items = goal.prompt.first(own)
-        note_used(self._keeper, slot.node)
+        slot.hold_as(goal.prompt.first(own))
+        self._checkpointer.note_continued(slot.node)
         return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
 
     def _stay_at_end(self, slot: Slot, goal: Goal) -> Restored | None:
@@ -171,9 +188,9 @@ class Restorer:
             return None
         if checkpoint.chunks != tuple(slot.chunks):  # the same items, read another way
             return None
-        slot.items = goal.prompt
-        self._keeper.note_restored(node, "in place")
-        note_used(self._keeper, node)
+        slot.hold_as(goal.prompt)
+        self._checkpointer.note_restored(node, "in place")
+        self._checkpointer.note_continued(node)
         return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, "in place"), checkpoint.logits)
 
     def _try(
@@ -188,13 +205,12 @@ class Restorer:
             except MemoryFault as error:
                 self._give_up(slot)
                 if not isinstance(error, ContextFull | KvMissing):
-                    self._keeper.quarantine(node, error)
+                    self._checkpointer.quarantine(node, error)
                 return None
             how = f"from {goal.tier}" if node.n_items == goal.n_brought else how
-            self._stand(slot, goal, match.path, node.n_items)
-            slot.chunks = list(checkpoint.chunks)
-            self._keeper.note_restored(node, how)
-            note_used(self._keeper, node)
+            self._stand(slot, goal, match.path, node.n_items, checkpoint.chunks)
+            self._checkpointer.note_restored(node, how)
+            self._checkpointer.note_continued(node)
         logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
         return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, how), logits)
 
@@ -203,7 +219,7 @@ class Restorer:
         assert checkpoint is not None
         root = self._tree.root(goal.namespace)
         if checkpoint.parked is not None:
-            self._keeper.vacate(slot, root)
+            self._room.vacate(slot, root)
             self._context.unpark(checkpoint.parked, slot.seq)
             return "unparked"
         assert checkpoint.state is not None
@@ -212,7 +228,7 @@ class Restorer:
         if self._context.kind.has_attention:
             how = self._bring_kv(slot, goal, node.n_items, match.path, sources)
         else:
-            self._keeper.vacate(slot, root)
+            self._room.vacate(slot, root)
         history = history_over(slot.chunks, node.n_items) if self._context.kind.has_attention else checkpoint.chunks
         clean = checkpoint.clean and history is not None and history == checkpoint.chunks
         self._context.restore(slot.seq, checkpoint.state, node.mark, clean=clean)
@@ -229,8 +245,8 @@ class Restorer:
             self._give_up(slot)
             return replace(self.start_cold(slot, goal), n_refused=1)
         history = history_over(slot.chunks, n)
-        slot.chunks = list(history) if history and n_items_of(history) == n else []  # cut inside a chunk: not known
-        self._stand(slot, goal, match.path, n)
+        is_known = history is not None and n_items_of(history) == n  # not if it was cut inside a chunk
+        self._stand(slot, goal, match.path, n, history if is_known and history else ())
         how = f"from {goal.tier}" if n and n == goal.n_brought else how
         return Restored(n, CheckpointUse(n, None, how) if n else None)
 
@@ -255,21 +271,21 @@ class Restorer:
         """
         own = min(_common(slot, sources), n_items)
         best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
-        have, how = entry(path, own, n_items, tuple(slot.chunks)), "from ram"
-        self._keeper.save_kv(slot.seq, slot.node, beyond=have)
+        chunks = tuple(slot.chunks)
+        have, how = entry(path, own, n_items, chunks), "from ram"
+        self._writer.save_kv(slot.seq, slot.node, beyond=have)
         if own == n_items:
             return "in place"
         if best.n_common > own and self._context.kind.can_share_cells:
-            chunks = list(self._keeper.history(best.seq))
-            have, how = entry(path, min(best.n_common, n_items), n_items, tuple(chunks)), "shared"
-            self._keeper.vacate(slot, self._tree.root(goal.namespace))
+            chunks = self._residents.history(best.seq)
+            have, how = entry(path, min(best.n_common, n_items), n_items, chunks), "shared"
+            self._room.vacate(slot, self._tree.root(goal.namespace))
             self._context.share_kv(best.seq, slot.seq, goal.prompt.mark(have))
-            slot.chunks = chunks
         else:
             if best.n_common > own:
-                self._keeper.save_lineage(best.seq, [n for n in path if own < n.n_items <= best.n_common])
+                self._writer.save_lineage(best.seq, [n for n in path if own < n.n_items <= best.n_common])
             self._context.keep_kv(slot.seq, goal.prompt.mark(have))
-        self._stand(slot, goal, path, have)
+        self._stand(slot, goal, path, have, chunks)
         self._splice(slot, goal, n_items, path)
         return how if have == n_items else "from ram"
 
@@ -286,10 +302,15 @@ class Restorer:
             except ContextFull:
                 raise
             except MemoryFault:
-                self._keeper.drop_segments(node for node in path if node.segment is segment)
+                self._drop_segment(segment, path)
                 raise
-            slot.chunks = list(segment.chunks or ())
-            self._stand(slot, goal, path, stop)
+            self._stand(slot, goal, path, stop, segment.chunks or ())
+
+    def _drop_segment(self, segment: Segment, path: Sequence[Node]) -> None:
+        """Forget a segment that could not be spliced."""
+        for node in [node for node in path if node.segment is segment]:
+            if node.segment is not None:  # else it went with one above
+                self._tree.drop_segment(node)
 
     def _splice_part(self, slot: Slot, segment: Segment, prompt: Prompt, stop: int, n_items: int) -> None:
         """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut. Of one that
@@ -298,7 +319,7 @@ class Restorer:
         blob, n_cells, n_needed = segment.blob, segment.n_cells, end.n_tokens - start.n_tokens
         if start != segment.start or n_cells > max(n_needed, self._context.cells.free):
             blob, n_cells = self._context.cut_segment(blob, start, end), n_needed
-        if not self._keeper.make_room(n_cells, keep=slot):
+        if not self._room.make_room(n_cells, keep=slot):
             raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
         is_whole = stop < n_items or _is_cut_between_chunks(segment, stop)  # the next one is asked whether it goes on
         clean = _goes_on(slot, segment) and is_whole
@@ -309,17 +330,14 @@ class Restorer:
     def _give_up(self, slot: Slot) -> None:
         """A restore failed half-way: keep the KV that is still good for the next best checkpoint, then start empty."""
         if self._context.cells.count(slot.seq) < slot.node.mark.n_tokens:
-            self._keeper.seat(slot, slot.node.root())  # the fault took the KV as well
-        self._keeper.vacate(slot, slot.node.root())
+            slot.stand_at(slot.node.root())  # the fault took the KV as well
+        self._room.vacate(slot)
 
-    def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int) -> None:
-        """The slot holds the prompt's first ``n_items``; its node is the last one inside them."""
+    def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int, chunks: Chunks) -> None:
+        """The slot holds the prompt's first ``n_items``, decoded so; its node is the last one inside them."""
         root = self._tree.root(goal.namespace)
         inside = (node for node in reversed(path) if node.n_items <= n_items and self._tree.has(node))
-        self._keeper.seat(slot, next(inside, root))
-        slot.n_fed = n_items
-        slot.items = goal.prompt.first(n_items)
-        slot.has_changed()
+        slot.hold(goal.prompt.first(n_items), next(inside, root), chunks)
 
 
 def _common(slot: Slot, sources: Sequence[RestoreSource]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.llama.model import MemoryKind
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.tree import Node
 
@@ -17,28 +17,28 @@ _MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
 _REPLIES = (CutKind.REPLY, CutKind.END, CutKind.CANCEL, CutKind.PREWARM)
 
 
-def shared_points(keeper: Keeper, node: Node) -> list[Node]:
+def shared_points(kind: MemoryKind, node: Node) -> list[Node]:
     """Those above the node, whose states are in RAM."""
-    above = [(n, child) for n, child in pairwise(node.lineage()) if _can_be_kept(keeper, n)]
+    above = [(n, child) for n, child in pairwise(node.lineage()) if _can_be_kept(kind, n)]
     first = next((n for n, _ in above if n.checkpoint is not None and n.checkpoint.kind in _MESSAGE_ENDS), None)
-    return [n for n, child in above if n is first or _is_junction(keeper, n, child)]
+    return [n for n, child in above if n is first or _is_junction(kind, n, child)]
 
 
-def _is_junction(keeper: Keeper, node: Node, ours: Node) -> bool:
+def _is_junction(kind: MemoryKind, node: Node, ours: Node) -> bool:
     """Whether another prompt goes on from here, and not only a reply that was left aside."""
     others = [child for child in node.children.values() if child is not ours]
-    if not keeper.context.kind.needs_checkpoints:
+    if not kind.needs_checkpoints:
         return bool(others)
     kept = (n.checkpoint for child in others for n in child.below())
     return any(checkpoint is not None and checkpoint.kind not in _REPLIES for checkpoint in kept)
 
 
-def is_worth_it(keeper: Keeper, node: Node, *, is_always: bool) -> bool:
-    return node.n_items > GUARD and (is_always or node.n_items * keeper.seconds_per_token >= WORTH_S)
+def is_worth_it(node: Node, seconds_per_token: float, *, is_always: bool) -> bool:
+    return node.n_items > GUARD and (is_always or node.n_items * seconds_per_token >= WORTH_S)
 
 
-def _can_be_kept(keeper: Keeper, node: Node) -> bool:
-    if not keeper.context.kind.needs_checkpoints:
+def _can_be_kept(kind: MemoryKind, node: Node) -> bool:
+    if not kind.needs_checkpoints:
         return True
     checkpoint = node.checkpoint
     return checkpoint is not None and checkpoint.state is not None and checkpoint.kind is not CutKind.PREWARM

@@ -235,7 +235,7 @@ def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
 def _require_quota(order: m.CacheOrder, core: Core, held: HeldPin) -> None:
     if order.pin_quota is None:
         return
-    most = int(order.pin_quota * core.keeper.ram_budget)
+    most = int(order.pin_quota * core.ram_budget.n_bytes)
     if held.n_bytes > most or held.n_pins > MOST_PINS:
         shown = f"{held.n_pins} pins with {held.n_bytes:,} bytes; {MOST_PINS} with {most:,} bytes are allowed"
         message = f"with this one your namespace would have {shown}: unpin others, or use an admin key"

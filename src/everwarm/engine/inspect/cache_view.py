@@ -41,11 +41,11 @@ def version_of(core: Core) -> int:
 
 
 def summary(core: Core) -> dict[str, Any]:
-    census, keeper = core.tree.census, core.keeper
-    n_parked = sum(node is not None for node in keeper.spares.values())
+    census, stats = core.tree.census, core.checkpoint_stats
+    n_parked = len(core.spares.parked())
     ram = {
         "bytes": core.tree.ram_bytes,
-        "budget_bytes": keeper.ram_budget,
+        "budget_bytes": core.ram_budget.n_bytes,
         "n_states": census.n_states,
         "n_segments": census.n_segments,
     }
@@ -65,14 +65,14 @@ def summary(core: Core) -> dict[str, Any]:
             "disk": _disk(core),
         },
         "evictions": sum(evictions(core).values()),
-        "quarantines": keeper.counts.n_quarantined,
+        "quarantines": stats.n_quarantined,
         "prewarm": {
             "turns": core.counts.n_prewarms,
-            "used": keeper.counts.n_prewarms_used,
+            "used": stats.n_prewarms_used,
             "interrupted": core.counts.n_prewarms_interrupted,
             "tokens": core.counts.n_prewarm_tokens,
         },
-        "seconds_per_token": keeper.seconds_per_token if core.n_measured else None,
+        "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
     }
 
 
@@ -108,7 +108,7 @@ _NO_DISK = {
 def evictions(core: Core) -> dict[str, int]:
     """What good things went, by why."""
     disk = None if core.archive is None else core.archive.disk
-    return {**core.keeper.counts.evictions, "disk_budget": 0 if disk is None else disk.counts.n_evicted}
+    return {**core.checkpoint_stats.evictions, "disk_budget": 0 if disk is None else disk.counts.n_evicted}
 
 
 # the tree
@@ -202,7 +202,7 @@ def walk(roots: Iterable[Node], first: Node | None = None) -> Iterator[Node]:
 
 def _moment(core: Core, number: Number) -> _Snapshot:
     ends = [slot.node for slot in core.slots if slot.n_fed]
-    ends += [node for node in core.keeper.spares.values() if node is not None]
+    ends += [node for _, node in core.spares.parked()]
     running = {}
     for slot in core.slots:
         request = slot.request

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.restore import Restored
 from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
 from everwarm.engine.request import Request
 from everwarm.engine.tiers.loader import Brought
+from everwarm.llama.model import MemoryKind
+from everwarm.state.params import Spacing
 from everwarm.state.policy import GUARD
-from everwarm.state.tree import Match
+from everwarm.state.tree import Match, Tree
 
 log = logging.getLogger("everwarm.engine")
 
@@ -33,20 +34,19 @@ class RequestStats:
     n_prewarms_interrupted: int = 0
     n_prewarm_tokens: int = 0
 
-    def add(self, request: Request, keeper: Keeper, match: Match, restored: Restored, brought: Brought) -> None:
+    @property
+    def new_share(self) -> float:
+        """How much of the prompts had to be read."""
+        return 1 - self.n_cached / self.n_prompt if self.n_prompt else 1.0
+
+    def add(self, request: Request, why: Why) -> None:
         """A request has started: from where, at what price, and why."""
-        request.n_cached = min(restored.n_items, request.n_prompt)
-        request.n_shared = match.n_shared
-        request.used = restored.use
-        if request.ask.ahead:
-            return
-        why = request.why = why_of(request, keeper, match, restored, brought)
         self.n_requests += 1
-        n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(match.n_shared)
+        n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(request.n_shared)
         self.n_prompt += request.n_prompt_tokens
         self.n_cached += n_cached
         self.n_avoidable += max(0, n_shared - n_cached)
-        if match.n_shared > GUARD and request.n_cached == 0 and request.ask.use_cache:
+        if request.n_shared > GUARD and request.n_cached == 0 and request.ask.use_cache:
             self.n_full_rereads += 1
             reason = why.again or why.reason
             log.warning(
@@ -54,9 +54,11 @@ class RequestStats:
             )
 
 
-def why_of(request: Request, keeper: Keeper, match: Match, restored: Restored, brought: Brought) -> Why:
+def why_of(
+    request: Request, match: Match, restored: Restored, brought: Brought, tree: Tree, kind: MemoryKind, spacing: Spacing
+) -> Why:
     """Looks up only what the answer may depend on."""
-    ask, tree, kind = request.ask, keeper.tree, keeper.context.kind
+    ask = request.ask
     is_known = request.n_prompt - match.n_shared <= GUARD
     return explain(
         ReadFacts(
@@ -72,6 +74,6 @@ def why_of(request: Request, keeper: Keeper, match: Match, restored: Restored, b
             ask.deterministic,
             kind.has_attention,
             kind.needs_checkpoints,
-            keeper.spacing.max_checkpoints,
+            spacing.max_checkpoints,
         )
     )

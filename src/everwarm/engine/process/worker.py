@@ -20,18 +20,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import version_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.request_handler import RequestHandler
-from everwarm.engine.scheduling.backlog import backlog_of
+from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
+from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.system.process import collect_rarely, die_with_parent
 from everwarm.logs import log_to_stderr
 from everwarm.memory_limits import tightest_limit
@@ -135,39 +136,54 @@ class Wire:
                     self._has_kept.clear()
 
 
+class Watched(NamedTuple):
+    """What a beat tells of: parts that are made to be asked from any thread."""
+
+    loop: Loop
+    files: list[FileWatch]
+    disk_writer: DiskWriter | None
+
+
 class Pulse:
     """Beats from the first moment on, also while a model loads or a step takes minutes."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._watched: tuple[Core, Loop] | None = None
+        self._watched: Watched | None = None
         threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
 
-    def watch(self, core: Core, loop: Loop) -> None:
-        self._watched = (core, loop)
+    def watch(self, watched: Watched) -> None:
+        self._watched = watched
 
     def _run(self) -> None:
         while True:
             self._wire.send(self._beat())
             if self._watched is not None:
-                self._look_at_files(*self._watched)
+                self._look_at_files(self._watched)
             time.sleep(BEAT_S)
 
-    def _look_at_files(self, core: Core, loop: Loop) -> None:
-        """Also while nobody asks for anything."""
-        for files in core.files:
+    def _look_at_files(self, watched: Watched) -> None:
+        """Also while the engine is idle."""
+        for files in watched.files:
             files.look()
-        if any(files.is_changed for files in core.files):
-            loop.post(Core.require_same_model)
+        if any(files.is_changed for files in watched.files):
+            watched.loop.post(Core.require_same_model)
 
     def _beat(self) -> m.Beat:
         if self._watched is None:
             return m.Beat(None, 0, 0)
-        core, loop = self._watched
-        running = [request for slot in core.slots if (request := slot.request) is not None]
-        n_running = sum(not request.ask.ahead for request in running)
-        about = (loop.step_age_s(), n_running, len(core.queue), version_of(core))
-        return m.Beat(*about, core.degraded, backlog_of(core))
+        loop, _, writer = self._watched
+        status = loop.status
+        disk = None if writer is None else writer.disk
+        reason = None if writer is None else writer.degraded
+        return m.Beat(
+            step_age_s=loop.step_age_s(),
+            n_running=status.n_running,
+            n_queued=status.n_queued,
+            version=status.tree_version + (0 if disk is None else disk.version),
+            degraded={} if reason is None else {"disk": reason},
+            backlog=status.backlog,
+        )
 
 
 def main() -> None:
@@ -234,7 +250,7 @@ def _call_test_hook(core: Core) -> None:
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     conversation = RequestHandler(core, wire.send)
     loop = Loop(core, conversation.deliver)
-    pulse.watch(core, loop)
+    pulse.watch(Watched(loop, core.files, core.archive))
     threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
     try:
         loop.run()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import enum
 from collections.abc import Iterable, Sequence
 
-from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
 from everwarm.engine.images.image_cache import ImageCache
 from everwarm.engine.request import Ask, Request
@@ -17,6 +15,7 @@ from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, CutKind
+from everwarm.state.tree import Tree
 
 RETURN_STEPS = 32  # that everybody can take once a suspended request has come back
 
@@ -28,9 +27,14 @@ class Verdict(enum.Enum):
 
 
 class Admission:
-    def __init__(self, keeper: Keeper, restorer: Restorer, fetcher: Loader | None) -> None:
-        self._keeper = keeper
-        self._context = keeper.context
+    def __init__(
+        self, context: Context, tree: Tree, slots: list[Slot], restorer: Restorer, fetcher: Loader | None, *, cuts: bool
+    ) -> None:
+        """``cuts``: checkpoints are taken, so a prompt that is being read can stop for another request."""
+        self._context = context
+        self._tree = tree
+        self._slots = slots
+        self._takes_cuts = cuts
         self._restorer = restorer
         self._fetcher = fetcher
         self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or all that can be said
@@ -40,7 +44,7 @@ class Admission:
         return Verdict.WAIT if verdict is Verdict.START and self._is_fetching(request) else verdict
 
     def _judge_place(self, request: Request) -> Verdict:
-        slots = self._keeper.slots
+        slots = self._slots
         running = [slot for slot in slots if slot.request is not None]
         if not running:
             return Verdict.START
@@ -63,7 +67,7 @@ class Admission:
         if self._fetcher is None or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:
-            if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._keeper.slots):
+            if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._slots):
                 return True  # what is read ahead lies in RAM
             prompt, namespace = request.items(request.n_items), request.ask.namespace
             match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
@@ -109,7 +113,7 @@ class Admission:
             return True
         shared = 0
         if self._context.kind.can_share_cells and request.ask.use_cache:
-            root = self._keeper.tree.root(request.ask.namespace)
+            root = self._tree.root(request.ask.namespace)
             kin = [slot for slot in running if slot.node.root() is root]
             shared = max((int(prompt.common_prefix(slot.resident())) for slot in kin), default=0)
         used = self._context.cells.used_by(slot.seq for slot in running)
@@ -132,7 +136,7 @@ class Admission:
     def _is_being_read(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
         """Whether waiting for another request's reading saves reading the same twice. If so, that one stops where the
         two part, to keep the state this one will start from."""
-        root = self._keeper.tree.root(request.ask.namespace)
+        root = self._tree.root(request.ask.namespace)
         for slot in running:
             reader = slot.request
             if reader is None or slot.n_fed >= reader.n_prompt or slot.node.root() is not root:
@@ -153,14 +157,12 @@ class Admission:
 
     def _cut_at(self, slot: Slot, at: int) -> None:
         reader = slot.request
-        if reader is None or at >= reader.n_prompt or not self._context.kind.needs_checkpoints:
-            return
-        if self._keeper.spacing.max_checkpoints and all(cut.at != at for cut in slot.cuts):
-            bisect.insort(slot.cuts, Cut(at, CutKind.BRANCH), key=lambda cut: -cut.at)
+        if reader is not None and at < reader.n_prompt and self._takes_cuts:
+            slot.add_cut(Cut(at, CutKind.BRANCH))
 
     def seat(self, request: Request, sources: Sequence[RestoreSource]) -> Slot:
         """The idle slot that a request gets."""
-        slots = self._keeper.slots
+        slots = self._slots
         if request.ask.slot is not None:
             return slots[request.ask.slot]
         common = {source.seq: source.n_common for source in sources}

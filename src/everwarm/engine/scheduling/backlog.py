@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Finish, Request
-
-if TYPE_CHECKING:
-    from everwarm.engine.core import Core
+from everwarm.engine.slots import Slot
 
 STEP_MEMORY = 0.99  # single steps are often disturbed
 REPLY_MEMORY = 0.8
@@ -35,25 +33,26 @@ class Pace:
             self.n_ended += 1
 
 
-def backlog_of(core: Core) -> m.Backlog:
-    """Safe to ask from any thread: what it reads may be a step old."""
-    running = [(slot.n_fed, request) for slot in core.slots if (request := slot.request) is not None]
-    waiting = [(0, request) for request in list(core.queue)]
-    n_new = 1 - core.counts.n_cached / core.counts.n_prompt if core.counts.n_prompt else 1.0
+def backlog_of(
+    slots: Sequence[Slot], queue: Iterable[Request], pace: Pace, *, read_s: float, new_share: float
+) -> m.Backlog:
+    """``read_s``: seconds for each token of a prompt; ``new_share``: how much of a prompt is usually to be read."""
+    running = [(slot.n_fed, request) for slot in slots if (request := slot.request) is not None]
+    waiting = list(queue)
     reads = [max(0.0, request.n_prompt - n_fed) for n_fed, request in running]
-    writes = [_n_expected(core.pace, request) for _, request in running]
+    writes = [_n_expected(pace, request) for _, request in running]
     soonest = min(zip(reads, writes, strict=True), key=sum, default=(0.0, 0.0))
     return m.Backlog(
-        n_slots=len(core.slots),
+        n_slots=len(slots),
         n_running=len(running),
         n_waiting=len(waiting),
-        n_reply=core.pace.n_reply,
-        n_to_read=sum(reads) + sum(n_new * request.n_prompt for _, request in waiting),
-        n_to_write=sum(writes) + sum(_n_expected(core.pace, request) for _, request in waiting),
+        n_reply=pace.n_reply,
+        n_to_read=sum(reads) + sum(new_share * request.n_prompt for request in waiting),
+        n_to_write=sum(writes) + sum(_n_expected(pace, request) for request in waiting),
         n_next_read=soonest[0],
         n_next_write=soonest[1],
-        read_s=core.keeper.seconds_per_token,
-        write_s=core.pace.write_s,
+        read_s=read_s,
+        write_s=pace.write_s,
     )
 
 

@@ -1,7 +1,7 @@
 """Taking turns: a deterministic request runs alone, all others run together, and neither keeps the other waiting for long.
 
 What is suspended at the end of a turn comes back bit for bit, so turns change when a reply comes and never what it says.
-Pure: knows no slots and no clock.
+Pure: reads slots, changes nothing, and knows no clock.
 
 A deterministic request is suspended only where an uninterrupted run would seat its window anew, too, and it goes on
 with the chunks it had: from its own state, or, if that was lost, by reading everything again in the same chunks. Bits
@@ -12,14 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from everwarm.engine.request import Request
 from everwarm.engine.slots import Slot
 from everwarm.state.lineage import SEATED, is_begun_by, is_seated_at, n_items_of
-
-if TYPE_CHECKING:
-    from everwarm.engine.core import Core
 
 TURN_S = 3.0  # how long one side runs on while the other waits
 
@@ -34,7 +30,9 @@ class TurnTaking:
     others_since: float | None = None
 
     def begin(self, *, is_alone: bool, now: float) -> None:
-        self.is_alone, self.began_at, self.others_since = is_alone, now, None
+        self.is_alone = is_alone
+        self.began_at = now
+        self.others_since = None
 
     def note_waiting(self, waiting: Sequence[bool], now: float) -> None:
         """Who waits now: for each request whether it runs alone."""
@@ -59,25 +57,25 @@ def next_side(was_alone: bool, waiting: Sequence[bool]) -> bool:
 SEAT_EVERY = 256  # tokens of a reply
 
 
-def can_pause(core: Core, slot: Slot) -> bool:
-    """Whether a running request can be suspended here. One that is not deterministic can be anywhere."""
+def can_pause(slot: Slot) -> bool:
+    """Whether a running request with a sliding window can be suspended here; without a window any can be anywhere, and
+    with one those that are not deterministic."""
     request = slot.request
-    if request is None or not request.ask.deterministic or not core.context.kind.has_window:
+    if request is None or not request.ask.deterministic:
         return True
     return bool(slot.chunks) and slot.chunks[-1][0] == SEATED
 
 
-def seats_window(core: Core, slot: Slot, request: Request) -> bool:
+def seats_window(slot: Slot, request: Request) -> bool:
     """Whether the window is seated anew after what was just decoded: at fixed places of a reply, or where it was."""
-    if not core.context.kind.has_window:
-        return False
     if slot.n_fed <= n_items_of(request.chunks):
         return is_seated_at(request.chunks, slot.n_fed)
     return slot.n_fed > request.n_prompt and (slot.n_fed - request.n_prompt) % SEAT_EVERY == 0
 
 
-def is_as_before(core: Core, slot: Slot, request: Request) -> bool:
-    """Whether what a request was brought back to is the beginning of what it had decoded itself, to the bit."""
+def is_as_before(slot: Slot, request: Request, *, is_clean: bool) -> bool:
+    """Whether what a request was brought back to is the beginning of what it had decoded itself, to the bit. ``is_clean``:
+    a cold replay would reproduce the slot's sequence."""
     if not request.chunks or not slot.n_fed:
         return True
-    return core.context.is_clean(slot.seq) and is_begun_by(request.chunks, slot.chunks)
+    return is_clean and is_begun_by(request.chunks, slot.chunks)

@@ -35,7 +35,7 @@ class SlotFiles:
         if not 0 <= message.slot < n_slots:
             raise BadRequest(f"slot {message.slot} does not exist; give 0 to {n_slots - 1}")
         slot, began = self._core.slots[message.slot], time.monotonic()
-        loop.post(lambda core: core.prewarm.give_way(core))
+        loop.post(Core.give_way)
         match message.action:
             case "save":
                 loop.post(lambda core: self._when_idle(slot, lambda: self._capture(core, slot, message, began)))

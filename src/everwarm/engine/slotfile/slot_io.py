@@ -22,6 +22,7 @@ import blake3
 import numpy as np
 
 from everwarm.engine.cache import drop
+from everwarm.engine.cache.prewarm import prewarmed_branches
 from everwarm.engine.cache.restore import Goal
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
@@ -95,14 +96,13 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
     _bring_back(core, slot)
     if not slot.n_fed:
         raise BadRequest(f"the conversation of slot {slot.seq} is not kept any more")
-    keeper = core.keeper
     points = []
     for node in slot.node.lineage():
         checkpoint = node.checkpoint
         if checkpoint is None or node.n_items > slot.n_fed:
             continue
         if checkpoint.parked is not None:
-            keeper.copy_down(node)
+            core.ram_writer.copy_state(node)
         if checkpoint.state is not None and core.ram.arena.is_sound(checkpoint.state):
             logits = None if checkpoint.logits is None else checkpoint.logits.view(np.uint8)
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
@@ -274,15 +274,15 @@ def _put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace
     if int(prompt.codes.max()) >= core.model.vocab.n_tokens:
         raise BadRequest("the file holds tokens that this model does not have")
     empty(core, slot)
-    if not core.keeper.make_room(n, keep=slot):
+    if not core.room.make_room(n, keep=slot):
         raise BadRequest(f"there is no room for {n} tokens beside what is running; try again later")
     try:
         core.context.restore_sequence(slot.seq, state, prompt.end)
     except MemoryFault as error:
         raise BadRequest(f"the file is not a state of this model: {error}") from None
-    slot.n_fed, slot.items, slot.content, slot.namespace = len(prompt), prompt, prompt, namespace
-    core.keeper.seat(slot, core.tree.root(namespace))
-    core.keeper.mark_end(slot)
+    slot.hold(prompt, core.tree.root(namespace), ())
+    slot.remember(namespace)
+    core.checkpointer.mark_end(slot)
     return n
 
 
@@ -298,15 +298,15 @@ def _put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
                 kept.logits = logits.view(np.float32)
             core.tree.set_checkpoint(node, kept)
         if point.n_items == slot.n_fed:
-            slot.chunks = list(point.chunks)
-    core.keeper.take(slot, CutKind.REPLY)
-    core.keeper.enforce_budget()
+            slot.hold(slot.items, slot.node, point.chunks)
+    core.checkpointer.take(slot, CutKind.REPLY)
+    core.ram_budget.enforce()
 
 
 def empty(core: Core, slot: Slot) -> None:
     """Nothing is in the slot afterwards; what was is still known."""
-    core.keeper.vacate(slot, slot.node.root())
-    slot.content = Prompt.of_tokens([])
+    core.room.vacate(slot)
+    slot.forget_content()
 
 
 def erase(core: Core, slot: Slot, namespace: str) -> int:
@@ -317,17 +317,16 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     namespace = slot.namespace
     n = content.n_tokens(len(content))
     _bring_back(core, slot)
-    for branch in core.prewarm.forget(core, slot.node):
+    core.prewarm.drop_waiting(core.tree.namespace(slot.node))
+    for branch in prewarmed_branches(slot.node):
         drop.drop(core, branch)
     node = slot.node
-    core.context.drop(slot.seq)
-    core.keeper.seat(slot, node.root())
-    slot.clear()
-    slot.content = Prompt.of_tokens([])
+    slot.vacate()
+    slot.forget_content()
     while node.parent is not None and not node.children and not node.holders:
         parent = node.parent
         if node.checkpoint is not None:
-            core.keeper.drop_checkpoint(node, "erased")
+            core.checkpointer.drop(node, "erased")
         if node.segment is not None:
             core.tree.drop_segment(node)
         node = parent

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.shared_points import is_worth_it, shared_points
+from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.disk_pins import PinBoard, PinnedDisk, pinned_below
@@ -26,6 +27,7 @@ from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.errors import EngineStopped, EverwarmError
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
@@ -33,7 +35,7 @@ from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
 from everwarm.state.store.object import are_sound, name_of
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, Tree
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.archive")
@@ -68,22 +70,29 @@ class DiskWriter:
         self,
         settings: StoreSettings | None,
         fingerprint: Callable[[], str],
-        keeper: Keeper,
+        tree: Tree,
+        context: Context,
+        writer: RamWriter,
         ram: Ram,
+        speed: ReadSpeed,
+        *,
         words: Callable[[Prompt], str] = lambda _: "",
         remote: RemoteSettings | None = None,
+        namespace_share: float = 1.0,
         is_right: Callable[[], bool] = lambda: True,
     ) -> None:
         """``is_right`` says whether everything that was captured until now may be written down, for any process to use."""
         self._settings = settings
         self._remote_settings = remote
-        self._keeper = keeper
+        self._namespace_share = namespace_share
+        self._tree = tree
+        self._context = context
+        self._writer = writer
         self._ram = ram
+        self._speed = speed
         self._is_right = is_right
-        self._packing = Packing(keeper, words)
-        self.pins = PinBoard(
-            keeper.tree, ram, lambda: None if self.disk is None else PinnedDisk(self.disk, self.fingerprint)
-        )
+        self._packing = Packing(context, tree, words)
+        self.pins = PinBoard(tree, ram, lambda: None if self.disk is None else PinnedDisk(self.disk, self.fingerprint))
         self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
@@ -164,7 +173,7 @@ class DiskWriter:
         self._offer_again(slots)
         for slot in slots:
             if slot.is_idle and slot.is_tidy and not slot.is_archived:
-                slot.is_archived = True
+                slot.note_archived()
                 self.offer(slot)
                 return True
         return self._offer_due(time.monotonic())
@@ -174,7 +183,7 @@ class DiskWriter:
         if self._has_healed.is_set():
             self._has_healed.clear()
             for slot in slots:
-                slot.is_archived = False
+                slot.archive_again()
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
         """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
@@ -183,7 +192,7 @@ class DiskWriter:
         for slot in slots:
             is_due = slot.is_idle and not slot.is_archived and now - slot.used_at > OVERDUE_S
             if is_due and slot.n_fed:
-                slot.is_archived = True
+                slot.note_archived()
                 self._copy_down(slot)
                 self.offer(slot)
                 return
@@ -201,7 +210,7 @@ class DiskWriter:
         """A turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
         if self.is_opening or self.is_behind:
             return None
-        slot.is_archived = True
+        slot.note_archived()
         name = self.offer(slot)
         while self._offer_due(time.monotonic()):
             pass
@@ -213,7 +222,7 @@ class DiskWriter:
         if turn is None or turn.ended_at > until:
             return False
         del self._due[turn.end.id]
-        if self._keeper.tree.has(turn.end):
+        if self._tree.has(turn.end):
             self._offer(turn)
         return True
 
@@ -221,9 +230,9 @@ class DiskWriter:
         """To RAM, as idle work would: the one state that the next turn needs, and the KV before it."""
         node = _point(slot.node.lineage()) or slot.node
         if node.checkpoint is not None and node.checkpoint.parked is not None:
-            self._keeper.copy_down(node)
-        if self._keeper.context.kind.has_attention:
-            self._keeper.save_lineage(slot.seq, node.lineage())
+            self._writer.copy_state(node)
+        if self._context.kind.has_attention:
+            self._writer.save_lineage(slot.seq, node.lineage())
 
     def offer(self, slot: Slot) -> str | None:
         """Write what the next turn will need of the slot's lineage, as far as it is not there yet; returns the name of the
@@ -236,7 +245,7 @@ class DiskWriter:
         if end.root().is_volatile:
             return None
         if disk is not None:
-            self.pins.renew(self._keeper.tree.namespace(end), end.path, end.n_items)
+            self.pins.renew(self._tree.namespace(end), end.path, end.n_items)
             for pinned in [n for n in end.lineage() if n.is_pinned]:
                 self.keep_pinned(pinned)
         node = None if disk is None and sharer is None else self._worth_writing(turn)
@@ -251,8 +260,8 @@ class DiskWriter:
 
     def _keep_crossings(self, disk: Disk, node: Node) -> None:
         """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
-        for point in shared_points(self._keeper, node):
-            if is_worth_it(self._keeper, point, is_always=self._is_always):
+        for point in shared_points(self._context.kind, node):
+            if is_worth_it(point, self._speed.seconds_per_token, is_always=self._is_always):
                 self._keep(disk, point)
 
     def keep_pinned(self, node: Node) -> None:
@@ -261,7 +270,7 @@ class DiskWriter:
             return
         self._jobs.put(self.pins.note(node))
         state = None if node.checkpoint is None else node.checkpoint.state
-        if self.disk is not None and (state is not None or not self._keeper.context.kind.needs_checkpoints):
+        if self.disk is not None and (state is not None or not self._context.kind.needs_checkpoints):
             self._keep(self.disk, node)
 
     def _keep(self, disk: Disk, node: Node) -> str | None:
@@ -324,9 +333,9 @@ class DiskWriter:
         """One point per turn: where the next turn will go on from, as far as anybody knows."""
         end = turn.end
         lineage = end.lineage()
-        if not self._keeper.context.kind.needs_checkpoints and lineage:
+        if not self._context.kind.needs_checkpoints and lineage:
             n_items = min(turn.stable or end.n_items, end.n_items, turn.n_asked)
-            return self._keeper.tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
+            return self._tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
         return _point(n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None)
 
     # the thread
@@ -426,7 +435,9 @@ class DiskWriter:
     def _open_remote(self, fingerprint: str) -> None:
         if self._remote_settings is not None:
             self._packing.fingerprint = fingerprint
-            self.sharer = RemoteWriter(self._remote_settings, self._packing, self._keeper, self._is_sound)
+            self.sharer = RemoteWriter(
+                self._remote_settings, self._packing, self._context.kind, self._speed, self._is_sound
+            )
 
     def _open(self, fingerprint: str) -> None:
         if self._settings is None:
@@ -435,15 +446,15 @@ class DiskWriter:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._packing.fingerprint = fingerprint
         place = directory / folder_name(fingerprint)
-        share, write_bytes = self._keeper.namespace_share, self._settings.write_bytes_per_day
-        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share)
+        write_bytes = self._settings.write_bytes_per_day
+        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=self._namespace_share)
         room = disk.n_bytes + int(FREE_SHARE * shutil.disk_usage(place).free)
         disk.budget_bytes = min(disk.budget_bytes, room)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
         self.elsewhere = find_foreign_prompts(directory, fingerprint)
         self.disk = disk
-        self._signature = ModelFolder(place, fingerprint, self._keeper)
+        self._signature = ModelFolder(place, fingerprint, self._context, self._speed)
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:

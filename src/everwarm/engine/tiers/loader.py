@@ -16,13 +16,15 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol
 
-from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
+from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RestorePolicy
 from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_unverified
@@ -33,7 +35,7 @@ from everwarm.state.segment_merge import fetched
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, size_of
-from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece
+from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece, Tree
 
 log = logging.getLogger("everwarm.archive")
 
@@ -124,11 +126,26 @@ class PointStore(Protocol):
 
 
 class Loader:
-    def __init__(self, archive: DiskWriter, keeper: Keeper, ram: Ram, policy: RestorePolicy) -> None:
+    def __init__(
+        self,
+        archive: DiskWriter,
+        context: Context,
+        tree: Tree,
+        checkpointer: Checkpointer,
+        ram: Ram,
+        speed: ReadSpeed,
+        policy: RestorePolicy,
+        most_joined: int,
+    ) -> None:
+        """``most_joined``: tokens of a segment that is made of several."""
         self._archive = archive
-        self._keeper = keeper
+        self._context = context
+        self._tree = tree
+        self._checkpointer = checkpointer
         self._ram = ram
+        self._speed = speed
         self._policy = policy
+        self._most_joined = most_joined
         self._read_rate = FIRST_READ_RATE
         self._remote_rate = FIRST_REMOTE_RATE
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
@@ -151,7 +168,7 @@ class Loader:
         ``exact``: what is here counts only if it is of one clean reading."""
         if is_unverified(namespace):
             return Brought()  # nothing of it was ever written
-        needs_checkpoints = self._keeper.context.kind.needs_checkpoints
+        needs_checkpoints = self._context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
         wish = LoadRequest(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
@@ -208,14 +225,14 @@ class Loader:
             return Brought(n_spoilt=fetch.n_items)
         if isinstance(loaded, Brought):
             return loaded
-        tree, root = self._keeper.tree, self._keeper.tree.root(fetch.namespace)
+        tree, root = self._tree, self._tree.root(fetch.namespace)
         for segment, reach in loaded.segments:
             for end in (piece.n_stop for piece in segment.pieces if piece.n_stop < reach):
                 tree.grow(root, fetch.prompt, end)  # where turns ended; the disk may have a state there
             tree.lay_segment(root, fetch.prompt, segment, segment.n_start, reach, instead=loaded.exact)
         node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.exact and node.checkpoint is not None and not is_exact(node):
-            self._keeper.drop_checkpoint(node, "brought, and clean")
+            self._checkpointer.drop(node, "brought, and clean")
             node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
@@ -236,7 +253,7 @@ class Loader:
         self.n_brought += 1
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
-        load_s, read_s = n_bytes / rate, n_saved * self._keeper.seconds_per_token
+        load_s, read_s = n_bytes / rate, n_saved * self._speed.seconds_per_token
         if self._policy == "auto" and load_s > read_s:
             log.debug("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
             return False
@@ -246,7 +263,7 @@ class Loader:
 
     def _may_help(self, remote: RemoteTier, n_new: int) -> bool:
         """Whether asking can pay: two round trips against reading what is new."""
-        pays = self._policy == "always" or n_new * self._keeper.seconds_per_token > 2 * remote.answer_s
+        pays = self._policy == "always" or n_new * self._speed.seconds_per_token > 2 * remote.answer_s
         return n_new > GUARD and pays and not remote.breaker.is_open
 
     def _from_afar(
@@ -262,7 +279,7 @@ class Loader:
             remote.counts.n_misses += 1
             return self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_passed=post.n_items)
         patience_s = (
-            PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._keeper.seconds_per_token / 2
+            PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._speed.seconds_per_token / 2
         )
         try:
             with RemoteFetch(remote, post, wish.n_kv, patience_s, self._archive.disk) as afar:
@@ -283,7 +300,7 @@ class Loader:
     def _load(self, store: PointStore, name: str, n_items: int, wish: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
-        kind = self._keeper.context.kind
+        kind = self._context.kind
         with store.reading(name) as reader:
             head = self._checked(reader, wish.prompt, n_items)
             state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
@@ -303,13 +320,13 @@ class Loader:
         """What many small objects hold, as few segments: each takes libllama its time."""
         whole = [segment for segment, reach in parts if reach == segment.n_stop]
         rest = [(segment, reach) for segment, reach in parts if reach < segment.n_stop]
-        made = [segment for group in fetched(whole, self._keeper.most_joined) for segment in self._as_one(group)]
+        made = [segment for group in fetched(whole, self._most_joined) for segment in self._as_one(group)]
         return sorted([*((segment, segment.n_stop) for segment in made), *rest], key=lambda part: part[1])
 
     def _as_one(self, group: list[Segment]) -> list[Segment]:
         """Unless they do not belong together: restoring them will say so."""
         try:
-            return [join(self._keeper.context, group)] if len(group) > 1 else group
+            return [join(self._context, group)] if len(group) > 1 else group
         except StateRejected:
             return group
 

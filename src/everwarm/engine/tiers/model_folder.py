@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from everwarm.engine.cache.checkpointing import Keeper
+from everwarm.engine.read_speed import ReadSpeed
+from everwarm.llama.context import Context
 from everwarm.state.store.folder_meta import MAX_WAYS, FolderAbout, Way, read_about, write_about
 
 log = logging.getLogger("everwarm.archive")
@@ -19,20 +20,19 @@ WORTH_WRITING = 0.1  # by how much the speed has to change
 class ModelFolder:
     """On the archive's thread; whatever fails here costs nobody anything."""
 
-    def __init__(self, folder: Path, fingerprint: str, keeper: Keeper) -> None:
+    def __init__(self, folder: Path, fingerprint: str, context: Context, speed: ReadSpeed) -> None:
         self._folder = folder
-        self._keeper = keeper
+        self._speed = speed
         before = read_about(folder)
         if before is not None and before.seconds_per_token is not None:
-            keeper.seconds_per_token = before.seconds_per_token
-        self._unmeasured = keeper.seconds_per_token if before is None or before.seconds_per_token is None else None
-        self._about = self._of_this_engine(fingerprint, before)
+            speed.assume(before.seconds_per_token)
+        self._about = self._of_this_engine(fingerprint, before, context)
         self._write(self._about)
 
-    def _of_this_engine(self, fingerprint: str, before: FolderAbout | None) -> FolderAbout:
-        model = self._keeper.context.model
+    def _of_this_engine(self, fingerprint: str, before: FolderAbout | None, context: Context) -> FolderAbout:
+        model = context.model
         path = os.fsencode(model.path.absolute()).decode("utf-8", "replace")
-        own = Way(model.options, self._keeper.context.options)
+        own = Way(model.options, context.options)
         others = () if before is None else tuple(way for way in before.ways if way != own)
         return FolderAbout(
             fingerprint=fingerprint,
@@ -45,8 +45,8 @@ class ModelFolder:
 
     def renew(self) -> None:
         """Write down the speed if it has changed."""
-        now, said = self._keeper.seconds_per_token, self._about.seconds_per_token
-        if now == self._unmeasured or (said is not None and abs(now / said - 1) < WORTH_WRITING):
+        now, written = self._speed.seconds_per_token, self._about.seconds_per_token
+        if not self._speed.n_measured or (written is not None and abs(now / written - 1) < WORTH_WRITING):
             return
         self._about = msgspec.structs.replace(self._about, seconds_per_token=now)
         self._write(self._about)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.provenance import cover
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import history_over, keys, root_key
 from everwarm.state.store.object import KvCut, ObjectHeader, ObjectPart, file_size, name_of
-from everwarm.state.tree import Node, Segment, SegmentPiece
+from everwarm.state.tree import Node, Segment, SegmentPiece, Tree
 from everwarm.types import Blob
 
 Segments = list[tuple[Segment, int]]  # each with up to which item it is used
@@ -47,19 +47,20 @@ class Kv:
 
 
 class Packing:
-    def __init__(self, keeper: Keeper, words: Callable[[Prompt], str]) -> None:
-        self._keeper = keeper
+    def __init__(self, context: Context, tree: Tree, words: Callable[[Prompt], str]) -> None:
+        self._context = context
+        self._tree = tree
         self._words = words
         self.fingerprint = ""
 
     def root(self, node: Node) -> str:
-        return root_key(self.fingerprint, self._keeper.tree.namespace(node))
+        return root_key(self.fingerprint, self._tree.namespace(node))
 
     def segments(self, node: Node) -> Segments | None:
         """All KV that the point needs; None: some of it is not in RAM, or it must not leave it."""
         if node.root().is_volatile:
             return None
-        if not self._keeper.context.kind.has_attention:
+        if not self._context.kind.has_attention:
             return []
         parts = cover(node.lineage(), 0, node.n_items)
         return None if parts is None else [(n.segment, stop) for n, stop in parts if n.segment is not None]
@@ -119,7 +120,7 @@ class Packing:
     def _part(self, segment: Segment, path: Prompt, n_start: int, n_stop: int) -> ObjectPart:
         if (n_start, n_stop) == (segment.n_start, segment.n_stop):
             return segment.blob
-        context, whole, marks = self._keeper.context, segment.blob, (path.mark(n_start), path.mark(n_stop))
+        context, whole, marks = self._context, segment.blob, (path.mark(n_start), path.mark(n_stop))
         return KvCut(whole, context.cut_bytes(whole, *marks), lambda: context.cut_segment(whole, *marks))
 
     def state_job(self, root: str, node: Node, kv: Kv) -> Job:

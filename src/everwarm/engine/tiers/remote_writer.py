@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everwarm.config import read_key
-from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.shared_points import is_worth_it, shared_points
+from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.tiers.packing import Job, Packing
+from everwarm.llama.model import MemoryKind
 from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket
 from everwarm.state.remote.pointer import SEAL_BYTES, Need, Pointer, grid_points, names_at
@@ -23,10 +24,16 @@ from everwarm.types import Blob
 
 class RemoteWriter:
     def __init__(
-        self, settings: RemoteSettings, packing: Packing, keeper: Keeper, is_sound: Callable[[Blob], bool]
+        self,
+        settings: RemoteSettings,
+        packing: Packing,
+        kind: MemoryKind,
+        speed: ReadSpeed,
+        is_sound: Callable[[Blob], bool],
     ) -> None:
         self._packing = packing
-        self._keeper = keeper
+        self._kind = kind
+        self._speed = speed
         self._is_always = settings.restore_policy == "always"
         key = b"" if settings.key_file is None else read_key(settings.key_file)
         bucket = Bucket(settings.url, settings.endpoint)
@@ -40,8 +47,9 @@ class RemoteWriter:
                 self.remote.offer(parcel)
 
     def _points(self, node: Node) -> list[Node]:
-        found = (*shared_points(self._keeper, node), node)
-        return [n for n in found if is_worth_it(self._keeper, n, is_always=self._is_always)]
+        found = (*shared_points(self._kind, node), node)
+        seconds = self._speed.seconds_per_token
+        return [n for n in found if is_worth_it(n, seconds, is_always=self._is_always)]
 
     def _parcel(self, node: Node, *, is_hinted: bool) -> Parcel | None:
         """None: it is there already, or not all of it is here."""

@@ -1,0 +1,108 @@
+"""Making room on the device: parked checkpoints and idle conversations leave the context, oldest first.
+
+Nothing is lost by it: what is worth keeping is copied to RAM before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everwarm.engine.cache.checkpointing import Checkpointer
+from everwarm.engine.cache.ram_budget import RamBudget
+from everwarm.engine.cache.ram_writer import RamWriter
+from everwarm.engine.slots import Residents, Slot
+from everwarm.llama.context import Context
+from everwarm.state.policy import CutKind
+from everwarm.state.tree import Node
+from everwarm.types import SeqId
+
+Leaving = Callable[[Slot], object]
+
+
+class DeviceRoom:
+    def __init__(
+        self,
+        context: Context,
+        residents: Residents,
+        checkpointer: Checkpointer,
+        writer: RamWriter,
+        budget: RamBudget,
+        leaving: Leaving | None = None,
+    ) -> None:
+        """``leaving`` gets every slot that is about to be emptied and was not offered to the disk yet."""
+        self._context = context
+        self._residents = residents
+        self._checkpointer = checkpointer
+        self._writer = writer
+        self._budget = budget
+        self._leaving = leaving
+
+    def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
+        """Empty spares and idle slots until ``n_cells`` are free. False: running requests hold too many."""
+        cells = self._context.cells
+        if not self._context.kind.has_attention or cells.free >= n_cells:
+            return True
+        for spare in self._parked_by_age():
+            if cells.free >= n_cells:
+                return True
+            self._move_out_spare(spare)
+        for slot in self._idle_by_age():
+            if cells.free >= n_cells:
+                return True
+            if slot is not keep:
+                self.vacate(slot)
+        return cells.free >= n_cells
+
+    def limit_idle(self, n_cells_each: int) -> None:
+        """Let idle conversations keep so many cells per running one: attention runs over theirs as well."""
+        if not self._context.kind.has_attention:
+            return
+        cells = self._context.cells
+        running = [slot for slot in self._residents.slots if not slot.is_idle]
+        own = {id(node) for slot in running for node in slot.node.lineage()}
+        most = cells.used_by(slot.seq for slot in running) + n_cells_each * len(running)
+        for spare in self._parked_by_age():
+            if cells.used <= most:
+                return
+            if id(self._residents.spares.node(spare)) not in own:
+                self._move_out_spare(spare)
+        for slot in self._idle_by_age():
+            if cells.used <= most:
+                return
+            self.vacate(slot)
+
+    def vacate(self, slot: Slot, root: Node | None = None) -> None:
+        """Empty a slot, which then stands at ``root`` or at its own; its conversation comes back from RAM."""
+        self._writer.save_kv(slot.seq, slot.node)
+        if self._leaving is not None and not slot.is_archived:
+            self._leaving(slot)
+        slot.vacate(root)
+
+    def clear(self) -> None:
+        """Empty all spares and all slots, which are idle."""
+        for spare in self._residents.spares:
+            self._move_out_spare(spare)
+        for slot in self._residents.slots:
+            assert slot.is_idle
+            self.vacate(slot)
+
+    def _move_out_spare(self, spare: SeqId) -> None:
+        node = self._residents.spares.node(spare)
+        if node is not None:
+            self._writer.copy_state(node)
+        self._checkpointer.unpark(spare)
+        self._budget.enforce()
+
+    def _parked_by_age(self) -> list[SeqId]:
+        """The ends of prompts first: they are of use for an identical prompt only."""
+
+        def age(parked: tuple[SeqId, Node]) -> tuple[bool, float]:
+            checkpoint = parked[1].checkpoint
+            assert checkpoint is not None
+            return checkpoint.kind is not CutKind.END, checkpoint.used_at
+
+        return [spare for spare, _ in sorted(self._residents.spares.parked(), key=age)]
+
+    def _idle_by_age(self) -> list[Slot]:
+        idle = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed]
+        return sorted(idle, key=lambda slot: slot.used_at)

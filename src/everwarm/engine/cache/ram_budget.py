@@ -1,0 +1,97 @@
+"""Eviction from RAM: keeps what the tree holds within its budget of bytes, and each namespace within its share of it.
+
+``state.eviction`` says what everything is worth and ``state.policy`` chooses the victims; here they are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
+from everwarm.engine.read_speed import ReadSpeed
+from everwarm.engine.slots import Residents
+from everwarm.llama.model import MemoryKind
+from everwarm.state import policy
+from everwarm.state.eviction import Scales, weigh
+from everwarm.state.tree import Node, Tree
+
+LOW_WATER = 0.97  # evict a little more than needed, so that not every checkpoint has to evict
+
+
+class RamBudget:
+    def __init__(
+        self,
+        n_bytes: int,
+        namespace_share: float,
+        tree: Tree,
+        kind: MemoryKind,
+        residents: Residents,
+        speed: ReadSpeed,
+        journal: CheckpointJournal,
+    ) -> None:
+        """``namespace_share``: the most that each namespace may take of it."""
+        self.n_bytes = n_bytes
+        self.namespace_share = namespace_share
+        self._tree = tree
+        self._kind = kind
+        self._residents = residents
+        self._speed = speed
+        self._journal = journal
+        self._is_lifted = False
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Evicts nothing meanwhile, so that it can be written elsewhere; afterwards the budget holds again."""
+        self._is_lifted = True
+        try:
+            yield
+        finally:
+            self._is_lifted = False
+            self.enforce()
+
+    @property
+    def is_exceeded(self) -> bool:
+        most = int(self.n_bytes * self.namespace_share)
+        return self._tree.ram_bytes > self.n_bytes or any(root.ram_bytes > most for root in self._tree.roots())
+
+    def enforce(self) -> None:
+        """Evicts the least valuable until the budget holds, and first in every namespace that is over its share: one client
+        cannot push out what others keep."""
+        if self._is_lifted:
+            return
+        most = int(self.n_bytes * self.namespace_share)
+        for root in self._tree.roots() if most < self.n_bytes else ():
+            self._shrink(root.below, lambda root=root: root.ram_bytes, most)  # type: ignore[misc]
+        self._shrink(self._tree.nodes, lambda: self._tree.ram_bytes, self.n_bytes)
+
+    def _shrink(self, members: Callable[[], Iterable[Node]], weight: Callable[[], int], budget: int) -> None:
+        if weight() <= budget:
+            return
+        goal = int(budget * LOW_WATER)
+        while weight() > goal:
+            nodes = list(members())
+            chosen = policy.victims(self._weigh(nodes), weight() - goal)
+            if not chosen:
+                break
+            for key in chosen:
+                self._evict(nodes[key // 2], is_state=key % 2 == 0)
+
+    def _evict(self, node: Node, *, is_state: bool) -> None:
+        checkpoint = node.checkpoint
+        node.evicted = True
+        if not is_state:
+            if node.segment is not None:
+                self._journal.stats.evicted("ram_budget")
+                self._tree.drop_segment(node)
+        elif checkpoint is not None and checkpoint.parked is not None:
+            self._tree.drop_state(node)
+        elif checkpoint is not None:
+            self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
+
+    def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
+        kind = self._kind
+        resident = frozenset(id(n) for _, end in self._residents.ends() for n in end.lineage())
+        seconds = self._speed.seconds_per_token
+        return weigh(nodes, Scales(time.monotonic(), seconds, kind.needs_checkpoints, kind.has_attention, resident))

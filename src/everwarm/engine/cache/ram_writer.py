@@ -1,0 +1,139 @@
+"""From the device to RAM: copies states and the KV that would be lost with its sequence. ``restore`` is the way back.
+
+What is copied twice is copied once: nodes whose KV a segment or another sequence holds are left out, unless this reading
+is worth more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from everwarm.engine.cache.provenance import is_better, reach_back
+from everwarm.engine.cache.ram_budget import RamBudget
+from everwarm.engine.slots import Residents
+from everwarm.llama.context import Context
+from everwarm.state import segment_merge
+from everwarm.state.lineage import history_over
+from everwarm.state.tree import Node, Segment, Tree
+from everwarm.types import SeqId
+
+
+class RamWriter:
+    def __init__(
+        self,
+        context: Context,
+        tree: Tree,
+        residents: Residents,
+        budget: RamBudget,
+        most_joined: int = segment_merge.MOST,
+    ) -> None:
+        """``most_joined``: tokens of a segment that is made of several."""
+        self._context = context
+        self._tree = tree
+        self._residents = residents
+        self._budget = budget
+        self.most_joined = most_joined
+
+    # states
+
+    def copy_state(self, node: Node) -> None:
+        """Give a parked checkpoint a RAM copy of its state. The caller enforces the budget."""
+        checkpoint = node.checkpoint
+        assert checkpoint is not None and checkpoint.parked is not None
+        if checkpoint.state is None:
+            self._tree.set_state(node, self._context.capture(checkpoint.parked))
+
+    # KV
+
+    def save_kv(self, seq: SeqId, node: Node, *, beyond: int = 0) -> None:
+        """Copy the KV of this sequence's lineage that would be lost if the sequence went.
+
+        Only what can be gone back to: nodes past ``beyond`` with a kept state at or below them, whose KV no other sequence
+        and no segment holds.
+        """
+        self.save_lineage(seq, self.unsaved(seq, node, beyond=beyond))
+
+    def save_lineage(self, seq: SeqId, nodes: Iterable[Node]) -> None:
+        """Copy the KV of these nodes, out of a sequence that passes them."""
+        for run in self._unsaved_runs(seq, nodes, self.most_joined):
+            self._save_run(seq, run)
+        self._budget.enforce()
+
+    def save_piece(self, seq: SeqId, nodes: Iterable[Node], most: int) -> bool:
+        """The same for the first ``most`` tokens that are not in RAM. False: there are none, or no room for them."""
+        run = next(self._unsaved_runs(seq, nodes, min(most, self.most_joined)), None)
+        if run is None:
+            return False
+        first = run[0]
+        if first.parent is not None and first.n_items - first.start > most:
+            run = [self._tree.grow(first.parent, first.path, first.start + most)]
+        self._save_run(seq, run)
+        end = run[-1]
+        self._budget.enforce()
+        return end.segment is not None
+
+    def unsaved(self, seq: SeqId, node: Node, *, beyond: int = 0) -> list[Node]:
+        """The nodes of a lineage whose KV only this sequence holds and a request may need."""
+        elsewhere = {id(n) for other, end in self._residents.ends() if other != seq for n in end.lineage()}
+        lost = (n for n in self._wanted(node) if n.n_items > beyond and id(n) not in elsewhere)
+        return [n for n in lost if self._is_better(seq, n)]
+
+    def _unsaved_runs(self, seq: SeqId, nodes: Iterable[Node], most: int) -> Iterator[list[Node]]:
+        n_cells = self._context.cells.count(seq)
+        here = (n for n in nodes if n.parent is not None and n.mark.n_tokens <= n_cells)
+        unsaved = [n for n in here if self._is_better(seq, n)]
+        return segment_merge.runs(unsaved, partial(self._is_exact, seq), most)
+
+    def _save_run(self, seq: SeqId, run: list[Node]) -> None:
+        """One segment, for a run of nodes."""
+        chunks = self._residents.history(seq)
+        end = run[-1]
+        clean = self._is_exact(seq, end)
+        first = reach_back(run[0], chunks) if clean and self._context.is_clean(seq) else run[0]
+        above = first.parent or first
+        blob = self._context.capture_segment(seq, above.mark, end.mark)
+        history = history_over(chunks, end.n_items)
+        items = (above.n_items, end.n_items)
+        self._tree.set_segment(end, Segment(blob, above.mark, end.mark, clean, history, items=items), run[0])
+
+    def _is_exact(self, seq: SeqId, node: Node) -> bool:
+        is_clean = self._context.cells.is_clean(seq)
+        return is_clean and history_over(self._residents.history(seq), node.n_items) is not None
+
+    def _is_better(self, seq: SeqId, node: Node) -> bool:
+        """Whether a sequence's KV of a node is worth more than what is kept of it."""
+        is_whole = self._context.kind.needs_checkpoints and self._context.is_clean(seq)
+        history = self._residents.history(seq)
+        return is_better(node, history, is_clean=self._context.cells.is_clean(seq), is_whole=is_whole)
+
+    def _wanted(self, node: Node) -> list[Node]:
+        """The part of a lineage that a request may come back to."""
+        lineage = node.lineage() if self._context.kind.has_attention else []
+        while lineage and not self._is_wanted(lineage[-1]):
+            lineage.pop()
+        return lineage
+
+    def _is_wanted(self, node: Node) -> bool:
+        """Whether anything at or below the node can only be used with the node's KV."""
+        if not self._context.kind.needs_checkpoints:
+            return True
+        return any(n.checkpoint is not None and n.checkpoint.state is not None for n in node.below())
+
+    # idle time
+
+    def tidy(self) -> bool:
+        """One piece of idle work: copy a parked checkpoint or an idle conversation's KV. False: there is none."""
+        for _, node in self._residents.spares.parked():
+            checkpoint = node.checkpoint
+            if checkpoint is not None and not checkpoint.tidied:
+                checkpoint.tidied = True
+                self.copy_state(node)
+                self._budget.enforce()
+                return True
+        for slot in self._residents.slots:
+            if slot.is_idle and not slot.is_tidy:
+                slot.note_tidy()
+                self.save_lineage(slot.seq, self._wanted(slot.node))
+                return True
+        return False
