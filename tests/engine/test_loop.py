@@ -1,11 +1,19 @@
-"""The loop: whoever asks right after an answer does not wait for a piece of idle work."""
+"""The loop: a request right after an answer does not wait for idle work, and no other thread touches the core."""
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from everwarm.engine import loop as loops
+from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
+from everwarm.engine.process import messages as m
+from everwarm.engine.process import worker
+from everwarm.engine.process.request_handler import RequestHandler
+from support.drive import drain, open_core, submit, text, tidy
 
 
 class Idle:
@@ -57,3 +65,100 @@ def test_idle_work_is_done_once_the_rest_is_over(monkeypatch):
     loop.post(lambda _core: core.done.append("first"))
     loop.run()
     assert core.done == ["tidy", "first", "tidy"]
+
+
+CHANGED_BY_STEPS = {
+    "context",
+    "tree",
+    "slots",
+    "spares",
+    "queue",
+    "counts",
+    "pace",
+    "prewarm",
+    "turns",
+    "stall",
+    "ends",
+}
+
+
+class Wire:
+    """Where frames go. The thread that beats rests when the test is over."""
+
+    def __init__(self) -> None:
+        self.frames: list[m.Message] = []
+        self.is_over = False
+
+    def send(self, message: m.Message) -> None:
+        if self.is_over:
+            threading.Event().wait()  # for good
+        self.frames.append(message)
+
+    def wait_for(self, kind: type[m.Message]) -> None:
+        deadline = time.monotonic() + 60
+        while not any(isinstance(frame, kind) for frame in list(self.frames)):
+            assert time.monotonic() < deadline, f"no {kind.__name__} has come"
+            time.sleep(0.005)
+
+
+@contextmanager
+def guarded(core: Core, owner: threading.Thread) -> Iterator[list[tuple[str, str]]]:
+    """Every touch of what steps change, by any other thread than the loop's: which part, and by whom."""
+    touched: list[tuple[str, str]] = []
+
+    class Guarded(Core):
+        __slots__ = ()
+
+        def __getattribute__(self, name: str):
+            thread = threading.current_thread()
+            if name in CHANGED_BY_STEPS and thread is not owner:
+                touched.append((name, thread.name))
+            return super().__getattribute__(name)
+
+    core.__class__ = Guarded
+    try:
+        yield touched
+    finally:
+        core.__class__ = Core
+
+
+def test_only_the_loops_thread_touches_the_core(monkeypatch):
+    monkeypatch.setattr(worker, "BEAT_S", 0.002)
+    with open_core(n_slots=2) as core:
+        wire = Wire()
+        handler = RequestHandler(core, wire.send)
+        loop = Loop(core, handler.deliver)
+        thread = threading.Thread(target=loop.run, daemon=True)
+        with guarded(core, thread) as touched:
+            thread.start()
+            worker.Pulse(wire).watch(worker.Watched(loop, [core.model.files], core.archive))
+            questions = [
+                m.AskSlots(2, ""),
+                m.AskStats(3),
+                m.AskCache(4),
+                m.Count(5, "one two three", add_special=True),
+                m.Cancel(6),
+            ]
+            for question in (m.Submit(1, text="one two three", max_tokens=40), *questions):
+                handler.handle(question, loop)
+            wire.wait_for(m.Done)
+            wire.is_over = True
+            loop.stop()
+            thread.join()
+            assert touched == []
+            assert len(core.slots) == 2 and touched == [("slots", threading.current_thread().name)], "the control"
+    beats = [frame for frame in wire.frames if isinstance(frame, m.Beat) and frame.backlog is not None]
+    assert any(beat.n_running == 1 for beat in beats)
+
+
+def test_the_published_status_follows_what_happens():
+    with open_core(n_slots=2) as core:
+        assert core.status.n_running == core.status.n_queued == 0
+        submit(core, text(1, 100), 20)
+        version = core.status.tree_version
+        core.step()
+        assert (core.status.n_running, core.status.n_queued) == (1, 0)
+        drain(core)
+        assert core.status.n_running == 0 and core.status.backlog.n_to_write == 0
+        tidy(core)
+        assert core.status.tree_version == core.tree.census.version > version

@@ -1,7 +1,8 @@
 """Between frames and the core: texts become prompts, events become pieces of text.
 
 ``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. What may keep the
-reader busy for long, a form that is new or a long text, is prepared on other threads. Knows no sockets.
+reader busy for long, a constraint that is new or a long text, is prepared on other threads. Outside of the loop's thread
+only parts that never change are used: the vocabulary, the length of the context, the image model. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Reply:
 class RequestHandler:
     def __init__(self, core: Core, send: Send) -> None:
         self._core = core
+        self._n_ctx = core.context.n_ctx
+        self._images = core.gallery
         self._vocab = core.model.vocab
         self._tokenizer = Tokenizer(self._vocab)
         self._send = send
@@ -130,7 +133,7 @@ class RequestHandler:
     def _prepare(self, message: m.Submit, loop: Loop) -> Callable[[], None] | None:
         """How to hand the request to the loop; None where it was refused."""
         try:
-            self._check_length(message.text or "", self._core.context.n_ctx)
+            self._check_length(message.text or "", self._n_ctx)
             ask = self._ask(message)
         except EverwarmError as error:
             self._send(m.failed(message.id, error))
@@ -176,7 +179,7 @@ class RequestHandler:
 
     def _count(self, question: m.Count) -> int:
         fields = {name: getattr(question, name) for name in question.__struct_fields__}
-        self._check_length(question.text, _COUNTED_CONTEXTS * self._core.context.n_ctx)
+        self._check_length(question.text, _COUNTED_CONTEXTS * self._n_ctx)
         prompt = self._ask(m.Submit(**fields)).prompt
         return prompt.n_tokens(len(prompt))
 
@@ -184,9 +187,9 @@ class RequestHandler:
         pictures: dict[bytes, Pixels] = {}
         tokenizer = self._tokenizer.within(message.namespace)
         if message.text is not None and message.pictures:
-            if self._core.gallery is None:
+            if self._images is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, hints, pictures = ImagePrompt(self._core.gallery, tokenizer).prompt(message, message.text)
+            prompt, hints, pictures = ImagePrompt(self._images, tokenizer).prompt(message, message.text)
         elif message.text is not None:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:

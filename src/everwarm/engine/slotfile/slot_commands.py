@@ -25,16 +25,18 @@ log = logging.getLogger("everwarm.engine")
 class SlotFiles:
     def __init__(self, core: Core, send: Callable[[m.Message], None]) -> None:
         self._core = core
+        self._slots = core.slots
+        self._n_ctx = core.context.n_ctx
         self._send = send
         self._files = ThreadPoolExecutor(1, "everwarm-slots")
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []  # for their slots to be idle
 
     def handle(self, message: m.SlotAction, loop: Loop) -> None:
         """On the reader's thread."""
-        n_slots = len(self._core.slots)
+        n_slots = len(self._slots)
         if not 0 <= message.slot < n_slots:
             raise BadRequest(f"slot {message.slot} does not exist; give 0 to {n_slots - 1}")
-        slot, began = self._core.slots[message.slot], time.monotonic()
+        slot, began = self._slots[message.slot], time.monotonic()
         loop.post(Core.give_way)
         match message.action:
             case "save":
@@ -101,7 +103,7 @@ class SlotFiles:
         """All of it is known to be right before the slot is touched."""
         core = self._core
         try:
-            saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), core.context.n_ctx, core.ram.arena)
+            saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), self._n_ctx, core.ram.arena)
         except (Damaged, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             reason = BadRequest(f"the slot file cannot be restored: {why}")
