@@ -7,8 +7,8 @@ import random
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk_forest import Forest, Spot, id_of, plant, point_of
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.disk_forest import Forest, Spot, id_of, plant
+from everwarm.state.lineage import keys, point_of, root_key
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import ObjectHeader, name_of
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import blake3
 
+from everwarm.state.lineage import N_SHORT, Point, point_of
 from everwarm.state.store.index import IndexedObject
 
-Point = tuple[str, int]  # how the name of a lineage begins, and its items
-
-N_KEY = 16  # of a name that stand for all of it, together with its length
 N_ID = 13  # hexadecimal digits of an id: exact in JavaScript
-_START, _END = slice(3, 19), slice(20, 36)  # of the name of KV
+_START = slice(3, 3 + N_SHORT)  # of the name of KV: see ``object.name_of``
+_END = slice(4 + N_SHORT, 4 + 2 * N_SHORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,6 @@ class Forest:
 def id_of(name: str) -> int:
     """Of a state's lineage or of a space: negative, and the same in every process."""
     return -1 - int(blake3.blake3(name.encode()).hexdigest()[:N_ID], 16)
-
-
-def point_of(key: str, n_items: int) -> Point:
-    return key[:N_KEY], n_items
 
 
 def plant(

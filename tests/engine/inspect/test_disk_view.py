@@ -19,11 +19,11 @@ from everwarm.engine.inspect.read_reason import Reason, Why
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings
-from everwarm.engine.tiers.disk_pins import N_SPACE, pinned_on_disk
+from everwarm.engine.tiers.disk_pins import pinned_on_disk
 from everwarm.engine.tiers.loader import Fetch
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import root_key
+from everwarm.state.lineage import root_key, short_key
 from everwarm.state.store.object import ObjectReader
 from support.drive import EVERY_KIND, GUARD, check, drain, open_core, run, step_until, submit, text
 
@@ -370,7 +370,7 @@ def test_users_pin_within_their_quota(tmp_path):
         talk(core, seed=3)
     with kept_core(tmp_path) as core:
         assert core.archive is not None and core.archive.disk is not None
-        held = pinned_on_disk(core.archive.disk, root_key(core.archive.fingerprint, NAMESPACE)[:N_SPACE])
+        held = pinned_on_disk(core.archive.disk, short_key(root_key(core.archive.fingerprint, NAMESPACE)))
         assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
         other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
         assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.keeper.ram_budget).status == 403

@@ -14,8 +14,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.errors import EngineStopped
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk_forest import point_of
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.lineage import keys, point_of, root_key
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.tree import Node

@@ -19,11 +19,10 @@ from everwarm.engine.inspect.cache_view import MAX_PAGE, CacheView, Number, summ
 from everwarm.engine.inspect.disk_view import View, pin_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.disk_pins import MOST_PINS, N_SPACE, HeldPin, pinned_below, pinned_on_disk
+from everwarm.engine.tiers.disk_pins import MOST_PINS, HeldPin, pinned_below, pinned_on_disk
 from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.errors import BadRequest, EverwarmError, Forbidden
-from everwarm.state.disk_forest import point_of
-from everwarm.state.lineage import root_key
+from everwarm.state.lineage import point_of, root_key, short_key
 from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.engine")
@@ -117,7 +116,7 @@ class CacheCommands:
         with self._telling(order.id):
             archive = self._core.archive
             if archive is not None and archive.disk is not None and not wish.is_pinned:
-                space = root_key(archive.fingerprint, wish.namespace)[:N_SPACE]
+                space = short_key(root_key(archive.fingerprint, wish.namespace))
                 held = pinned_on_disk(archive.disk, space)
                 _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
             loop.post(go_on)

@@ -15,9 +15,8 @@ from typing import TypeVar
 
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.disk_pins import N_SPACE
-from everwarm.state.disk_forest import Forest, Point, Spot, Twig, passed, plant, point_of
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.disk_forest import Forest, Spot, Twig, passed, plant
+from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
 from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import IndexedObject
@@ -92,7 +91,7 @@ class Shelf:
 
     def is_in(self, space: str, namespace: str) -> bool:
         """Whether a space is that of a namespace that begins so, or of the very one."""
-        return self.namespace(space).startswith(namespace) or root_key(self.fingerprint, namespace)[:N_SPACE] == space
+        return self.namespace(space).startswith(namespace) or short_key(root_key(self.fingerprint, namespace)) == space
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +135,13 @@ class DiskView:
             root = root_key(fingerprint, namespace)
             named = keys(root, same[0].path, {node.n_items for node in same})
             for node in same:
-                spot = Spot(node.id, node.n_items, root[:N_SPACE])
+                spot = Spot(node.id, node.n_items, short_key(root))
                 self._spots[node.id] = point_of(named[node.n_items], node.n_items), spot
 
     def _shelf(self, view: View, files: StoredFiles, fingerprint: str) -> Shelf:
         for name in view.names.values():
-            self._spaces[root_key(fingerprint, name)[:N_SPACE]] = name
-        roots = {root_key(fingerprint, name)[:N_SPACE]: id for name, id in view.roots.items()}
+            self._spaces[short_key(root_key(fingerprint, name))] = name
+        roots = {short_key(root_key(fingerprint, name)): id for name, id in view.roots.items()}
         spots = dict(self._spots[node.id] for node in view.nodes if node.parent is not None)
         forest = plant(files.states, files.kv_sizes, spots, roots, partial(politely, breath=LONG_BREATH))
         named = ((spots.get(point_of(each.key, each.n_items)), each) for each in files.states)

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk_forest import point_of
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.lineage import keys, point_of, root_key, short_key
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node, Tree
 
-N_SPACE = 16  # of a root's name: what headers say of it
 MOST_PINS = 256  # of one namespace, unless an admin pins
 
 Job = Callable[[], None]
@@ -61,7 +59,7 @@ class PinBoard:
         if home is None or not home.disk.pins.marked:
             return
         root = root_key(home.fingerprint, namespace)
-        wanted = {pin.key: pin.n_items for pin in home.disk.pins.all() if pin.space == root[:N_SPACE]}
+        wanted = {pin.key: pin.n_items for pin in home.disk.pins.all() if pin.space == short_key(root)}
         ends = {n for n in wanted.values() if 0 < n <= n_items}
         for n, key in keys(root, prompt, ends).items() if ends else ():
             if wanted.get(key) == n:
@@ -78,7 +76,7 @@ class PinBoard:
                 root = root_key(home.fingerprint, namespace)
                 named = keys(root, path, ends)
                 above = tuple(point_of(named[n], n) for n in ends if n != at)
-                home.disk.pin(Pin(named[at], at, root[:N_SPACE], above))
+                home.disk.pin(Pin(named[at], at, short_key(root), above))
 
         return write
 

@@ -10,7 +10,7 @@ import numpy as np
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.provenance import cover
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import history_over, keys, root_key
+from everwarm.state.lineage import history_over, keys, root_key, short_key
 from everwarm.state.store.object import KvCut, ObjectHeader, ObjectPart, file_size, name_of
 from everwarm.state.tree import Node, Segment, SegmentPiece
 from everwarm.types import Blob
@@ -112,7 +112,7 @@ class Packing:
             clean=segment.clean,
             chunks=None if segment.chunks is None else history_over(segment.chunks, n_stop),
             media=path.rows(n_start, n_stop),
-            space=root[:16],
+            space=short_key(root),
         )
         return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": self._part(segment, path, n_start, n_stop)})
 
@@ -139,7 +139,7 @@ class Packing:
             reaches=tuple(use.reach for use in kv.uses),
             media=node.path.rows(0, n),
             words=self._words(node.path.first(n)),
-            space=root[:16],
+            space=short_key(root),
         )
         parts: dict[str, ObjectPart] = {"items": _bytes(node.path, 0, n)}
         if checkpoint is not None and checkpoint.state is not None:

@@ -21,8 +21,7 @@ from collections.abc import Iterable, Mapping
 import blake3
 import msgspec
 
-from everwarm.state.store.object import SUFFIX, Damaged
-from everwarm.state.tools.inventory import OBJECT_NAME
+from everwarm.state.store.object import OBJECT_NAME, Damaged, state_name
 
 GRIDS = (64, 512, 4096)
 N_PER_GRID = 3  # cells from a prompt's end back
@@ -47,7 +46,7 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """Of the state."""
-        return f"state-{self.key[:16]}-{self.key[:32]}{SUFFIX}"
+        return state_name(self.key)
 
     @property
     def makes_sense(self) -> bool:

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from everwarm.errors import EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk_forest import point_of
-from everwarm.state.lineage import keys
+from everwarm.state.lineage import keys, point_of
 from everwarm.state.store.disk_eviction import DiskLimits, EvictionCandidates, crowd, ranked
 from everwarm.state.store.files import TEMPORARY, Files
 from everwarm.state.store.index import INDEX, Index, IndexedObject

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from everwarm.state import policy
-from everwarm.state.disk_forest import Point, point_of
+from everwarm.state.lineage import Point, point_of
 from everwarm.state.store.index import IndexedObject
 
 

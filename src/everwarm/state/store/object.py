@@ -10,6 +10,7 @@ allocated. Whatever is not exactly as this says is ``Damaged``: a miss, never a 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import blake3
 import msgspec
 
 from everwarm.errors import EverwarmError
+from everwarm.state.lineage import short_key
 from everwarm.types import Blob, Place, heap
 
 Kind = Literal["kv", "state", "slot"]
@@ -30,6 +32,7 @@ ALIGN = 4096
 MAX_HEADER = 1 << 20
 MAX_SECTIONS = 1024
 SUFFIX = ".ew"
+OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
 
 SHARE = 64 << 20  # bytes that are worth a thread
 MAX_READERS = 4
@@ -182,7 +185,16 @@ def _makes_sense(header: ObjectHeader) -> bool:
 
 def name_of(header: ObjectHeader) -> str:
     """Where an object lies: the same content always under the same name."""
-    return f"{header.kind}-{header.start[:16]}-{header.key[:32]}{SUFFIX}"
+    return _name(header.kind, header.start, header.key)
+
+
+def state_name(key: str) -> str:
+    """The name of the state at the end of this lineage: a state begins where it ends."""
+    return _name("state", key, key)
+
+
+def _name(kind: Kind, start: str, key: str) -> str:
+    return f"{kind}-{short_key(start)}-{key[:32]}{SUFFIX}"
 
 
 class ObjectReader:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from everwarm.state.disk_forest import Point, point_of
+from everwarm.state.lineage import Point, point_of
 from everwarm.state.store.files import TEMPORARY, Files
 
 log = logging.getLogger("everwarm.disk")

@@ -29,8 +29,8 @@ from everwarm.state.store.folder_meta import (
     read_about,
     write_about,
 )
-from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, name_of
-from everwarm.state.tools.inventory import OBJECT_NAME, Folder, Object, Tick, open_object, read_folder
+from everwarm.state.store.object import OBJECT_NAME, Damaged, ObjectHeader, ObjectReader, name_of
+from everwarm.state.tools.inventory import Folder, Object, Tick, open_object, read_folder
 from everwarm.state.tools.pruning import holding
 
 MAX_MEMBERS = 1_000_000

@@ -21,7 +21,6 @@ from everwarm.state.store.index import INDEX, peek_uses
 from everwarm.state.store.object import MAJOR, SUFFIX, Damaged, ObjectHeader, ObjectReader, Unreadable, name_of
 
 QUARANTINE = "quarantine"
-OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
 
 _FOLDER_NAME = re.compile(r"v(\d{1,9})-[0-9a-f]{24}")
 _MOST_NAMED = 8
