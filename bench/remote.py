@@ -82,7 +82,7 @@ def _restore(where: Path, model: Path) -> None:
 
 def _measure(engine: Engine, url: str, prompt: Prompt, cold_s: float, first_s: float) -> None:
     archive, fetcher = engine.core.archive, engine.core.fetcher
-    assert archive is not None and archive.remote is not None and fetcher is not None
+    assert archive.remote.is_on
     remote, bucket = archive.remote, Bucket(url)
     post = remote.find(root_key(archive.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)
     assert post is not None

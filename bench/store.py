@@ -76,7 +76,7 @@ def _turns(engine: Engine, peer: Peer) -> None:
     tokens, ours, theirs, allowed = _tokens(0, 1000), [], [], []
     shape = engine.core.sizes.shape
     for turn in range(N_TURNS):
-        assert engine.core.archive is not None and engine.core.archive.disk is not None
+        assert engine.core.archive.disk.is_on
         before = engine.core.archive.disk.counts.n_bytes_written
         _read(engine, tokens, N_REPLY)
         engine.call(lambda core: core.put_away())
@@ -139,7 +139,7 @@ def _from_disk(where: Path) -> None:
 
 def _measure_reads(engine: Engine, prompt: Prompt) -> None:
     archive, fetcher = engine.core.archive, engine.core.fetcher
-    assert archive is not None and archive.disk is not None and fetcher is not None
+    assert archive.disk.is_on
     kept = archive.disk.find(root_key(archive.fingerprint, ""), prompt, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
     paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]

@@ -110,13 +110,12 @@ def _core(
     keeper.most_joined = most_joined(budget, sizes.shape.kv_bytes_per_token)
     keeper.spares = {SeqId(settings.n_slots + i): None for i in range(sizes.n_spares)}
     keeper.enforce_budget()
-    archive = fetcher = None
+    words = partial(words_of, model.vocab)
+    fingerprint = partial(_fingerprint, model, settings)
+    archive = DiskWriter(settings.store, fingerprint, keeper, ram, words, settings.remote, is_right)
+    keeper.leaving = archive.offer
     kept = settings.store or settings.remote
-    if kept is not None:
-        words, print_of = partial(words_of, model.vocab), partial(_fingerprint, model, settings)
-        archive = DiskWriter(settings.store, print_of, keeper, ram, words, settings.remote, is_right)
-        keeper.leaving = archive.offer
-        fetcher = Loader(archive, keeper, ram, kept.restore_policy)
+    fetcher = Loader(archive, keeper, ram, "auto" if kept is None else kept.restore_policy)
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, fetcher)
     step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)

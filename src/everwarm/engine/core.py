@@ -79,8 +79,8 @@ class Core:
     admission: Admission
     budget: Budget
     ram: Ram
-    archive: DiskWriter | None
-    fetcher: Loader | None
+    archive: DiskWriter
+    fetcher: Loader
     gallery: ImageCache | None = None  # None: no pictures
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
@@ -132,16 +132,14 @@ class Core:
     def put_away(self) -> None:
         """Before stopping: everything worth keeping is durable when this returns, also of what still runs."""
         self.prewarm.waiting.clear()
-        if self.archive is not None:
-            self.archive.wait_open(OPEN_WAIT_S)
+        self.archive.wait_open(OPEN_WAIT_S)
         for slot in self.slots:
             if slot.request is not None:
                 self.finish(slot, slot.request, Finish.CANCELLED, [])
         while self.tidy():
             pass
         self.ram.flush()
-        if self.archive is not None:
-            self.archive.flush_all()
+        self.archive.flush_all()
 
     # asking
 
@@ -182,7 +180,7 @@ class Core:
     @property
     def degraded(self) -> dict[str, str]:
         """Tiers that do not do all that was asked of them, and why."""
-        reason = None if self.archive is None else self.archive.degraded
+        reason = self.archive.degraded
         return {} if reason is None else {"disk": reason}
 
     @property
@@ -195,21 +193,19 @@ class Core:
 
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        done = self.keeper.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
-        done = done or self.prewarm.begin(self)
-        return done or self.joiner.tidy(self.slots, has_archive=self.archive is not None)
+        done = self.keeper.tidy() or self.archive.tidy(self.slots) or self.prewarm.begin(self)
+        return done or self.joiner.tidy(self.slots)
 
     def tidy_overdue(self) -> None:
         """What cannot wait until nobody runs any more."""
         if self.offload is not None:
             self.offload.copy_piece(self.slots)
-        if self.archive is not None:
-            self.archive.tidy_overdue(self.slots, time.monotonic())
+        self.archive.tidy_overdue(self.slots, time.monotonic())
 
     @property
     def nap_s(self) -> float | None:
         """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""
-        return NAP_S if self.archive is not None and self.archive.is_unsettled else None
+        return NAP_S if self.archive.is_unsettled else None
 
     # the step
 

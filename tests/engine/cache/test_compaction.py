@@ -152,7 +152,7 @@ def count(core: Core, name: str) -> list[None]:
 
 
 def without_joining(core: Core) -> None:
-    core.joiner.tidy = lambda _slots, has_archive: False
+    core.joiner.tidy = lambda _slots: False
 
 
 @pytest.mark.parametrize("way", ["hinted", "plain", "stripped"])

@@ -220,7 +220,7 @@ def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_l
         without_room(core)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
         disk = core.archive.disk
-        assert any(name.startswith("state-") and disk.is_whole(name) for name in disk.names())
+        assert any(name.startswith("state-") and disk.has(name) for name in disk.names())
     with open_core(arch, n_spares=3, store=store) as core:
         core.archive.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
@@ -317,7 +317,7 @@ def test_a_turn_is_handed_to_the_disk_in_time_although_its_slot_is_busy_again(me
         core.archive.flush()
         assert any(
             name.startswith("state-")
-            for name in {name for name in core.archive.disk.names() if core.archive.disk.is_whole(name)}
+            for name in {name for name in core.archive.disk.names() if core.archive.disk.has(name)}
         )
         assert core.archive.lag_s(ended.receipt.ended_at + 9) == 0
 

@@ -181,7 +181,7 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        assert core.archive is not None and core.archive.disk is not None
+        assert core.archive.disk.is_on
         read: list[str] = []
         monkeypatch.setattr(ObjectReader, "read", lambda _, name: read.append(name))
         lookup, before = CacheView(core), core.archive.disk.counts.n_read
@@ -198,7 +198,7 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         whole = pages(core)
         (second,) = [node for node in whole if node.n_children and node.start]
     with kept_core(tmp_path) as core:
-        assert core.archive is not None and core.archive.disk is not None
+        assert core.archive.disk.is_on
         names = {kept.n_items: kept.name for kept in core.archive.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
@@ -237,7 +237,7 @@ def test_what_is_only_on_disk_is_dropped_with_everything_below_it_and_nothing_el
 
 def is_cut(doomed: m.NodeSeen, core: Core, prompt: list[int]) -> bool:
     """Whether a node that was dropped lay on the way of a prompt: by what the disk finds for it now."""
-    assert core.archive is not None and core.archive.disk is not None
+    assert core.archive.disk.is_on
     root = root_key(core.archive.fingerprint, NAMESPACE)
     found = core.archive.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
     return found is None or found.n_items <= doomed.start
@@ -369,7 +369,7 @@ def test_users_pin_within_their_quota(tmp_path):
         assert order(core, "pin", last.id, pin_quota=share / 2)["pinned"] is True, "it is already"
         talk(core, seed=3)
     with kept_core(tmp_path) as core:
-        assert core.archive is not None and core.archive.disk is not None
+        assert core.archive.disk.is_on
         held = pinned_on_disk(core.archive.disk, short_key(root_key(core.archive.fingerprint, NAMESPACE)))
         assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
         other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
@@ -402,9 +402,9 @@ def test_whatever_happens_every_state_on_disk_is_shown_exactly_once(tmp_path, se
                     put_away(core)
                 nodes = pages(core, rng.choice([2, 1000]))
                 assert_sound(nodes)
-                assert core.archive is not None and core.archive.disk is not None
+                assert core.archive.disk.is_on
                 core.archive.flush()
-                whole = {name for name in core.archive.disk.names() if core.archive.disk.is_whole(name)}
+                whole = {name for name in core.archive.disk.names() if core.archive.disk.has(name)}
                 states = [kept for kept in core.archive.disk.objects() if kept.kind == "state" and kept.name in whole]
                 shown = sorted(node.end for node in pages(core) if "disk" in node.state_tiers)
                 assert shown == sorted(kept.n_items for kept in states)

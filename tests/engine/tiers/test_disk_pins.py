@@ -26,7 +26,7 @@ def node_at(core: Core, n_items: int) -> Node:
 
 
 def written(core: Core) -> list[int]:
-    assert core.archive is not None and core.archive.disk is not None
+    assert core.archive.disk.is_on
     return sorted(pin.n_items for pin in core.archive.disk.pins.all())
 
 

@@ -31,7 +31,7 @@ STABLE = 580
 def kept_core(tmp_path: Path, arch: str = "qwen35", *, policy: str = "always", disk_bytes: int = 1 << 30, **settings):
     store = StoreSettings(str(tmp_path / "states"), disk_bytes, restore_policy=policy)
     with open_core(arch, store=store, **settings) as core:
-        assert core.archive is not None and core.archive.disk is not None
+        assert core.archive.disk.is_on
         yield core
 
 
@@ -235,7 +235,7 @@ def test_a_directory_that_another_engine_holds_is_left_alone(tmp_path):
     with kept_core(tmp_path) as core:
         store = StoreSettings(str(tmp_path / "states"))
         with open_core(store=store) as second:
-            assert second.archive is not None and second.archive.disk is None
+            assert not second.archive.disk.is_on
             run(second, HISTORY, stable=STABLE)
             second.put_away()
         run(core, HISTORY, stable=STABLE)

@@ -27,7 +27,7 @@ def sharing(url: str, arch: str = "qwen35", *, store: Path | None = None, key: P
     remote = RemoteSettings(url, None if key is None else str(key), restore_policy="always", wait_s=10.0)
     disk = None if store is None else StoreSettings(str(store), 1 << 30, restore_policy="always")
     with open_core(arch, store=disk, remote=remote, **settings) as core:
-        assert core.archive is not None and core.archive.remote is not None
+        assert core.archive.remote.is_on
         yield core
 
 

@@ -29,6 +29,7 @@ from everwarm.state.remote.download import PIECE
 from everwarm.state.remote.pointer import GRIDS, SEAL_BYTES, Mac, Need, Pointer, grid_points, names_at, probes
 from everwarm.state.remote.remote_tier import Parcel, RemoteTier
 from everwarm.state.store.object import Damaged, ObjectHeader, file_size, name_of
+from everwarm.state.tier import OnPrompts
 
 MODEL, KEY = "model|f16|f16|auto|unified", bytes(range(32))
 ITEMS = Prompt.of_tokens(range(100, 400))
@@ -162,14 +163,14 @@ def test_the_same_object_is_written_once(place, opened):
     for remote in (one, one, other):
         assert remote.offer(mine) and remote.flush()
     assert one.counts.n_bytes_written > 2 * other.counts.n_bytes_written
-    assert other.is_known(mine.signpost.name) and not other.is_known("state-of-another")
+    assert other.has(mine.signpost.name) and not other.has("state-of-another")
 
 
 def test_what_was_forgotten_is_gone_for_everybody(place, opened):
     one = opened(place)
     one.offer(parcel(120))
     one.offer(parcel(N))
-    one.forget(root_key(MODEL, ""), ITEMS, beyond=150)
+    one.forget(OnPrompts(root_key(MODEL, ""), (ITEMS,), beyond=150))
     assert one.flush()
     post = find(opened(place), ends=(120, N))
     assert post is not None and post.n_items == 120
@@ -399,7 +400,7 @@ def test_a_parcel_that_cannot_be_written_is_given_up_and_not_announced(opened, m
     one = opened(url, bucket=bucket)
     bucket.fault = StoreFault("500")
     assert one.offer(parcel()) and one.flush()
-    assert one.counts.n_given_up == 1 and not one.is_known(parcel().signpost.name)
+    assert one.counts.n_given_up == 1 and not one.has(parcel().signpost.name)
     assert find(opened(url)) is None
 
 

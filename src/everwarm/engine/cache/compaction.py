@@ -34,10 +34,10 @@ class Joiner:
         self._keeper = keeper
         self._ram = ram
 
-    def tidy(self, slots: Sequence[Slot], *, has_archive: bool) -> bool:
+    def tidy(self, slots: Sequence[Slot]) -> bool:
         """One piece of idle work, on conversations that are saved already. False: there is none."""
         for slot in slots:
-            is_saved = slot.is_idle and slot.is_tidy and (slot.is_archived or not has_archive)
+            is_saved = slot.is_idle and slot.is_tidy and slot.is_archived
             if is_saved and not slot.is_joined:
                 groups = to_join(slot.node, slot.n_settled, self._keeper.most_joined)
                 slot.is_joined = not groups or not self._can_join(groups[-1])
@@ -79,14 +79,14 @@ class Joiner:
 
     def _cut_rest(self, stretch: SegmentRun) -> None:
         """Whoever uses a segment beyond where this lineage left it keeps that part alone."""
-        segment, junction = stretch.segment, stretch.users[-1]
-        end = junction
+        segment, left_at = stretch.segment, stretch.users[-1]
+        end = left_at
         while (child := next((c for c in end.children.values() if c.segment is segment), None)) is not None:
             end = child
-        if end is junction:
+        if end is left_at:
             return
-        blob = self._keeper.context.cut_segment(segment.blob, junction.mark, segment.stop, self._ram.place)
-        pieces = tuple(piece for piece in segment.pieces if piece.n_stop > junction.n_items)
-        items = (junction.n_items, segment.n_stop)
+        blob = self._keeper.context.cut_segment(segment.blob, left_at.mark, segment.stop, self._ram.place)
+        pieces = tuple(piece for piece in segment.pieces if piece.n_stop > left_at.n_items)
+        items = (left_at.n_items, segment.n_stop)
         about = (segment.clean, segment.chunks, 0, items, segment.path, pieces)
-        self._keeper.tree.set_segment(end, Segment(blob, junction.mark, segment.stop, *about))
+        self._keeper.tree.set_segment(end, Segment(blob, left_at.mark, segment.stop, *about))

@@ -44,7 +44,7 @@ class Where(enum.Enum):
 class Offload:
     keeper: Keeper
     ram: Ram
-    archive: DiskWriter | None
+    archive: DiskWriter
     kv_bytes_per_token: int
     not_before: float = 0.0  # the next piece
 
@@ -105,9 +105,9 @@ class Offload:
         on_disk = None
         with self.keeper.over_budget():
             points = self._copy_rest(slot, n_prompt)
-            if self.archive is not None and points:
+            if points:
                 self.archive.note_end(slot, ended_at)
-                if self.keeper.is_over_budget or not self._has_room(points):
+                if self.archive.is_on and (self.keeper.is_over_budget or not self._has_room(points)):
                     on_disk = self.archive.offer_ended(slot)
         notes = self._notes(points)
         blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
@@ -156,7 +156,7 @@ class Offload:
 
     def _when_on_disk(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
         archive, name = self.archive, receipt.on_disk
-        if archive is None or name is None:
+        if name is None:
             return done(Where.NOWHERE)
         once = _Once(done)
         timer = threading.Timer(DISK_WAIT_S, once, (Where.NOWHERE,))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from everwarm.engine.cache import drop
-from everwarm.engine.cache.drop import Dropped
 from everwarm.engine.core import OPEN_WAIT_S, Core
 from everwarm.engine.inspect.cache_view import MAX_PAGE, CacheView, Number, summary, turn_page, view_of
 from everwarm.engine.inspect.disk_view import View, pin_of
@@ -23,6 +22,7 @@ from everwarm.engine.tiers.disk_pins import MOST_PINS, HeldPin, pinned_below, pi
 from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.errors import BadRequest, EverwarmError, Forbidden
 from everwarm.state.lineage import point_of, root_key, short_key
+from everwarm.state.tier import Dropped, InSpaces, Selection, TheseStates
 from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.engine")
@@ -74,7 +74,7 @@ class CacheCommands:
         with self._telling(order.id):
             if order.action == "drop":
                 self._drop(core, order)
-            elif order.node is not None and order.node < 0 and core.archive is not None:
+            elif order.node is not None and order.node < 0:
                 self._aside.submit(self._pin_on_disk, core.archive, order, view_of(core))
             elif order.action == "pin" and order.pin_quota is not None:
                 wish = _checked_in_ram(core, order)
@@ -89,20 +89,13 @@ class CacheCommands:
             raise _is_root()
         (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
         said = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
-        if archive is None:
-            return self._send(m.Answer(order.id, said))
         archive.keep_pinned(node) if order.action == "pin" else archive.after_all(archive.pins.strike(node))
         archive.after_all(lambda: self._send(m.Answer(order.id, said)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is gone from the disk as well; it says in whose namespace words were forgotten."""
         doomed = _out_of_ram(core, order)
-        if core.archive is not None:
-            self._aside.submit(self._drop_on_disk, core.archive, order, doomed)
-        elif order.node is not None and order.node < 0:
-            raise _not_found(order.node)
-        else:
-            self._answer(order.id, lambda: _said(order, doomed, doomed.dropped))
+        self._aside.submit(self._drop_on_disk, core.archive, order, doomed)
 
     # on another
 
@@ -115,7 +108,7 @@ class CacheCommands:
 
         with self._telling(order.id):
             archive = self._core.archive
-            if archive is not None and archive.disk is not None and not wish.is_pinned:
+            if archive.disk.is_on and not wish.is_pinned:
                 space = short_key(root_key(archive.fingerprint, wish.namespace))
                 held = pinned_on_disk(archive.disk, space)
                 _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
@@ -126,7 +119,7 @@ class CacheCommands:
 
         def change() -> dict[str, Any]:
             disk = archive.disk
-            assert disk is not None and kept is not None
+            assert kept is not None
             disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
             n_bytes = disk.size_of([kept.name, *kept.needs])
             is_pinned = point_of(kept.key, kept.n_items) in disk.pins.marked
@@ -138,7 +131,7 @@ class CacheCommands:
                 raise _not_found(order.node)
             if (kept := twig.kept) is None:
                 raise _is_root()
-            if order.action == "pin" and archive.disk is not None:
+            if order.action == "pin":
                 _require_quota(order, self._core, pinned_on_disk(archive.disk, kept.space, pin_of(kept)))
             archive.after_all(lambda: self._answer(order.id, change))
 
@@ -146,10 +139,13 @@ class CacheCommands:
         """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
 
         def forget() -> dict[str, Any]:
-            if order.node is None:
-                return _said(order, doomed, doomed.dropped + drop.drop_spaces_on_disk(archive, spaces))
-            on_the_way = sum((drop.drop_on_disk(archive, lineage) for lineage in doomed.lineages), Dropped())
-            return _said(order, doomed, doomed.dropped + on_the_way + drop.drop_states(archive, states))
+            selections: list[Selection] = [InSpaces(spaces)]
+            if order.node is not None:
+                ways = doomed.lineages
+                on_the_way = [archive.on_prompts(way.namespace, way.prompts, way.beyond) for way in ways]
+                selections = [*on_the_way, TheseStates(tuple(states))]
+            dropped = sum((archive.forget_now(what) for what in selections), doomed.dropped)
+            return _said(order, doomed, dropped)
 
         with self._telling(order.id):
             archive.wait_open(OPEN_WAIT_S)
@@ -184,7 +180,7 @@ def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     roots = [root for name, root in core.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
-    lineages = [drop.lineages(core, node) for node in nodes] if core.archive is not None else []
+    lineages = [drop.lineages(core, node) for node in nodes]
     dropped = sum((drop.drop(core, node) for node in nodes), Dropped())
     drop.forget_words(core, namespace)
     return DropPlan(namespace, view, ids, lineages, dropped)

@@ -20,6 +20,7 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import SHORT_NAMESPACE
+from everwarm.state.null_tiers import NullDisk
 from everwarm.state.tree import Node
 
 MAX_PAGE = 1000
@@ -36,8 +37,7 @@ Number = Callable[[int], int]  # a core's request id to the gateway's number
 
 def version_of(core: Core) -> int:
     """Another one: something is different in RAM or on disk."""
-    disk = None if core.archive is None else core.archive.disk
-    return core.tree.census.version + (0 if disk is None else disk.version)
+    return core.tree.census.version + core.archive.disk.version
 
 
 def summary(core: Core) -> dict[str, Any]:
@@ -78,10 +78,10 @@ def summary(core: Core) -> dict[str, Any]:
 
 def _disk(core: Core) -> dict[str, Any] | None:
     """None: no disk tier was asked for. One that cannot be used is there, degraded and empty."""
-    archive = core.archive
-    disk = None if archive is None else archive.disk
-    if archive is None or disk is None:
-        return None if archive is None or archive.degraded is None else _NO_DISK | {"reason": archive.degraded}
+    disk = core.archive.disk
+    if isinstance(disk, NullDisk):
+        reason = core.archive.degraded
+        return None if reason is None else _NO_DISK | {"reason": reason}
     return {
         "bytes": disk.n_bytes,
         "budget_bytes": disk.budget_bytes,
@@ -107,8 +107,7 @@ _NO_DISK = {
 
 def evictions(core: Core) -> dict[str, int]:
     """What good things went, by why."""
-    disk = None if core.archive is None else core.archive.disk
-    return {**core.keeper.counts.evictions, "disk_budget": 0 if disk is None else disk.counts.n_evicted}
+    return {**core.keeper.counts.evictions, "disk_budget": core.archive.disk.counts.n_evicted}
 
 
 # the tree

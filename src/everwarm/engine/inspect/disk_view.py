@@ -18,7 +18,7 @@ from everwarm.engine.process import messages as m
 from everwarm.state.disk_forest import Forest, Spot, Twig, passed, plant
 from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
 from everwarm.state.namespace import SHORT_NAMESPACE
-from everwarm.state.store.disk import Disk
+from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
 from everwarm.state.store.pin_file import Pin
@@ -112,8 +112,8 @@ class DiskView:
     def look(self, view: View) -> Shelf | None:
         """None: there is no disk tier. The same as before while nothing has changed."""
         archive = self.core.archive
-        disk = None if archive is None else archive.disk
-        if archive is None or disk is None:
+        disk = archive.disk
+        if not disk.is_on:
             return None
         if self._files is None or self._files.version != disk.version:
             self._files = _files(disk)
@@ -165,8 +165,8 @@ class DiskView:
         shelf = self.look(view) if namespace else None
         if shelf is None:
             return None if not namespace else frozenset()
-        disk = self.core.archive.disk if self.core.archive is not None else None
-        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()} if disk else set()
+        disk = self.core.archive.disk
+        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()}
         return frozenset(space for space in (*there, *shelf.spaces) if shelf.is_in(space, namespace))
 
     # rows
@@ -197,10 +197,9 @@ class DiskView:
     def about(self, name: str) -> DiskNodeMeta | None:
         """None: it is gone, or damaged."""
         about = self._abouts.get(name)
-        archive = self.core.archive
-        if about is None and archive is not None and archive.disk is not None:
+        if about is None:
             try:
-                with archive.disk.reading(name) as reader:
+                with self.core.archive.disk.reading(name) as reader:
                     about = _about(reader.header)
             except Damaged:
                 return None
@@ -210,7 +209,7 @@ class DiskView:
         return about
 
 
-def _files(disk: Disk) -> StoredFiles:
+def _files(disk: DiskTier) -> StoredFiles:
     version, kept = disk.version, {each.name: each for each in disk.objects()}
     states = [
         each

@@ -28,7 +28,7 @@ class Verdict(enum.Enum):
 
 
 class Admission:
-    def __init__(self, keeper: Keeper, restorer: Restorer, fetcher: Loader | None) -> None:
+    def __init__(self, keeper: Keeper, restorer: Restorer, fetcher: Loader) -> None:
         self._keeper = keeper
         self._context = keeper.context
         self._restorer = restorer
@@ -60,7 +60,7 @@ class Admission:
 
     def _is_fetching(self, request: Request) -> bool:
         """Whether what is known only on disk is still being read; the first time this asks for it. Others may pass."""
-        if self._fetcher is None or not request.ask.use_cache:
+        if not self._fetcher.is_on or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:
             if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._keeper.slots):
@@ -76,9 +76,7 @@ class Admission:
     def lay_fetched(self, request: Request) -> Brought:
         """Put what was read for a request into the tree."""
         fetch = self._fetches.pop(request.id, Brought())
-        if isinstance(fetch, Brought) or self._fetcher is None:
-            return Brought() if isinstance(fetch, Fetch) else fetch
-        return self._fetcher.lay(fetch)
+        return fetch if isinstance(fetch, Brought) else self._fetcher.lay(fetch)
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)

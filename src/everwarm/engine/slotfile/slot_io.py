@@ -120,7 +120,7 @@ def _bring_back(core: Core, slot: Slot) -> None:
     prompt = slot.content.followed_by(len(slot.content), more)
     sources = core.restorer.sources(prompt, slot.namespace)
     match = core.restorer.match(prompt, slot.namespace, sources)
-    if core.fetcher is not None and core.fetcher.bring(prompt, slot.namespace, match):
+    if core.fetcher.bring(prompt, slot.namespace, match):
         match = core.restorer.match(prompt, slot.namespace, sources)
     core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
 
@@ -332,6 +332,5 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
             core.tree.drop_segment(node)
         node = parent
     core.tree.forgotten.clear(namespace)
-    if core.archive is not None:
-        core.archive.forget(content, namespace, beyond=node.n_items)
+    core.archive.forget(content, namespace, beyond=node.n_items)
     return n

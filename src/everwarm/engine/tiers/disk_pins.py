@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, point_of, root_key, short_key
-from everwarm.state.store.disk import Disk
+from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node, Tree
 
@@ -25,7 +25,7 @@ Job = Callable[[], None]
 class PinnedDisk:
     """Where pins are written down."""
 
-    disk: Disk
+    disk: DiskTier
     fingerprint: str
 
 
@@ -37,7 +37,7 @@ class HeldPin:
     n_bytes: int
 
 
-def pinned_on_disk(disk: Disk, space: str, *also: Pin) -> HeldPin:
+def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> HeldPin:
     """The pins of a space, with the states at their points and the KV that those need."""
     pins = {pin.key: pin for pin in (*disk.pins.all(), *also) if pin.space == space}
     points = {point for pin in pins.values() for point in pin.points}
@@ -48,18 +48,18 @@ def pinned_on_disk(disk: Disk, space: str, *also: Pin) -> HeldPin:
 
 
 class PinBoard:
-    def __init__(self, tree: Tree, ram: Ram, home: Callable[[], PinnedDisk | None]) -> None:
+    def __init__(self, tree: Tree, ram: Ram, where: Callable[[], PinnedDisk]) -> None:
         self._tree = tree
         self._ram = ram
-        self._home = home
+        self._where = where
 
     def renew(self, namespace: str, prompt: Prompt, n_items: int) -> None:
         """Pin again what of these items was pinned. They are in the tree."""
-        home = self._home()
-        if home is None or not home.disk.pins.marked:
+        where = self._where()
+        if not where.disk.pins.marked:
             return
-        root = root_key(home.fingerprint, namespace)
-        wanted = {pin.key: pin.n_items for pin in home.disk.pins.all() if pin.space == short_key(root)}
+        root = root_key(where.fingerprint, namespace)
+        wanted = {pin.key: pin.n_items for pin in where.disk.pins.all() if pin.space == short_key(root)}
         ends = {n for n in wanted.values() if 0 < n <= n_items}
         for n, key in keys(root, prompt, ends).items() if ends else ():
             if wanted.get(key) == n:
@@ -71,12 +71,11 @@ class PinBoard:
         ends = sorted(n.n_items for n in node.lineage())
 
         def write() -> None:
-            home = self._home()
-            if home is not None:
-                root = root_key(home.fingerprint, namespace)
-                named = keys(root, path, ends)
-                above = tuple(point_of(named[n], n) for n in ends if n != at)
-                home.disk.pin(Pin(named[at], at, short_key(root), above))
+            where = self._where()
+            root = root_key(where.fingerprint, namespace)
+            named = keys(root, path, ends)
+            above = tuple(point_of(named[n], n) for n in ends if n != at)
+            where.disk.pin(Pin(named[at], at, short_key(root), above))
 
         return write
 
@@ -85,9 +84,8 @@ class PinBoard:
         namespace, path, at = self._tree.namespace(node), node.path, node.n_items
 
         def write() -> None:
-            home = self._home()
-            if home is not None:
-                home.disk.unpin(keys(root_key(home.fingerprint, namespace), path, (at,)).values())
+            where = self._where()
+            where.disk.unpin(keys(root_key(where.fingerprint, namespace), path, (at,)).values())
 
         return write
 

@@ -6,7 +6,6 @@ then a prompt is read again. The loop's thread decides and reads; one thread of 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import shutil
@@ -27,12 +26,13 @@ from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.lineage import root_key
+from everwarm.state.null_tiers import DiskTier, NullDisk, SharedTier
 from everwarm.state.policy import CutKind
-from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
 from everwarm.state.store.object import are_sound, name_of
+from everwarm.state.tier import Dropped, OnPrompts, Selection, Tier
 from everwarm.state.tree import Node
 from everwarm.types import Blob
 
@@ -80,10 +80,9 @@ class DiskWriter:
         self._keeper = keeper
         self._ram = ram
         self._is_right = is_right
+        self._is_wanted = settings is not None or remote is not None
         self._packing = Packing(keeper, words)
-        self.pins = PinBoard(
-            keeper.tree, ram, lambda: None if self.disk is None else PinnedDisk(self.disk, self.fingerprint)
-        )
+        self.pins = PinBoard(keeper.tree, ram, lambda: PinnedDisk(self.disk, self.fingerprint))
         self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint = ""
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
@@ -94,9 +93,9 @@ class DiskWriter:
         ] = {}  # turns that were not handed over yet, by the id of their end, oldest first
         self._writing: dict[int, float] = {}  # when those ended that were
         self._opened = threading.Event()
-        self.disk: Disk | None = None
+        self.disk: DiskTier = NullDisk()
         self.trouble: str | None = None  # why there is no disk tier although one was asked for
-        self.sharer: RemoteWriter | None = None
+        self._remote_writer = RemoteWriter(keeper, self._packing)
         self.elsewhere = NOWHERE
         self._signature: ModelFolder | None = None
         self._retry_at: float | None = None
@@ -121,25 +120,32 @@ class DiskWriter:
     @property
     def degraded(self) -> str | None:
         """Why the disk tier does not do all that was asked of it; None: it does, or none was asked for."""
-        return self.trouble if self.disk is None else self.disk.degraded
+        return self.disk.degraded if self.disk.is_on else self.trouble
 
     def wait_open(self, seconds: float) -> None:
         self._opened.wait(seconds)
 
     @property
-    def remote(self) -> RemoteTier | None:
-        return None if self.sharer is None else self.sharer.remote
+    def remote(self) -> SharedTier:
+        return self._remote_writer.remote
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The nearest first."""
+        return self.disk, self.remote
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a tier beyond RAM now."""
+        return any(tier.is_on for tier in self.tiers)
 
     def stats(self) -> dict[str, float]:
-        disk = self.disk
-        shared = {} if self.remote is None else self.remote.stats()
-        if disk is None:
-            degraded = {} if self._settings is None else {"disk_is_degraded": float(self.degraded is not None)}
-            return shared | degraded
-        shown: dict[str, float] = {f"disk_{name}": value for name, value in dataclasses.asdict(disk.counts).items()}
-        sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes}
-        state = {"disk_is_degraded": disk.degraded is not None, "disk_lag_s": self.lag_s(time.monotonic())}
-        return {**shared, **shown, **sizes, **state}
+        shown = self.remote.stats() | self.disk.stats()
+        if self.disk.is_on:
+            shown["disk_lag_s"] = self.lag_s(time.monotonic())
+        elif self._settings is not None:
+            shown["disk_is_degraded"] = float(self.degraded is not None)
+        return shown
 
     def lag_s(self, now: float) -> float:
         """How long ago the oldest turn ended that is not on disk yet."""
@@ -148,7 +154,7 @@ class DiskWriter:
 
     def has(self, name: str) -> bool:
         """Whether an object and everything it needs is on disk."""
-        return self.disk is not None and self.disk.is_whole(name)
+        return self.disk.has(name)
 
     @property
     def is_behind(self) -> bool:
@@ -178,7 +184,7 @@ class DiskWriter:
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
         """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
-        if self.is_opening or self.is_behind:
+        if self.is_opening or self.is_behind or not self._is_wanted:
             return
         for slot in slots:
             is_due = slot.is_idle and not slot.is_archived and now - slot.used_at > OVERDUE_S
@@ -232,24 +238,27 @@ class DiskWriter:
         return self._offer(FinishedTurn.of(slot, slot.used_at if due is None else due.ended_at))
 
     def _offer(self, turn: FinishedTurn) -> str | None:
-        disk, sharer, end, name = self.disk, self.sharer, turn.end, None
-        if end.root().is_volatile:
+        end = turn.end
+        if end.root().is_volatile or not self.is_on:
             return None
-        if disk is not None:
+        disk = self.disk
+        if disk.is_on:
             self.pins.renew(self._keeper.tree.namespace(end), end.path, end.n_items)
             for pinned in [n for n in end.lineage() if n.is_pinned]:
                 self.keep_pinned(pinned)
-        node = None if disk is None and sharer is None else self._worth_writing(turn)
-        if node is not None and disk is not None:
+        node = self._worth_writing(turn)
+        if node is None:
+            return None
+        name = None
+        if disk.is_on:
             self._writing[end.id] = turn.ended_at
             name = self._keep(disk, node)
             self._keep_crossings(disk, node)
             self._jobs.put(lambda: self._writing.pop(end.id, None))
-        if node is not None and sharer is not None:
-            sharer.offer(node, is_hinted=turn.stable is not None)
+        self._remote_writer.offer(node, is_hinted=turn.stable is not None)
         return name
 
-    def _keep_crossings(self, disk: Disk, node: Node) -> None:
+    def _keep_crossings(self, disk: DiskTier, node: Node) -> None:
         """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
         for point in shared_points(self._keeper, node):
             if is_worth_it(self._keeper, point, is_always=self._is_always):
@@ -261,10 +270,10 @@ class DiskWriter:
             return
         self._jobs.put(self.pins.note(node))
         state = None if node.checkpoint is None else node.checkpoint.state
-        if self.disk is not None and (state is not None or not self._keeper.context.kind.needs_checkpoints):
+        if self.disk.is_on and (state is not None or not self._keeper.context.kind.needs_checkpoints):
             self._keep(self.disk, node)
 
-    def _keep(self, disk: Disk, node: Node) -> str | None:
+    def _keep(self, disk: DiskTier, node: Node) -> str | None:
         """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
             self._jobs.put(self.pins.note(pinned))  # this point is on the way there
@@ -274,7 +283,7 @@ class DiskWriter:
         root = self._packing.root(node)
 
         def is_known(name: str) -> bool:
-            return name in self._on_the_way or disk.is_whole(name)
+            return name in self._on_the_way or disk.has(name)
 
         kv = self._packing.kv(root, segments, is_known)
         if kv is None:
@@ -292,25 +301,23 @@ class DiskWriter:
         return name_of(state.header)
 
     def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
-        """Take off the disk what lies on the way of a prompt after ``beyond`` items, and KV that nobody needs then."""
-        if self.remote is not None:
-            self.remote.forget(root_key(self.fingerprint, namespace), prompt, beyond)
+        """Forget what lies on the way of a prompt after ``beyond`` items, and wait until it is gone from the disk."""
+        what = self.on_prompts(namespace, (prompt,), beyond)
+        self.remote.forget(what)
         self.require_disk()
-        if self.disk is None:
-            return
         self.flush()  # what is still on its way would come back
-        lengths = {kept.n_items for kept in self.disk.objects() if beyond < kept.n_items <= len(prompt)}
-        named = set(keys(root_key(self.fingerprint, namespace), prompt, lengths).values())
-        gone = [kept for kept in self.disk.objects() if kept.kind == "state" and kept.key in named]
-        for kept in gone:
-            self.disk.drop(kept.name)
-        needed = {name for kept in self.disk.objects() for name in kept.needs}
-        for name in {name for kept in gone for name in kept.needs} - needed:
-            self.disk.drop(name)
+        self.disk.forget(what)
+
+    def on_prompts(self, namespace: str, prompts: tuple[Prompt, ...], beyond: int) -> OnPrompts:
+        return OnPrompts(root_key(self.fingerprint, namespace), prompts, beyond)
+
+    def forget_now(self, what: Selection) -> Dropped:
+        """In every tier. On the disk's thread, as a job of ``after_all``: what is still on its way would come back."""
+        return sum((tier.forget(what) for tier in self.tiers), Dropped())
 
     def require_disk(self) -> None:
         """Whoever wants something forgotten must hear that what is on disk cannot be."""
-        if self._settings is not None and self.disk is None:
+        if self._settings is not None and not self.disk.is_on:
             raise EngineStopped(
                 "it is dropped from RAM, but the disk tier cannot be reached now (GET /cache has the reason), and what it "
                 "keeps is not dropped: try again when it is in order"
@@ -340,20 +347,20 @@ class DiskWriter:
     def flush_all(self) -> None:
         """The same, and what was offered to the remote store is there, too, if that answers in time."""
         self.flush()
-        if self.remote is not None and not self.remote.flush():
+        if not self.remote.flush():
             log.warning("not everything was written to the remote store in time")
 
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
-        if self.remote is not None:
-            self.remote.close()
-        if self.disk is not None:
-            self.disk.close()
+        for tier in reversed(self.tiers):
+            tier.close()
 
     def _run(self, fingerprint: Callable[[], str]) -> None:
-        self.trouble = self._try("on disk", self._open, fingerprint)
-        self._try("in the remote store", self._open_remote, fingerprint)
+        if self._settings is not None:
+            self.trouble = self._try("on disk", self._open, fingerprint)
+        if self._remote_settings is not None:
+            self._try("in the remote store", self._open_remote, fingerprint)
         self._opened.set()
         while True:
             try:
@@ -369,7 +376,7 @@ class DiskWriter:
                 self._signature.renew()
             if callable(job):
                 job()
-            elif self.disk is not None:
+            else:
                 self._put(self.disk, job)
             del job  # and what it would write
 
@@ -400,7 +407,7 @@ class DiskWriter:
     def _heal(self, fingerprint: Callable[[], str]) -> None:
         """Another server may have gone, a file system may be writable again."""
         self._is_healing = True
-        if self.disk is None:
+        if isinstance(self.disk, NullDisk):
             self.trouble = self._try("on disk", self._open, fingerprint)
         else:
             self.disk.probe()
@@ -410,7 +417,7 @@ class DiskWriter:
             self._has_healed.set()
         self._is_healing = False
 
-    def _put(self, disk: Disk, job: Job) -> None:
+    def _put(self, disk: DiskTier, job: Job) -> None:
         try:
             if are_sound(job.parts.values(), self._is_sound):
                 disk.put(job.header, job.parts)
@@ -424,13 +431,12 @@ class DiskWriter:
         return self._ram.arena.is_sound(blob) and self._is_right()
 
     def _open_remote(self, fingerprint: str) -> None:
-        if self._remote_settings is not None:
-            self._packing.fingerprint = fingerprint
-            self.sharer = RemoteWriter(self._remote_settings, self._packing, self._keeper, self._is_sound)
+        assert self._remote_settings is not None
+        self._packing.fingerprint = fingerprint
+        self._remote_writer.open(self._remote_settings, self._is_sound)
 
     def _open(self, fingerprint: str) -> None:
-        if self._settings is None:
-            return
+        assert self._settings is not None
         directory = Path(self._settings.directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._packing.fingerprint = fingerprint

@@ -8,12 +8,12 @@ without harm: then a prompt is read again.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Protocol
 
 from everwarm.engine.cache.checkpointing import Keeper
@@ -27,10 +27,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import GUARD, CutKind
-from everwarm.state.remote.pointer import Pointer
-from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.segment_merge import fetched
-from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, size_of
 from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece
@@ -135,6 +132,11 @@ class Loader:
         self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.n_brought = 0
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to load from now."""
+        return self._archive.is_on
+
     def close(self) -> None:
         self._fetchers.shutdown()
         self._readers.shutdown()
@@ -161,10 +163,9 @@ class Loader:
                 CoveredRange(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True)
             )
             wish = replace(wish, n_kv=n_have, exact=True, kept=kept)
-        disk = self._archive.disk
-        are_many = disk is not None and disk.n_lengths() > MAX_LENGTHS_HERE
+        are_many = self._archive.disk.n_lengths() > MAX_LENGTHS_HERE
         found = None if are_many else self._on_disk(wish)
-        if isinstance(found, Brought) and self._remote_for(wish, found) is None:
+        if isinstance(found, Brought) and not self._may_remote_help(wish, found):
             return found
         n_known = found.n_items if isinstance(found, IndexedObject) else 0
         return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, wish, found))
@@ -172,21 +173,20 @@ class Loader:
     def _bring(self, wish: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
         """``None``: what is on disk is still to be found; among many states that takes its time."""
         found = self._on_disk(wish) if found is None else found
-        remote = self._remote_for(wish, found)
-        if remote is not None:
-            return self._from_afar(remote, wish, found)
+        if self._may_remote_help(wish, found):
+            return self._from_remote(wish, found)
         return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
 
-    def _remote_for(self, wish: LoadRequest, found: IndexedObject | Brought) -> RemoteTier | None:
-        """The remote store, if asking it can pay beside what is here."""
-        remote = self._archive.remote
-        may_help = remote is not None and self._may_help(remote, len(wish.prompt) - 1 - _n_here(wish, found))
-        return remote if may_help else None
+    def _may_remote_help(self, wish: LoadRequest, found: IndexedObject | Brought) -> bool:
+        """Whether asking the remote store can be faster than reading what is new beyond what is here."""
+        n_new = len(wish.prompt) - 1 - _n_here(wish, found)
+        read_s = math.inf if self._policy == "always" else n_new * self._keeper.seconds_per_token
+        return n_new > GUARD and self._archive.remote.answers_within(read_s)
 
     def _on_disk(self, wish: LoadRequest) -> IndexedObject | Brought:
         """The deepest point on disk that is worth it, or what there is instead."""
         disk = self._archive.disk
-        if disk is None:
+        if not disk.is_on:
             return Brought()
         root = root_key(self._archive.fingerprint, wish.namespace)
         kept = disk.find(root, wish.prompt, len(wish.prompt) - 1)
@@ -231,8 +231,7 @@ class Loader:
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
             return
         self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
-        if (disk := self._archive.disk) is not None:
-            self._archive.after_all(partial(disk.touch, loaded.names))
+        self._archive.after_all(partial(self._archive.disk.touch, loaded.names))
         self.n_brought += 1
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
@@ -244,15 +243,9 @@ class Loader:
 
     # the remote store
 
-    def _may_help(self, remote: RemoteTier, n_new: int) -> bool:
-        """Whether asking can pay: two round trips against reading what is new."""
-        pays = self._policy == "always" or n_new * self._keeper.seconds_per_token > 2 * remote.answer_s
-        return n_new > GUARD and pays and not remote.breaker.is_open
-
-    def _from_afar(
-        self, remote: RemoteTier, wish: LoadRequest, found: IndexedObject | Brought
-    ) -> LoadedPoint | Brought:
+    def _from_remote(self, wish: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
         """From the remote store if that has more than there is here; else what is here."""
+        remote = self._archive.remote
         root = root_key(self._archive.fingerprint, wish.namespace)
         post = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
         if post is None:
@@ -265,8 +258,8 @@ class Loader:
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._keeper.seconds_per_token / 2
         )
         try:
-            with RemoteFetch(remote, post, wish.n_kv, patience_s, self._archive.disk) as afar:
-                loaded = self._load(afar, post.name, post.n_items, wish)
+            with remote.fetching(post, wish.n_kv, patience_s, self._archive.disk) as store:
+                loaded = self._load(store, post.name, post.n_items, wish)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", post.n_items, error)
             remote.counts.n_misses += 1
@@ -277,7 +270,6 @@ class Loader:
     # reading
 
     def _from_disk(self, kept: IndexedObject, wish: LoadRequest) -> LoadedPoint | Brought:
-        assert self._archive.disk is not None
         return self._load(self._archive.disk, kept.name, kept.n_items, wish)
 
     def _load(self, store: PointStore, name: str, n_items: int, wish: LoadRequest) -> LoadedPoint:
@@ -346,32 +338,3 @@ class Loader:
         if int(prompt.common_prefix(prompt.followed_by(start, stored))) < stop:
             raise Damaged("its items are others than its name says")
         return head
-
-
-_FIRST_GUESS = 1 << 20  # of the size of what no signpost names
-
-
-class RemoteFetch:
-    def __init__(self, remote: RemoteTier, post: Pointer, n_kv: int, patience_s: float, disk: Disk | None) -> None:
-        self._remote = remote
-        self._disk = disk
-        self._patience_s = patience_s
-        self._here = frozenset() if disk is None else disk.names()
-        sizes = {post.name: post.size} | {need.name: need.size for need in post.needs if need.reach > n_kv}
-        self._downloads = {
-            name: remote.download(name, size, patience_s) for name, size in sizes.items() if name not in self._here
-        }
-
-    def __enter__(self) -> RemoteFetch:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nobody waits for the rest."""
-        for download in self._downloads.values():
-            download.cancel()
-
-    def reading(self, name: str) -> AbstractContextManager[ObjectReader]:
-        if self._disk is not None and name in self._here:
-            return self._disk.reading(name)
-        download = self._downloads.pop(name, None) or self._remote.download(name, _FIRST_GUESS, self._patience_s)
-        return self._remote.reading(name, download)

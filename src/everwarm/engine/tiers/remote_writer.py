@@ -13,6 +13,7 @@ from everwarm.engine.cache.shared_points import is_worth_it, shared_points
 from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.state.lineage import keys
+from everwarm.state.null_tiers import NullRemote, SharedTier
 from everwarm.state.remote.bucket import Bucket
 from everwarm.state.remote.pointer import SEAL_BYTES, Need, Pointer, grid_points, names_at
 from everwarm.state.remote.remote_tier import Parcel, RemoteTier
@@ -22,18 +23,23 @@ from everwarm.types import Blob
 
 
 class RemoteWriter:
-    def __init__(
-        self, settings: RemoteSettings, packing: Packing, keeper: Keeper, is_sound: Callable[[Blob], bool]
-    ) -> None:
-        self._packing = packing
+    def __init__(self, keeper: Keeper, packing: Packing) -> None:
         self._keeper = keeper
+        self._packing = packing
+        self._is_always = False
+        self.remote: SharedTier = NullRemote()
+
+    def open(self, settings: RemoteSettings, is_sound: Callable[[Blob], bool]) -> None:
+        """``is_sound`` says whether a part of an object may leave this process."""
         self._is_always = settings.restore_policy == "always"
         key = b"" if settings.key_file is None else read_key(settings.key_file)
         bucket = Bucket(settings.url, settings.endpoint)
-        self.remote = RemoteTier(bucket, key, packing.fingerprint, is_sound, settings.wait_s)
+        self.remote = RemoteTier(bucket, key, self._packing.fingerprint, is_sound, settings.wait_s)
 
     def offer(self, node: Node, *, is_hinted: bool) -> None:
         """A turn has ended, and the next one will go on from this point. ``is_hinted``: at one of its own boundaries."""
+        if not self.remote.is_on:
+            return
         for point in self._points(node):
             parcel = self._parcel(point, is_hinted=is_hinted or point is not node)
             if parcel is not None:
@@ -48,12 +54,12 @@ class RemoteWriter:
         root, n = self._packing.root(node), node.n_items
         cells = {} if is_hinted else grid_points(n)
         named = keys(root, node.path, {n, *cells.values()})
-        if self.remote.is_known(Pointer(named[n], n, 1).name):
+        if self.remote.has(Pointer(named[n], n, 1).name):
             return None
         segments = self._packing.segments(node)
         if segments is None:
             return None
-        kv = self._packing.kv(root, segments, self.remote.is_known)
+        kv = self._packing.kv(root, segments, self.remote.has)
         if kv is None:
             return None
         state = self._packing.state_job(root, node, kv)

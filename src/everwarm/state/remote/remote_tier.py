@@ -18,7 +18,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from everwarm.state.remote.download import Download
 from everwarm.state.remote.pointer import MAX_OBJECT, MAX_SIGNPOST, Mac, Pointer, probes, sealed, unsealed
 from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
+from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, Selection, TheseStates
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.remote")
@@ -49,6 +50,7 @@ KNOWN_S = 86_400.0  # what was there is taken to be there
 STALE_S = 3 * 86_400.0  # what is older is written again, so that no lifecycle rule takes it while it is used
 MAX_REMEMBERED = 1 << 16
 SMALL = 64 << 10  # written without asking first
+FIRST_GUESS = 1 << 20  # of the size of an object that no pointer names
 
 T = TypeVar("T")
 
@@ -78,6 +80,8 @@ class Parcel:
 
 
 class RemoteTier:
+    is_on = True
+
     def __init__(
         self,
         bucket: Bucket,
@@ -171,6 +175,10 @@ class RemoteTier:
             self._fail(error)
         return None
 
+    def answers_within(self, seconds: float) -> bool:
+        """Whether a state can be expected in less than that: finding it and fetching it are a round trip each."""
+        return not self.breaker.is_open and seconds > 2 * self.answer_s
+
     async def _get(self, name: str, start: int, stop: int, more_s: float = 0.0) -> tuple[memoryview, int] | None:
         """Bytes and the size of the whole; None: it is not there."""
         wait_s = min(LATER * self.wait_s, more_s) if more_s else self.wait_s
@@ -194,6 +202,16 @@ class RemoteTier:
                 return await self._get(name, start, stop, patience_s)
 
         return Download(lambda start, stop: self._begin(piece(start, stop)), min(size, MAX_OBJECT), patience_s)
+
+    @contextlib.contextmanager
+    def fetching(self, post: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> Iterator[RemoteFetch]:
+        """The objects of a state, without KV of its first ``n_kv`` items; those that are ``nearer`` are read there. At the
+        end what has not come is not waited for."""
+        fetch = RemoteFetch(self, post, n_kv, patience_s, nearer)
+        try:
+            yield fetch
+        finally:
+            fetch.cancel()
 
     @contextlib.contextmanager
     def reading(self, name: str, download: Download) -> Iterator[ObjectReader]:
@@ -223,8 +241,8 @@ class RemoteTier:
 
     # writing
 
-    def is_known(self, name: str) -> bool:
-        """Whether it is there, as far as anybody knows."""
+    def has(self, name: str) -> bool:
+        """Whether it is there, as far as this process knows."""
         return self._known.get(name, 0.0) > time.monotonic()
 
     def offer(self, parcel: Parcel) -> bool:
@@ -295,7 +313,7 @@ class RemoteTier:
 
     async def _put(self, header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> None:
         name = name_of(header)
-        if self.is_known(name):
+        if self.has(name):
             return None
         size = sum(part.nbytes for part in parts.values())
         is_stale = False
@@ -325,34 +343,26 @@ class RemoteTier:
         if is_new:
             self.counts.n_bytes_written += size
 
-    def forget(self, root: str, prompt: Prompt, beyond: int) -> None:
-        """Take away by and by the states on the way of a prompt after ``beyond`` items, as far as this process has
-        announced them. KV may be somebody else's and stays."""
-
-        def on_the_way() -> set[str]:
-            lengths = {n_items for n_items, _, _ in self._announced.values() if beyond < n_items <= len(prompt)}
-            return set(keys(root, prompt, lengths).values())
-
-        self._forget_later(on_the_way)
-
-    def forget_spaces(self, spaces: Collection[str] | None) -> None:
-        """The same for everything that is whose; None: everybody's."""
-        self._forget_later(
-            lambda: {key for key, (*_, space) in self._announced.items() if spaces is None or space in spaces}
-        )
-
-    def forget_states(self, named: frozenset[str]) -> None:
-        """The same for the states with these keys."""
-        self._forget_later(lambda: set(named))
-
-    def _forget_later(self, gone: Callable[[], set[str]]) -> None:
+    def forget(self, what: Selection) -> Dropped:
+        """Begin to drop states, as far as this process has announced them. KV may be another server's and stays."""
         with self._lock, contextlib.suppress(StoreFault):
             before = [asyncio.wrap_future(future, loop=self._loop) for future in self._writing]
-            self._later(self._forget(gone, before), 0)
+            self._later(self._forget(what, before), 0)
+        return Dropped()
 
-    async def _forget(self, gone: Callable[[], set[str]], first: list[asyncio.Future[None]]) -> None:
+    def _chosen(self, what: Selection) -> set[str]:
+        """Lineages; some may not be announced."""
+        match what:
+            case OnPrompts():
+                return what.keys(n_items for n_items, _, _ in self._announced.values())
+            case TheseStates():
+                return {kept.key for kept in what.states}
+            case InSpaces():
+                return {key for key, (*_, space) in self._announced.items() if what.has(space)}
+
+    async def _forget(self, what: Selection, first: list[asyncio.Future[None]]) -> None:
         await asyncio.gather(*first, return_exceptions=True)  # what is still on its way would come back
-        for key in gone() & self._announced.keys():
+        for key in self._chosen(what) & self._announced.keys():
             n_items, names, _ = self._announced.pop(key)
             for name in (*names, Pointer(key, n_items, 1).name):
                 self._known.pop(name, None)
@@ -399,3 +409,29 @@ class RemoteTier:
             what[name] = time.monotonic() + seconds
             while len(what) > MAX_REMEMBERED:
                 del what[next(iter(what))]
+
+
+class RemoteFetch:
+    """A state and its KV on their way: everything that is not nearer is asked for at once."""
+
+    def __init__(self, remote: RemoteTier, post: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> None:
+        self._remote = remote
+        self._nearer = nearer
+        self._patience_s = patience_s
+        self._names_nearer = nearer.names()
+        sizes = {post.name: post.size} | {need.name: need.size for need in post.needs if need.reach > n_kv}
+        self._downloads = {
+            name: remote.download(name, size, patience_s)
+            for name, size in sizes.items()
+            if name not in self._names_nearer
+        }
+
+    def reading(self, name: str) -> contextlib.AbstractContextManager[ObjectReader]:
+        if name in self._names_nearer:
+            return self._nearer.reading(name)
+        download = self._downloads.pop(name, None) or self._remote.download(name, FIRST_GUESS, self._patience_s)
+        return self._remote.reading(name, download)
+
+    def cancel(self) -> None:
+        for download in self._downloads.values():
+            download.cancel()

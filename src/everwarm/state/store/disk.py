@@ -18,10 +18,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from everwarm.errors import EverwarmError
+from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, point_of
 from everwarm.state.store.disk_eviction import DiskLimits, EvictionCandidates, crowd, ranked
@@ -40,6 +40,7 @@ from everwarm.state.store.object import (
 )
 from everwarm.state.store.object_table import ObjectTable
 from everwarm.state.store.pin_file import PINS, Pin, Pins
+from everwarm.state.tier import Dropped, InSpaces, OnPrompts, Selection, TheseStates
 
 log = logging.getLogger("everwarm.disk")
 
@@ -75,6 +76,8 @@ class DiskCounts:
 
 
 class Disk:
+    is_on = True
+
     def __init__(
         self,
         directory: Path,
@@ -125,8 +128,8 @@ class Disk:
         with self._lock:
             return frozenset(self._objects)
 
-    def is_whole(self, name: str) -> bool:
-        """It need not be written again."""
+    def has(self, name: str) -> bool:
+        """Whether it is there with everything it needs: it need not be written again."""
         with self._lock:
             return self._objects.is_whole(name)
 
@@ -213,7 +216,7 @@ class Disk:
         """Durable when this returns True. False: not kept, and nothing is lost but time."""
         name = name_of(header)
         with self._writing:
-            if self.is_whole(name):
+            if self.has(name):
                 return True
             try:
                 size = file_size(header, parts)
@@ -316,6 +319,42 @@ class Disk:
                 self.n_bytes += size
                 return False
             return True
+
+    def forget(self, what: Selection) -> Dropped:
+        """Drop states with their pins, and the KV that no other state needs then. ``EngineStopped``: the file system does
+        not let go of some of them."""
+        match what:
+            case OnPrompts():
+                lengths = {kept.n_items for kept in self.objects()} | {pin.n_items for pin in self.pins.all()}
+                named = what.keys(lengths)
+                self.unpin(named)
+                return self._drop_states([k for k in self.objects() if k.kind == "state" and k.key in named])
+            case TheseStates():
+                points = {point_of(kept.key, kept.n_items) for kept in what.states}
+                self.unpin({pin.key for pin in self.pins.all() if points & set(pin.points)})
+                names = self.names()
+                return self._drop_states([kept for kept in what.states if kept.name in names])
+            case InSpaces():
+                self.unpin({pin.key for pin in self.pins.all() if what.has(pin.space)})
+                return self._drop_all([kept for kept in self.objects() if what.has(kept.space)])
+
+    def _drop_states(self, states: Sequence[IndexedObject]) -> Dropped:
+        dropped = self._drop_all(states)
+        left = self.objects()
+        needed = {name for kept in left for name in kept.needs}
+        freed = {name for kept in states for name in kept.needs} - needed
+        return dropped + self._drop_all([kept for kept in left if kept.name in freed])
+
+    def _drop_all(self, objects: Sequence[IndexedObject]) -> Dropped:
+        stuck = [kept.name for kept in objects if not self.drop(kept.name)]
+        if stuck:
+            raise EngineStopped(f"{len(stuck)} files cannot be removed from disk now ({self.degraded}): try again")
+        return Dropped(len(objects), sum(kept.size for kept in objects))
+
+    def stats(self) -> dict[str, float]:
+        shown: dict[str, float] = {f"disk_{name}": value for name, value in asdict(self.counts).items()}
+        sizes = {"disk_bytes": self.n_bytes, "disk_budget_bytes": self.budget_bytes}
+        return {**shown, **sizes, "disk_is_degraded": self.degraded is not None}
 
     def scan(self) -> None:
         """Make the index say what the files say."""
