@@ -64,7 +64,7 @@ def _leans(nodes: Sequence[Node], index: dict[int, int]) -> list[tuple[int | Non
         key, n_bytes = found[p]
         if node.parent.checkpoint is not None:
             key, n_bytes = 2 * p, 0
-        elif len(node.parent.children) > 1:
+        elif node.parent.is_junction:
             n_bytes = 0
         found[i] = key, n_bytes + (node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0)
     return found
@@ -111,7 +111,7 @@ def _state_entry(
         age_s,
         checkpoint.hits,
         stranded=not has_kv,
-        protected=age_s < PROTECTED_S and (is_end or len(node.children) > 1),
+        protected=age_s < PROTECTED_S and (is_end or node.is_junction),
         is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
         pinned=node.n_pinned > 0,
         above=leans[0],

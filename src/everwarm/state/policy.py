@@ -40,6 +40,8 @@ class CutKind(enum.Enum):
         return next((cut for cut in cls if cut.value == value), cls.BOUNDARY)
 
 
+MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
+
 _LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.NEAR_END, CutKind.END)
 
 

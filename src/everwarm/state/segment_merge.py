@@ -15,7 +15,7 @@ from itertools import groupby, islice
 
 from everwarm.state.lineage import history_over
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Node, Segment
+from everwarm.state.tree import Node, Segment, first_message_end
 
 MOST = 4096  # tokens of a segment that is made of several
 LIKE, FEW = (
@@ -50,7 +50,7 @@ def _goes_on(run: Sequence[Node], node: Node, is_clean: Callable[[Node], bool], 
     last, first = run[-1], run[0].parent
     if node.parent is not last or first is None or is_clean(node) != is_clean(last):
         return False
-    is_end = last.is_pinned or len(last.children) > 1
+    is_end = last.is_pinned or last.is_junction
     is_end = is_end or (last.checkpoint is not None and last.checkpoint.kind in _ENDS)
     return not is_end and node.mark.n_tokens - first.mark.n_tokens <= most
 
@@ -81,7 +81,7 @@ def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[SegmentRun
     there; the newest may still be left aside."""
     found = [SegmentRun(segment, tuple(users)) for segment, users in _stretches(end.lineage()) if segment is not None]
     settled = [stretch for stretch in found if stretch.stop <= n_settled]
-    first = _first_boundary(end)
+    first = first_message_end(end.lineage())
     chain: list[SegmentRun] = []
     chains = [chain]
     for stretch in settled:
@@ -126,20 +126,14 @@ def _stretches(lineage: Sequence[Node]) -> Iterator[tuple[Segment | None, list[N
         yield segment, list(users)
 
 
-def _first_boundary(end: Node) -> Node | None:
-    """Usually the end of a system prompt, where other conversations begin."""
-    kept = ((node, node.checkpoint) for node in end.lineage())
-    return next((node for node, point in kept if point is not None and point.kind is CutKind.BOUNDARY), None)
-
-
-def _may_join(one: SegmentRun, two: SegmentRun, first_boundary: Node | None) -> bool:
+def _may_join(one: SegmentRun, two: SegmentRun, first_end: Node | None) -> bool:
     a, b, between = one.segment, two.segment, one.users[-1]
     if one.start != a.n_start or two.start != b.n_start or one.stop != b.n_start:
         return False
     if not _are_alike(a, b):
         return False
-    is_kept_apart = between is first_boundary or between.is_pinned or _is_breakpoint(between)
-    return not is_kept_apart and not _is_junction(between, two.users[0])
+    is_kept_apart = between is first_end or between.is_pinned or _is_breakpoint(between)
+    return not is_kept_apart and not _leads_to_others(between, two.users[0])
 
 
 def _are_alike(a: Segment, b: Segment) -> bool:
@@ -153,7 +147,8 @@ def _is_breakpoint(node: Node) -> bool:
     return node.checkpoint is not None and node.checkpoint.kind is CutKind.BREAKPOINT
 
 
-def _is_junction(node: Node, ours: Node) -> bool:
-    """Whether other conversations go on from here, not only what a turn left aside."""
+def _leads_to_others(node: Node, ours: Node) -> bool:
+    """Whether a junction leads to another conversation, and not only to what a retry or a turn left aside: to more nodes
+    than one turn makes. By their number, for a model without checkpoints has nothing else to go by."""
     others = (other for child in node.children.values() if child is not ours for other in child.below())
     return len(list(islice(others, N_TURN + 1))) > N_TURN

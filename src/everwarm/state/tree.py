@@ -21,7 +21,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.ghosts import Ghosts
 from everwarm.state.lineage import Chunks
 from everwarm.state.namespace import is_unverified
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import MESSAGE_ENDS, CutKind
 from everwarm.types import START, Blob, Mark, SeqId
 
 if TYPE_CHECKING:
@@ -212,6 +212,11 @@ class Node:
     def start(self) -> int:
         return 0 if self.parent is None else self.parent.n_items
 
+    @property
+    def is_junction(self) -> bool:
+        """Whether lineages part here."""
+        return len(self.children) > 1
+
     def lineage(self) -> list[Node]:
         """Root's first child first, this node last."""
         found: list[Node] = []
@@ -244,6 +249,12 @@ class Match:
     n_kv: int  # items whose KV is available
     usable: tuple[Node, ...]
     path: tuple[Node, ...]  # the nodes it passes, the last perhaps only in part
+
+
+def first_message_end(lineage: Iterable[Node]) -> Node | None:
+    """Where the first message of a conversation ends, usually the system prompt: other conversations will begin with it."""
+    kept = ((node, node.checkpoint) for node in lineage)
+    return next((node for node, point in kept if point is not None and point.kind in MESSAGE_ENDS), None)
 
 
 class TreeListener(Protocol):
