@@ -22,10 +22,10 @@ from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import ModelFileError
 from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
@@ -112,16 +112,16 @@ def _core(
     keeper.enforce_budget()
     words = partial(words_of, model.vocab)
     fingerprint = partial(_fingerprint, model, settings)
-    archive = DiskWriter(settings.store, fingerprint, keeper, ram, words, settings.remote, is_right)
-    keeper.leaving = archive.offer
+    writer = TierWriter(settings.store, fingerprint, keeper, ram, words, settings.remote, is_right)
+    keeper.leaving = writer.offer
     kept = settings.store or settings.remote
-    fetcher = Loader(archive, keeper, ram, "auto" if kept is None else kept.restore_policy)
+    loader = Loader(writer, keeper, ram, "auto" if kept is None else kept.restore_policy)
     restorer = Restorer(keeper, ram)
-    admission = Admission(keeper, restorer, fetcher)
+    admission = Admission(keeper, restorer, loader)
     step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, archive, fetcher, gallery)
+    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, writer, loader, gallery)
     kv_bytes = sizes.shape.kv_bytes_per_token
-    offload = Offload(keeper, ram, archive, kv_bytes) if outlives_us else None
+    offload = Offload(keeper, ram, writer, kv_bytes) if outlives_us else None
     return Core(model, settings, sizes, context, tree, *parts, offload=offload)
 
 

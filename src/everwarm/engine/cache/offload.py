@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.provenance import cover
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.ram import Note, Ram, Receipt
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Node
 
@@ -44,7 +44,7 @@ class Where(enum.Enum):
 class Offload:
     keeper: Keeper
     ram: Ram
-    archive: DiskWriter
+    writer: TierWriter
     kv_bytes_per_token: int
     not_before: float = 0.0  # the next piece
 
@@ -106,9 +106,9 @@ class Offload:
         with self.keeper.over_budget():
             points = self._copy_rest(slot, n_prompt)
             if points:
-                self.archive.note_end(slot, ended_at)
-                if self.archive.is_on and (self.keeper.is_over_budget or not self._has_room(points)):
-                    on_disk = self.archive.offer_ended(slot)
+                self.writer.note_end(slot, ended_at)
+                if self.writer.is_on and (self.keeper.is_over_budget or not self._has_room(points)):
+                    on_disk = self.writer.offer_ended(slot)
         notes = self._notes(points)
         blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
         return Receipt(ended_at, notes, blobs, on_disk)
@@ -155,7 +155,7 @@ class Offload:
         self.ram.keep_now(receipt.notes, receipt.blobs, is_in_ram)
 
     def _when_on_disk(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
-        archive, name = self.archive, receipt.on_disk
+        writer, name = self.writer, receipt.on_disk
         if name is None:
             return done(Where.NOWHERE)
         once = _Once(done)
@@ -165,9 +165,9 @@ class Offload:
 
         def is_written() -> None:
             timer.cancel()
-            once(Where.DISK if archive.has(name) else Where.NOWHERE)
+            once(Where.DISK if writer.has(name) else Where.NOWHERE)
 
-        archive.after_all(is_written)
+        writer.after_all(is_written)
 
 
 class _Once:

@@ -15,11 +15,11 @@ from typing import Any
 from everwarm.engine.cache import drop
 from everwarm.engine.core import OPEN_WAIT_S, Core
 from everwarm.engine.inspect.cache_view import MAX_PAGE, CacheView, Number, summary, turn_page, view_of
-from everwarm.engine.inspect.disk_view import View, pin_of
+from everwarm.engine.inspect.disk_view import TreeSnapshot, pin_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.tiers.disk_pins import MOST_PINS, HeldPin, pinned_below, pinned_on_disk
-from everwarm.engine.tiers.disk_writer import DiskWriter
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import BadRequest, EverwarmError, Forbidden
 from everwarm.state.lineage import point_of, root_key, short_key
 from everwarm.state.tier import Dropped, InSpaces, Selection, TheseStates
@@ -75,7 +75,7 @@ class CacheCommands:
             if order.action == "drop":
                 self._drop(core, order)
             elif order.node is not None and order.node < 0:
-                self._aside.submit(self._pin_on_disk, core.archive, order, view_of(core))
+                self._aside.submit(self._pin_on_disk, core.writer, order, view_of(core))
             elif order.action == "pin" and order.pin_quota is not None:
                 wish = _checked_in_ram(core, order)
                 self._aside.submit(self._pin_if_allowed, order, wish, loop)
@@ -84,18 +84,18 @@ class CacheCommands:
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is written down."""
-        node, archive = _find(core, order), core.archive
+        node, writer = _find(core, order), core.writer
         if node.parent is None:
             raise _is_root()
         (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
         said = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
-        archive.keep_pinned(node) if order.action == "pin" else archive.after_all(archive.pins.strike(node))
-        archive.after_all(lambda: self._send(m.Answer(order.id, said)))
+        writer.keep_pinned(node) if order.action == "pin" else writer.after_all(writer.pins.strike(node))
+        writer.after_all(lambda: self._send(m.Answer(order.id, said)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is gone from the disk as well; it says in whose namespace words were forgotten."""
         doomed = _out_of_ram(core, order)
-        self._aside.submit(self._drop_on_disk, core.archive, order, doomed)
+        self._aside.submit(self._drop_on_disk, core.writer, order, doomed)
 
     # on another
 
@@ -107,18 +107,18 @@ class CacheCommands:
                 self._pin(core, order)
 
         with self._telling(order.id):
-            archive = self._core.archive
-            if archive.disk.is_on and not wish.is_pinned:
-                space = short_key(root_key(archive.fingerprint, wish.namespace))
-                held = pinned_on_disk(archive.disk, space)
+            writer = self._core.writer
+            if writer.disk.is_on and not wish.is_pinned:
+                space = short_key(root_key(writer.fingerprint, wish.namespace))
+                held = pinned_on_disk(writer.disk, space)
                 _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
             loop.post(go_on)
 
-    def _pin_on_disk(self, archive: DiskWriter, order: m.CacheOrder, view: View) -> None:
+    def _pin_on_disk(self, writer: TierWriter, order: m.CacheOrder, view: TreeSnapshot) -> None:
         """What is only there; as above, the answer comes when it is written down."""
 
         def change() -> dict[str, Any]:
-            disk = archive.disk
+            disk = writer.disk
             assert kept is not None
             disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
             n_bytes = disk.size_of([kept.name, *kept.needs])
@@ -126,35 +126,35 @@ class CacheCommands:
             return {"id": order.node, "pinned": is_pinned, "bytes": n_bytes}
 
         with self._telling(order.id):
-            twig = self._lookup.disk.find(view, order.node or 0, order.namespace)
-            if twig is None:
+            node = self._lookup.disk.find(view, order.node or 0, order.namespace)
+            if node is None:
                 raise _not_found(order.node)
-            if (kept := twig.kept) is None:
+            if (kept := node.kept) is None:
                 raise _is_root()
             if order.action == "pin":
-                _require_quota(order, self._core, pinned_on_disk(archive.disk, kept.space, pin_of(kept)))
-            archive.after_all(lambda: self._answer(order.id, change))
+                _require_quota(order, self._core, pinned_on_disk(writer.disk, kept.space, pin_of(kept)))
+            writer.after_all(lambda: self._answer(order.id, change))
 
-    def _drop_on_disk(self, archive: DiskWriter, order: m.CacheOrder, doomed: DropPlan) -> None:
+    def _drop_on_disk(self, writer: TierWriter, order: m.CacheOrder, doomed: DropPlan) -> None:
         """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
 
         def forget() -> dict[str, Any]:
             selections: list[Selection] = [InSpaces(spaces)]
             if order.node is not None:
                 ways = doomed.lineages
-                on_the_way = [archive.on_prompts(way.namespace, way.prompts, way.beyond) for way in ways]
+                on_the_way = [writer.on_prompts(way.namespace, way.prompts, way.beyond) for way in ways]
                 selections = [*on_the_way, TheseStates(tuple(states))]
-            dropped = sum((archive.forget_now(what) for what in selections), doomed.dropped)
+            dropped = sum((writer.forget_now(what) for what in selections), doomed.dropped)
             return _said(order, doomed, dropped)
 
         with self._telling(order.id):
-            archive.wait_open(OPEN_WAIT_S)
-            archive.require_disk()
+            writer.wait_open(OPEN_WAIT_S)
+            writer.require_disk()
             spaces = self._lookup.disk.spaces(doomed.view, order.namespace)
             states = [] if order.node is None else self._lookup.disk.below(doomed.view, doomed.ids, order.namespace)
             if order.node is not None and order.node < 0 and not states:
                 raise _not_found(order.node)
-            archive.after_all(lambda: self._answer(order.id, forget))
+            writer.after_all(lambda: self._answer(order.id, forget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class DropPlan:
     """What somebody wants forgotten, and what of it is gone from RAM already."""
 
     namespace: str  # how those begin whose words are forgotten
-    view: View  # of the tree before
+    view: TreeSnapshot  # of the tree before
     ids: list[int]
     lineages: list[drop.Lineages]
     dropped: Dropped

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.disk_view import DiskView, Shelf, View, politely
+from everwarm.engine.inspect.disk_view import DiskSnapshot, DiskView, TreeSnapshot, with_pauses
 from everwarm.engine.process import messages as m
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
@@ -37,7 +37,7 @@ Number = Callable[[int], int]  # a core's request id to the gateway's number
 
 def version_of(core: Core) -> int:
     """Another one: something is different in RAM or on disk."""
-    return core.tree.census.version + core.archive.disk.version
+    return core.tree.census.version + core.writer.disk.version
 
 
 def summary(core: Core) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def summary(core: Core) -> dict[str, Any]:
 
 def _disk(core: Core) -> dict[str, Any] | None:
     """None: no disk tier was asked for. One that cannot be used is there, degraded and empty."""
-    disk = core.archive.disk
+    disk = core.writer.disk
     if isinstance(disk, NullDisk):
-        reason = core.archive.degraded
+        reason = core.writer.degraded
         return None if reason is None else _NO_DISK | {"reason": reason}
     return {
         "bytes": disk.n_bytes,
@@ -107,7 +107,7 @@ _NO_DISK = {
 
 def evictions(core: Core) -> dict[str, int]:
     """What good things went, by why."""
-    return {**core.keeper.counts.evictions, "disk_budget": core.archive.disk.counts.n_evicted}
+    return {**core.keeper.counts.evictions, "disk_budget": core.writer.disk.counts.n_evicted}
 
 
 # the tree
@@ -131,7 +131,7 @@ class NodePage:
     n_total: int
     next: int | None
     rows: list[NodeRow]
-    view: View
+    view: TreeSnapshot
     question: m.AskTree
 
 
@@ -168,13 +168,13 @@ def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     return NodePage(version_of(core), n_total, following, rows, view, question)
 
 
-def view_of(core: Core, shown: dict[str, Node] | None = None) -> View:
+def view_of(core: Core, shown: dict[str, Node] | None = None) -> TreeSnapshot:
     """What another thread needs to know of the tree. ``shown``: the roots that people see."""
     roots = core.tree.namespaces()
     names = {root.id: name for name, root in roots.items()}
     seen = {name: root for name, root in roots.items() if root.children} if shown is None else shown
     nodes = list(core.tree.census.by_id.values())
-    return View(nodes, names, {name: root.id for name, root in seen.items()})
+    return TreeSnapshot(nodes, names, {name: root.id for name, root in seen.items()})
 
 
 def tree_changed() -> Forbidden:
@@ -258,35 +258,33 @@ class CacheView:
 
     def finish(self, page: NodePage) -> m.TreeSeen:
         """``Forbidden`` (409) as for ``turn_page``."""
-        shelf = self.disk.look(page.view)
-        found = page.rows if shelf is None else [self._with_disk(row, shelf) for row in politely(page.rows)]
-        rows = found if page.question.words_of is None else politely(found)
+        snapshot = self.disk.snapshot(page.view)
+        found = page.rows
+        if snapshot.files.names:
+            found = [self._with_disk(row, snapshot) for row in with_pauses(page.rows)]
+        rows = found if page.question.words_of is None else with_pauses(found)
         nodes = [self._with_words(row) if row.with_words else row.seen for row in rows]
-        if shelf is None:
-            if page.question.after is not None and page.question.after < 0:
-                raise tree_changed()
-            return m.TreeSeen(page.version, page.n_total, page.next, nodes)
         following, asked = page.next, page.question
-        twigs = [t for t in shelf.forest.twigs if not asked.alone or shelf.is_in(t.space, asked.namespace)]
-        n_total = page.n_total + len(twigs)
+        on_disk = (n for n in snapshot.tree.nodes if not asked.alone or snapshot.is_in(n.space, asked.namespace))
+        n_total = page.n_total + sum(1 for _ in on_disk)
         if following is None:
-            more = self.disk.rows(shelf, page.question, page.question.limit - len(nodes))
+            more = self.disk.rows(snapshot, page.question, page.question.limit - len(nodes))
             if more is None:
                 raise tree_changed()
             nodes += more.nodes
             following = more.next
         return m.TreeSeen(page.version, n_total, following, nodes)
 
-    def _with_disk(self, row: NodeRow, shelf: Shelf) -> NodeRow:
+    def _with_disk(self, row: NodeRow, snapshot: DiskSnapshot) -> NodeRow:
         seen = row.seen
-        kept = shelf.state_at(seen.id)
-        changes: dict[str, Any] = {"n_children": seen.n_children + shelf.forest.n_children[seen.id]}
+        kept = snapshot.state_at(seen.id)
+        changes: dict[str, Any] = {"n_children": seen.n_children + snapshot.tree.n_children[seen.id]}
         if kept is not None and seen.kind is not None:
             changes["state_tiers"] = (*seen.state_tiers, "disk")
         elif kept is not None and (about := self.disk.about(kept.name)) is not None and about.cut:
             state = {"kind": about.cut, "state_tiers": ("disk",), "state_bytes": kept.size}
             changes |= {**state, "last_use": kept.used_at, "hits": kept.hits}
-        if row.segment_name in shelf.files.names:
+        if row.segment_name in snapshot.files.names:
             changes["kv_tiers"] = (*seen.kv_tiers, "disk")
         return msgspec.structs.replace(row, seen=msgspec.structs.replace(seen, **changes))
 

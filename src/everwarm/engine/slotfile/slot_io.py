@@ -32,7 +32,7 @@ from everwarm.state.namespace import is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.files import Files, sweep
-from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, Point, encode
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, SlotPoint, encode
 from everwarm.state.store.slot_file import (
     COMPANION,
     NAMESPACE,
@@ -56,7 +56,7 @@ OF_NO_NAMESPACE = (
 
 
 class SavedPoint(NamedTuple):
-    point: Point
+    point: SlotPoint
     state: Blob
     logits: Blob | None
 
@@ -106,7 +106,7 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
         if checkpoint.state is not None and core.ram.arena.is_sound(checkpoint.state):
             logits = None if checkpoint.logits is None else checkpoint.logits.view(np.uint8)
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
-            point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
+            point = SlotPoint(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
     state = core.context.capture_sequence(slot.seq, core.ram.arena.lend)
     return Saved(slot.items.first(slot.n_fed), state, tuple(points))
@@ -120,7 +120,7 @@ def _bring_back(core: Core, slot: Slot) -> None:
     prompt = slot.content.followed_by(len(slot.content), more)
     sources = core.restorer.sources(prompt, slot.namespace)
     match = core.restorer.match(prompt, slot.namespace, sources)
-    if core.fetcher.bring(prompt, slot.namespace, match):
+    if core.loader.bring(prompt, slot.namespace, match):
         match = core.restorer.match(prompt, slot.namespace, sources)
     core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
 
@@ -332,5 +332,5 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
             core.tree.drop_segment(node)
         node = parent
     core.tree.forgotten.clear(namespace)
-    core.archive.forget(content, namespace, beyond=node.n_items)
+    core.writer.forget(content, namespace, beyond=node.n_items)
     return n

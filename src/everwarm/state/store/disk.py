@@ -23,8 +23,8 @@ from pathlib import Path
 
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.eviction import DiskLimits, EvictionCandidates, candidates, ranked
 from everwarm.state.lineage import keys, point_of
-from everwarm.state.store.disk_eviction import DiskLimits, EvictionCandidates, crowd, ranked
 from everwarm.state.store.files import TEMPORARY, Files
 from everwarm.state.store.index import INDEX, Index, IndexedObject
 from everwarm.state.store.object import (
@@ -401,15 +401,15 @@ class Disk:
     def _evict(self, spare: frozenset[str], most: int) -> bool:
         """Drop what saves least until at most so many bytes are left. Whether anything went."""
         before = self.counts.n_evicted
-        while (among := self._crowd(most)) is not None and (name := self._next_victim(among, spare)) is not None:
+        while (among := self._candidates(most)) is not None and (name := self._next_victim(among, spare)) is not None:
             self.counts.n_evicted += 1
             self.drop(name)
         return self.counts.n_evicted > before
 
-    def _crowd(self, most: int) -> EvictionCandidates | None:
+    def _candidates(self, most: int) -> EvictionCandidates | None:
         with self._lock:
             limits = DiskLimits(self.budget_bytes, self._space_share)
-            return crowd(self._objects.space_bytes, self.n_bytes, limits, most)
+            return candidates(self._objects.space_bytes, self.n_bytes, limits, most)
 
     def _next_victim(self, among: EvictionCandidates, spare: frozenset[str]) -> str | None:
         """KV that no state needs goes first, then the states that save least."""

@@ -90,7 +90,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blake3: str
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SlotPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint of a slot's companion; its state, and the logits after it if they were kept, are in sections."""
 
     n_items: int
@@ -116,7 +116,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     chunks: tuple[tuple[int, int], ...] | None = None
     needs: tuple[str, ...] = ()
     reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
-    points: tuple[Point, ...] = ()  # of a slot
+    points: tuple[SlotPoint, ...] = ()  # of a slot
     main: str = ""  # digest of the file that a slot's companion belongs to
     owner: str = ""  # of a slot: a digest that only its namespace gives; "": from before files had one
     media: tuple[tuple[int, bytes, int, int, bool], ...] = ()  # of its items: see ``prompt.MediaRow``

@@ -63,7 +63,7 @@ class FinishedTurn:
         return cls(slot.node, slot.stable, int(slot.content.common_prefix(slot.node.path)), ended_at)
 
 
-class DiskWriter:
+class TierWriter:
     def __init__(
         self,
         settings: StoreSettings | None,
