@@ -36,7 +36,7 @@ def point_of(key: str, n_items: int) -> Point:
 
 def keys(root: str, prompt: Prompt, ends: Iterable[int]) -> dict[int, str]:
     """The names of the lineages that end after so many items, all in one pass. A media item counts with its whole digest:
-    its code is too short to tell pictures apart."""
+    its code is too short to tell images apart."""
     hasher = blake3.blake3(bytes.fromhex(root))
     found, done, wanted = {}, 0, set(ends)
     data = np.ascontiguousarray(prompt.codes, dtype="<i4")

@@ -1,9 +1,9 @@
-"""Which neighbouring segments of a lineage become one, so that coming back does not get dearer with every turn. Asks the
+"""Which neighbouring segments of a lineage become one, so that restoring does not get dearer with every turn. Reads the
 tree, changes nothing.
 
-A turn leaves two or three nodes behind, and libllama looks at all cells of a context for each segment that it gets. What a
-turn adds is saved in few segments; later, segments of like size are joined, so that their number grows with the logarithm
-of the turns and every byte is copied only that often. Where conversations part segments stay apart: whoever comes back to
+A turn leaves two or three nodes behind, and libllama looks at all cells of a context for each segment that it restores.
+What a turn adds is saved in few segments; later, segments of like size are joined, so that their number grows with the
+logarithm of the turns and every byte is copied only that often. Where conversations part segments stay apart: restoring
 one branch would load the other's as well.
 """
 
@@ -18,10 +18,8 @@ from everwarm.state.policy import CutKind
 from everwarm.state.tree import Node, Segment, first_message_end
 
 MOST = 4096  # tokens of a segment that is made of several
-LIKE, FEW = (
-    4,
-    32,
-)  # whoever is less than so many times as large as the next is joined with it; all below so many are alike
+LIKE = 4  # a segment less than so many times as large as the next is joined with it
+FEW = 32  # tokens: all segments below that count as so large
 MOST_SHARE = 1 / 32  # of the budget: what is evicted goes as a whole
 N_TURN = 4  # nodes that one turn leaves behind, or a retry: no conversation of its own
 
@@ -109,8 +107,9 @@ def fetched(segments: Sequence[Segment], most: int = MOST) -> list[list[Segment]
 
 
 def merged(sizes: Sequence[int], most: int = MOST) -> list[range]:
-    """Neighbours that become one: whoever is not much larger than what follows, as long as it stays small. What is left
-    gets smaller by a factor towards the end, so there is little of it; what is copied has grown by a part of itself."""
+    """Neighbours that become one: a segment is joined with the next unless it is much larger, as long as the sum is small.
+    The sizes that remain fall by a factor towards the end, so they are few; a byte is copied again only when its segment
+    has grown by a share of itself."""
     done: list[tuple[int, range]] = []
     for i, size in enumerate(sizes):
         span = range(i, i + 1)
