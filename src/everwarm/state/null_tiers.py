@@ -99,7 +99,7 @@ class NullRemote:
         return False
 
     @contextlib.contextmanager
-    def fetching(self, post: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> Iterator[RemoteFetch]:
+    def fetching(self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> Iterator[RemoteFetch]:
         raise Damaged("there is no remote store")
         yield
 

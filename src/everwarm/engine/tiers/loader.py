@@ -247,23 +247,27 @@ class Loader:
         """From the remote store if that has more than there is here; else what is here."""
         remote = self._writer.remote
         root = root_key(self._writer.fingerprint, wish.namespace)
-        post = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
-        if post is None:
+        pointer = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
+        if pointer is None:
             return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
-        n_saved = post.n_items - wish.n_have
-        if not self._is_worth_it(post.n_bytes(wish.n_kv), n_saved, self._remote_rate):
+        n_saved = pointer.n_items - wish.n_have
+        if not self._is_worth_it(pointer.n_bytes(wish.n_kv), n_saved, self._remote_rate):
             remote.counts.n_misses += 1
-            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_passed=post.n_items)
+            return (
+                self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_passed=pointer.n_items)
+            )
         patience_s = (
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._keeper.seconds_per_token / 2
         )
         try:
-            with remote.fetching(post, wish.n_kv, patience_s, self._writer.disk) as store:
-                loaded = self._load(store, post.name, post.n_items, wish)
+            with remote.fetching(pointer, wish.n_kv, patience_s, self._writer.disk) as store:
+                loaded = self._load(store, pointer.name, pointer.n_items, wish)
         except Damaged as error:
-            log.warning("%d tokens in the remote store could not be used: %s", post.n_items, error)
+            log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
             remote.counts.n_misses += 1
-            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_spoilt=post.n_items)
+            return (
+                self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_spoilt=pointer.n_items)
+            )
         remote.counts.n_hits += 1
         return replace(loaded, tier="remote")
 

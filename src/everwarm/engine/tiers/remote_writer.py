@@ -15,7 +15,7 @@ from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.state.lineage import keys
 from everwarm.state.null_tiers import NullRemote, SharedTier
 from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.pointer import SEAL_BYTES, Need, Pointer, grid_points, names_at
+from everwarm.state.remote.pointer import MAC_BYTES, Need, Pointer, grid_points, names_at
 from everwarm.state.remote.remote_tier import Parcel, RemoteTier
 from everwarm.state.store.object import ObjectHeader, ObjectPart, file_size
 from everwarm.state.tree import Node
@@ -63,10 +63,10 @@ class RemoteWriter:
         if kv is None:
             return None
         state = self._packing.state_job(root, node, kv)
-        needs = [Need(use.piece.name, use.piece.size + SEAL_BYTES, use.reach) for use in kv.uses]
-        signpost = Pointer(named[n], n, file_size(state.header, state.parts) + SEAL_BYTES, tuple(needs))
+        needs = [Need(use.piece.name, use.piece.size + MAC_BYTES, use.reach) for use in kv.uses]
+        pointer = Pointer(named[n], n, file_size(state.header, state.parts) + MAC_BYTES, tuple(needs))
         names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
-        return Parcel(tuple(_object(job) for job in (*kv.jobs, state)), signpost, tuple(names))
+        return Parcel(tuple(_object(job) for job in (*kv.jobs, state)), pointer, tuple(names))
 
 
 def _object(job: Job) -> tuple[ObjectHeader, dict[str, ObjectPart]]:

@@ -53,7 +53,7 @@ _RANKING_SHARE = 0.02  # of the time may go into that
 
 
 class DirectoryTaken(EverwarmError):
-    """Another process has this model's directory."""
+    """Another process has locked this model's directory."""
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class Disk:
             return self._files.open(self.directory / name)
         except FileNotFoundError:
             with self._lock:
-                if not (self.directory / name).exists():  # else somebody has just written it again
+                if not (self.directory / name).exists():  # else it has just been written again
                     self._forget(name)
             error = Damaged("it is gone")
         except OSError as failure:
@@ -254,11 +254,11 @@ class Disk:
         """How many bytes must go so that a file of this size can be written; 0: that was not the trouble."""
         if error.errno not in _FULL:
             return 0
-        quota = error.errno == errno.EDQUOT  # nobody says how much of it is left
+        quota = error.errno == errno.EDQUOT  # the system does not say how much of it is left
         return size + _FULL_SLACK - (0 if quota else self._files.free_bytes(self.directory))
 
     def probe(self) -> None:
-        """A tier that refused something is tried with a small file, so that it heals although nobody writes."""
+        """Try a degraded tier with a small file, so that it heals although nothing is written."""
         with self._writing:
             path = self.directory / f"{TEMPORARY}probe"
             try:
@@ -281,7 +281,7 @@ class Disk:
         self._evict(frozenset(spare | self._fresh), self.budget_bytes)
 
     def touch(self, names: Sequence[str]) -> None:
-        """Somebody used these."""
+        """Note that these were used."""
         with self._lock:
             for name in names:
                 kept = self._objects.get(name)
@@ -306,7 +306,7 @@ class Disk:
                 self._fail("pinned", error)
 
     def drop(self, name: str) -> bool:
-        """Whether it is gone. What the file system does not let go of is tried again when the tier is probed."""
+        """Whether it is gone. A file that cannot be removed is tried again when the tier is probed."""
         with self._lock:
             size = self._forget(name)
             try:
@@ -357,7 +357,7 @@ class Disk:
         return {**shown, **sizes, "disk_is_degraded": self.degraded is not None}
 
     def scan(self) -> None:
-        """Make the index say what the files say."""
+        """Bring the index up to date with the files."""
         with self._writing, self._lock:
             self._objects, self._ranking, self._stuck, self.n_bytes = ObjectTable(), None, {}, 0
             uses = self._uses()
@@ -386,7 +386,7 @@ class Disk:
     def _note_written(self, size: int) -> None:
         since, written = self._written_today
         self._written_today = (since, written + size)
-        if self.write_budget:  # a day is a day, however often somebody starts anew
+        if self.write_budget:  # a day is a day, however often the server is restarted
             with self._indexing():
                 self._index.note_written(*self._written_today)
 
@@ -512,7 +512,7 @@ def make_folder(directory: Path, files: Files) -> None:
 
 
 def hold(directory: Path) -> int:
-    """Until the descriptor is closed nobody else can. ``DirectoryTaken``: somebody does."""
+    """Lock a model's directory until the descriptor is closed. ``DirectoryTaken``: another process has it."""
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     try:

@@ -25,7 +25,7 @@ QUARANTINE = "quarantine"
 _FOLDER_NAME = re.compile(r"v(\d{1,9})-[0-9a-f]{24}")
 _MOST_NAMED = 8
 
-Tick = Callable[[int], None]  # hears of work that was done: bytes, or tokens
+Tick = Callable[[int], None]  # called with the work that was done: bytes, or tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class BrokenObject:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is certain that nobody can use it."""
+        """Whether it is certain that it cannot be used."""
         return not isinstance(self.why, Unreadable)
 
 
@@ -126,7 +126,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def foreign_folders(directory: Path) -> list[Path]:
-    """Those of other format versions, which nobody here can read."""
+    """Those of other format versions, which cannot be read here."""
     return [path for path in _all_folders(directory) if _major(path) != MAJOR]
 
 

@@ -53,7 +53,7 @@ def _is_old(lineage: Lineage, wish: PruneRequest) -> bool:
 
 
 def _within(lineages: list[Lineage], keep_bytes: int, now: float) -> list[Lineage]:
-    """As many as fit, the least valuable given up first; KV counts once and as long as somebody needs it."""
+    """As many as fit, the least valuable given up first; KV counts once and as long as a state needs it."""
     users = Counter(kv.path for lineage in lineages for kv in lineage.kv)
     n_bytes = sum({thing.path: thing.size for lin in lineages for thing in (lin.state, *lin.kv)}.values())
     entries = [_weighed(i, lineage, now) for i, lineage in enumerate(lineages)]
