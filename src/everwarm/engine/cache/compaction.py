@@ -1,7 +1,7 @@
-"""Idle work: small segments of a conversation become one, so that bringing it back does not get dearer with its turns.
+"""Idle work: joins small segments of a conversation, so that restoring it does not get dearer with its turns.
 
-``state.segment_merge`` decides which ones. Bytes are joined as they are in RAM: nothing on the device is asked for them,
-and nothing on disk is written again, for a segment remembers the objects that it consists of.
+``state.segment_merge`` decides which ones. Bytes are joined as they are in RAM: nothing is read from the device, and
+nothing on disk is written again, because a segment remembers the objects that it consists of.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Joiner:
             return False
 
     def _join(self, group: Sequence[SegmentRun]) -> bool:
-        """False: there is no room for it where it would outlive the engine."""
+        """False: the arena has no room for it, so it would not outlive the engine."""
         old = [stretch.segment.blob for stretch in group]
         whole = join(self._keeper.context, [self._used(stretch) for stretch in group])
         if not self._ram.arena.has(whole.blob):
@@ -78,7 +78,7 @@ class Joiner:
         return Segment(blob, segment.start, end.mark, segment.clean, history, 0, items, end.path, pieces)
 
     def _cut_rest(self, stretch: SegmentRun) -> None:
-        """Whoever uses a segment beyond where this lineage left it keeps that part alone."""
+        """Lineages that use a segment beyond where this one left it keep only that part."""
         segment, left_at = stretch.segment, stretch.users[-1]
         end = left_at
         while (child := next((c for c in end.children.values() if c.segment is segment), None)) is not None:

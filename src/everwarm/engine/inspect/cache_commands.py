@@ -1,6 +1,6 @@
-"""Questions about what is kept, and orders to pin or forget some of it, from frames.
+"""The engine's end of the cache API: answers questions about the cache, and pins or drops parts of it.
 
-Everything that touches the tree happens on the loop's thread, a bounded piece at a time; what can be done elsewhere is.
+Everything that touches the tree happens on the loop's thread, a bounded piece at a time; the rest on other threads.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class CacheCommands:
                     raise BadRequest(f"limit is {message.limit}; give 1 to {MAX_PAGE}")
                 loop.post(lambda core: self._turn_page(core, message))
             case m.CacheOrder():
-                loop.post(lambda core: self._obey(core, message, loop))
+                loop.post(lambda core: self._carry_out(core, message, loop))
 
     @contextmanager
-    def _telling(self, id: int) -> Iterator[None]:
-        """Whatever goes wrong is said to whoever asked."""
+    def _reporting(self, id: int) -> Iterator[None]:
+        """An error becomes the answer."""
         try:
             yield
         except EverwarmError as error:
@@ -60,18 +60,18 @@ class CacheCommands:
             self._send(m.failed(id, EverwarmError("internal error")))
 
     def _answer(self, id: int, work: Callable[[], Any]) -> None:
-        with self._telling(id):
+        with self._reporting(id):
             self._send(m.Answer(id, work()))
 
     # on the loop's thread
 
     def _turn_page(self, core: Core, question: m.AskTree) -> None:
-        with self._telling(question.id):
+        with self._reporting(question.id):
             page = turn_page(core, question, self._number)
             self._aside.submit(self._answer, question.id, lambda: self._lookup.finish(page))
 
-    def _obey(self, core: Core, order: m.CacheOrder, loop: Loop) -> None:
-        with self._telling(order.id):
+    def _carry_out(self, core: Core, order: m.CacheOrder, loop: Loop) -> None:
+        with self._reporting(order.id):
             if order.action == "drop":
                 self._drop(core, order)
             elif order.node is not None and order.node < 0:
@@ -88,25 +88,25 @@ class CacheCommands:
         if node.parent is None:
             raise _is_root()
         (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
-        said = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
+        answer = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
         writer.keep_pinned(node) if order.action == "pin" else writer.after_all(writer.pins.strike(node))
-        writer.after_all(lambda: self._send(m.Answer(order.id, said)))
+        writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
-        """The answer comes when it is gone from the disk as well; it says in whose namespace words were forgotten."""
+        """The answer comes when it is gone from the disk as well; it names the namespace whose words were forgotten."""
         doomed = _out_of_ram(core, order)
         self._aside.submit(self._drop_on_disk, core.writer, order, doomed)
 
-    # on another
+    # on another thread
 
     def _pin_if_allowed(self, order: m.CacheOrder, wish: PinWish, loop: Loop) -> None:
-        """The disk is asked here, what it says is obeyed on the loop's thread."""
+        """Checks the quota on disk here, then pins on the loop's thread."""
 
         def go_on(core: Core) -> None:
-            with self._telling(order.id):
+            with self._reporting(order.id):
                 self._pin(core, order)
 
-        with self._telling(order.id):
+        with self._reporting(order.id):
             writer = self._core.writer
             if writer.disk.is_on and not wish.is_pinned:
                 space = short_key(root_key(writer.fingerprint, wish.namespace))
@@ -115,7 +115,7 @@ class CacheCommands:
             loop.post(go_on)
 
     def _pin_on_disk(self, writer: TierWriter, order: m.CacheOrder, view: TreeSnapshot) -> None:
-        """What is only there; as above, the answer comes when it is written down."""
+        """Pin or unpin what is only on disk; as above, the answer comes when it is written down."""
 
         def change() -> dict[str, Any]:
             disk = writer.disk
@@ -125,7 +125,7 @@ class CacheCommands:
             is_pinned = point_of(kept.key, kept.n_items) in disk.pins.marked
             return {"id": order.node, "pinned": is_pinned, "bytes": n_bytes}
 
-        with self._telling(order.id):
+        with self._reporting(order.id):
             node = self._lookup.disk.find(view, order.node or 0, order.namespace)
             if node is None:
                 raise _not_found(order.node)
@@ -145,9 +145,9 @@ class CacheCommands:
                 on_the_way = [writer.on_prompts(way.namespace, way.prompts, way.beyond) for way in ways]
                 selections = [*on_the_way, TheseStates(tuple(states))]
             dropped = sum((writer.forget_now(what) for what in selections), doomed.dropped)
-            return _said(order, doomed, dropped)
+            return _drop_answer(order, doomed, dropped)
 
-        with self._telling(order.id):
+        with self._reporting(order.id):
             writer.wait_open(OPEN_WAIT_S)
             writer.require_disk()
             spaces = self._lookup.disk.spaces(doomed.view, order.namespace)
@@ -159,9 +159,9 @@ class CacheCommands:
 
 @dataclass(frozen=True, slots=True)
 class DropPlan:
-    """What somebody wants forgotten, and what of it is gone from RAM already."""
+    """What is to be forgotten, and what of it is gone from RAM already."""
 
-    namespace: str  # how those begin whose words are forgotten
+    namespace: str  # a prefix: in these namespaces words are forgotten
     view: TreeSnapshot  # of the tree before
     ids: list[int]
     lineages: list[drop.Lineages]
@@ -169,7 +169,7 @@ class DropPlan:
 
 
 def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
-    """With everything that could quote it: words are forgotten in whole namespaces, whatever node is named."""
+    """With everything that could quote it: words are forgotten in the whole namespace, whatever node is named."""
     is_in_ram = order.node is not None and order.node >= 0
     namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
     drop.forget_ahead(core, namespace)
@@ -186,7 +186,7 @@ def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     return DropPlan(namespace, view, ids, lineages, dropped)
 
 
-def _said(order: m.CacheOrder, doomed: DropPlan, dropped: Dropped) -> dict[str, Any]:
+def _drop_answer(order: m.CacheOrder, doomed: DropPlan, dropped: Dropped) -> dict[str, Any]:
     about = {"id": order.node, "dropped": dropped.n_objects, "bytes": dropped.n_bytes}
     return {**about, "namespace": doomed.namespace}
 
@@ -200,7 +200,7 @@ def _is_root() -> BadRequest:
 
 
 def _find(core: Core, order: m.CacheOrder) -> Node:
-    """Whether others have such a node is nobody's business."""
+    """``Forbidden`` (404) also for a node of another namespace, so that its existence is not revealed."""
     node = None if order.node is None else core.tree.census.by_id.get(order.node)
     if node is None or not core.tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)
@@ -209,7 +209,7 @@ def _find(core: Core, order: m.CacheOrder) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class PinWish:
-    """A node that a user wants pinned: whether it is, whose it is, and what of its path is not pinned yet."""
+    """A node that a user wants to pin: whether it is pinned, its namespace, and the bytes of its path that are not yet."""
 
     is_pinned: bool
     namespace: str

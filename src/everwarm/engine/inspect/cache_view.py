@@ -1,7 +1,7 @@
-"""Looking into what is kept: numbers, and the tree page by page. Reads only; decides and changes nothing.
+"""What the cache API shows: numbers, and the tree page by page. Reads only; decides and changes nothing.
 
 ``summary`` and ``turn_page`` run on the loop's thread and do a bounded amount of work there. What costs more, the words and
-what is on disk, ``finish`` looks up on another thread, from what nobody changes any more.
+what is on disk, ``finish`` looks up on another thread, from values that do not change any more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Number = Callable[[int], int]  # a core's request id to the gateway's number
 
 
 def version_of(core: Core) -> int:
-    """Another one: something is different in RAM or on disk."""
+    """Changes with everything in RAM or on disk."""
     return core.tree.census.version + core.writer.disk.version
 
 
@@ -77,7 +77,7 @@ def summary(core: Core) -> dict[str, Any]:
 
 
 def _disk(core: Core) -> dict[str, Any] | None:
-    """None: no disk tier was asked for. One that cannot be used is there, degraded and empty."""
+    """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
     disk = core.writer.disk
     if isinstance(disk, NullDisk):
         reason = core.writer.degraded
@@ -106,7 +106,7 @@ _NO_DISK = {
 
 
 def evictions(core: Core) -> dict[str, int]:
-    """What good things went, by why."""
+    """How many usable checkpoints went, by reason."""
     return {**core.keeper.counts.evictions, "disk_budget": core.writer.disk.counts.n_evicted}
 
 
@@ -125,7 +125,7 @@ class NodeRow(msgspec.Struct, frozen=True):  # made by the thousand on the loop'
 
 @dataclass(frozen=True, slots=True)
 class NodePage:
-    """What of a page is in RAM, and what is asked for after it."""
+    """The part of a page that is in RAM, and the question, for what follows it on disk."""
 
     version: int
     n_total: int
@@ -248,7 +248,7 @@ def _row(node: Node, namespace: str, moment: _Snapshot, *, with_words: bool) -> 
 
 @dataclass(slots=True)
 class CacheView:
-    """Where the disk and the vocabulary are asked."""
+    """Completes pages with what is on disk, and with words."""
 
     core: Core
     disk: DiskView = field(init=False)
@@ -264,11 +264,12 @@ class CacheView:
             found = [self._with_disk(row, snapshot) for row in with_pauses(page.rows)]
         rows = found if page.question.words_of is None else with_pauses(found)
         nodes = [self._with_words(row) if row.with_words else row.seen for row in rows]
-        following, asked = page.next, page.question
-        on_disk = (n for n in snapshot.tree.nodes if not asked.alone or snapshot.is_in(n.space, asked.namespace))
+        following = page.next
+        question = page.question
+        on_disk = (n for n in snapshot.tree.nodes if not question.alone or snapshot.is_in(n.space, question.namespace))
         n_total = page.n_total + sum(1 for _ in on_disk)
         if following is None:
-            more = self.disk.rows(snapshot, page.question, page.question.limit - len(nodes))
+            more = self.disk.rows(snapshot, question, question.limit - len(nodes))
             if more is None:
                 raise tree_changed()
             nodes += more.nodes

@@ -1,7 +1,7 @@
 """The states that are only on disk, as nodes of the tree: what the index knows places them, their headers describe them.
 
-Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers what they
-said. An object that goes meanwhile, or whose header is damaged, is not there.
+Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers them. An
+object that goes meanwhile, or whose header is damaged, is not shown. Nothing is built before the tree is first looked at.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TreeSnapshot:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Others: other nodes. Whoever comes has a greater id than all before."""
+        """Changes with the set of nodes: a new one has a greater id than all before."""
         return len(self.nodes), self.nodes[-1].id if self.nodes else 0, *self.roots.values()
 
 
@@ -71,7 +71,7 @@ class StoredFiles:
 
 @dataclass(frozen=True, slots=True)
 class DiskSnapshot:
-    """What is on disk, seen from a tree."""
+    """What is on disk, and where it hangs in the tree in RAM."""
 
     files: StoredFiles
     tree: DiskTree
@@ -86,7 +86,7 @@ class DiskSnapshot:
         return point_of(kept.key, kept.n_items) in self.files.marked
 
     def namespace(self, space: str) -> str:
-        """The beginning of a hash that nobody has used since the start stands for what it is the hash of."""
+        """A space whose namespace has not been used since the start is shown as it is."""
         return self.spaces.get(space, space)
 
     def is_in(self, space: str, namespace: str) -> bool:
@@ -176,7 +176,7 @@ class DiskView:
     # rows
 
     def rows(self, snapshot: DiskSnapshot, question: m.AskTree, room: int) -> Rows | None:
-        """At most so many, from the place that is asked for or from the beginning. None: that place is not there."""
+        """At most ``room`` rows, from ``after`` on or from the beginning. None: that place is not there."""
         nodes, after = snapshot.tree.nodes, question.after
         at = 0
         if after is not None and after < 0:
@@ -274,13 +274,13 @@ def _seen(node: DiskNode, about: DiskNodeMeta | None, snapshot: DiskSnapshot, *,
 
 
 def _words(words: str, n_above: int) -> str:
-    """How the text begins is said where it does."""
+    """A header has the beginning and the end of the text; below another node only the end is shown."""
     _, between, end = words.rpartition(BETWEEN)
     return f"… {end}" if n_above and between else words
 
 
 def with_pauses(things: Iterable[T], every: int = PAUSE_EVERY) -> Iterator[T]:
-    """With pauses: the loop's thread waits for the interpreter no longer than a few of them take."""
+    """Sleeps briefly every so often, so that the loop's thread does not wait long for the interpreter."""
     for i, thing in enumerate(things):
         if i % every == 0:
             time.sleep(1e-4)

@@ -2,8 +2,8 @@
 
 ``capture``, ``put_back`` and ``erase`` run on the loop's thread while the slot is idle; ``write`` and ``read`` do the file
 work and may run anywhere. The main file is llama.cpp's; the companion holds every checkpoint of the conversation, so that
-after a restore any next request is warm, not only one that goes on, and says which model and whose the file is: one that
-nobody vouches for is refused, or kept apart from everything else (``unverified``).
+after a restore any next request is warm, not only one that goes on, and says which model and namespace the file belongs to:
+a file without one is refused, or kept apart from everything else (``unverified``).
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place)
             "be restored by an admin of a server that was started with --trust-slot-files"
         )
     main = read_main_file(fd, max_tokens, place)
-    if main.has_pictures:
+    if main.has_images:
         raise UnknownOrigin("it holds pictures, and it has no companion that says which")
     return Saved(Prompt.of_tokens(main.cells), main.state, unverified=main.digest), main.n_bytes
 
@@ -223,7 +223,7 @@ class Main:
     n_bytes: int
 
     @property
-    def has_pictures(self) -> bool:
+    def has_images(self) -> bool:
         return int(self.cells.min()) < 0
 
     @cached_property

@@ -1,13 +1,14 @@
 """Pins that outlive the engine: written down beside the objects on disk, and set again on nodes that come back to RAM.
 
-The loop's thread says what is to be written and marks nodes; hashing and writing are jobs for the disk's own. Nothing here
-is about memory that a device copies from: that is ``pinning``.
+The loop's thread makes the jobs and pins nodes; hashing and writing happen when the disk's thread does the jobs. Pinning
+memory for a device is something else: see ``pinned_arena``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
@@ -21,17 +22,18 @@ MOST_PINS = 256  # of one namespace, unless an admin pins
 Job = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedDisk:
-    """Where pins are written down."""
+class PinnedStore(Protocol):
+    """Where pins are written down; the disk tier may come and go."""
 
-    disk: DiskTier
-    fingerprint: str
+    @property
+    def disk(self) -> DiskTier: ...
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPin:
-    """What somebody's pins keep."""
+    """How much a namespace has pinned."""
 
     n_pins: int
     n_bytes: int
@@ -48,50 +50,49 @@ def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> HeldPin:
 
 
 class PinBoard:
-    def __init__(self, tree: Tree, ram: Ram, where: Callable[[], PinnedDisk]) -> None:
+    def __init__(self, tree: Tree, ram: Ram, store: PinnedStore) -> None:
         self._tree = tree
         self._ram = ram
-        self._where = where
+        self._store = store
 
     def renew(self, namespace: str, prompt: Prompt, n_items: int) -> None:
-        """Pin again what of these items was pinned. They are in the tree."""
-        where = self._where()
-        if not where.disk.pins.marked:
+        """Pin the nodes again that were pinned on the way of these items, which are in the tree."""
+        pins = self._store.disk.pins
+        if not pins.marked:
             return
-        root = root_key(where.fingerprint, namespace)
-        wanted = {pin.key: pin.n_items for pin in where.disk.pins.all() if pin.space == short_key(root)}
+        root = root_key(self._store.fingerprint, namespace)
+        wanted = {pin.key: pin.n_items for pin in pins.all() if pin.space == short_key(root)}
         ends = {n for n in wanted.values() if 0 < n <= n_items}
         for n, key in keys(root, prompt, ends).items() if ends else ():
             if wanted.get(key) == n:
                 self._ram.pin(self._tree.grow(self._tree.root(namespace), prompt, n))
 
     def note(self, node: Node) -> Job:
-        """A job: write down that the node is pinned."""
+        """A job that writes down that the node is pinned."""
         namespace, path, at = self._tree.namespace(node), node.path, node.n_items
         ends = sorted(n.n_items for n in node.lineage())
 
         def write() -> None:
-            where = self._where()
-            root = root_key(where.fingerprint, namespace)
+            root = root_key(self._store.fingerprint, namespace)
             named = keys(root, path, ends)
             above = tuple(point_of(named[n], n) for n in ends if n != at)
-            where.disk.pin(Pin(named[at], at, short_key(root), above))
+            self._store.disk.pin(Pin(named[at], at, short_key(root), above))
 
         return write
 
     def strike(self, node: Node) -> Job:
-        """A job: write down that the node is pinned no longer."""
+        """A job that writes down that the node is pinned no longer."""
         namespace, path, at = self._tree.namespace(node), node.path, node.n_items
 
         def write() -> None:
-            where = self._where()
-            where.disk.unpin(keys(root_key(where.fingerprint, namespace), path, (at,)).values())
+            root = root_key(self._store.fingerprint, namespace)
+            self._store.disk.unpin(keys(root, path, (at,)).values())
 
         return write
 
 
 def pinned_below(node: Node) -> Iterator[Node]:
-    """The pinned ones at or below a node."""
+    """The pinned nodes at or below a node."""
     todo = [node] if node.n_pinned else []
     while todo:
         at = todo.pop()

@@ -1,8 +1,8 @@
-"""From the disk or the remote store back into the tree: what a prompt needs is read and verified on other threads, then
-laid where it belongs.
+"""From the disk or the remote store back into the tree: other threads read and verify what a prompt needs, then the loop's
+thread hangs it into the tree.
 
-The loop's thread decides and lays; it never waits for a file while there is anything else to do. Everything here may fail
-without harm: then a prompt is read again.
+The loop's thread decides, and never waits for a file while there is anything else to do. Everything here may fail without
+harm: then a prompt is read again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger("everwarm.archive")
 
 FIRST_READ_RATE = 500e6  # bytes per second, until measured
 FIRST_REMOTE_RATE = 100e6
-PATIENCE_S = 60.0  # for an answer of the remote store that is wanted whatever it takes
+PATIENCE_S = 60.0  # for the remote store where the policy is ``always``
 N_READERS = 4
 N_FETCHERS = 4  # prompts at once that are looked up or brought back; two keep the readers busy
-MAX_LENGTHS_HERE = 256  # digests of a prompt that the loop's thread computes itself to find it on disk
+MAX_LENGTHS_HERE = 256  # digests of a prompt: up to so many the loop's thread computes itself to find it on disk
 _RATE_MEMORY = 0.7
 _MIB = 1 << 20
 
@@ -54,7 +54,7 @@ class LoadedPoint:
     segments: list[tuple[Segment, int]]
     seconds: float
     tier: str = "disk"
-    exact: bool = False  # it goes in place of what is here of other readings
+    exact: bool = False  # it replaces what is in the tree of other readings
 
     @property
     def n_bytes(self) -> int:
@@ -64,12 +64,12 @@ class LoadedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What other tiers did for a prompt, in items of it."""
+    """What the tiers beyond RAM did for a prompt, in items of it."""
 
     n_items: int = 0  # brought into the tree
-    n_passed: int = 0  # there, but reading them again is faster
-    n_spoilt: int = 0  # there, but they could not be used
-    n_elsewhere: int = 0  # there, for another fingerprint
+    n_passed: int = 0  # found, but reading them again is faster
+    n_spoilt: int = 0  # found, but damaged
+    n_elsewhere: int = 0  # found for another fingerprint
     tier: str = "disk"
 
 
@@ -93,12 +93,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a prompt could use, and what is here already."""
+    """A prompt, and what of it is in RAM already."""
 
     prompt: Prompt
     namespace: str
     ends: tuple[int, ...]
-    n_have: int  # items that can be gone on from
+    n_have: int  # items up to the deepest state that can be restored
     n_kv: int
     n_shared: int
     exact: bool = False  # only with KV of the same clean reading
@@ -110,7 +110,7 @@ class LoadRequest:
 
 
 def _n_here(wish: LoadRequest, found: IndexedObject | Brought) -> int:
-    """Items that can be gone on from without the remote store."""
+    """Items up to the deepest state that can be restored without the remote store."""
     return found.n_items if isinstance(found, IndexedObject) else wish.n_have
 
 
@@ -142,15 +142,15 @@ class Loader:
         self._readers.shutdown()
 
     def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
-        """Lay into the tree the deepest point that is kept and worth it. Returns where it is; 0: there was none."""
+        """Load the deepest stored point that is worth it, and wait for it. Returns its items; 0: there was none."""
         fetch = self.seek(prompt, namespace, match)
         return self.lay(fetch).n_items if isinstance(fetch, Fetch) else 0
 
     def seek(
         self, prompt: Prompt, namespace: str, match: Match, ends: tuple[int, ...] = (), *, exact: bool = False
     ) -> Fetch | Brought:
-        """Begin to read the deepest kept point that is worth it, on other threads; or say what there is instead.
-        ``exact``: what is here counts only if it is of one clean reading."""
+        """Begin to read the deepest stored point that is worth it, on other threads; else say why there is none.
+        ``exact``: what is in RAM counts only if it is of one clean reading."""
         if is_unverified(namespace):
             return Brought()  # nothing of it was ever written
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
@@ -171,7 +171,7 @@ class Loader:
         return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, wish, found))
 
     def _bring(self, wish: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
-        """``None``: what is on disk is still to be found; among many states that takes its time."""
+        """On another thread. ``found`` is None where the disk is still to be searched: with many states that takes time."""
         found = self._on_disk(wish) if found is None else found
         if self._may_remote_help(wish, found):
             return self._from_remote(wish, found)
@@ -184,7 +184,7 @@ class Loader:
         return n_new > GUARD and self._writer.remote.answers_within(read_s)
 
     def _on_disk(self, wish: LoadRequest) -> IndexedObject | Brought:
-        """The deepest point on disk that is worth it, or what there is instead."""
+        """The deepest point on disk that is worth loading; else why there is none."""
         disk = self._writer.disk
         if not disk.is_on:
             return Brought()
@@ -192,15 +192,15 @@ class Loader:
         kept = disk.find(root, wish.prompt, len(wish.prompt) - 1)
         if kept is None or kept.n_items <= wish.n_have + GUARD:
             is_more_new = len(wish.prompt) - max(wish.n_have, wish.n_shared) > GUARD
-            elsewhere = self._writer.elsewhere
-            return Brought(n_elsewhere=elsewhere.n_known(wish.namespace, wish.prompt) if is_more_new else 0)
+            foreign = self._writer.foreign_prompts
+            return Brought(n_elsewhere=foreign.n_known(wish.namespace, wish.prompt) if is_more_new else 0)
         n_bytes = disk.size_of([kept.name, *kept.needs])
         if not self._is_worth_it(n_bytes, kept.n_items - wish.n_have, self._read_rate):
             return Brought(n_passed=kept.n_items)
         return kept
 
     def lay(self, fetch: Fetch) -> Brought:
-        """What was read, into the tree."""
+        """Hang what was read into the tree."""
         try:
             loaded = fetch.future.result()
         except Damaged as error:
@@ -244,7 +244,7 @@ class Loader:
     # the remote store
 
     def _from_remote(self, wish: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
-        """From the remote store if that has more than there is here; else what is here."""
+        """From the remote store if that has more than the disk; else what the disk has."""
         remote = self._writer.remote
         root = root_key(self._writer.fingerprint, wish.namespace)
         pointer = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
@@ -296,14 +296,14 @@ class Loader:
         return LoadedPoint(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=wish.exact)
 
     def _joined(self, parts: list[tuple[Segment, int]]) -> list[tuple[Segment, int]]:
-        """What many small objects hold, as few segments: each takes libllama its time."""
+        """Many small objects as few segments: restoring each takes libllama its time."""
         whole = [segment for segment, reach in parts if reach == segment.n_stop]
         rest = [(segment, reach) for segment, reach in parts if reach < segment.n_stop]
         made = [segment for group in fetched(whole, self._keeper.most_joined) for segment in self._as_one(group)]
         return sorted([*((segment, segment.n_stop) for segment in made), *rest], key=lambda part: part[1])
 
     def _as_one(self, group: list[Segment]) -> list[Segment]:
-        """Unless they do not belong together: restoring them will say so."""
+        """One segment, unless they do not belong together: restoring them will then show it."""
         try:
             return [join(self._keeper.context, group)] if len(group) > 1 else group
         except StateRejected:
@@ -312,7 +312,7 @@ class Loader:
     def _load_segment(
         self, store: PointStore, wish: LoadRequest, n_kv: int, name: str, reach: int
     ) -> tuple[Segment, int] | None:
-        """None: its KV is here already."""
+        """None: its KV is in RAM already."""
         if reach <= n_kv:
             return None
         with store.reading(name) as reader:

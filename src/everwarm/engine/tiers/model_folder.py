@@ -1,4 +1,7 @@
-"""What an engine writes about itself into its folder, and what it learns from the engines before it: how fast they read."""
+"""What an engine writes into its folder about its model, and what it learns from earlier engines: how fast they read.
+
+``state.store.folder_meta`` is the format.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ WORTH_WRITING = 0.1  # by how much the speed has to change
 
 
 class ModelFolder:
-    """On the archive's thread; whatever fails here costs nobody anything."""
+    """On the disk's thread. A failure is logged and changes nothing else."""
 
     def __init__(self, folder: Path, fingerprint: str, keeper: Keeper) -> None:
         self._folder = folder
@@ -45,8 +48,9 @@ class ModelFolder:
 
     def renew(self) -> None:
         """Write down the speed if it has changed."""
-        now, said = self._keeper.seconds_per_token, self._about.seconds_per_token
-        if now == self._unmeasured or (said is not None and abs(now / said - 1) < WORTH_WRITING):
+        now = self._keeper.seconds_per_token
+        written = self._about.seconds_per_token
+        if now == self._unmeasured or (written is not None and abs(now / written - 1) < WORTH_WRITING):
             return
         self._about = msgspec.structs.replace(self._about, seconds_per_token=now)
         self._write(self._about)

@@ -1,4 +1,4 @@
-"""A point of the tree as objects: the state there, and the KV that leads to it. Where they go others know."""
+"""Turns a point of the tree into objects: the state there, and the KV that leads to it. Knows no tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Segments = list[tuple[Segment, int]]  # each with up to which item it is used
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One object to write, with its parts as they are in RAM: nobody changes them."""
+    """One object to write, with its parts as they are in RAM: they are never changed."""
 
     header: ObjectHeader
     parts: dict[str, ObjectPart]

@@ -1,6 +1,7 @@
-"""From the tree to the remote store: what is worth its bytes to other servers.
+"""From the tree to the remote store: decides what is worth its bytes to other servers.
 
-Where the next turn of a conversation goes on, and the crossings above it. Everything else others can read again from there.
+That is the point where the next turn of a conversation goes on, and the shared points above it. Everything else other
+servers can read again from there.
 """
 
 from __future__ import annotations

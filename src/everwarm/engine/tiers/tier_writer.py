@@ -1,7 +1,8 @@
-"""From the tree to the disk and the remote store: what of a finished turn is written; ``fetch`` is the way back.
+"""From the tree to the disk and the remote store: decides what of a finished turn is written. ``loader`` is the way back.
 
-A turn writes the KV that is new and one state, and the states of crossings once. Everything here may fail without harm:
-then a prompt is read again. The loop's thread decides and reads; one thread of its own hashes, writes and syncs.
+A turn writes the KV that is new and one state, and the states of shared points once. Everything here may fail without harm:
+then a prompt is read again. The loop's thread decides and packs; a thread of its own opens the disk tier, tries it again
+while it is degraded, and hashes, writes and syncs. Where no tier is configured nothing is opened and nothing is written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.shared_points import is_worth_it, shared_points
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_pins import PinBoard, PinnedDisk, pinned_below
+from everwarm.engine.tiers.disk_pins import PinBoard, pinned_below
 from everwarm.engine.tiers.model_folder import ModelFolder
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.engine.tiers.ram import Ram
@@ -39,7 +40,7 @@ from everwarm.types import Blob
 log = logging.getLogger("everwarm.archive")
 
 RETRY_S = (1.0, 30.0)  # the first and the longest wait before a degraded disk tier is tried again
-OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, whoever else runs
+OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, though other requests run
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_DUE = 4096  # turns that wait for the disk to catch up
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
@@ -55,7 +56,7 @@ class FinishedTurn:
 
     end: Node
     stable: int | None
-    n_asked: int  # beyond it lies what was read ahead
+    n_asked: int  # items of the request and its reply; what lies beyond was prewarmed
     ended_at: float
 
     @classmethod
@@ -82,22 +83,20 @@ class TierWriter:
         self._is_right = is_right
         self._is_wanted = settings is not None or remote is not None
         self._packing = Packing(keeper, words)
-        self.pins = PinBoard(keeper.tree, ram, lambda: PinnedDisk(self.disk, self.fingerprint))
+        self.pins = PinBoard(keeper.tree, ram, self)
         self._is_always = settings is not None and settings.restore_policy == "always"
-        self.fingerprint = ""
+        self.fingerprint: str = ""  # until the model's digest is known
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
-        self._due: dict[
-            int, FinishedTurn
-        ] = {}  # turns that were not handed over yet, by the id of their end, oldest first
-        self._writing: dict[int, float] = {}  # when those ended that were
+        self._due: dict[int, FinishedTurn] = {}  # not handed to the thread yet, by the id of their end, oldest first
+        self._writing: dict[int, float] = {}  # when the turns ended that the thread is writing
         self._opened = threading.Event()
         self.disk: DiskTier = NullDisk()
-        self.trouble: str | None = None  # why there is no disk tier although one was asked for
+        self.trouble: str | None = None  # why there is no disk tier although one is configured
         self._remote_writer = RemoteWriter(keeper, self._packing)
-        self.elsewhere = NOWHERE
-        self._signature: ModelFolder | None = None
+        self.foreign_prompts = NOWHERE
+        self._model_folder: ModelFolder | None = None
         self._retry_at: float | None = None
         self._retry_wait_s = RETRY_S[0]
         self._is_healing = False
@@ -108,18 +107,18 @@ class TierWriter:
 
     @property
     def is_opening(self) -> bool:
-        """Not known yet what is on disk, perhaps because a large model's digest takes its time."""
+        """What is on disk is not known yet, perhaps because a large model's digest takes its time."""
         return not self._opened.is_set()
 
     @property
     def is_unsettled(self) -> bool:
-        """There may be something to write soon although nobody asks for anything."""
+        """There may be something to write soon although no request comes."""
         is_well = self.degraded is None and not self._is_healing and not self._has_healed.is_set()
         return self.is_opening or self.is_behind or not is_well
 
     @property
     def degraded(self) -> str | None:
-        """Why the disk tier does not do all that was asked of it; None: it does, or none was asked for."""
+        """Why the disk tier does not work as configured; None: it does, or none is configured."""
         return self.disk.degraded if self.disk.is_on else self.trouble
 
     def wait_open(self, seconds: float) -> None:
@@ -158,13 +157,13 @@ class TierWriter:
 
     @property
     def is_behind(self) -> bool:
-        """The disk is slower than what is to be written: turns wait in RAM until it has caught up."""
+        """Too much waits to be written: turns stay in RAM until the disk has caught up."""
         return self._n_sent - self._n_done > MAX_QUEUED
 
     # keeping
 
     def tidy(self, slots: Sequence[Slot]) -> bool:
-        """One piece of idle work: offer a finished turn to the disk. False: there is none, or not yet."""
+        """One piece of idle work: offer a finished turn to the tiers. False: there is none, or not yet."""
         if self.is_opening or self.is_behind:
             return False
         self._offer_again(slots)
@@ -176,14 +175,14 @@ class TierWriter:
         return self._offer_due(time.monotonic())
 
     def _offer_again(self, slots: Sequence[Slot]) -> None:
-        """What was offered while the disk tier was degraded may not have been written."""
+        """After the disk tier has healed: what was offered while it was degraded may not have been written."""
         if self._has_healed.is_set():
             self._has_healed.clear()
             for slot in slots:
                 slot.is_archived = False
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
-        """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
+        """The same for a turn that ended a while ago, while other requests run: a busy engine is never idle."""
         if self.is_opening or self.is_behind or not self._is_wanted:
             return
         for slot in slots:
@@ -196,7 +195,7 @@ class TierWriter:
         self._offer_due(now - OVERDUE_S)
 
     def note_end(self, slot: Slot, ended_at: float) -> None:
-        """A turn has ended, and is in RAM: it is handed over in time, also if its slot is needed again before."""
+        """A turn has ended and is in RAM: it is handed to the thread in time, also if its slot is needed again before."""
         if self._settings is not None:
             self._due.pop(slot.node.id, None)
             self._due[slot.node.id] = FinishedTurn.of(slot, ended_at)
@@ -204,7 +203,7 @@ class TierWriter:
                 del self._due[next(iter(self._due))]
 
     def offer_ended(self, slot: Slot) -> str | None:
-        """A turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
+        """Offer a turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
         if self.is_opening or self.is_behind:
             return None
         slot.is_archived = True
@@ -214,7 +213,7 @@ class TierWriter:
         return name
 
     def _offer_due(self, until: float) -> bool:
-        """The oldest turn, if it ended before then. False: there is none."""
+        """Offer the oldest turn that waits, if it ended before ``until``. False: there is none."""
         turn = next(iter(self._due.values()), None)
         if turn is None or turn.ended_at > until:
             return False
@@ -224,7 +223,7 @@ class TierWriter:
         return True
 
     def _copy_down(self, slot: Slot) -> None:
-        """To RAM, as idle work would: the one state that the next turn needs, and the KV before it."""
+        """Copy to RAM what idle work would copy: the one state that the next turn needs, and the KV before it."""
         node = _point(slot.node.lineage()) or slot.node
         if node.checkpoint is not None and node.checkpoint.parked is not None:
             self._keeper.copy_down(node)
@@ -253,19 +252,19 @@ class TierWriter:
         if disk.is_on:
             self._writing[end.id] = turn.ended_at
             name = self._keep(disk, node)
-            self._keep_crossings(disk, node)
+            self._keep_shared_points(disk, node)
             self._jobs.put(lambda: self._writing.pop(end.id, None))
         self._remote_writer.offer(node, is_hinted=turn.stable is not None)
         return name
 
-    def _keep_crossings(self, disk: DiskTier, node: Node) -> None:
-        """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
+    def _keep_shared_points(self, disk: DiskTier, node: Node) -> None:
+        """The shared points above the node: their KV is part of the node's, so only their states are new."""
         for point in shared_points(self._keeper, node):
             if is_worth_it(self._keeper, point, is_always=self._is_always):
                 self._keep(disk, point)
 
     def keep_pinned(self, node: Node) -> None:
-        """Write it down, and the point itself if it can be gone on from and is in RAM."""
+        """Write the pin down, and the point itself if its state is in RAM."""
         if node.root().is_volatile:
             return
         self._jobs.put(self.pins.note(node))
@@ -316,7 +315,7 @@ class TierWriter:
         return sum((tier.forget(what) for tier in self.tiers), Dropped())
 
     def require_disk(self) -> None:
-        """Whoever wants something forgotten must hear that what is on disk cannot be."""
+        """``EngineStopped``: a configured disk tier is not open, so what it keeps cannot be forgotten now."""
         if self._settings is not None and not self.disk.is_on:
             raise EngineStopped(
                 "it is dropped from RAM, but the disk tier cannot be reached now (GET /cache has the reason), and what it "
@@ -324,11 +323,11 @@ class TierWriter:
             )
 
     def after_all(self, job: Done) -> None:
-        """Do something on the disk's thread, when everything offered so far is durable or has failed."""
+        """Run a job on the disk's thread, when everything offered so far is durable or has failed."""
         self._jobs.put(job)
 
     def _worth_writing(self, turn: FinishedTurn) -> Node | None:
-        """One point per turn: where the next turn will go on from, as far as anybody knows."""
+        """One point per turn: where the next turn is expected to go on from."""
         end = turn.end
         lineage = end.lineage()
         if not self._keeper.context.kind.needs_checkpoints and lineage:
@@ -345,7 +344,7 @@ class TierWriter:
         done.wait()
 
     def flush_all(self) -> None:
-        """The same, and what was offered to the remote store is there, too, if that answers in time."""
+        """The same, and everything offered to the remote store is there, too, if that answers in time."""
         self.flush()
         if not self.remote.flush():
             log.warning("not everything was written to the remote store in time")
@@ -370,10 +369,10 @@ class TierWriter:
                 continue
             if job is None:
                 return
-            if self._retry_in_s() == 0.0:  # somebody who always has something to write waits for nothing
+            if self._retry_in_s() == 0.0:  # a queue that is never empty does not time out
                 self._heal(fingerprint)
-            if self._signature is not None:
-                self._signature.renew()
+            if self._model_folder is not None:
+                self._model_folder.renew()
             if callable(job):
                 job()
             else:
@@ -381,7 +380,7 @@ class TierWriter:
             del job  # and what it would write
 
     def _try(self, what: str, opens: Callable[[str], None], fingerprint: Callable[[], str]) -> str | None:
-        """Why it cannot be opened; None: it is. Said once for as long as the reason is the same."""
+        """Why it cannot be opened; None: it is open. Logged once for as long as the reason is the same."""
         try:
             self.fingerprint = self.fingerprint or fingerprint()
             opens(self.fingerprint)
@@ -405,7 +404,7 @@ class TierWriter:
         return max(0.0, self._retry_at - time.monotonic())
 
     def _heal(self, fingerprint: Callable[[], str]) -> None:
-        """Another server may have gone, a file system may be writable again."""
+        """Try a degraded tier again: another server may have gone, a file system may be writable again."""
         self._is_healing = True
         if isinstance(self.disk, NullDisk):
             self.trouble = self._try("on disk", self._open, fingerprint)
@@ -422,7 +421,7 @@ class TierWriter:
             if are_sound(job.parts.values(), self._is_sound):
                 disk.put(job.header, job.parts)
         except Exception:
-            log.exception("an object was not kept")  # whoever waits for a flush must not wait for ever
+            log.exception("an object was not kept")  # a caller of ``flush`` must not wait for ever
         self._n_done += job.size
         self._on_the_way.discard(name_of(job.header))
 
@@ -447,15 +446,15 @@ class TierWriter:
         disk.budget_bytes = min(disk.budget_bytes, room)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
-        self.elsewhere = find_foreign_prompts(directory, fingerprint)
+        self.foreign_prompts = find_foreign_prompts(directory, fingerprint)
         self.disk = disk
-        self._signature = ModelFolder(place, fingerprint, self._keeper)
+        self._model_folder = ModelFolder(place, fingerprint, self._keeper)
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:
-    """Where the next turn will go on from: the last stable point, else the last one that anybody asked for."""
+    """Where the next turn will go on from: the last stable point, else the last checkpoint that was not prewarmed."""
     kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None]
-    asked = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
-    stable = [(n, kind) for n, kind in asked if kind is CutKind.STABLE]
-    best = stable or asked
+    requested = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
+    stable = [(n, kind) for n, kind in requested if kind is CutKind.STABLE]
+    best = stable or requested
     return best[-1][0] if best else None
