@@ -23,10 +23,17 @@ log = logging.getLogger("everwarm.engine")
 
 def join(context: Context, segments: Sequence[Segment]) -> Segment:
     """Segments that follow each other as one. Safe on any thread."""
-    blob = context.join_segments([segment.blob for segment in segments])
     first, last = segments[0], segments[-1]
-    items, pieces = (first.n_start, last.n_stop), tuple(piece for s in segments for piece in s.pieces)
-    return Segment(blob, first.start, last.stop, last.clean, last.chunks, 0, items, last.path, pieces)
+    return Segment(
+        context.join_segments([segment.blob for segment in segments]),
+        start=first.start,
+        stop=last.stop,
+        clean=last.clean,
+        chunks=last.chunks,
+        items=(first.n_start, last.n_stop),
+        path=last.path,
+        pieces=tuple(piece for segment in segments for piece in segment.pieces),
+    )
 
 
 class Joiner:
@@ -71,11 +78,16 @@ class Joiner:
         self._ram.require_sound(segment.blob)
         if end.mark == segment.stop:
             return segment
-        blob = self._keeper.context.cut_segment(segment.blob, segment.start, end.mark)
-        history = None if segment.chunks is None else history_over(segment.chunks, end.n_items)
-        pieces = tuple(piece for piece in segment.pieces if piece.n_start < end.n_items)
-        items = (segment.n_start, end.n_items)
-        return Segment(blob, segment.start, end.mark, segment.clean, history, 0, items, end.path, pieces)
+        return Segment(
+            self._keeper.context.cut_segment(segment.blob, segment.start, end.mark),
+            start=segment.start,
+            stop=end.mark,
+            clean=segment.clean,
+            chunks=None if segment.chunks is None else history_over(segment.chunks, end.n_items),
+            items=(segment.n_start, end.n_items),
+            path=end.path,
+            pieces=tuple(piece for piece in segment.pieces if piece.n_start < end.n_items),
+        )
 
     def _cut_rest(self, stretch: SegmentRun) -> None:
         """Lineages that use a segment beyond where this one left it keep only that part."""
@@ -85,8 +97,14 @@ class Joiner:
             end = child
         if end is left_at:
             return
-        blob = self._keeper.context.cut_segment(segment.blob, left_at.mark, segment.stop, self._ram.place)
-        pieces = tuple(piece for piece in segment.pieces if piece.n_stop > left_at.n_items)
-        items = (left_at.n_items, segment.n_stop)
-        about = (segment.clean, segment.chunks, 0, items, segment.path, pieces)
-        self._keeper.tree.set_segment(end, Segment(blob, left_at.mark, segment.stop, *about))
+        rest = Segment(
+            self._keeper.context.cut_segment(segment.blob, left_at.mark, segment.stop, self._ram.place),
+            start=left_at.mark,
+            stop=segment.stop,
+            clean=segment.clean,
+            chunks=segment.chunks,
+            items=(left_at.n_items, segment.n_stop),
+            path=segment.path,
+            pieces=tuple(piece for piece in segment.pieces if piece.n_stop > left_at.n_items),
+        )
+        self._keeper.tree.set_segment(end, rest)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
+
+import msgspec
 
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
@@ -238,38 +240,51 @@ def pin_of(kept: IndexedObject) -> Pin:
 
 
 def _above(node: DiskNode, gone: dict[int, DiskNode]) -> DiskNode:
-    """Below the next that is there."""
+    """Hung at the next node above that is still there."""
     lost = gone.get(node.parent or 0)
     if lost is None:
         return node
     higher = _above(lost, gone)
-    return DiskNode(node.id, higher.parent, higher.n_above, node.space, node.kept, node.kv_bytes)
+    return replace(node, parent=higher.parent, n_above=higher.n_above)
 
 
 def _seen(node: DiskNode, about: DiskNodeMeta | None, snapshot: DiskSnapshot, *, with_words: bool) -> m.NodeSeen:
-    kept, namespace = node.kept, snapshot.namespace(node.space)[:SHORT_NAMESPACE]
-    n_children = snapshot.tree.n_children[node.id]
+    kept = node.kept
+    root = m.NodeSeen(
+        id=node.id,
+        parent=None,
+        start=0,
+        end=0,
+        namespace=snapshot.namespace(node.space)[:SHORT_NAMESPACE],
+        n_children=snapshot.tree.n_children[node.id],
+        last_use=None,
+        hits=0,
+        pinned=False,
+        kind=None,
+        state_tiers=(),
+        state_bytes=0,
+        kv_tiers=(),
+        kv_bytes=0,
+        running=None,
+        words="" if with_words else None,
+    )
     if kept is None or about is None:
-        words = "" if with_words else None
-        return m.NodeSeen(node.id, None, 0, 0, namespace, n_children, None, 0, False, None, (), 0, (), 0, None, words)
+        return root
     has_state = bool(about.cut)
-    return m.NodeSeen(
-        node.id,
-        node.parent,
-        about.n_tokens(node.n_above),
-        about.n_tokens(kept.n_items),
-        namespace,
-        n_children,
-        kept.used_at,
-        kept.hits,
-        snapshot.is_pinned(kept),
-        about.cut or None,
-        ("disk",) if has_state else (),
-        kept.size if has_state else 0,
-        ("disk",) if node.has_kv else (),
-        node.kv_bytes,
-        None,
-        _words(about.words, node.n_above) if with_words else None,
+    return msgspec.structs.replace(
+        root,
+        parent=node.parent,
+        start=about.n_tokens(node.n_above),
+        end=about.n_tokens(kept.n_items),
+        last_use=kept.used_at,
+        hits=kept.hits,
+        pinned=snapshot.is_pinned(kept),
+        kind=about.cut or None,
+        state_tiers=("disk",) if has_state else (),
+        state_bytes=kept.size if has_state else 0,
+        kv_tiers=("disk",) if node.has_kv else (),
+        kv_bytes=node.kv_bytes,
+        words=_words(about.words, node.n_above) if with_words else None,
     )
 
 

@@ -317,12 +317,18 @@ class Loader:
             return None
         with store.reading(name) as reader:
             head = self._checked(reader, wish.prompt, reach)
-            start, own = wish.prompt.mark(head.n_start), self._own_items(reader)
-            path = wish.prompt.followed_by(head.n_start, own)
-            span = (head.n_start, head.n_items)
-            blob = reader.read("kv", self._ram.place)
-            pieces = (SegmentPiece(*span, name, size_of(head)),)
-            return Segment(blob, start, path.end, head.clean, head.chunks, 0, span, path, pieces), reach
+            path = wish.prompt.followed_by(head.n_start, self._own_items(reader))
+            segment = Segment(
+                reader.read("kv", self._ram.place),
+                start=wish.prompt.mark(head.n_start),
+                stop=path.end,
+                clean=head.clean,
+                chunks=head.chunks,
+                items=(head.n_start, head.n_items),
+                path=path,
+                pieces=(SegmentPiece(head.n_start, head.n_items, name, size_of(head)),),
+            )
+            return segment, reach
 
     @staticmethod
     def _own_items(reader: ObjectReader) -> Prompt:

@@ -214,9 +214,20 @@ class Ram:
         self._pins = {id: blob for id, blob in self._pins.items() if id in self._tree.census.by_id}
         blob = self._pins[node.id] = self.arena.place(1)
         blob[:] = 0
-        n_start = node.n_items if self._kind.has_attention else 0
-        span = (n_start, node.n_items, False, None, PIN, node.n_items, node.mark)
-        self._notes.put(Note(weakref.ref(blob), node.path, self._tree.namespace(node), *span))
+        self._notes.put(
+            Note(
+                blob=weakref.ref(blob),
+                path=node.path,
+                namespace=self._tree.namespace(node),
+                n_start=node.n_items if self._kind.has_attention else 0,
+                n_items=node.n_items,
+                clean=False,
+                chunks=None,
+                cut=PIN,
+                n_stop=node.n_items,
+                stop=node.mark,
+            )
+        )
 
     def unpin(self, node: Node) -> None:
         self._pins.pop(node.id, None)
@@ -276,12 +287,16 @@ class Ram:
     def _lay(self, about: StateMeta, blob: Blob, path: Prompt) -> None:
         root, now = self._tree.root(about.namespace), time.monotonic()
         if not about.cut:
-            start = path.mark(about.n_start)
-            stop = Mark(TokenCount(about.stop[0]), Position(about.stop[1]), about.stop[2])
-            span = (about.n_start, about.n_stop)
-            way = path if about.n_stop == about.n_items else None
-            pieces = tuple(SegmentPiece(*piece) for piece in about.pieces)
-            segment = Segment(blob, start, stop, about.clean, about.chunks, 0, span, way, pieces)
+            segment = Segment(
+                blob,
+                start=path.mark(about.n_start),
+                stop=Mark(TokenCount(about.stop[0]), Position(about.stop[1]), about.stop[2]),
+                clean=about.clean,
+                chunks=about.chunks,
+                items=(about.n_start, about.n_stop),
+                path=path if about.n_stop == about.n_items else None,
+                pieces=tuple(SegmentPiece(*piece) for piece in about.pieces),
+            )
             return self._tree.lay_segment(root, path, segment, about.n_start, about.n_items)
         node = self._tree.grow(root, path, about.n_items)
         if node.checkpoint is None:
@@ -335,14 +350,22 @@ class Ram:
         blob = note.blob()
         if blob is None or self.arena.is_kept(blob) or is_unverified(note.namespace):
             return
-        root = root_key("", note.namespace)
-        named = keys(root, note.path, (note.n_start, note.n_items))
-        items = np.ascontiguousarray(note.path.codes[note.n_start : note.n_items], "<i4").tobytes()
-        span = (named[note.n_items], named[note.n_start], note.n_start, note.n_items, items)
-        stop = (int(note.stop.n_tokens), int(note.stop.pos), note.stop.lag)
-        rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
-        pieces = tuple(dataclasses.astuple(piece) for piece in note.pieces)
-        about = StateMeta(note.namespace, *span, *rest, note.path.rows(note.n_start, note.n_items), pieces)
+        named = keys(root_key("", note.namespace), note.path, (note.n_start, note.n_items))
+        about = StateMeta(
+            namespace=note.namespace,
+            key=named[note.n_items],
+            start=named[note.n_start],
+            n_start=note.n_start,
+            n_items=note.n_items,
+            items=np.ascontiguousarray(note.path.codes[note.n_start : note.n_items], "<i4").tobytes(),
+            clean=note.clean,
+            chunks=note.chunks,
+            cut=note.cut,
+            n_stop=note.n_stop,
+            stop=(int(note.stop.n_tokens), int(note.stop.pos), note.stop.lag),
+            media=note.path.rows(note.n_start, note.n_items),
+            pieces=tuple(dataclasses.astuple(piece) for piece in note.pieces),
+        )
         if not self._is_right():
             return
         max_threads = blake3.blake3.AUTO if is_awaited and blob.nbytes >= LARGE_BYTES else 1
