@@ -22,13 +22,15 @@ WORTH_WRITING = 0.1  # by how much the speed has to change
 class ModelFolder:
     """On the disk's thread. A failure is logged and changes nothing else."""
 
-    def __init__(self, folder: Path, fingerprint: str, keeper: Keeper) -> None:
+    def __init__(self, folder: Path, fingerprint: str, keeper: Keeper, guessed_speed: float) -> None:
+        """``guessed_speed``: seconds per token before anything was measured."""
         self._folder = folder
         self._keeper = keeper
+        self._guessed_speed = guessed_speed
         before = read_about(folder)
-        if before is not None and before.seconds_per_token is not None:
-            keeper.seconds_per_token = before.seconds_per_token
-        self._unmeasured = keeper.seconds_per_token if before is None or before.seconds_per_token is None else None
+        earlier = None if before is None else before.seconds_per_token
+        if earlier is not None and keeper.seconds_per_token == guessed_speed:  # else it was measured while this opened
+            keeper.seconds_per_token = earlier
         self._about = self._of_this_engine(fingerprint, before)
         self._write(self._about)
 
@@ -50,7 +52,7 @@ class ModelFolder:
         """Write down the speed if it has changed."""
         now = self._keeper.seconds_per_token
         written = self._about.seconds_per_token
-        if now == self._unmeasured or (written is not None and abs(now / written - 1) < WORTH_WRITING):
+        if now == self._guessed_speed or (written is not None and abs(now / written - 1) < WORTH_WRITING):
             return
         self._about = msgspec.structs.replace(self._about, seconds_per_token=now)
         self._write(self._about)

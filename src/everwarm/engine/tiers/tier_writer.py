@@ -97,6 +97,7 @@ class TierWriter:
         self._remote_writer = RemoteWriter(keeper, self._packing)
         self.foreign_prompts = NOWHERE
         self._model_folder: ModelFolder | None = None
+        self._guessed_speed = keeper.seconds_per_token
         self._retry_at: float | None = None
         self._retry_wait_s = RETRY_S[0]
         self._is_healing = False
@@ -448,7 +449,7 @@ class TierWriter:
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
         self.foreign_prompts = find_foreign_prompts(directory, fingerprint)
         self.disk = disk
-        self._model_folder = ModelFolder(place, fingerprint, self._keeper)
+        self._model_folder = ModelFolder(place, fingerprint, self._keeper, self._guessed_speed)
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:
