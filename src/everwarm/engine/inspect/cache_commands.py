@@ -77,8 +77,8 @@ class CacheCommands:
             elif order.node is not None and order.node < 0:
                 self._aside.submit(self._pin_on_disk, core.writer, order, view_of(core))
             elif order.action == "pin" and order.pin_quota is not None:
-                wish = _checked_in_ram(core, order)
-                self._aside.submit(self._pin_if_allowed, order, wish, loop)
+                request = _checked_in_ram(core, order)
+                self._aside.submit(self._pin_if_allowed, order, request, loop)
             else:
                 self._pin(core, order)
 
@@ -94,12 +94,12 @@ class CacheCommands:
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is gone from the disk as well; it names the namespace whose words were forgotten."""
-        doomed = _out_of_ram(core, order)
-        self._aside.submit(self._drop_on_disk, core.writer, order, doomed)
+        plan = _out_of_ram(core, order)
+        self._aside.submit(self._drop_on_disk, core.writer, order, plan)
 
     # on another thread
 
-    def _pin_if_allowed(self, order: m.CacheOrder, wish: PinWish, loop: Loop) -> None:
+    def _pin_if_allowed(self, order: m.CacheOrder, request: PinRequest, loop: Loop) -> None:
         """Checks the quota on disk here, then pins on the loop's thread."""
 
         def go_on(core: Core) -> None:
@@ -108,10 +108,10 @@ class CacheCommands:
 
         with self._reporting(order.id):
             writer = self._core.writer
-            if writer.disk.is_on and not wish.is_pinned:
-                space = short_key(root_key(writer.fingerprint, wish.namespace))
+            if writer.disk.is_on and not request.is_pinned:
+                space = short_key(root_key(writer.fingerprint, request.namespace))
                 held = pinned_on_disk(writer.disk, space)
-                _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
+                _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + request.n_new_bytes))
             loop.post(go_on)
 
     def _pin_on_disk(self, writer: TierWriter, order: m.CacheOrder, view: TreeSnapshot) -> None:
@@ -135,23 +135,23 @@ class CacheCommands:
                 _require_quota(order, self._core, pinned_on_disk(writer.disk, kept.space, pin_of(kept)))
             writer.after_all(lambda: self._answer(order.id, change))
 
-    def _drop_on_disk(self, writer: TierWriter, order: m.CacheOrder, doomed: DropPlan) -> None:
+    def _drop_on_disk(self, writer: TierWriter, order: m.CacheOrder, plan: DropPlan) -> None:
         """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
 
         def forget() -> dict[str, Any]:
             selections: list[Selection] = [InSpaces(spaces)]
             if order.node is not None:
-                ways = doomed.lineages
+                ways = plan.lineages
                 on_the_way = [writer.on_prompts(way.namespace, way.prompts, way.beyond) for way in ways]
                 selections = [*on_the_way, TheseStates(tuple(states))]
-            dropped = sum((writer.forget_now(what) for what in selections), doomed.dropped)
-            return _drop_answer(order, doomed, dropped)
+            dropped = sum((writer.forget_now(what) for what in selections), plan.dropped)
+            return _drop_answer(order, plan, dropped)
 
         with self._reporting(order.id):
             writer.wait_open(OPEN_WAIT_S)
             writer.require_disk()
-            spaces = self._lookup.disk.spaces(doomed.view, order.namespace)
-            states = [] if order.node is None else self._lookup.disk.below(doomed.view, doomed.ids, order.namespace)
+            spaces = self._lookup.disk.spaces(plan.view, order.namespace)
+            states = [] if order.node is None else self._lookup.disk.below(plan.view, plan.ids, order.namespace)
             if order.node is not None and order.node < 0 and not states:
                 raise _not_found(order.node)
             writer.after_all(lambda: self._answer(order.id, forget))
@@ -186,9 +186,9 @@ def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     return DropPlan(namespace, view, ids, lineages, dropped)
 
 
-def _drop_answer(order: m.CacheOrder, doomed: DropPlan, dropped: Dropped) -> dict[str, Any]:
+def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[str, Any]:
     about = {"id": order.node, "dropped": dropped.n_objects, "bytes": dropped.n_bytes}
-    return {**about, "namespace": doomed.namespace}
+    return {**about, "namespace": plan.namespace}
 
 
 def _not_found(id: int | None) -> Forbidden:
@@ -208,7 +208,7 @@ def _find(core: Core, order: m.CacheOrder) -> Node:
 
 
 @dataclass(frozen=True, slots=True)
-class PinWish:
+class PinRequest:
     """A node that a user wants to pin: whether it is pinned, its namespace, and the bytes of its path that are not yet."""
 
     is_pinned: bool
@@ -216,7 +216,7 @@ class PinWish:
     n_new_bytes: int
 
 
-def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
+def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinRequest:
     """The quota holds in RAM and on disk alike: what is pinned may have left the one or not have come to the other."""
     node = _find(core, order)
     if not node.is_pinned:
@@ -224,7 +224,7 @@ def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
         on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
         _require_quota(order, core, HeldPin(len(pinned), _full_weight(core, on_the_way)))
     new = [n for n in node.lineage() if not n.n_pinned]
-    return PinWish(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
+    return PinRequest(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
 
 
 def _require_quota(order: m.CacheOrder, core: Core, held: HeldPin) -> None:

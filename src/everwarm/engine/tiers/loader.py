@@ -109,9 +109,9 @@ class LoadRequest:
         return n_of(self.kept, head.chunks or ()) if self.exact else self.n_kv
 
 
-def _n_here(wish: LoadRequest, found: IndexedObject | Brought) -> int:
+def _n_here(request: LoadRequest, found: IndexedObject | Brought) -> int:
     """Items up to the deepest state that can be restored without the remote store."""
-    return found.n_items if isinstance(found, IndexedObject) else wish.n_have
+    return found.n_items if isinstance(found, IndexedObject) else request.n_have
 
 
 class PointStore(Protocol):
@@ -156,46 +156,46 @@ class Loader:
         needs_checkpoints = self._keeper.context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
-        wish = LoadRequest(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
+        request = LoadRequest(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
         if exact and needs_checkpoints:
             known = (min(node.n_items, match.n_shared) for node in match.path)  # the last may agree only in part
             kept = tuple(
                 CoveredRange(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True)
             )
-            wish = replace(wish, n_kv=n_have, exact=True, kept=kept)
+            request = replace(request, n_kv=n_have, exact=True, kept=kept)
         are_many = self._writer.disk.n_lengths() > MAX_LENGTHS_HERE
-        found = None if are_many else self._on_disk(wish)
-        if isinstance(found, Brought) and not self._may_remote_help(wish, found):
+        found = None if are_many else self._on_disk(request)
+        if isinstance(found, Brought) and not self._may_remote_help(request, found):
             return found
         n_known = found.n_items if isinstance(found, IndexedObject) else 0
-        return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, wish, found))
+        return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, request, found))
 
-    def _bring(self, wish: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
+    def _bring(self, request: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
         """On another thread. ``found`` is None where the disk is still to be searched: with many states that takes time."""
-        found = self._on_disk(wish) if found is None else found
-        if self._may_remote_help(wish, found):
-            return self._from_remote(wish, found)
-        return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
+        found = self._on_disk(request) if found is None else found
+        if self._may_remote_help(request, found):
+            return self._from_remote(request, found)
+        return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
 
-    def _may_remote_help(self, wish: LoadRequest, found: IndexedObject | Brought) -> bool:
+    def _may_remote_help(self, request: LoadRequest, found: IndexedObject | Brought) -> bool:
         """Whether asking the remote store can be faster than reading what is new beyond what is here."""
-        n_new = len(wish.prompt) - 1 - _n_here(wish, found)
+        n_new = len(request.prompt) - 1 - _n_here(request, found)
         read_s = math.inf if self._policy == "always" else n_new * self._keeper.seconds_per_token
         return n_new > GUARD and self._writer.remote.answers_within(read_s)
 
-    def _on_disk(self, wish: LoadRequest) -> IndexedObject | Brought:
+    def _on_disk(self, request: LoadRequest) -> IndexedObject | Brought:
         """The deepest point on disk that is worth loading; else why there is none."""
         disk = self._writer.disk
         if not disk.is_on:
             return Brought()
-        root = root_key(self._writer.fingerprint, wish.namespace)
-        kept = disk.find(root, wish.prompt, len(wish.prompt) - 1)
-        if kept is None or kept.n_items <= wish.n_have + GUARD:
-            is_more_new = len(wish.prompt) - max(wish.n_have, wish.n_shared) > GUARD
+        root = root_key(self._writer.fingerprint, request.namespace)
+        kept = disk.find(root, request.prompt, len(request.prompt) - 1)
+        if kept is None or kept.n_items <= request.n_have + GUARD:
+            is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
             foreign = self._writer.foreign_prompts
-            return Brought(n_elsewhere=foreign.n_known(wish.namespace, wish.prompt) if is_more_new else 0)
+            return Brought(n_elsewhere=foreign.n_known(request.namespace, request.prompt) if is_more_new else 0)
         n_bytes = disk.size_of([kept.name, *kept.needs])
-        if not self._is_worth_it(n_bytes, kept.n_items - wish.n_have, self._read_rate):
+        if not self._is_worth_it(n_bytes, kept.n_items - request.n_have, self._read_rate):
             return Brought(n_passed=kept.n_items)
         return kept
 
@@ -243,49 +243,53 @@ class Loader:
 
     # the remote store
 
-    def _from_remote(self, wish: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
+    def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
         """From the remote store if that has more than the disk; else what the disk has."""
         remote = self._writer.remote
-        root = root_key(self._writer.fingerprint, wish.namespace)
-        pointer = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
+        root = root_key(self._writer.fingerprint, request.namespace)
+        pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
         if pointer is None:
-            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
-        n_saved = pointer.n_items - wish.n_have
-        if not self._is_worth_it(pointer.n_bytes(wish.n_kv), n_saved, self._remote_rate):
+            return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
+        n_saved = pointer.n_items - request.n_have
+        if not self._is_worth_it(pointer.n_bytes(request.n_kv), n_saved, self._remote_rate):
             remote.counts.n_misses += 1
             return (
-                self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_passed=pointer.n_items)
+                self._from_disk(found, request)
+                if isinstance(found, IndexedObject)
+                else Brought(n_passed=pointer.n_items)
             )
         patience_s = (
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._keeper.seconds_per_token / 2
         )
         try:
-            with remote.fetching(pointer, wish.n_kv, patience_s, self._writer.disk) as store:
-                loaded = self._load(store, pointer.name, pointer.n_items, wish)
+            with remote.fetching(pointer, request.n_kv, patience_s, self._writer.disk) as store:
+                loaded = self._load(store, pointer.name, pointer.n_items, request)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
             remote.counts.n_misses += 1
             return (
-                self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_spoilt=pointer.n_items)
+                self._from_disk(found, request)
+                if isinstance(found, IndexedObject)
+                else Brought(n_spoilt=pointer.n_items)
             )
         remote.counts.n_hits += 1
         return replace(loaded, tier="remote")
 
     # reading
 
-    def _from_disk(self, kept: IndexedObject, wish: LoadRequest) -> LoadedPoint | Brought:
-        return self._load(self._writer.disk, kept.name, kept.n_items, wish)
+    def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
+        return self._load(self._writer.disk, kept.name, kept.n_items, request)
 
-    def _load(self, store: PointStore, name: str, n_items: int, wish: LoadRequest) -> LoadedPoint:
+    def _load(self, store: PointStore, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._keeper.context.kind
         with store.reading(name) as reader:
-            head = self._checked(reader, wish.prompt, n_items)
+            head = self._checked(reader, request.prompt, n_items)
             state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")
-        load = partial(self._load_segment, store, wish, wish.n_kv_of(head))
+        load = partial(self._load_segment, store, request, request.n_kv_of(head))
         parts = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
         segments = self._joined(parts)
         checkpoint = None
@@ -293,7 +297,7 @@ class Loader:
             cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
         took_s = max(1e-6, time.monotonic() - began)
-        return LoadedPoint(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=wish.exact)
+        return LoadedPoint(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=request.exact)
 
     def _joined(self, parts: list[tuple[Segment, int]]) -> list[tuple[Segment, int]]:
         """Many small objects as few segments: restoring each takes libllama its time."""
@@ -310,17 +314,17 @@ class Loader:
             return group
 
     def _load_segment(
-        self, store: PointStore, wish: LoadRequest, n_kv: int, name: str, reach: int
+        self, store: PointStore, request: LoadRequest, n_kv: int, name: str, reach: int
     ) -> tuple[Segment, int] | None:
         """None: its KV is in RAM already."""
         if reach <= n_kv:
             return None
         with store.reading(name) as reader:
-            head = self._checked(reader, wish.prompt, reach)
-            path = wish.prompt.followed_by(head.n_start, self._own_items(reader))
+            head = self._checked(reader, request.prompt, reach)
+            path = request.prompt.followed_by(head.n_start, self._own_items(reader))
             segment = Segment(
                 reader.read("kv", self._ram.place),
-                start=wish.prompt.mark(head.n_start),
+                start=request.prompt.mark(head.n_start),
                 stop=path.end,
                 clean=head.clean,
                 chunks=head.chunks,
