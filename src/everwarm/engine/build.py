@@ -112,16 +112,16 @@ def _core(
     keeper.enforce_budget()
     words = partial(words_of, model.vocab)
     fingerprint = partial(_fingerprint, model, settings)
-    writer = TierWriter(settings.store, fingerprint, keeper, ram, words, settings.remote, is_right)
-    keeper.leaving = writer.offer
+    tier_writer = TierWriter(settings.store, fingerprint, keeper, ram, words, settings.remote, is_right)
+    keeper.leaving = tier_writer.offer
     kept = settings.store or settings.remote
-    loader = Loader(writer, keeper, ram, "auto" if kept is None else kept.restore_policy)
+    loader = Loader(tier_writer, keeper, ram, "auto" if kept is None else kept.restore_policy)
     restorer = Restorer(keeper, ram)
     admission = Admission(keeper, restorer, loader)
     step = Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode)
-    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, writer, loader, gallery)
+    parts = (keeper, restorer, Joiner(keeper, ram), slots, admission, step, ram, tier_writer, loader, gallery)
     kv_bytes = sizes.shape.kv_bytes_per_token
-    offload = Offload(keeper, ram, writer, kv_bytes) if outlives_us else None
+    offload = Offload(keeper, ram, tier_writer, kv_bytes) if outlives_us else None
     return Core(model, settings, sizes, context, tree, *parts, offload=offload)
 
 

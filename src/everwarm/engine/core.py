@@ -79,7 +79,7 @@ class Core:
     admission: Admission
     budget: Budget
     ram: Ram
-    writer: TierWriter
+    tier_writer: TierWriter
     loader: Loader
     gallery: ImageCache | None = None  # None: no pictures
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
@@ -101,7 +101,7 @@ class Core:
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
-        for part in (self.loader, self.writer, self.ram, self.gallery, self.context, self.model):
+        for part in (self.loader, self.tier_writer, self.ram, self.gallery, self.context, self.model):
             if part is not None:
                 part.close()
 
@@ -132,14 +132,14 @@ class Core:
     def put_away(self) -> None:
         """Before stopping: everything worth keeping is durable when this returns, also of what still runs."""
         self.prewarm.waiting.clear()
-        self.writer.wait_open(OPEN_WAIT_S)
+        self.tier_writer.wait_open(OPEN_WAIT_S)
         for slot in self.slots:
             if slot.request is not None:
                 self.finish(slot, slot.request, Finish.CANCELLED, [])
         while self.tidy():
             pass
         self.ram.flush()
-        self.writer.flush_all()
+        self.tier_writer.flush_all()
 
     # asking
 
@@ -180,7 +180,7 @@ class Core:
     @property
     def degraded(self) -> dict[str, str]:
         """Tiers that do not do all that was asked of them, and why."""
-        reason = self.writer.degraded
+        reason = self.tier_writer.degraded
         return {} if reason is None else {"disk": reason}
 
     @property
@@ -193,19 +193,19 @@ class Core:
 
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        done = self.keeper.tidy() or self.writer.tidy(self.slots) or self.prewarm.begin(self)
+        done = self.keeper.tidy() or self.tier_writer.tidy(self.slots) or self.prewarm.begin(self)
         return done or self.joiner.tidy(self.slots)
 
     def tidy_overdue(self) -> None:
         """What cannot wait until nobody runs any more."""
         if self.offload is not None:
             self.offload.copy_piece(self.slots)
-        self.writer.tidy_overdue(self.slots, time.monotonic())
+        self.tier_writer.tidy_overdue(self.slots, time.monotonic())
 
     @property
     def nap_s(self) -> float | None:
         """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""
-        return NAP_S if self.writer.is_unsettled else None
+        return NAP_S if self.tier_writer.is_unsettled else None
 
     # the step
 

@@ -26,8 +26,8 @@ def node_at(core: Core, n_items: int) -> Node:
 
 
 def written(core: Core) -> list[int]:
-    assert core.writer.disk.is_on
-    return sorted(pin.n_items for pin in core.writer.disk.pins.all())
+    assert core.tier_writer.disk.is_on
+    return sorted(pin.n_items for pin in core.tier_writer.disk.pins.all())
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])

@@ -44,7 +44,7 @@ class Where(enum.Enum):
 class Offload:
     keeper: Keeper
     ram: Ram
-    writer: TierWriter
+    tier_writer: TierWriter
     kv_bytes_per_token: int
     not_before: float = 0.0  # the next piece
 
@@ -107,9 +107,9 @@ class Offload:
         with self.keeper.tree.pinned(slot.node), self.keeper.over_budget():
             points = self._copy_rest(slot, n_prompt)
             if points:
-                self.writer.note_end(slot, ended_at)
-                if self.writer.is_on and (self.keeper.is_over_budget or not self._has_room(points)):
-                    on_disk = self.writer.offer_ended(slot)
+                self.tier_writer.note_end(slot, ended_at)
+                if self.tier_writer.is_on and (self.keeper.is_over_budget or not self._has_room(points)):
+                    on_disk = self.tier_writer.offer_ended(slot)
         self.keeper.enforce_budget()  # a turn that is larger than all of the RAM tier stays nowhere in it
         notes = self._notes(points)
         blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
@@ -157,7 +157,7 @@ class Offload:
         self.ram.keep_now(receipt.notes, receipt.blobs, is_in_ram)
 
     def _when_on_disk(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
-        writer, name = self.writer, receipt.on_disk
+        tier_writer, name = self.tier_writer, receipt.on_disk
         if name is None:
             return done(Where.NOWHERE)
         once = _Once(done)
@@ -167,9 +167,9 @@ class Offload:
 
         def is_written() -> None:
             timer.cancel()
-            once(Where.DISK if writer.has(name) else Where.NOWHERE)
+            once(Where.DISK if tier_writer.has(name) else Where.NOWHERE)
 
-        writer.after_all(is_written)
+        tier_writer.after_all(is_written)
 
 
 class _Once:

@@ -75,7 +75,7 @@ class CacheCommands:
             if order.action == "drop":
                 self._drop(core, order)
             elif order.node is not None and order.node < 0:
-                self._aside.submit(self._pin_on_disk, core.writer, order, view_of(core))
+                self._aside.submit(self._pin_on_disk, core.tier_writer, order, view_of(core))
             elif order.action == "pin" and order.pin_quota is not None:
                 request = _checked_in_ram(core, order)
                 self._aside.submit(self._pin_if_allowed, order, request, loop)
@@ -84,7 +84,7 @@ class CacheCommands:
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is written down."""
-        node, writer = _find(core, order), core.writer
+        node, writer = _find(core, order), core.tier_writer
         if node.parent is None:
             raise _is_root()
         (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
@@ -95,7 +95,7 @@ class CacheCommands:
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is gone from the disk as well; it names the namespace whose words were forgotten."""
         plan = _out_of_ram(core, order)
-        self._aside.submit(self._drop_on_disk, core.writer, order, plan)
+        self._aside.submit(self._drop_on_disk, core.tier_writer, order, plan)
 
     # on another thread
 
@@ -107,7 +107,7 @@ class CacheCommands:
                 self._pin(core, order)
 
         with self._reporting(order.id):
-            writer = self._core.writer
+            writer = self._core.tier_writer
             if writer.disk.is_on and not request.is_pinned:
                 space = short_key(root_key(writer.fingerprint, request.namespace))
                 held = pinned_on_disk(writer.disk, space)

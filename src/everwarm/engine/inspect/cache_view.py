@@ -37,7 +37,7 @@ Number = Callable[[int], int]  # a core's request id to the gateway's number
 
 def version_of(core: Core) -> int:
     """Changes with everything in RAM or on disk."""
-    return core.tree.census.version + core.writer.disk.version
+    return core.tree.census.version + core.tier_writer.disk.version
 
 
 def summary(core: Core) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def summary(core: Core) -> dict[str, Any]:
 
 def _disk(core: Core) -> dict[str, Any] | None:
     """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
-    disk = core.writer.disk
+    disk = core.tier_writer.disk
     if isinstance(disk, NullDisk):
-        reason = core.writer.degraded
+        reason = core.tier_writer.degraded
         return None if reason is None else _NO_DISK | {"reason": reason}
     return {
         "bytes": disk.n_bytes,
@@ -107,7 +107,7 @@ _NO_DISK = {
 
 def evictions(core: Core) -> dict[str, int]:
     """How many usable checkpoints went, by reason."""
-    return {**core.keeper.counts.evictions, "disk_budget": core.writer.disk.counts.n_evicted}
+    return {**core.keeper.counts.evictions, "disk_budget": core.tier_writer.disk.counts.n_evicted}
 
 
 # the tree

@@ -116,7 +116,7 @@ class DiskView:
 
     def snapshot(self, view: TreeSnapshot) -> DiskSnapshot:
         """What is on disk now. The same as before while nothing has changed."""
-        writer = self.core.writer
+        writer = self.core.tier_writer
         disk = writer.disk
         if not disk.is_on:
             return EMPTY
@@ -171,7 +171,7 @@ class DiskView:
         if not namespace:
             return None
         snapshot = self.snapshot(view)
-        disk = self.core.writer.disk
+        disk = self.core.tier_writer.disk
         there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()}
         return frozenset(space for space in (*there, *snapshot.spaces) if snapshot.is_in(space, namespace))
 
@@ -205,7 +205,7 @@ class DiskView:
         about = self._headers.get(name)
         if about is None:
             try:
-                with self.core.writer.disk.reading(name) as reader:
+                with self.core.tier_writer.disk.reading(name) as reader:
                     about = _about(reader.header)
             except Damaged:
                 return None

@@ -386,6 +386,6 @@ def stats(core: Core) -> dict[str, Any]:
         "n_fed": core.context.n_fed,
         "n_pictures_encoded": 0 if core.gallery is None else core.gallery.n_encoded,
         **core.ram.stats(),
-        **core.writer.stats(),
+        **core.tier_writer.stats(),
         "disk_n_brought": core.loader.n_brought,
     }

@@ -332,5 +332,5 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
             core.tree.drop_segment(node)
         node = parent
     core.tree.forgotten.clear(namespace)
-    core.writer.forget(content, namespace, beyond=node.n_items)
+    core.tier_writer.forget(content, namespace, beyond=node.n_items)
     return n

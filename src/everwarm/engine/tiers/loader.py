@@ -121,8 +121,8 @@ class PointStore(Protocol):
 
 
 class Loader:
-    def __init__(self, writer: TierWriter, keeper: Keeper, ram: Ram, policy: RestorePolicy) -> None:
-        self._writer = writer
+    def __init__(self, tier_writer: TierWriter, keeper: Keeper, ram: Ram, policy: RestorePolicy) -> None:
+        self._tier_writer = tier_writer
         self._keeper = keeper
         self._ram = ram
         self._policy = policy
@@ -135,7 +135,7 @@ class Loader:
     @property
     def is_on(self) -> bool:
         """Whether there is anything to load from now."""
-        return self._writer.is_on
+        return self._tier_writer.is_on
 
     def close(self) -> None:
         self._fetchers.shutdown()
@@ -163,7 +163,7 @@ class Loader:
                 CoveredRange(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True)
             )
             request = replace(request, n_kv=n_have, exact=True, kept=kept)
-        are_many = self._writer.disk.n_lengths() > MAX_LENGTHS_HERE
+        are_many = self._tier_writer.disk.n_lengths() > MAX_LENGTHS_HERE
         found = None if are_many else self._on_disk(request)
         if isinstance(found, Brought) and not self._may_remote_help(request, found):
             return found
@@ -181,18 +181,18 @@ class Loader:
         """Whether asking the remote store can be faster than reading what is new beyond what is here."""
         n_new = len(request.prompt) - 1 - _n_here(request, found)
         read_s = math.inf if self._policy == "always" else n_new * self._keeper.seconds_per_token
-        return n_new > GUARD and self._writer.remote.answers_within(read_s)
+        return n_new > GUARD and self._tier_writer.remote.answers_within(read_s)
 
     def _on_disk(self, request: LoadRequest) -> IndexedObject | Brought:
         """The deepest point on disk that is worth loading; else why there is none."""
-        disk = self._writer.disk
+        disk = self._tier_writer.disk
         if not disk.is_on:
             return Brought()
-        root = root_key(self._writer.fingerprint, request.namespace)
+        root = root_key(self._tier_writer.fingerprint, request.namespace)
         kept = disk.find(root, request.prompt, len(request.prompt) - 1)
         if kept is None or kept.n_items <= request.n_have + GUARD:
             is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
-            foreign = self._writer.foreign_prompts
+            foreign = self._tier_writer.foreign_prompts
             return Brought(n_elsewhere=foreign.n_known(request.namespace, request.prompt) if is_more_new else 0)
         n_bytes = disk.size_of([kept.name, *kept.needs])
         if not self._is_worth_it(n_bytes, kept.n_items - request.n_have, self._read_rate):
@@ -219,7 +219,7 @@ class Loader:
             node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
-        self._writer.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
+        self._tier_writer.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
         log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
@@ -231,7 +231,7 @@ class Loader:
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
             return
         self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
-        self._writer.after_all(partial(self._writer.disk.touch, loaded.names))
+        self._tier_writer.after_all(partial(self._tier_writer.disk.touch, loaded.names))
         self.n_brought += 1
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
@@ -245,8 +245,8 @@ class Loader:
 
     def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
         """From the remote store if that has more than the disk; else what the disk has."""
-        remote = self._writer.remote
-        root = root_key(self._writer.fingerprint, request.namespace)
+        remote = self._tier_writer.remote
+        root = root_key(self._tier_writer.fingerprint, request.namespace)
         pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
         if pointer is None:
             return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
@@ -262,7 +262,7 @@ class Loader:
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._keeper.seconds_per_token / 2
         )
         try:
-            with remote.fetching(pointer, request.n_kv, patience_s, self._writer.disk) as store:
+            with remote.fetching(pointer, request.n_kv, patience_s, self._tier_writer.disk) as store:
                 loaded = self._load(store, pointer.name, pointer.n_items, request)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
@@ -278,7 +278,7 @@ class Loader:
     # reading
 
     def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
-        return self._load(self._writer.disk, kept.name, kept.n_items, request)
+        return self._load(self._tier_writer.disk, kept.name, kept.n_items, request)
 
     def _load(self, store: PointStore, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
@@ -345,7 +345,7 @@ class Loader:
         """A hash never decides alone: the items themselves are compared, as far as they are used."""
         head, stored = reader.header, self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
-        if len(stored) != head.n_items - start or head.fingerprint != self._writer.fingerprint:
+        if len(stored) != head.n_items - start or head.fingerprint != self._tier_writer.fingerprint:
             raise Damaged("it is not what the index said")
         if not start < stop <= min(head.n_items, len(prompt)):
             raise Damaged("it does not reach as far as it is needed")
