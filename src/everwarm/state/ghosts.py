@@ -1,6 +1,6 @@
 """Prefixes that were read once and are not in the tree any more: enough to say so in diagnostics, nothing to restore.
 
-Items only, no bytes, a bounded number of them; the oldest are forgotten first. Knows no tree.
+Items only, no bytes, a bounded number of them; the oldest are forgotten first. Pure: knows no tree.
 """
 
 from __future__ import annotations

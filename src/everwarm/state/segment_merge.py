@@ -1,5 +1,5 @@
-"""Which neighbouring segments of a lineage become one, so that restoring does not get dearer with every turn. Reads the
-tree, changes nothing.
+"""Which neighbouring segments of a lineage become one, so that restoring does not get dearer with every turn. Pure:
+reads the tree, changes nothing.
 
 A turn leaves two or three nodes behind, and libllama looks at all cells of a context for each segment that it restores.
 What a turn adds is saved in few segments; later, segments of like size are joined, so that their number grows with the
