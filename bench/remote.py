@@ -81,16 +81,16 @@ def _restore(where: Path, model: Path) -> None:
 
 
 def _measure(engine: Engine, url: str, prompt: Prompt, cold_s: float, first_s: float) -> None:
-    archive, fetcher = engine.core.archive, engine.core.fetcher
-    assert archive is not None and archive.remote is not None and fetcher is not None
-    remote, bucket = archive.remote, Bucket(url)
-    post = remote.find(root_key(archive.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)
+    writer, loader = engine.core.tier_writer, engine.core.loader
+    assert writer.remote.is_on
+    remote, bucket = writer.remote, Bucket(url)
+    post = remote.find(root_key(writer.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)
     assert post is not None
     names = [f"{remote._folder}/{name}" for name in (post.name, *(need.name for need in post.needs))]
     wish, size = LoadRequest(prompt, "", (len(prompt) - 4,), 0, 0, 0), post.n_bytes(0)
 
     def restore() -> None:
-        assert isinstance(fetcher._from_afar(remote, wish, fetcher._on_disk(wish), 0), LoadedPoint)
+        assert isinstance(loader._from_remote(wish, loader._on_disk(wish)), LoadedPoint)
 
     ours, raw = [], []
     for _ in range(N_READS):

@@ -76,11 +76,11 @@ def _turns(engine: Engine, peer: Peer) -> None:
     tokens, ours, theirs, allowed = _tokens(0, 1000), [], [], []
     shape = engine.core.sizes.shape
     for turn in range(N_TURNS):
-        assert engine.core.archive is not None and engine.core.archive.disk is not None
-        before = engine.core.archive.disk.counts.n_bytes_written
+        assert engine.core.tier_writer.disk.is_on
+        before = engine.core.tier_writer.disk.counts.n_bytes_written
         _read(engine, tokens, N_REPLY)
         engine.call(lambda core: core.put_away())
-        ours.append(engine.core.archive.disk.counts.n_bytes_written - before)
+        ours.append(engine.core.tier_writer.disk.counts.n_bytes_written - before)
         allowed.append((N_TURN if turn else len(tokens)) * shape.kv_bytes_per_token + shape.state_bytes)
         peer.complete(tokens, N_REPLY, ignore_eos=True)
         theirs.append(peer.post("/slots/0?action=save", {"filename": "turns.bin"})["n_written"])
@@ -138,17 +138,17 @@ def _from_disk(where: Path) -> None:
 
 
 def _measure_reads(engine: Engine, prompt: Prompt) -> None:
-    archive, fetcher = engine.core.archive, engine.core.fetcher
-    assert archive is not None and archive.disk is not None and fetcher is not None
-    kept = archive.disk.find(root_key(archive.fingerprint, ""), prompt, len(prompt) - 1)
+    writer, loader = engine.core.tier_writer, engine.core.loader
+    assert writer.disk.is_on
+    kept = writer.disk.find(root_key(writer.fingerprint, ""), prompt, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
-    paths = [archive.disk.directory / name for name in (kept.name, *kept.needs)]
+    paths = [writer.disk.directory / name for name in (kept.name, *kept.needs)]
     size, wish = sum(path.stat().st_size for path in paths), LoadRequest(prompt, "", (), 0, 0, 0)
     rows = []
     for title, before in (("cold", lambda: _forget(paths)), ("in the page cache", None)):
         ours, plain = [], []
         for _ in range(N_READS):
-            ours.append(median_s(lambda: fetcher._from_disk(kept, wish), 1, before))
+            ours.append(median_s(lambda: loader._from_disk(kept, wish), 1, before))
             plain.append(median_s(lambda: [path.read_bytes() for path in paths], 1, before))
         a, b = statistics.median(ours), statistics.median(plain)
         speeds = (f"{size / seconds / 1e9:.2f} GB/s" for seconds in (a, b))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.images.test_image_prompt import ask, picture, seeing_core
-from engine.tiers.test_disk_writer import kept_core, put_away
 from engine.tiers.test_remote_store import sharing
+from engine.tiers.test_tier_writer import kept_core, put_away
 from everwarm.config import ModelOptions
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
@@ -201,11 +201,11 @@ def test_nothing_is_shared_by_an_engine_whose_file_was_overwritten(live: Path, b
         overwrite(live, NEW)
         run(core, PROMPT)
         core.put_away()
-        assert core.archive.remote.counts.n_bytes_written == 0
+        assert core.tier_writer.remote.counts.n_bytes_written == 0
     with sharing(url, path=live) as core:
         run(core, PROMPT, stable=300)
         core.put_away()
-        assert core.archive.remote.counts.n_bytes_written > 0, "this test could not fail"
+        assert core.tier_writer.remote.counts.n_bytes_written > 0, "this test could not fail"
 
 
 def test_a_slot_is_not_saved_by_an_engine_whose_file_was_overwritten(tmp_path: Path, live: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.tiers.test_disk_writer import kept_core, put_away
+from engine.tiers.test_tier_writer import kept_core, put_away
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.engine import fingerprint as table
 from everwarm.engine.fingerprint import Decision, ParameterRow, decided, state_fingerprint

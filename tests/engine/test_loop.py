@@ -131,7 +131,7 @@ def test_only_the_loops_thread_touches_the_core(monkeypatch):
         thread = threading.Thread(target=loop.run, daemon=True)
         with guarded(core, thread) as touched:
             thread.start()
-            worker.Pulse(wire).watch(worker.Watched(loop, [core.model.files], core.archive))
+            worker.Pulse(wire).watch(worker.Watched(loop, [core.model.files], core.tier_writer))
             questions = [
                 m.AskSlots(2, ""),
                 m.AskStats(3),

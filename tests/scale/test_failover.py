@@ -159,7 +159,7 @@ def write(s3: S3, things: dict[str, bytes]) -> None:
 
 
 def forge(there: dict[str, bytes]) -> dict[str, bytes]:
-    """Another seal behind every object."""
+    """Another MAC behind every object."""
     return {name: data[:-32] + bytes(32) for name, data in there.items() if name.endswith(".ew")}
 
 

@@ -27,10 +27,10 @@ from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Residents, Slot, Spares
-from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import ModelFileError
 from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
@@ -123,17 +123,16 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
     keeping = _keeping(opened)
     residents, budget, writer, checkpointer = keeping.residents, keeping.budget, keeping.writer, keeping.checkpointer
-    archive = _open_disk_writer(opened, keeping)
-    fetcher = None if archive is None else _loader(opened, keeping, archive)
-    leaving = None if archive is None else archive.offer
-    room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving)
+    tier_writer = _tier_writer(opened, keeping)
+    loader = _loader(opened, keeping, tier_writer)
+    room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving=tier_writer.offer)
     stats = keeping.journal.stats
     restorer = Restorer(context, tree, residents, checkpointer, writer, room, ram, stats)
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
     offload = None
     if outlives_us:
         kv_bytes = sizes.shape.kv_bytes_per_token
-        offload = Offload(context.kind, tree, writer, budget, ram, archive, kv_bytes)
+        offload = Offload(context.kind, tree, writer, budget, ram, tier_writer, kv_bytes)
     return Core(
         model=opened.model,
         settings=settings,
@@ -151,10 +150,10 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         room=room,
         restorer=restorer,
         joiner=Joiner(context, tree, ram, budget, writer.most_joined),
-        admission=Admission(context, tree, residents.slots, restorer, fetcher, cuts=takes_cuts),
+        admission=Admission(context, tree, residents.slots, restorer, loader, cuts=takes_cuts),
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
-        archive=archive,
-        fetcher=fetcher,
+        tier_writer=tier_writer,
+        loader=loader,
         gallery=opened.images,
         offload=offload,
     )
@@ -175,11 +174,9 @@ def _keeping(opened: _Opened) -> _Keeping:
     return _Keeping(residents, speed, journal, budget, writer, checkpointer)
 
 
-def _open_disk_writer(opened: _Opened, keeping: _Keeping) -> DiskWriter | None:
+def _tier_writer(opened: _Opened, keeping: _Keeping) -> TierWriter:
     settings = opened.settings
-    if settings.store is None and settings.remote is None:
-        return None
-    return DiskWriter(
+    return TierWriter(
         settings.store,
         partial(_fingerprint, opened.model, settings),
         opened.tree,
@@ -194,17 +191,16 @@ def _open_disk_writer(opened: _Opened, keeping: _Keeping) -> DiskWriter | None:
     )
 
 
-def _loader(opened: _Opened, keeping: _Keeping, archive: DiskWriter) -> Loader:
+def _loader(opened: _Opened, keeping: _Keeping, tier_writer: TierWriter) -> Loader:
     kept = opened.settings.store or opened.settings.remote
-    assert kept is not None
     return Loader(
-        archive,
+        tier_writer,
         opened.context,
         opened.tree,
         keeping.checkpointer,
         opened.ram,
         keeping.speed,
-        kept.restore_policy,
+        "auto" if kept is None else kept.restore_policy,
         keeping.writer.most_joined,
     )
 

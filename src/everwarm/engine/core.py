@@ -42,9 +42,9 @@ from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot, Spares
-from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, ModelChanged, StateRejected
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
@@ -103,8 +103,8 @@ class Core:
     joiner: Joiner
     admission: Admission
     step_budget: Budget
-    archive: DiskWriter | None
-    fetcher: Loader | None
+    tier_writer: TierWriter
+    loader: Loader
     gallery: ImageCache | None = None  # None: the model sees no images
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
@@ -128,7 +128,7 @@ class Core:
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
-        for part in (self.fetcher, self.archive, self.ram, self.gallery, self.context, self.model):
+        for part in (self.loader, self.tier_writer, self.ram, self.gallery, self.context, self.model):
             if part is not None:
                 part.close()
 
@@ -159,16 +159,14 @@ class Core:
     def put_away(self) -> None:
         """Before stopping: everything worth keeping is durable when this returns, also of what still runs."""
         self.prewarm.waiting.clear()
-        if self.archive is not None:
-            self.archive.wait_open(OPEN_WAIT_S)
+        self.tier_writer.wait_open(OPEN_WAIT_S)
         for slot in self.slots:
             if slot.request is not None:
                 self.finish(slot, slot.request, Finish.CANCELLED, [])
         while self.tidy():
             pass
         self.ram.flush()
-        if self.archive is not None:
-            self.archive.flush_all()
+        self.tier_writer.flush_all()
 
     # asking
 
@@ -224,9 +222,8 @@ class Core:
 
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        done = self.ram_writer.tidy() or (self.archive is not None and self.archive.tidy(self.slots))
-        done = done or self.begin_prewarm()
-        done = done or self.joiner.tidy(self.slots, has_archive=self.archive is not None)
+        done = self.ram_writer.tidy() or self.tier_writer.tidy(self.slots)
+        done = done or self.begin_prewarm() or self.joiner.tidy(self.slots)
         if not done:
             self._publish_status()  # before the loop waits for somebody to ask
         return done
@@ -248,13 +245,12 @@ class Core:
         """What cannot wait until nobody runs any more."""
         if self.offload is not None:
             self.offload.copy_piece(self.slots)
-        if self.archive is not None:
-            self.archive.tidy_overdue(self.slots, time.monotonic())
+        self.tier_writer.tidy_overdue(self.slots, time.monotonic())
 
     @property
     def nap_s(self) -> float | None:
         """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""
-        return NAP_S if self.archive is not None and self.archive.is_unsettled else None
+        return NAP_S if self.tier_writer.is_unsettled else None
 
     # the step
 

@@ -1,11 +1,15 @@
-"""Weighing everything in RAM for eviction: one pass down the tree, one pass up. Asks the tree, changes nothing."""
+"""What may be evicted, and what it is worth: in RAM one pass down the tree and one pass up; on disk one over the index.
+``policy`` then says what goes. Pure: reads the tree and the index, changes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everwarm.state.policy import PROTECTED_S, CutKind, Entry
+from everwarm.state.lineage import Point, point_of
+from everwarm.state.policy import PROTECTED_S, CutKind, Entry, victims
+from everwarm.state.store.index import IndexedObject
 from everwarm.state.tree import Node, Segment
 
 
@@ -64,7 +68,7 @@ def _leans(nodes: Sequence[Node], index: dict[int, int]) -> list[tuple[int | Non
         key, n_bytes = found[p]
         if node.parent.checkpoint is not None:
             key, n_bytes = 2 * p, 0
-        elif len(node.parent.children) > 1:
+        elif node.parent.is_junction:
             n_bytes = 0
         found[i] = key, n_bytes + (node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0)
     return found
@@ -111,9 +115,53 @@ def _state_entry(
         age_s,
         checkpoint.hits,
         stranded=not has_kv,
-        protected=age_s < PROTECTED_S and (is_end or len(node.children) > 1),
+        protected=age_s < PROTECTED_S and (is_end or node.is_junction),
         is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
         pinned=node.n_pinned > 0,
         above=leans[0],
         kv_bytes=leans[1],
     )
+
+
+# on disk
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimits:
+    budget_bytes: int
+    space_share: float  # of the budget, for each space at most
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionCandidates:
+    """Among what something must go: the objects of one space, or all."""
+
+    space: str | None
+
+
+def candidates(
+    space_bytes: Mapping[str, int], n_bytes: int, limits: DiskLimits, most: int
+) -> EvictionCandidates | None:
+    """None: at most ``most`` bytes are taken, and no space has more than its share. One that has more evicts its own."""
+    if limits.space_share < 1.0:
+        space, size = max(space_bytes.items(), key=lambda pair: pair[1], default=("", 0))
+        if size > limits.space_share * limits.budget_bytes:
+            return EvictionCandidates(space)
+    return EvictionCandidates(None) if n_bytes > most else None
+
+
+def ranked(
+    objects: Iterable[IndexedObject], among: EvictionCandidates, pinned: frozenset[Point], now: float, share: float
+) -> list[IndexedObject]:
+    """The states that go first, in their order, with so large a share of the bytes: those that save least, and those at
+    pinned points after all others."""
+    states = [each for each in objects if each.kind == "state" and among.space in (None, each.space)]
+    entries = [_disk_entry(i, each, pinned, now) for i, each in enumerate(states)]
+    n_bytes = sum(entry.size_bytes for entry in entries)
+    return [states[i] for i in victims(entries, 1 + int(share * n_bytes))]
+
+
+def _disk_entry(i: int, kept: IndexedObject, pinned: frozenset[Point], now: float) -> Entry:
+    """A state saves its whole prompt: what other states would help is not known from the index."""
+    is_pinned = point_of(kept.key, kept.n_items) in pinned
+    return Entry(i, kept.size, float(kept.n_items), now - kept.used_at, kept.hits, pinned=is_pinned)

@@ -1,6 +1,6 @@
-"""What was read once and is not in the tree any more: enough to say so, nothing to go on from.
+"""Prefixes that were read once and are not in the tree any more: enough to say so in diagnostics, nothing to restore.
 
-Items only, no bytes, a bounded number of them, the latest first to be kept. Knows no tree.
+Items only, no bytes, a bounded number of them; the oldest are forgotten first. Pure: knows no tree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ghosts:
             self._drop(next(iter(self._lineages)))
 
     def clear(self, namespace: str) -> None:
-        """Somebody wants it forgotten, in namespaces that begin so."""
+        """Forget everything in namespaces that begin so."""
         for key in [key for key in self._lineages if key[0].startswith(namespace)]:
             self._drop(key)
 

@@ -20,9 +20,23 @@ def root_key(fingerprint: str, namespace: str) -> str:
     return blake3.blake3(f"everwarm\0{len(fingerprint)}\0{fingerprint}\0{namespace}".encode()).hexdigest()
 
 
+N_SHORT = 16  # hexadecimal digits that stand for the whole name of a lineage, where its length is known as well
+
+Point = tuple[str, int]  # a lineage's short name, and how many items it has
+
+
+def short_key(key: str) -> str:
+    """How the name of a lineage begins. That of a root stands for its namespace in headers, as their ``space``."""
+    return key[:N_SHORT]
+
+
+def point_of(key: str, n_items: int) -> Point:
+    return short_key(key), n_items
+
+
 def keys(root: str, prompt: Prompt, ends: Iterable[int]) -> dict[int, str]:
     """The names of the lineages that end after so many items, all in one pass. A media item counts with its whole digest:
-    its code is too short to tell pictures apart."""
+    its code is too short to tell images apart."""
     hasher = blake3.blake3(bytes.fromhex(root))
     found, done, wanted = {}, 0, set(ends)
     data = np.ascontiguousarray(prompt.codes, dtype="<i4")

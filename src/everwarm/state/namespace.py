@@ -1,8 +1,8 @@
 """Names of namespaces: which of them hold what came from a file of unknown origin. Pure.
 
-What such a file brought, and everything that is decoded on top of it, lives below a root of its own in the prefix tree: no
-other conversation finds it, and everybody who writes anything down asks the root first. So nothing that stems from it can
-leave RAM, whoever comes to write things down later.
+What such a file brought, and everything that is decoded on top of it, lives below a root of its own in the prefix tree. No
+other conversation finds it, and all code that writes states down checks the root first, so nothing that stems from it can
+leave RAM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _UNVERIFIED = "\0unverified\0"  # in no name that a client could have
 
 
 def unverified(namespace: str, digest: str) -> str:
-    """Where this namespace's conversations go on from a file that nobody vouches for."""
+    """The namespace of conversations that go on from a file of unknown origin."""
     return f"{owner_of(namespace)}{_UNVERIFIED}{digest}"
 
 
@@ -22,5 +22,5 @@ def is_unverified(namespace: str) -> bool:
 
 
 def owner_of(namespace: str) -> str:
-    """The namespace that a client asks in."""
+    """The namespace of the client's request."""
     return namespace.partition(_UNVERIFIED)[0]

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from everwarm.state.params import Spacing
 
 GUARD = 16  # an identical prompt reads at most this many items again
-NEAR_END = 4  # where the guard checkpoint is taken when nobody names a better point
-HALF_LIFE_S = 30.0  # the first: a chance that has halved takes twice as long to halve again
-PROTECTED_S = 60.0  # so long the end of a conversation and a junction stay, come what may
+NEAR_END = 4  # items before the end of a prompt: where the guard checkpoint is taken if no stable point is near
+HALF_LIFE_S = 30.0  # of the chance of reuse at first; each further halving takes twice as long
+PROTECTED_S = 60.0  # for so long the end of a conversation and a junction are evicted after the rest
 MAX_BREAKPOINTS = 16  # of one prompt; of more the last ones count
 
 
 class CutKind(enum.Enum):
-    """Why a checkpoint is where it is. Thinning takes the first kinds first."""
+    """Why a checkpoint is where it is. ``_RANK`` says which kinds are thinned first."""
 
     PREWARM = "prewarm"
     EVERY = "every-n"
@@ -40,11 +40,13 @@ class CutKind(enum.Enum):
         return next((cut for cut in cls if cut.value == value), cls.BOUNDARY)
 
 
+MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
+
 _LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.NEAR_END, CutKind.END)
 
 
 def better(known: CutKind, new: CutKind) -> CutKind:
-    """Why a point is kept that is taken a second time."""
+    """The kind of a checkpoint that is taken a second time, for another reason."""
     return new if known in _LESSER and new is not CutKind.END else known
 
 
@@ -68,9 +70,9 @@ def cuts(
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
-    ``stable`` is what all likely next turns share, ``stables`` are what some of them do, ``breakpoints`` what the caller
-    insists on. Everything but these, the end cuts and the branch is decided by what lies before it alone, so extending a
-    prompt never moves an earlier cut.
+    ``stable`` is where all likely next turns leave this prompt, ``stables`` where some of them do, ``breakpoints`` are what
+    the caller demands. All other cuts, but the end cuts and the branch, depend only on what lies before them, so extending
+    a prompt never moves an earlier cut.
     """
     if spacing.max_checkpoints == 0:
         return ()
@@ -84,7 +86,7 @@ def cuts(
     for cut in _end_cuts(n_items, {at for at in (stable, *stables) if at is not None and 0 < at < n_items}):
         found[cut.at] = cut
     for at in {at for index in media for at in (index, index + 1) if 0 < at < n_items} - found.keys():
-        found[at] = Cut(at, CutKind.BOUNDARY)  # right before and right after a picture, which is read as a whole
+        found[at] = Cut(at, CutKind.BOUNDARY)  # right before and right after an image, which is read as a whole
     if spacing.every_n_tokens <= 0:
         near = n_items - NEAR_END - n_ubatch
         found = {at: cut for at, cut in found.items() if at >= near or cut.kind in _INSISTED}
@@ -133,8 +135,9 @@ class KeptCheckpoint:
 def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
     """Which checkpoints of a path (ascending) to give up so that ``max_checkpoints`` remain; as ``n_items``.
 
-    The one whose loss hurts least goes first: a small hole far from the end. What remains is spaced geometrically with
-    the distance from the end. Evenly spaced ones go before role boundaries, pinned ones last, and the newest two stay.
+    Kinds of rank 0 go before those of rank 1, and pinned ones last of all; the newest two stay. Within a rank the one that
+    leaves the smallest hole for its distance from the end goes first, so what remains is spaced geometrically with the
+    distance from the end.
     """
     kept, given_up = list(path), []
     while len(kept) > max(1, max_checkpoints):
@@ -144,6 +147,7 @@ def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
     return given_up
 
 
+# What serves only its own prompt goes before what a next turn, a retry or another conversation goes on from.
 _RANK = {
     CutKind.PREWARM: 0,
     CutKind.EVERY: 0,
@@ -173,28 +177,29 @@ class Entry:
     seconds_saved: float  # what reading again from the nearest surviving ancestor would cost
     age_s: float
     hits: int
-    stranded: bool = False  # its lineage is broken: nobody can use it
+    stranded: bool = False  # its lineage is broken: it cannot be used
     protected: bool = False  # a junction, or the newest end of a conversation
-    is_ahead: bool = False  # read before anybody asked, and nobody has
-    above: int | None = None  # the entry it would be read again from
-    kv_bytes: int = 0  # what goes with it if nothing below it needs it
-    pinned: bool = False  # somebody wants it to stay: it goes when nothing else can
+    is_ahead: bool = False  # prewarmed, and not used yet
+    above: int | None = None  # the entry from whose end it would be read again
+    kv_bytes: int = 0  # of KV that goes with it if no entry below it needs that
+    pinned: bool = False  # evicted only when nothing else can be
 
 
 def score(entry: Entry) -> float:
-    """Seconds saved per byte, times the chance that somebody comes back.
+    """Seconds saved per byte, times the chance of reuse.
 
-    Who was away for an hour comes back in the next minute about half as likely as who was away for half an hour.
+    That falls with the inverse of the age: an hour after its last use an entry is about half as likely to be used in the
+    next minute as after half an hour.
     """
     chance = math.sqrt(1 + entry.hits) / (1 + max(0.0, entry.age_s) / HALF_LIFE_S)
     return entry.seconds_saved * chance / max(1, entry.size_bytes)
 
 
 def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
-    """What to give up, least valuable first, until enough is free or nothing is left.
+    """Picks the least valuable entries until ``bytes_to_free`` are free or none is left; returns their keys in that order.
 
-    Whatever goes makes what leaned on it worth more, for it will be read from farther up; and what it leaned on alone may
-    free its KV as well. So values are looked at anew on the way.
+    Evicting an entry makes those below it more valuable, because they will be read again from farther up, and the entry
+    above it may lose the last one that needed its KV. So the values are updated after each.
     """
     lot = _Lot(entries)
     chosen, freed = [], 0
@@ -211,7 +216,7 @@ _Rank = tuple[bool, bool, bool, bool, float, float, int]
 
 
 class _Lot:
-    """Entries in the order in which they go. ``size_bytes`` is what giving one up frees now."""
+    """Entries in the order of eviction. ``size_bytes`` of one that is popped is what evicting it frees now."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries = {entry.key: entry for entry in entries}
@@ -229,7 +234,7 @@ class _Lot:
         return replace(entry, size_bytes=entry.size_bytes + entry.kv_bytes)
 
     def _rank(self, key: int) -> _Rank:
-        """What goes first. Whatever is stranded is of no use, pinned or not."""
+        """The smallest goes first. A stranded entry is of no use, pinned or not."""
         entry = self._now(key)
         return not entry.stranded, entry.pinned, not entry.is_ahead, entry.protected, score(entry), -entry.age_s, key
 
@@ -266,7 +271,8 @@ class Seat:
 
 
 def seat(seats: Sequence[Seat]) -> int:
-    """Which idle slot a request gets: its own conversation's if one is resident, else the one that loses least."""
+    """Which idle slot a request gets: the one that holds its own conversation, else an empty one, else the least recently
+    used."""
     own = [s for s in seats if s.n_common > 0 and 2 * s.n_common >= s.n_resident]
     if own:
         return max(own, key=lambda s: (s.n_common, -s.n_resident, -s.slot)).slot

@@ -1,9 +1,9 @@
-"""Which neighbouring segments of a lineage become one, so that coming back does not get dearer with every turn. Asks the
-tree, changes nothing.
+"""Which neighbouring segments of a lineage become one, so that restoring does not get dearer with every turn. Pure:
+reads the tree, changes nothing.
 
-A turn leaves two or three nodes behind, and libllama looks at all cells of a context for each segment that it gets. What a
-turn adds is saved in few segments; later, segments of like size are joined, so that their number grows with the logarithm
-of the turns and every byte is copied only that often. Where conversations part segments stay apart: whoever comes back to
+A turn leaves two or three nodes behind, and libllama looks at all cells of a context for each segment that it restores.
+What a turn adds is saved in few segments; later, segments of like size are joined, so that their number grows with the
+logarithm of the turns and every byte is copied only that often. Where conversations part segments stay apart: restoring
 one branch would load the other's as well.
 """
 
@@ -15,13 +15,11 @@ from itertools import groupby, islice
 
 from everwarm.state.lineage import history_over
 from everwarm.state.policy import CutKind
-from everwarm.state.tree import Node, Segment
+from everwarm.state.tree import Node, Segment, first_message_end
 
 MOST = 4096  # tokens of a segment that is made of several
-LIKE, FEW = (
-    4,
-    32,
-)  # whoever is less than so many times as large as the next is joined with it; all below so many are alike
+LIKE = 4  # a segment less than so many times as large as the next is joined with it
+FEW = 32  # tokens: all segments below that count as so large
 MOST_SHARE = 1 / 32  # of the budget: what is evicted goes as a whole
 N_TURN = 4  # nodes that one turn leaves behind, or a retry: no conversation of its own
 
@@ -50,7 +48,7 @@ def _goes_on(run: Sequence[Node], node: Node, is_clean: Callable[[Node], bool], 
     last, first = run[-1], run[0].parent
     if node.parent is not last or first is None or is_clean(node) != is_clean(last):
         return False
-    is_end = last.is_pinned or len(last.children) > 1
+    is_end = last.is_pinned or last.is_junction
     is_end = is_end or (last.checkpoint is not None and last.checkpoint.kind in _ENDS)
     return not is_end and node.mark.n_tokens - first.mark.n_tokens <= most
 
@@ -81,7 +79,7 @@ def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[SegmentRun
     there; the newest may still be left aside."""
     found = [SegmentRun(segment, tuple(users)) for segment, users in _stretches(end.lineage()) if segment is not None]
     settled = [stretch for stretch in found if stretch.stop <= n_settled]
-    first = _first_boundary(end)
+    first = first_message_end(end.lineage())
     chain: list[SegmentRun] = []
     chains = [chain]
     for stretch in settled:
@@ -109,8 +107,9 @@ def fetched(segments: Sequence[Segment], most: int = MOST) -> list[list[Segment]
 
 
 def merged(sizes: Sequence[int], most: int = MOST) -> list[range]:
-    """Neighbours that become one: whoever is not much larger than what follows, as long as it stays small. What is left
-    gets smaller by a factor towards the end, so there is little of it; what is copied has grown by a part of itself."""
+    """Neighbours that become one: a segment is joined with the next unless it is much larger, as long as the sum is small.
+    The sizes that remain fall by a factor towards the end, so they are few; a byte is copied again only when its segment
+    has grown by a share of itself."""
     done: list[tuple[int, range]] = []
     for i, size in enumerate(sizes):
         span = range(i, i + 1)
@@ -126,20 +125,14 @@ def _stretches(lineage: Sequence[Node]) -> Iterator[tuple[Segment | None, list[N
         yield segment, list(users)
 
 
-def _first_boundary(end: Node) -> Node | None:
-    """Usually the end of a system prompt, where other conversations begin."""
-    kept = ((node, node.checkpoint) for node in end.lineage())
-    return next((node for node, point in kept if point is not None and point.kind is CutKind.BOUNDARY), None)
-
-
-def _may_join(one: SegmentRun, two: SegmentRun, first_boundary: Node | None) -> bool:
+def _may_join(one: SegmentRun, two: SegmentRun, first_end: Node | None) -> bool:
     a, b, between = one.segment, two.segment, one.users[-1]
     if one.start != a.n_start or two.start != b.n_start or one.stop != b.n_start:
         return False
     if not _are_alike(a, b):
         return False
-    is_kept_apart = between is first_boundary or between.is_pinned or _is_breakpoint(between)
-    return not is_kept_apart and not _is_junction(between, two.users[0])
+    is_kept_apart = between is first_end or between.is_pinned or _is_breakpoint(between)
+    return not is_kept_apart and not _leads_to_others(between, two.users[0])
 
 
 def _are_alike(a: Segment, b: Segment) -> bool:
@@ -153,7 +146,8 @@ def _is_breakpoint(node: Node) -> bool:
     return node.checkpoint is not None and node.checkpoint.kind is CutKind.BREAKPOINT
 
 
-def _is_junction(node: Node, ours: Node) -> bool:
-    """Whether other conversations go on from here, not only what a turn left aside."""
+def _leads_to_others(node: Node, ours: Node) -> bool:
+    """Whether a junction leads to another conversation, and not only to what a retry or a turn left aside: to more nodes
+    than one turn makes. By their number, for a model without checkpoints has nothing else to go by."""
     others = (other for child in node.children.values() if child is not ours for other in child.below())
     return len(list(islice(others, N_TURN + 1))) > N_TURN

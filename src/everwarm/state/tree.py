@@ -21,7 +21,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.ghosts import Ghosts
 from everwarm.state.lineage import Chunks
 from everwarm.state.namespace import is_unverified
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import MESSAGE_ENDS, CutKind
 from everwarm.types import START, Blob, Mark, SeqId
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def new_id() -> int:
 
 
 class NodeIndex(Generic[N]):
+    """All nodes of a tree by id, with counts of what they hold and a version that changes with any of it."""
+
     def __init__(self) -> None:
         self.by_id: dict[int, N] = {}
         self.version = 0  # another one: something is different
@@ -102,8 +104,8 @@ def check_tree(
         n_bytes += segment.blob.nbytes
     assert ram_bytes == sum(node.ram_bytes for node in listed if node.parent is None)
     assert n_bytes == ram_bytes, f"the ledger says {ram_bytes} bytes, the parts weigh {n_bytes}"
-    assert {node.id: node for node in listed} == census.by_id, "the census knows other nodes than there are"
-    assert (n_states, len(users)) == (census.n_states, census.n_segments), "the census counts otherwise"
+    assert {node.id: node for node in listed} == census.by_id, "the index knows other nodes than there are"
+    assert (n_states, len(users)) == (census.n_states, census.n_segments), "the index counts otherwise"
 
 
 def _check_node(node: Node, key: Callable[[Prompt, int], int | bytes]) -> None:
@@ -205,12 +207,17 @@ class Node:
     ram_bytes: int = 0  # of a root: what everything below it weighs
     is_volatile: bool = False  # of a root: nothing below it is ever written down, shared, or left to the next engine
     id: int = field(default_factory=new_id)  # never another node's, nor one of an earlier engine
-    is_pinned: bool = False  # somebody wants it to stay
+    is_pinned: bool = False  # by a user: evicted last
     n_pinned: int = 0  # pinned ones at or below it
 
     @property
     def start(self) -> int:
         return 0 if self.parent is None else self.parent.n_items
+
+    @property
+    def is_junction(self) -> bool:
+        """Whether lineages part here."""
+        return len(self.children) > 1
 
     def lineage(self) -> list[Node]:
         """Root's first child first, this node last."""
@@ -240,14 +247,20 @@ class Node:
 class Match:
     """What is known of a prompt. ``usable`` are the checkpoints that can be restored, deepest first."""
 
-    n_shared: int  # items somebody has read before
+    n_shared: int  # items that were read before
     n_kv: int  # items whose KV is available
     usable: tuple[Node, ...]
     path: tuple[Node, ...]  # the nodes it passes, the last perhaps only in part
 
 
+def first_message_end(lineage: Iterable[Node]) -> Node | None:
+    """Where the first message of a conversation ends, usually the system prompt: other conversations will begin with it."""
+    kept = ((node, node.checkpoint) for node in lineage)
+    return next((node for node, point in kept if point is not None and point.kind in MESSAGE_ENDS), None)
+
+
 class TreeListener(Protocol):
-    """Hears of everything that comes to RAM and may outlive the engine."""
+    """Is called for everything that comes to RAM and may outlive the engine."""
 
     def on_state(self, node: Node) -> None: ...
     def on_segment(self, node: Node) -> None: ...
@@ -422,7 +435,7 @@ class Tree:
             self._tell_of_segment(users[-1])
 
     def drop_segment(self, node: Node) -> None:
-        """Below a node that lost it nobody can use it either."""
+        """From this node on: without its beginning the rest of a segment cannot be used."""
         segment = node.segment
         assert segment is not None
         users = [node]
@@ -455,7 +468,7 @@ class Tree:
                 self._merge(n)
 
     def unpinned(self, node: Node) -> None:
-        """Nobody wants it to stay any more: it goes if there is nothing else."""
+        """After its pin was taken away: a node that keeps nothing goes."""
         self.census.changed()
         self._prune(node)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.tiers.test_disk_writer import files, kept_core, put_away
+from engine.tiers.test_tier_writer import files, kept_core, put_away
 from everwarm.engine.cache import provenance
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
@@ -152,7 +152,7 @@ def count(core: Core, name: str) -> list[None]:
 
 
 def without_joining(core: Core) -> None:
-    core.joiner.tidy = lambda _slots, has_archive: False
+    core.joiner.tidy = lambda _slots: False
 
 
 @pytest.mark.parametrize("way", ["hinted", "plain", "stripped"])
@@ -334,12 +334,12 @@ def test_on_disk_nothing_is_written_again_because_it_was_joined(tmp_path: Path, 
         for _ in range(12):
             talk.turn()
             put_away(core)
-            written.append(core.archive.disk.counts.n_bytes_written)
+            written.append(core.tier_writer.disk.counts.n_bytes_written)
         assert any(len(s.pieces) > 3 for s in talk.lineage())
         shape = core.sizes.shape
         new = 85 * shape.kv_bytes_per_token + shape.state_bytes
         assert (np.diff(written) <= 1.1 * new + (64 << 10)).all(), np.diff(written).tolist()
-        ends = [kept.n_items for kept in core.archive.disk.objects() if kept.kind == "kv"]
+        ends = [kept.n_items for kept in core.tier_writer.disk.objects() if kept.kind == "kv"]
         assert len(ends) == len(set(ends)), "two objects end at one place"
         golden = run(core, talk.prompt, 8, use_cache=False).tokens
     with kept_core(tmp_path, arch, n_ctx=4096) as core:
@@ -350,7 +350,7 @@ def test_on_disk_nothing_is_written_again_because_it_was_joined(tmp_path: Path, 
         tidy(core)
         assert len(Talk(core).lineage()) < 10
         put_away(core)
-        assert core.archive.disk.counts.n_damaged == 0
+        assert core.tier_writer.disk.counts.n_damaged == 0
 
 
 def test_a_new_engine_does_not_write_joined_segments_again(tmp_path: Path, memory):
@@ -375,7 +375,7 @@ def test_an_object_that_the_disk_gave_up_is_written_again_by_itself(tmp_path: Pa
         whole = max(talk.lineage(), key=lambda s: len(s.pieces))
         lost = whole.pieces[len(whole.pieces) // 2]
         before = {path.name: path.read_bytes() for path in files(tmp_path, "kv")}
-        core.archive.disk.drop(lost.name)
+        core.tier_writer.disk.drop(lost.name)
         talk.turn()
         put_away(core)
         after = {path.name: path.read_bytes() for path in files(tmp_path, "kv")}

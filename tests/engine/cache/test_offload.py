@@ -209,10 +209,10 @@ def test_a_turn_that_ends_is_kept_although_all_of_ram_was_used_a_moment_ago(memo
     same."""
     with open_core(memory=memory, n_spares=3) as core:
         finish(core, text(20, 600), 30, stable=STABLE)
-        core.keeper.ram_budget = 3 * core.tree.ram_bytes // 2
+        core.ram_budget.n_bytes = 3 * core.tree.ram_bytes // 2
         for seed in range(21, 27):
             ended = finish(core, text(seed, 600), 30, boundaries=(580,))
-            assert core.tree.ram_bytes <= core.keeper.ram_budget
+            assert core.tree.ram_bytes <= core.ram_budget.n_bytes
             assert where(core, ended) is Where.RAM
             with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
                 assert run(after, text(seed, 600)).n_processed <= GUARD
@@ -230,13 +230,13 @@ def on(directory) -> StoreSettings:
 def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_leaves(memory, tmp_path, arch):
     store = on(tmp_path / "states")
     with open_core(arch, memory=memory, n_spares=3, store=store) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         without_room(core)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
-        disk = core.archive.disk
-        assert any(name.startswith("state-") and disk.is_whole(name) for name in disk.names())
+        disk = core.tier_writer.disk
+        assert any(name.startswith("state-") and disk.has(name) for name in disk.names())
     with open_core(arch, n_spares=3, store=store) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
 
 
@@ -244,17 +244,17 @@ def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_l
 def test_without_any_ram_the_disk_has_it(memory, tmp_path, arch):
     store = on(tmp_path / "states")
     with open_core(arch, memory=memory, n_spares=3, ram_bytes=0, store=store) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
     with open_core(arch, n_spares=3, store=store) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
 
 
 @pytest.mark.parametrize("arch", ["mamba2", "gemma3"])
 def test_without_any_ram_and_without_spares_nothing_is_promised(memory, tmp_path, arch):
     with open_core(arch, memory=memory, ram_bytes=0, store=on(tmp_path / "states")) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.NOWHERE
 
 
@@ -269,20 +269,20 @@ def test_what_is_kept_nowhere_is_said_to_be(memory):
 def test_a_disk_that_does_not_answer_holds_up_no_reply_for_ever(memory, tmp_path, monkeypatch):
     monkeypatch.setattr("everwarm.engine.cache.offload.DISK_WAIT_S", 0.05)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         without_room(core)
         hangs = threading.Event()
-        core.archive.after_all(hangs.wait)
+        core.tier_writer.after_all(hangs.wait)
         assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
         hangs.set()
-        core.archive.flush()
+        core.tier_writer.flush()
 
 
 def test_a_disk_that_refuses_is_not_said_to_have_it(memory, tmp_path):
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         without_room(core)
-        core.archive.disk.put = lambda _header, _parts: False
+        core.tier_writer.disk.put = lambda _header, _parts: False
         assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
 
 
@@ -318,37 +318,37 @@ def test_the_last_frame_leaves_after_the_row_and_others_do_not_wait(memory):
 
 def test_a_turn_is_handed_to_the_disk_in_time_although_its_slot_is_busy_again(memory, tmp_path):
     with open_core(memory=memory, n_slots=1, store=on(tmp_path / "states")) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         ended = finish(core, HISTORY, 4, stable=STABLE)
-        assert core.archive.disk.names() == frozenset() and core.archive.lag_s(ended.receipt.ended_at + 3) == 3
+        assert core.tier_writer.disk.names() == frozenset() and core.tier_writer.lag_s(ended.receipt.ended_at + 3) == 3
         submit(core, [*HISTORY, *ended.result.tokens, *NEW], 30)
         core.step()
         assert not core.slots[0].is_idle
-        core.archive.tidy_overdue(core.slots, ended.receipt.ended_at + 0.9)
-        core.archive.flush()
-        assert core.archive.disk.names() == frozenset(), "not yet"
-        core.archive.tidy_overdue(core.slots, ended.receipt.ended_at + 1.1)
-        core.archive.flush()
+        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 0.9)
+        core.tier_writer.flush()
+        assert core.tier_writer.disk.names() == frozenset(), "not yet"
+        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 1.1)
+        core.tier_writer.flush()
         assert any(
             name.startswith("state-")
-            for name in {name for name in core.archive.disk.names() if core.archive.disk.is_whole(name)}
+            for name in {name for name in core.tier_writer.disk.names() if core.tier_writer.disk.has(name)}
         )
-        assert core.archive.lag_s(ended.receipt.ended_at + 9) == 0
+        assert core.tier_writer.lag_s(ended.receipt.ended_at + 9) == 0
 
 
 def test_turns_wait_in_ram_while_the_disk_is_behind_and_follow_later(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("everwarm.engine.tiers.disk_writer.MAX_QUEUED", -1)
+    monkeypatch.setattr("everwarm.engine.tiers.tier_writer.MAX_QUEUED", -1)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.archive.wait_open(30)
+        core.tier_writer.wait_open(30)
         ended = finish(core, HISTORY, 4, stable=STABLE)
-        core.archive.tidy_overdue(core.slots, ended.receipt.ended_at + 5)
-        assert not core.archive.tidy(core.slots) and core.nap_s is not None
-        core.archive.flush()
-        assert core.archive.disk.names() == frozenset()
-        monkeypatch.setattr("everwarm.engine.tiers.disk_writer.MAX_QUEUED", 1 << 30)
-        core.archive.tidy_overdue(core.slots, ended.receipt.ended_at + 6)
-        core.archive.flush()
-        assert core.archive.disk.names()
+        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 5)
+        assert not core.tier_writer.tidy(core.slots) and core.nap_s is not None
+        core.tier_writer.flush()
+        assert core.tier_writer.disk.names() == frozenset()
+        monkeypatch.setattr("everwarm.engine.tiers.tier_writer.MAX_QUEUED", 1 << 30)
+        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 6)
+        core.tier_writer.flush()
+        assert core.tier_writer.disk.names()
 
 
 def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):

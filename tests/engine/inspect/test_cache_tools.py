@@ -63,7 +63,7 @@ def here(monkeypatch, capsys) -> Run:
 def kept_core(directory: Path, arch: str = "qwen35", **settings):
     store = StoreSettings(str(directory), 1 << 30, restore_policy="always")
     with open_core(arch, store=store, **settings) as core:
-        assert core.archive is not None and core.archive.disk is not None
+        assert core.tier_writer.disk.is_on
         yield core
 
 
@@ -550,9 +550,9 @@ def test_times_and_sizes_are_numbers_with_units():
 def test_only_verify_loads_libllama(tmp_path):
     kept(tmp_path)
     code = (
-        "import sys\nfrom everwarm import cli\nfile = sys.argv[2]\n"
+        "import sys\nfrom everwarm.cli.app import app\nfile = sys.argv[2]\n"
         "for a in (['ls'], ['show', 'state'], ['export', file], ['import', file], ['prune', '--keep', '0']):\n"
-        "    try: cli.app(['cache', *a, '--state-dir', sys.argv[1]])\n"
+        "    try: app(['cache', *a, '--state-dir', sys.argv[1]])\n"
         "    except SystemExit as ended: assert not ended.code, a\n"
         "assert not [name for name in sys.modules if name.startswith('everwarm.llama')], 'libllama'\n"
     )

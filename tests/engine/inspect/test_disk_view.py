@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.tiers.test_disk_writer import files, kept_core, put_away
+from engine.tiers.test_tier_writer import files, kept_core, put_away
 from everwarm.engine.cache import drop
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.cache_commands import CacheCommands
@@ -19,11 +19,11 @@ from everwarm.engine.inspect.read_reason import Reason, Why
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings
-from everwarm.engine.tiers.disk_pins import N_SPACE, pinned_on_disk
+from everwarm.engine.tiers.disk_pins import pinned_on_disk
 from everwarm.engine.tiers.loader import Fetch
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import root_key
+from everwarm.state.lineage import root_key, short_key
 from everwarm.state.store.object import ObjectReader
 from support.drive import EVERY_KIND, GUARD, check, drain, open_core, run, step_until, submit, text
 
@@ -181,13 +181,13 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        assert core.archive is not None and core.archive.disk is not None
+        assert core.tier_writer.disk.is_on
         read: list[str] = []
         monkeypatch.setattr(ObjectReader, "read", lambda _, name: read.append(name))
-        lookup, before = CacheView(core), core.archive.disk.counts.n_read
+        lookup, before = CacheView(core), core.tier_writer.disk.counts.n_read
         for _ in range(3):
             lookup.finish(turn_page(core, m.AskTree(1, 100, words_of=""), int))
-        assert not read and core.archive.disk.counts.n_read - before == 3
+        assert not read and core.tier_writer.disk.counts.n_read - before == 3
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
@@ -198,8 +198,8 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         whole = pages(core)
         (second,) = [node for node in whole if node.n_children and node.start]
     with kept_core(tmp_path) as core:
-        assert core.archive is not None and core.archive.disk is not None
-        names = {kept.n_items: kept.name for kept in core.archive.disk.objects() if kept.kind == "state"}
+        assert core.tier_writer.disk.is_on
+        names = {kept.n_items: kept.name for kept in core.tier_writer.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
         at_once = CacheView(core).finish(turn_page(core, m.AskTree(1, 100), int)).nodes
@@ -237,9 +237,9 @@ def test_what_is_only_on_disk_is_dropped_with_everything_below_it_and_nothing_el
 
 def is_cut(doomed: m.NodeSeen, core: Core, prompt: list[int]) -> bool:
     """Whether a node that was dropped lay on the way of a prompt: by what the disk finds for it now."""
-    assert core.archive is not None and core.archive.disk is not None
-    root = root_key(core.archive.fingerprint, NAMESPACE)
-    found = core.archive.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
+    assert core.tier_writer.disk.is_on
+    root = root_key(core.tier_writer.fingerprint, NAMESPACE)
+    found = core.tier_writer.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
     return found is None or found.n_items <= doomed.start
 
 
@@ -369,8 +369,8 @@ def test_users_pin_within_their_quota(tmp_path):
         assert order(core, "pin", last.id, pin_quota=share / 2)["pinned"] is True, "it is already"
         talk(core, seed=3)
     with kept_core(tmp_path) as core:
-        assert core.archive is not None and core.archive.disk is not None
-        held = pinned_on_disk(core.archive.disk, root_key(core.archive.fingerprint, NAMESPACE)[:N_SPACE])
+        assert core.tier_writer.disk.is_on
+        held = pinned_on_disk(core.tier_writer.disk, short_key(root_key(core.tier_writer.fingerprint, NAMESPACE)))
         assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
         other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
         assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.ram_budget.n_bytes).status == 403
@@ -402,10 +402,12 @@ def test_whatever_happens_every_state_on_disk_is_shown_exactly_once(tmp_path, se
                     put_away(core)
                 nodes = pages(core, rng.choice([2, 1000]))
                 assert_sound(nodes)
-                assert core.archive is not None and core.archive.disk is not None
-                core.archive.flush()
-                whole = {name for name in core.archive.disk.names() if core.archive.disk.is_whole(name)}
-                states = [kept for kept in core.archive.disk.objects() if kept.kind == "state" and kept.name in whole]
+                assert core.tier_writer.disk.is_on
+                core.tier_writer.flush()
+                whole = {name for name in core.tier_writer.disk.names() if core.tier_writer.disk.has(name)}
+                states = [
+                    kept for kept in core.tier_writer.disk.objects() if kept.kind == "state" and kept.name in whole
+                ]
                 shown = sorted(node.end for node in pages(core) if "disk" in node.state_tiers)
                 assert shown == sorted(kept.n_items for kept in states)
             put_away(core)

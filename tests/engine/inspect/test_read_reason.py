@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.tiers.test_disk_writer import HISTORY, STABLE, kept_core, put_away
+from engine.tiers.test_tier_writer import HISTORY, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.read_reason import N_SHOWN, ReadFacts, Reason, Why, explain
 from everwarm.errors import StateRejected
@@ -314,7 +314,7 @@ def one_kept(tmp_path, **settings) -> None:
 def test_loading_that_is_slower_than_reading_is_named(tmp_path):
     one_kept(tmp_path)
     with kept_core(tmp_path, policy="auto") as core:
-        core.fetcher._read_rate, core.speed.seconds_per_token = 1.0, 1e-9
+        core.loader._read_rate, core.speed.seconds_per_token = 1.0, 1e-9
         found = run(core, HISTORY).why
         assert found is not None and (found.reason, found.n_shared) == (Reason.LOAD_SLOWER, STABLE)
     with kept_core(tmp_path) as core:
@@ -328,7 +328,7 @@ def test_a_damaged_object_is_named(tmp_path):
         def broken(*_):
             raise Damaged("it is not what it was")
 
-        core.fetcher._load = broken
+        core.loader._load = broken
         assert reason(core, HISTORY) is Reason.REFUSED
 
 
@@ -347,7 +347,7 @@ def test_looking_elsewhere_survives_rubbish(tmp_path):
         index.write_bytes(b"rubbish")
     (tmp_path / "states" / "v1-nothing").mkdir()
     with kept_core(tmp_path, flash_attention="on") as core:
-        assert core.archive.elsewhere.states == {}
+        assert core.tier_writer.foreign_prompts.states == {}
         assert reason(core, HISTORY) is Reason.NEW
 
 

@@ -141,7 +141,7 @@ def talk_on(core, whole: list[int]) -> list[int]:
     assert run(core, second, stable=len(second) - 5).n_cached >= len(whole)
     for node in [slot.node for slot in core.slots if slot.n_fed]:
         core.ram.pin(node)
-        core.archive.keep_pinned(node)
+        core.tier_writer.keep_pinned(node)
     tidy(core)
     core.prewarm.offer(core.unverified.route(Ask(Prompt.of_tokens([*second, *text(5, 60)]), max_tokens=0, ahead=True)))
     tidy(core)
@@ -162,7 +162,7 @@ def test_nothing_that_stems_from_a_trusted_file_outlives_the_engine(tmp_path, ar
         wrong = talk_on(core, whole)
         assert wrong != golden, "this test could not fail: the strange model says the same"
         assert not any(node.checkpoint and node.checkpoint.clean for node in core.tree.nodes())
-        assert bool(core.archive.disk.objects() or core.archive.disk.pins.all()) is not is_apart
+        assert bool(core.tier_writer.disk.objects() or core.tier_writer.disk.pins.all()) is not is_apart
     with open_core(arch, memory=memory, store=store) as core:
         assert bool(core.ram.n_adopted) is not is_apart
         result = run(core, [*whole, *NEW], 8)
@@ -182,7 +182,7 @@ def test_only_who_goes_on_from_all_of_a_trusted_file_has_to_do_with_it(tmp_path)
         core.put_away()
         spaces = {core.tree.namespace(node) for node in core.tree.nodes()}
         assert {owner_of(name) for name in spaces} == {"", "other"} and any(map(is_unverified, spaces))
-        assert core.archive.disk.objects(), "what does not stem from it is kept as ever"
+        assert core.tier_writer.disk.objects(), "what does not stem from it is kept as ever"
         assert run(core, [*whole, *text(9, 30)]).n_cached == len(whole)
         assert not is_unverified(next(s.namespace for s in core.slots if s.n_fed > len(whole))), "now it was read here"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.inspect.test_disk_view import NAMESPACE, on_disk, order, pages, talk
-from engine.tiers.test_disk_writer import files, kept_core, put_away
 from engine.tiers.test_ram import die
+from engine.tiers.test_tier_writer import files, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.state.store.index import INDEX
 from everwarm.state.tree import Node
@@ -26,8 +26,8 @@ def node_at(core: Core, n_items: int) -> Node:
 
 
 def written(core: Core) -> list[int]:
-    assert core.archive is not None and core.archive.disk is not None
-    return sorted(pin.n_items for pin in core.archive.disk.pins.all())
+    assert core.tier_writer.disk.is_on
+    return sorted(pin.n_items for pin in core.tier_writer.disk.pins.all())
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from engine.tiers.test_disk_writer import HISTORY, NEW, STABLE, kept_core, put_away
+from engine.tiers.test_tier_writer import HISTORY, NEW, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken
 from everwarm.state.store.object import Damaged
@@ -15,13 +15,13 @@ NEXT = [*HISTORY[:STABLE], *NEW]
 
 def slow(core: Core) -> threading.Event:
     """Have everything that is read from disk wait for an event."""
-    go, load = threading.Event(), core.fetcher._load
+    go, load = threading.Event(), core.loader._load
 
     def wait(*args):
         assert go.wait(30)
         return load(*args)
 
-    core.fetcher._load = wait
+    core.loader._load = wait
     return go
 
 
@@ -76,6 +76,6 @@ def test_what_cannot_be_read_is_read_again_from_the_prompt(tmp_path):
         def broken(*_):
             raise Damaged("it is not what it was")
 
-        core.fetcher._load = broken
+        core.loader._load = broken
         assert run(core, NEXT).n_cached == 0
         check(core)

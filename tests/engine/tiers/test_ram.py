@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from engine.tiers.test_disk_writer import fingerprint_of_slot
+from engine.tiers.test_tier_writer import fingerprint_of_slot
 from everwarm.engine.core import Core
 from support.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text, tidy
 from support.models import tiny_model

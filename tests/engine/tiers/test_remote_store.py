@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiers.test_disk_writer import HISTORY, NEW, STABLE, fingerprint_of_slot
+from engine.tiers.test_tier_writer import HISTORY, NEW, STABLE, fingerprint_of_slot
 from everwarm.engine.core import Core
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from support.drive import EVERY_KIND, GUARD, check, open_core, run, submit, text
@@ -27,7 +27,7 @@ def sharing(url: str, arch: str = "qwen35", *, store: Path | None = None, key: P
     remote = RemoteSettings(url, None if key is None else str(key), restore_policy="always", wait_s=10.0)
     disk = None if store is None else StoreSettings(str(store), 1 << 30, restore_policy="always")
     with open_core(arch, store=disk, remote=remote, **settings) as core:
-        assert core.archive is not None and core.archive.remote is not None
+        assert core.tier_writer.remote.is_on
         yield core
 
 
@@ -47,13 +47,13 @@ def test_another_engine_goes_on_from_the_store_with_the_same_bytes(url, arch):
         again = run(core, NEXT, boundaries=(STABLE,))
         found = fingerprint_of_slot(core, len(NEXT) + 3)
         check(core)
-        counts = core.archive.remote.counts
+        counts = core.tier_writer.remote.counts
         assert counts.n_hits == 1 and counts.n_bytes_read > 0
     assert again.n_cached == STABLE and again.checkpoint is not None and again.checkpoint.how == "from remote"
     assert again.tokens == there.tokens and found == expected
     with sharing(url + "-elsewhere", arch) as core:
         assert run(core, NEXT, boundaries=(STABLE,)).n_cached == 0, "this test could not fail"
-        assert core.archive.remote.counts.n_misses == 1
+        assert core.tier_writer.remote.counts.n_misses == 1
 
 
 def test_a_prompt_without_boundaries_is_found_by_the_grid(url):
@@ -88,7 +88,7 @@ def test_where_conversations_part_is_shared(url):
 @pytest.mark.parametrize("n_spares", [0, 4])
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_a_turn_is_shared_while_others_run(url, arch, n_spares, wait_s, monkeypatch):
-    monkeypatch.setattr("everwarm.engine.tiers.disk_writer.OVERDUE_S", wait_s)
+    monkeypatch.setattr("everwarm.engine.tiers.tier_writer.OVERDUE_S", wait_s)
     with sharing(url, arch, n_spares=n_spares) as core:
         submit(core, text(4, 30), 400)
         mine = submit(core, HISTORY, 4, stable=STABLE)
@@ -98,7 +98,7 @@ def test_a_turn_is_shared_while_others_run(url, arch, n_spares, wait_s, monkeypa
             core.step()
             core.tidy_overdue()
             check(core)
-        assert core.has_work and core.archive.remote.flush()
+        assert core.has_work and core.tier_writer.remote.flush()
         with sharing(url, arch) as other:
             found = run(other, NEXT, boundaries=(STABLE,)).n_cached
     assert found == (STABLE if wait_s == 0 else 0), "a turn is kept that nobody offered, or this test could not fail"
@@ -136,11 +136,11 @@ def test_the_deeper_of_disk_and_store_is_taken_and_what_the_disk_has_is_not_fetc
     with sharing(url, store=tmp_path / "two") as core:
         run(core, longer, boundaries=(STABLE,), stable=700)
         put_away(core)
-        n_new = core.archive.remote.counts.n_bytes_written
+        n_new = core.tier_writer.remote.counts.n_bytes_written
     with sharing(url, store=tmp_path / "one") as core:
         again = run(core, [*longer[:700], *NEW], boundaries=(STABLE, 700))
         assert again.n_cached == 700 and again.checkpoint is not None and again.checkpoint.how == "from remote"
-        assert core.archive.remote.counts.n_bytes_read == n_new, "what lies on disk was fetched again"
+        assert core.tier_writer.remote.counts.n_bytes_read == n_new, "what lies on disk was fetched again"
     with sharing(url, store=tmp_path / "one") as core:
         again = run(core, NEXT, boundaries=(STABLE,))
         assert again.n_cached == STABLE and again.checkpoint is not None and again.checkpoint.how == "from disk"
@@ -150,21 +150,21 @@ def test_what_is_there_is_not_written_again(url):
     with sharing(url) as core:
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        n_written = core.archive.remote.counts.n_bytes_written
+        n_written = core.tier_writer.remote.counts.n_bytes_written
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        assert core.archive.remote.counts.n_bytes_written == n_written > 0
+        assert core.tier_writer.remote.counts.n_bytes_written == n_written > 0
     with sharing(url) as core:
         run(core, HISTORY, stable=STABLE)  # without a hint where to look: it is read, and offered
         put_away(core)
-        assert core.archive.remote.counts.n_bytes_written < n_written / 4, "objects were sent that were there"
+        assert core.tier_writer.remote.counts.n_bytes_written < n_written / 4, "objects were sent that were there"
 
 
 def test_what_is_erased_is_taken_away(url):
     with sharing(url) as core:
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        core.archive.forget(core.slots[0].content, "", beyond=0)
-        assert core.archive.remote.flush()
+        core.tier_writer.forget(core.slots[0].content, "", beyond=0)
+        assert core.tier_writer.remote.flush()
     with sharing(url) as core:
         assert run(core, NEXT, boundaries=(STABLE,)).n_cached == 0

@@ -26,9 +26,10 @@ from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket, BucketPiece, StoreFault
 from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, CircuitBreaker
 from everwarm.state.remote.download import PIECE
-from everwarm.state.remote.pointer import GRIDS, SEAL_BYTES, Mac, Need, Pointer, grid_points, names_at, probes
+from everwarm.state.remote.pointer import GRIDS, MAC_BYTES, Mac, Need, Pointer, grid_points, names_at, probes
 from everwarm.state.remote.remote_tier import Parcel, RemoteTier
 from everwarm.state.store.object import Damaged, ObjectHeader, file_size, name_of
+from everwarm.state.tier import OnPrompts
 
 MODEL, KEY = "model|f16|f16|auto|unified", bytes(range(32))
 ITEMS = Prompt.of_tokens(range(100, 400))
@@ -72,7 +73,7 @@ def parcel(
     kv = ObjectHeader(kind="kv", start=named[0], n_start=0, **common)
     state = ObjectHeader(kind="state", start=named[n], n_start=n, needs=(name_of(kv),), reaches=(n,), **common)
     objects = ((kv, {"items": items, "kv": blobs[0]}), (state, {"items": items, "state": blobs[1]}))
-    sizes = [file_size(*thing) + SEAL_BYTES for thing in objects]
+    sizes = [file_size(*thing) + MAC_BYTES for thing in objects]
     post = Pointer(named[n], n, sizes[1], (Need(name_of(kv), sizes[0], n),))
     names = names_at(named[n], {grid: named[at] for grid, at in grid_points(n).items()})
     return Parcel(objects, post, tuple(names))
@@ -109,14 +110,14 @@ def test_what_was_offered_is_found_by_another_and_is_the_same(place, opened, kv_
     one, other, mine = opened(place), opened(place), parcel(kv_bytes=kv_bytes)
     assert one.offer(mine) and one.flush()
     post = find(other)
-    assert post == mine.signpost and fetch(other, post) == stored(mine)
+    assert post == mine.pointer and fetch(other, post) == stored(mine)
     assert other.counts.n_bytes_read > kv_bytes and other.counts.n_failures == other.counts.n_refused == 0
 
 
 def test_a_guess_of_the_size_that_is_wrong_costs_only_another_request(place, opened):
     one, mine = opened(place), parcel()
     assert one.offer(mine) and one.flush()
-    need = mine.signpost.needs[0]
+    need = mine.pointer.needs[0]
     assert read(one, need.name, need.size - 5000, "kv") == stored(mine)[1]
     assert read(one, need.name, need.size + 5000, "kv") == stored(mine)[1]
 
@@ -162,14 +163,14 @@ def test_the_same_object_is_written_once(place, opened):
     for remote in (one, one, other):
         assert remote.offer(mine) and remote.flush()
     assert one.counts.n_bytes_written > 2 * other.counts.n_bytes_written
-    assert other.is_known(mine.signpost.name) and not other.is_known("state-of-another")
+    assert other.has(mine.pointer.name) and not other.has("state-of-another")
 
 
 def test_what_was_forgotten_is_gone_for_everybody(place, opened):
     one = opened(place)
     one.offer(parcel(120))
     one.offer(parcel(N))
-    one.forget(root_key(MODEL, ""), ITEMS, beyond=150)
+    one.forget(OnPrompts(root_key(MODEL, ""), (ITEMS,), beyond=150))
     assert one.flush()
     post = find(opened(place), ends=(120, N))
     assert post is not None and post.n_items == 120
@@ -202,10 +203,10 @@ def saved(folder: Path, opened) -> tuple[str, Parcel]:
 @pytest.mark.parametrize("at", ["head", "middle", "end", "seal"])
 def test_a_flipped_bit_is_seen_wherever_it_is(folder, opened, at):
     url, mine = saved(folder, opened)
-    need = mine.signpost.needs[0]
+    need = mine.pointer.needs[0]
     path = files(folder)[need.name]
     data = bytearray(path.read_bytes())
-    data[{"head": 40, "middle": len(data) // 2, "end": -SEAL_BYTES - 5, "seal": -1}[at]] ^= 1
+    data[{"head": 40, "middle": len(data) // 2, "end": -MAC_BYTES - 5, "seal": -1}[at]] ^= 1
     path.write_bytes(data)
     one = opened(url)
     with pytest.raises(Damaged):
@@ -216,7 +217,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(folder, opened, at):
 @pytest.mark.parametrize("n", [0, 10, 5000, -1])
 def test_a_truncated_object_is_a_miss(folder, opened, n):
     url, mine = saved(folder, opened)
-    need = mine.signpost.needs[0]
+    need = mine.pointer.needs[0]
     path = files(folder)[need.name]
     path.write_bytes(path.read_bytes()[:n])
     with pytest.raises(Damaged):
@@ -229,11 +230,11 @@ def test_an_object_under_another_name_is_refused(folder, opened):
     one = opened(url)
     assert one.offer(other) and one.flush()
     there = files(folder)
-    for a, b in ((mine.signpost.name, other.signpost.name), (mine.names[0], other.names[0])):
+    for a, b in ((mine.pointer.name, other.pointer.name), (mine.names[0], other.names[0])):
         there[b].write_bytes(there[a].read_bytes())
     fresh = opened(url)
-    with pytest.raises(Damaged, match="seal"):
-        read(fresh, other.signpost.name, other.signpost.size, "state")
+    with pytest.raises(Damaged, match="MAC"):
+        read(fresh, other.pointer.name, other.pointer.size, "state")
     assert find(fresh, Prompt.of_tokens(range(500, 800))) is None and fresh.counts.n_refused == 2
 
 
@@ -249,38 +250,38 @@ def test_without_the_name_in_the_seal_the_replayed_one_would_pass(folder, opened
     there[other.names[0]].write_bytes(there[mine.names[0]].read_bytes())
     fresh = opened(url)
     assert find(fresh, Prompt.of_tokens(range(500, 800))) is None, "its lineage is another"
-    assert fresh.counts.n_refused == 0, "its seal was right all the same"
+    assert fresh.counts.n_refused == 0, "its MAC was right all the same"
 
 
 def test_another_models_object_is_refused(folder, opened):
     """Laid by hand where this model looks, under a name that fits."""
     url, mine = saved(folder, opened)
     foreign = opened(url, model="another|f16|f16|auto|unified")
-    theirs = foreign._packed(mine.signpost.name, *mine.objects[1])
-    files(folder)[mine.signpost.name].write_bytes(b"".join(bytes(piece) for piece in theirs))
-    with pytest.raises(Damaged, match="seal"):
-        read(opened(url), mine.signpost.name, mine.signpost.size, "state")
-    own = opened(url)._packed(mine.signpost.name, *mine.objects[1])
-    files(folder)[mine.signpost.name].write_bytes(b"".join(bytes(piece) for piece in own))
-    assert read(opened(url), mine.signpost.name, mine.signpost.size, "state") == stored(mine)[0]
+    theirs = foreign._packed(mine.pointer.name, *mine.objects[1])
+    files(folder)[mine.pointer.name].write_bytes(b"".join(bytes(piece) for piece in theirs))
+    with pytest.raises(Damaged, match="MAC"):
+        read(opened(url), mine.pointer.name, mine.pointer.size, "state")
+    own = opened(url)._packed(mine.pointer.name, *mine.objects[1])
+    files(folder)[mine.pointer.name].write_bytes(b"".join(bytes(piece) for piece in own))
+    assert read(opened(url), mine.pointer.name, mine.pointer.size, "state") == stored(mine)[0]
 
 
 def test_an_object_of_somebody_without_the_key_is_refused(folder, opened, monkeypatch):
     url, mine = saved(folder, opened)
     forged = RemoteTier(Bucket(url), bytes(32), MODEL)
-    data = b"".join(bytes(piece) for piece in forged._packed(mine.signpost.name, *mine.objects[1]))
+    data = b"".join(bytes(piece) for piece in forged._packed(mine.pointer.name, *mine.objects[1]))
     forged.close()
-    files(folder)[mine.signpost.name].write_bytes(data)
-    with pytest.raises(Damaged, match="seal"):
-        read(opened(url), mine.signpost.name, mine.signpost.size, "state")
+    files(folder)[mine.pointer.name].write_bytes(data)
+    with pytest.raises(Damaged, match="MAC"):
+        read(opened(url), mine.pointer.name, mine.pointer.size, "state")
     monkeypatch.setattr(Mac, "is_right", lambda *_: True)
-    assert read(opened(url), mine.signpost.name, mine.signpost.size, "state"), "this test could not fail"
+    assert read(opened(url), mine.pointer.name, mine.pointer.size, "state"), "this test could not fail"
 
 
 def test_a_forged_signpost_is_refused(folder, opened, monkeypatch):
     url, mine = saved(folder, opened)
-    lie = msgspec.structs.replace(mine.signpost, size=mine.signpost.size + 1)
-    files(folder)[mine.names[0]].write_bytes(msgspec.json.encode(lie) + bytes(SEAL_BYTES))
+    lie = msgspec.structs.replace(mine.pointer, size=mine.pointer.size + 1)
+    files(folder)[mine.names[0]].write_bytes(msgspec.json.encode(lie) + bytes(MAC_BYTES))
     one = opened(url)
     assert find(one) is None and one.counts.n_refused == 1
     monkeypatch.setattr(Mac, "is_right", lambda *_: True)
@@ -298,7 +299,7 @@ def test_two_keys_meet_nowhere(place, opened):
 def test_any_bytes_at_all_are_refused(data, which):
     remote = RemoteTier(Bucket(f"memory://noise-{next(_fresh)}"), KEY, MODEL)
     try:
-        name = (parcel().names[0], parcel().signpost.name, parcel().signpost.needs[0].name)[which]
+        name = (parcel().names[0], parcel().pointer.name, parcel().pointer.needs[0].name)[which]
         asyncio.run_coroutine_threadsafe(remote._send(name, [data or b"x"], over=True), remote._loop).result()
         assert find(remote) is None
         if which:
@@ -348,7 +349,7 @@ def test_a_silent_store_is_asked_once_and_then_left_alone_until_it_answers(opene
     assert bucket.n_asked - n_asked <= 1, "only the trial in the background may ask"
     bucket.fault = None
     until(lambda: not reader.breaker.is_open)
-    assert find(reader) == parcel().signpost
+    assert find(reader) == parcel().pointer
 
 
 class Waits:
@@ -364,7 +365,7 @@ class Waits:
 
 @pytest.mark.parametrize("wait_s", [0.25, 2.0])
 def test_a_dead_store_costs_what_was_agreed_and_once(opened, monkeypatch, wait_s):
-    """By our own account, not by the clock: connecting, asking for all signposts and their answers are one wait."""
+    """By our own account, not by the clock: connecting, asking for all pointers and their answers are one wait."""
     waits, bucket = Waits(), Faulty(url := f"memory://dead-{next(_fresh)}")
     remote = opened(url, bucket=bucket)
     remote.wait_s, bucket.fault = wait_s, 1000.0
@@ -399,7 +400,7 @@ def test_a_parcel_that_cannot_be_written_is_given_up_and_not_announced(opened, m
     one = opened(url, bucket=bucket)
     bucket.fault = StoreFault("500")
     assert one.offer(parcel()) and one.flush()
-    assert one.counts.n_given_up == 1 and not one.is_known(parcel().signpost.name)
+    assert one.counts.n_given_up == 1 and not one.has(parcel().pointer.name)
     assert find(opened(url)) is None
 
 

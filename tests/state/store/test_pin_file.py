@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everwarm.state.disk_forest import point_of
+from everwarm.state.lineage import point_of
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import INDEX
 from everwarm.state.store.pin_file import MAX_PINS, PINS, Pin, Pins

@@ -1,7 +1,7 @@
-"""Idle work: small segments of a conversation become one, so that bringing it back does not get dearer with its turns.
+"""Idle work: joins small segments of a conversation, so that restoring it does not get dearer with its turns.
 
-``state.segment_merge`` decides which ones. Bytes are joined as they are in RAM: nothing on the device is asked for them,
-and nothing on disk is written again, for a segment remembers the objects that it consists of.
+``state.segment_merge`` decides which ones. Bytes are joined as they are in RAM: nothing is read from the device, and
+nothing on disk is written again, because a segment remembers the objects that it consists of.
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ log = logging.getLogger("everwarm.engine")
 
 def join(context: Context, segments: Sequence[Segment]) -> Segment:
     """Segments that follow each other as one. Safe on any thread."""
-    blob = context.join_segments([segment.blob for segment in segments])
     first, last = segments[0], segments[-1]
-    items, pieces = (first.n_start, last.n_stop), tuple(piece for s in segments for piece in s.pieces)
-    return Segment(blob, first.start, last.stop, last.clean, last.chunks, 0, items, last.path, pieces)
+    return Segment(
+        context.join_segments([segment.blob for segment in segments]),
+        start=first.start,
+        stop=last.stop,
+        clean=last.clean,
+        chunks=last.chunks,
+        items=(first.n_start, last.n_stop),
+        path=last.path,
+        pieces=tuple(piece for segment in segments for piece in segment.pieces),
+    )
 
 
 class Joiner:
@@ -38,10 +45,10 @@ class Joiner:
         self._budget = budget
         self.most_joined = most_joined
 
-    def tidy(self, slots: Sequence[Slot], *, has_archive: bool) -> bool:
+    def tidy(self, slots: Sequence[Slot]) -> bool:
         """One piece of idle work, on conversations that are saved already. False: there is none."""
         for slot in slots:
-            is_saved = slot.is_idle and slot.is_tidy and (slot.is_archived or not has_archive)
+            is_saved = slot.is_idle and slot.is_tidy and slot.is_archived
             if is_saved and not slot.is_joined:
                 groups = to_join(slot.node, slot.n_settled, self.most_joined)
                 if not groups or not self._can_join(groups[-1]):
@@ -58,7 +65,7 @@ class Joiner:
             return False
 
     def _join(self, group: Sequence[SegmentRun]) -> bool:
-        """False: there is no room for it where it would outlive the engine."""
+        """False: the arena has no room for it, so it would not outlive the engine."""
         old = [stretch.segment.blob for stretch in group]
         whole = join(self._context, [self._used(stretch) for stretch in group])
         if not self._ram.arena.has(whole.blob):
@@ -76,22 +83,33 @@ class Joiner:
         self._ram.require_sound(segment.blob)
         if end.mark == segment.stop:
             return segment
-        blob = self._context.cut_segment(segment.blob, segment.start, end.mark)
-        history = None if segment.chunks is None else history_over(segment.chunks, end.n_items)
-        pieces = tuple(piece for piece in segment.pieces if piece.n_start < end.n_items)
-        items = (segment.n_start, end.n_items)
-        return Segment(blob, segment.start, end.mark, segment.clean, history, 0, items, end.path, pieces)
+        return Segment(
+            self._context.cut_segment(segment.blob, segment.start, end.mark),
+            start=segment.start,
+            stop=end.mark,
+            clean=segment.clean,
+            chunks=None if segment.chunks is None else history_over(segment.chunks, end.n_items),
+            items=(segment.n_start, end.n_items),
+            path=end.path,
+            pieces=tuple(piece for piece in segment.pieces if piece.n_start < end.n_items),
+        )
 
     def _cut_rest(self, stretch: SegmentRun) -> None:
-        """Whoever uses a segment beyond where this lineage left it keeps that part alone."""
-        segment, junction = stretch.segment, stretch.users[-1]
-        end = junction
+        """Lineages that use a segment beyond where this one left it keep only that part."""
+        segment, left_at = stretch.segment, stretch.users[-1]
+        end = left_at
         while (child := next((c for c in end.children.values() if c.segment is segment), None)) is not None:
             end = child
-        if end is junction:
+        if end is left_at:
             return
-        blob = self._context.cut_segment(segment.blob, junction.mark, segment.stop, self._ram.place)
-        pieces = tuple(piece for piece in segment.pieces if piece.n_stop > junction.n_items)
-        items = (junction.n_items, segment.n_stop)
-        about = (segment.clean, segment.chunks, 0, items, segment.path, pieces)
-        self._tree.set_segment(end, Segment(blob, junction.mark, segment.stop, *about))
+        rest = Segment(
+            self._context.cut_segment(segment.blob, left_at.mark, segment.stop, self._ram.place),
+            start=left_at.mark,
+            stop=segment.stop,
+            clean=segment.clean,
+            chunks=segment.chunks,
+            items=(left_at.n_items, segment.n_stop),
+            path=segment.path,
+            pieces=tuple(piece for piece in segment.pieces if piece.n_stop > left_at.n_items),
+        )
+        self._tree.set_segment(end, rest)

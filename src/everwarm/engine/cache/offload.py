@@ -20,8 +20,8 @@ from everwarm.engine.cache.provenance import cover
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.ram import Note, Ram, Receipt
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.model import MemoryKind
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Node, Tree
@@ -49,7 +49,7 @@ class Offload:
     writer: RamWriter
     budget: RamBudget
     ram: Ram
-    archive: DiskWriter | None
+    tier_writer: TierWriter
     kv_bytes_per_token: int
     not_before: float = 0.0  # the next piece
 
@@ -115,10 +115,10 @@ class Offload:
         on_disk = None
         with self.tree.pinned(slot.node), self.budget.lifted():
             points = self._copy_rest(slot, n_prompt)
-            if self.archive is not None and points:
-                self.archive.note_end(slot, ended_at)
-                if self.budget.is_exceeded or not self._has_room(points):
-                    on_disk = self.archive.offer_ended(slot)
+            if points:
+                self.tier_writer.note_end(slot, ended_at)
+                if self.tier_writer.is_on and (self.budget.is_exceeded or not self._has_room(points)):
+                    on_disk = self.tier_writer.offer_ended(slot)
         self.budget.enforce()  # a turn that is larger than all of the RAM tier stays nowhere in it
         notes = self._notes(points)
         blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
@@ -166,8 +166,8 @@ class Offload:
         self.ram.keep_now(receipt.notes, receipt.blobs, is_in_ram)
 
     def _when_on_disk(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
-        archive, name = self.archive, receipt.on_disk
-        if archive is None or name is None:
+        tier_writer, name = self.tier_writer, receipt.on_disk
+        if name is None:
             return done(Where.NOWHERE)
         once = _Once(done)
         timer = threading.Timer(DISK_WAIT_S, once, (Where.NOWHERE,))
@@ -176,9 +176,9 @@ class Offload:
 
         def is_written() -> None:
             timer.cancel()
-            once(Where.DISK if archive.has(name) else Where.NOWHERE)
+            once(Where.DISK if tier_writer.has(name) else Where.NOWHERE)
 
-        archive.after_all(is_written)
+        tier_writer.after_all(is_written)
 
 
 class _Once:

@@ -102,7 +102,7 @@ def is_better(node: Node, chunks: Chunks, *, is_clean: bool, is_whole: bool) -> 
 
 
 def _is_passage(node: Node) -> bool:
-    """A few items that others have read, too, where nobody goes on: not worth being replaced by one or the other."""
+    """A few items that several prompts share and none goes on from: not worth replacing one reading of them by another."""
     return node.checkpoint is None and node.n_items - node.start <= GUARD
 
 

@@ -9,23 +9,23 @@ from itertools import pairwise
 
 from everwarm.llama.model import MemoryKind
 from everwarm.state.policy import GUARD, CutKind
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, first_message_end
 
 WORTH_S = 0.05  # of reading: what is read sooner is not worth its bytes
 
-_MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
 _REPLIES = (CutKind.REPLY, CutKind.END, CutKind.CANCEL, CutKind.PREWARM)
 
 
 def shared_points(kind: MemoryKind, node: Node) -> list[Node]:
     """Those above the node, whose states are in RAM."""
     above = [(n, child) for n, child in pairwise(node.lineage()) if _can_be_kept(kind, n)]
-    first = next((n for n, _ in above if n.checkpoint is not None and n.checkpoint.kind in _MESSAGE_ENDS), None)
-    return [n for n, child in above if n is first or _is_junction(kind, n, child)]
+    first = first_message_end(n for n, _ in above)
+    return [n for n, child in above if n is first or _leads_to_other_prompts(kind, n, child)]
 
 
-def _is_junction(kind: MemoryKind, node: Node, ours: Node) -> bool:
-    """Whether another prompt goes on from here, and not only a reply that was left aside."""
+def _leads_to_other_prompts(kind: MemoryKind, node: Node, ours: Node) -> bool:
+    """Whether another prompt goes on from here, and not only a reply that was left aside. One is enough, be it a retry:
+    a state costs less than reading its prompt again."""
     others = [child for child in node.children.values() if child is not ours]
     if not kind.needs_checkpoints:
         return bool(others)

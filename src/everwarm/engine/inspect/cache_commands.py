@@ -1,6 +1,6 @@
-"""Questions about what is kept, and orders to pin or forget some of it, from frames.
+"""The engine's end of the cache API: answers questions about the cache, and pins or drops parts of it.
 
-Everything that touches the tree happens on the loop's thread, a bounded piece at a time; what can be done elsewhere is.
+Everything that touches the tree happens on the loop's thread, a bounded piece at a time; the rest on other threads.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from everwarm.engine.cache import drop
-from everwarm.engine.cache.drop import Dropped
 from everwarm.engine.core import OPEN_WAIT_S, Core
 from everwarm.engine.inspect.cache_view import MAX_PAGE, CacheView, Number, summary, turn_page, view_of
-from everwarm.engine.inspect.disk_view import View, pin_of
+from everwarm.engine.inspect.disk_view import TreeSnapshot, pin_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.disk_pins import MOST_PINS, N_SPACE, HeldPin, pinned_below, pinned_on_disk
-from everwarm.engine.tiers.disk_writer import DiskWriter
+from everwarm.engine.tiers.disk_pins import MOST_PINS, HeldPin, pinned_below, pinned_on_disk
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import BadRequest, EverwarmError, Forbidden
-from everwarm.state.disk_forest import point_of
-from everwarm.state.lineage import root_key
+from everwarm.state.lineage import point_of, root_key, short_key
+from everwarm.state.tier import Dropped, InSpaces, Selection, TheseStates
 from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.engine")
@@ -47,11 +46,11 @@ class CacheCommands:
                     raise BadRequest(f"limit is {message.limit}; give 1 to {MAX_PAGE}")
                 loop.post(lambda core: self._turn_page(core, message))
             case m.CacheOrder():
-                loop.post(lambda core: self._obey(core, message, loop))
+                loop.post(lambda core: self._carry_out(core, message, loop))
 
     @contextmanager
-    def _telling(self, id: int) -> Iterator[None]:
-        """Whatever goes wrong is said to whoever asked."""
+    def _reporting(self, id: int) -> Iterator[None]:
+        """An error becomes the answer."""
         try:
             yield
         except EverwarmError as error:
@@ -61,120 +60,116 @@ class CacheCommands:
             self._send(m.failed(id, EverwarmError("internal error")))
 
     def _answer(self, id: int, work: Callable[[], Any]) -> None:
-        with self._telling(id):
+        with self._reporting(id):
             self._send(m.Answer(id, work()))
 
     # on the loop's thread
 
     def _turn_page(self, core: Core, question: m.AskTree) -> None:
-        with self._telling(question.id):
+        with self._reporting(question.id):
             page = turn_page(core, question, self._number)
             self._aside.submit(self._answer, question.id, lambda: self._lookup.finish(page))
 
-    def _obey(self, core: Core, order: m.CacheOrder, loop: Loop) -> None:
-        with self._telling(order.id):
+    def _carry_out(self, core: Core, order: m.CacheOrder, loop: Loop) -> None:
+        with self._reporting(order.id):
             if order.action == "drop":
                 self._drop(core, order)
-            elif order.node is not None and order.node < 0 and core.archive is not None:
-                self._aside.submit(self._pin_on_disk, core.archive, order, view_of(core))
+            elif order.node is not None and order.node < 0:
+                self._aside.submit(self._pin_on_disk, core.tier_writer, order, view_of(core))
             elif order.action == "pin" and order.pin_quota is not None:
-                wish = _checked_in_ram(core, order)
-                self._aside.submit(self._pin_if_allowed, order, wish, loop)
+                request = _checked_in_ram(core, order)
+                self._aside.submit(self._pin_if_allowed, order, request, loop)
             else:
                 self._pin(core, order)
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """The answer comes when it is written down."""
-        node, archive = _find(core, order), core.archive
+        node, writer = _find(core, order), core.tier_writer
         if node.parent is None:
             raise _is_root()
         (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
-        said = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
-        if archive is None:
-            return self._send(m.Answer(order.id, said))
-        archive.keep_pinned(node) if order.action == "pin" else archive.after_all(archive.pins.strike(node))
-        archive.after_all(lambda: self._send(m.Answer(order.id, said)))
+        answer = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
+        writer.keep_pinned(node) if order.action == "pin" else writer.after_all(writer.pins.strike(node))
+        writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
-        """The answer comes when it is gone from the disk as well; it says in whose namespace words were forgotten."""
-        doomed = _out_of_ram(core, order)
-        if core.archive is not None:
-            self._aside.submit(self._drop_on_disk, core.archive, order, doomed)
-        elif order.node is not None and order.node < 0:
-            raise _not_found(order.node)
-        else:
-            self._answer(order.id, lambda: _said(order, doomed, doomed.dropped))
+        """The answer comes when it is gone from the disk as well; it names the namespace whose words were forgotten."""
+        plan = _out_of_ram(core, order)
+        self._aside.submit(self._drop_on_disk, core.tier_writer, order, plan)
 
-    # on another
+    # on another thread
 
-    def _pin_if_allowed(self, order: m.CacheOrder, wish: PinWish, loop: Loop) -> None:
-        """The disk is asked here, what it says is obeyed on the loop's thread."""
+    def _pin_if_allowed(self, order: m.CacheOrder, request: PinRequest, loop: Loop) -> None:
+        """Checks the quota on disk here, then pins on the loop's thread."""
 
         def go_on(core: Core) -> None:
-            with self._telling(order.id):
+            with self._reporting(order.id):
                 self._pin(core, order)
 
-        with self._telling(order.id):
-            archive = self._core.archive
-            if archive is not None and archive.disk is not None and not wish.is_pinned:
-                space = root_key(archive.fingerprint, wish.namespace)[:N_SPACE]
-                held = pinned_on_disk(archive.disk, space)
-                _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + wish.n_new_bytes))
+        with self._reporting(order.id):
+            writer = self._core.tier_writer
+            if writer.disk.is_on and not request.is_pinned:
+                space = short_key(root_key(writer.fingerprint, request.namespace))
+                held = pinned_on_disk(writer.disk, space)
+                _require_quota(order, self._core, HeldPin(held.n_pins + 1, held.n_bytes + request.n_new_bytes))
             loop.post(go_on)
 
-    def _pin_on_disk(self, archive: DiskWriter, order: m.CacheOrder, view: View) -> None:
-        """What is only there; as above, the answer comes when it is written down."""
+    def _pin_on_disk(self, writer: TierWriter, order: m.CacheOrder, view: TreeSnapshot) -> None:
+        """Pin or unpin what is only on disk; as above, the answer comes when it is written down."""
 
         def change() -> dict[str, Any]:
-            disk = archive.disk
-            assert disk is not None and kept is not None
+            disk = writer.disk
+            assert kept is not None
             disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
             n_bytes = disk.size_of([kept.name, *kept.needs])
             is_pinned = point_of(kept.key, kept.n_items) in disk.pins.marked
             return {"id": order.node, "pinned": is_pinned, "bytes": n_bytes}
 
-        with self._telling(order.id):
-            twig = self._lookup.disk.find(view, order.node or 0, order.namespace)
-            if twig is None:
+        with self._reporting(order.id):
+            node = self._lookup.disk.find(view, order.node or 0, order.namespace)
+            if node is None:
                 raise _not_found(order.node)
-            if (kept := twig.kept) is None:
+            if (kept := node.kept) is None:
                 raise _is_root()
-            if order.action == "pin" and archive.disk is not None:
-                _require_quota(order, self._core, pinned_on_disk(archive.disk, kept.space, pin_of(kept)))
-            archive.after_all(lambda: self._answer(order.id, change))
+            if order.action == "pin":
+                _require_quota(order, self._core, pinned_on_disk(writer.disk, kept.space, pin_of(kept)))
+            writer.after_all(lambda: self._answer(order.id, change))
 
-    def _drop_on_disk(self, archive: DiskWriter, order: m.CacheOrder, doomed: DropPlan) -> None:
+    def _drop_on_disk(self, writer: TierWriter, order: m.CacheOrder, plan: DropPlan) -> None:
         """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
 
         def forget() -> dict[str, Any]:
-            if order.node is None:
-                return _said(order, doomed, doomed.dropped + drop.drop_spaces_on_disk(archive, spaces))
-            on_the_way = sum((drop.drop_on_disk(archive, lineage) for lineage in doomed.lineages), Dropped())
-            return _said(order, doomed, doomed.dropped + on_the_way + drop.drop_states(archive, states))
+            selections: list[Selection] = [InSpaces(spaces)]
+            if order.node is not None:
+                ways = plan.lineages
+                on_the_way = [writer.on_prompts(way.namespace, way.prompts, way.beyond) for way in ways]
+                selections = [*on_the_way, TheseStates(tuple(states))]
+            dropped = sum((writer.forget_now(what) for what in selections), plan.dropped)
+            return _drop_answer(order, plan, dropped)
 
-        with self._telling(order.id):
-            archive.wait_open(OPEN_WAIT_S)
-            archive.require_disk()
-            spaces = self._lookup.disk.spaces(doomed.view, order.namespace)
-            states = [] if order.node is None else self._lookup.disk.below(doomed.view, doomed.ids, order.namespace)
+        with self._reporting(order.id):
+            writer.wait_open(OPEN_WAIT_S)
+            writer.require_disk()
+            spaces = self._lookup.disk.spaces(plan.view, order.namespace)
+            states = [] if order.node is None else self._lookup.disk.below(plan.view, plan.ids, order.namespace)
             if order.node is not None and order.node < 0 and not states:
                 raise _not_found(order.node)
-            archive.after_all(lambda: self._answer(order.id, forget))
+            writer.after_all(lambda: self._answer(order.id, forget))
 
 
 @dataclass(frozen=True, slots=True)
 class DropPlan:
-    """What somebody wants forgotten, and what of it is gone from RAM already."""
+    """What is to be forgotten, and what of it is gone from RAM already."""
 
-    namespace: str  # how those begin whose words are forgotten
-    view: View  # of the tree before
+    namespace: str  # a prefix: in these namespaces words are forgotten
+    view: TreeSnapshot  # of the tree before
     ids: list[int]
     lineages: list[drop.Lineages]
     dropped: Dropped
 
 
 def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
-    """With everything that could quote it: words are forgotten in whole namespaces, whatever node is named."""
+    """With everything that could quote it: words are forgotten in the whole namespace, whatever node is named."""
     is_in_ram = order.node is not None and order.node >= 0
     namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
     drop.forget_ahead(core, namespace)
@@ -185,15 +180,15 @@ def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     roots = [root for name, root in core.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
-    lineages = [drop.lineages(core, node) for node in nodes] if core.archive is not None else []
+    lineages = [drop.lineages(core, node) for node in nodes]
     dropped = sum((drop.drop(core, node) for node in nodes), Dropped())
     drop.forget_words(core, namespace)
     return DropPlan(namespace, view, ids, lineages, dropped)
 
 
-def _said(order: m.CacheOrder, doomed: DropPlan, dropped: Dropped) -> dict[str, Any]:
+def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[str, Any]:
     about = {"id": order.node, "dropped": dropped.n_objects, "bytes": dropped.n_bytes}
-    return {**about, "namespace": doomed.namespace}
+    return {**about, "namespace": plan.namespace}
 
 
 def _not_found(id: int | None) -> Forbidden:
@@ -205,7 +200,7 @@ def _is_root() -> BadRequest:
 
 
 def _find(core: Core, order: m.CacheOrder) -> Node:
-    """Whether others have such a node is nobody's business."""
+    """``Forbidden`` (404) also for a node of another namespace, so that its existence is not revealed."""
     node = None if order.node is None else core.tree.census.by_id.get(order.node)
     if node is None or not core.tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)
@@ -213,15 +208,15 @@ def _find(core: Core, order: m.CacheOrder) -> Node:
 
 
 @dataclass(frozen=True, slots=True)
-class PinWish:
-    """A node that a user wants pinned: whether it is, whose it is, and what of its path is not pinned yet."""
+class PinRequest:
+    """A node that a user wants to pin: whether it is pinned, its namespace, and the bytes of its path that are not yet."""
 
     is_pinned: bool
     namespace: str
     n_new_bytes: int
 
 
-def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
+def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinRequest:
     """The quota holds in RAM and on disk alike: what is pinned may have left the one or not have come to the other."""
     node = _find(core, order)
     if not node.is_pinned:
@@ -229,7 +224,7 @@ def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinWish:
         on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
         _require_quota(order, core, HeldPin(len(pinned), _full_weight(core, on_the_way)))
     new = [n for n in node.lineage() if not n.n_pinned]
-    return PinWish(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
+    return PinRequest(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
 
 
 def _require_quota(order: m.CacheOrder, core: Core, held: HeldPin) -> None:

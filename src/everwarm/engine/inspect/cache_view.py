@@ -1,7 +1,7 @@
-"""Looking into what is kept: numbers, and the tree page by page. Reads only; decides and changes nothing.
+"""What the cache API shows: numbers, and the tree page by page. Reads only; decides and changes nothing.
 
 ``summary`` and ``turn_page`` run on the loop's thread and do a bounded amount of work there. What costs more, the words and
-what is on disk, ``finish`` looks up on another thread, from what nobody changes any more.
+what is on disk, ``finish`` looks up on another thread, from values that do not change any more.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.disk_view import DiskView, Shelf, View, politely
+from everwarm.engine.inspect.disk_view import DiskSnapshot, DiskView, TreeSnapshot, with_pauses
 from everwarm.engine.process import messages as m
 from everwarm.errors import Forbidden
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import SHORT_NAMESPACE
+from everwarm.state.null_tiers import NullDisk
 from everwarm.state.tree import Node
 
 MAX_PAGE = 1000
@@ -35,9 +36,8 @@ Number = Callable[[int], int]  # a core's request id to the gateway's number
 
 
 def version_of(core: Core) -> int:
-    """Another one: something is different in RAM or on disk."""
-    disk = None if core.archive is None else core.archive.disk
-    return core.tree.census.version + (0 if disk is None else disk.version)
+    """Changes with everything in RAM or on disk."""
+    return core.tree.census.version + core.tier_writer.disk.version
 
 
 def summary(core: Core) -> dict[str, Any]:
@@ -77,11 +77,11 @@ def summary(core: Core) -> dict[str, Any]:
 
 
 def _disk(core: Core) -> dict[str, Any] | None:
-    """None: no disk tier was asked for. One that cannot be used is there, degraded and empty."""
-    archive = core.archive
-    disk = None if archive is None else archive.disk
-    if archive is None or disk is None:
-        return None if archive is None or archive.degraded is None else _NO_DISK | {"reason": archive.degraded}
+    """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
+    disk = core.tier_writer.disk
+    if isinstance(disk, NullDisk):
+        reason = core.tier_writer.degraded
+        return None if reason is None else _NO_DISK | {"reason": reason}
     return {
         "bytes": disk.n_bytes,
         "budget_bytes": disk.budget_bytes,
@@ -106,9 +106,8 @@ _NO_DISK = {
 
 
 def evictions(core: Core) -> dict[str, int]:
-    """What good things went, by why."""
-    disk = None if core.archive is None else core.archive.disk
-    return {**core.checkpoint_stats.evictions, "disk_budget": 0 if disk is None else disk.counts.n_evicted}
+    """How many usable checkpoints went, by reason."""
+    return {**core.checkpoint_stats.evictions, "disk_budget": core.tier_writer.disk.counts.n_evicted}
 
 
 # the tree
@@ -126,13 +125,13 @@ class NodeRow(msgspec.Struct, frozen=True):  # made by the thousand on the loop'
 
 @dataclass(frozen=True, slots=True)
 class NodePage:
-    """What of a page is in RAM, and what is asked for after it."""
+    """The part of a page that is in RAM, and the question, for what follows it on disk."""
 
     version: int
     n_total: int
     next: int | None
     rows: list[NodeRow]
-    view: View
+    view: TreeSnapshot
     question: m.AskTree
 
 
@@ -169,13 +168,13 @@ def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     return NodePage(version_of(core), n_total, following, rows, view, question)
 
 
-def view_of(core: Core, shown: dict[str, Node] | None = None) -> View:
+def view_of(core: Core, shown: dict[str, Node] | None = None) -> TreeSnapshot:
     """What another thread needs to know of the tree. ``shown``: the roots that people see."""
     roots = core.tree.namespaces()
     names = {root.id: name for name, root in roots.items()}
     seen = {name: root for name, root in roots.items() if root.children} if shown is None else shown
     nodes = list(core.tree.census.by_id.values())
-    return View(nodes, names, {name: root.id for name, root in seen.items()})
+    return TreeSnapshot(nodes, names, {name: root.id for name, root in seen.items()})
 
 
 def tree_changed() -> Forbidden:
@@ -249,7 +248,7 @@ def _row(node: Node, namespace: str, moment: _Snapshot, *, with_words: bool) -> 
 
 @dataclass(slots=True)
 class CacheView:
-    """Where the disk and the vocabulary are asked."""
+    """Completes pages with what is on disk, and with words."""
 
     core: Core
     disk: DiskView = field(init=False)
@@ -259,35 +258,34 @@ class CacheView:
 
     def finish(self, page: NodePage) -> m.TreeSeen:
         """``Forbidden`` (409) as for ``turn_page``."""
-        shelf = self.disk.look(page.view)
-        found = page.rows if shelf is None else [self._with_disk(row, shelf) for row in politely(page.rows)]
-        rows = found if page.question.words_of is None else politely(found)
+        snapshot = self.disk.snapshot(page.view)
+        found = page.rows
+        if snapshot.files.names:
+            found = [self._with_disk(row, snapshot) for row in with_pauses(page.rows)]
+        rows = found if page.question.words_of is None else with_pauses(found)
         nodes = [self._with_words(row) if row.with_words else row.seen for row in rows]
-        if shelf is None:
-            if page.question.after is not None and page.question.after < 0:
-                raise tree_changed()
-            return m.TreeSeen(page.version, page.n_total, page.next, nodes)
-        following, asked = page.next, page.question
-        twigs = [t for t in shelf.forest.twigs if not asked.alone or shelf.is_in(t.space, asked.namespace)]
-        n_total = page.n_total + len(twigs)
+        following = page.next
+        question = page.question
+        on_disk = (n for n in snapshot.tree.nodes if not question.alone or snapshot.is_in(n.space, question.namespace))
+        n_total = page.n_total + sum(1 for _ in on_disk)
         if following is None:
-            more = self.disk.rows(shelf, page.question, page.question.limit - len(nodes))
+            more = self.disk.rows(snapshot, question, question.limit - len(nodes))
             if more is None:
                 raise tree_changed()
             nodes += more.nodes
             following = more.next
         return m.TreeSeen(page.version, n_total, following, nodes)
 
-    def _with_disk(self, row: NodeRow, shelf: Shelf) -> NodeRow:
+    def _with_disk(self, row: NodeRow, snapshot: DiskSnapshot) -> NodeRow:
         seen = row.seen
-        kept = shelf.state_at(seen.id)
-        changes: dict[str, Any] = {"n_children": seen.n_children + shelf.forest.n_children[seen.id]}
+        kept = snapshot.state_at(seen.id)
+        changes: dict[str, Any] = {"n_children": seen.n_children + snapshot.tree.n_children[seen.id]}
         if kept is not None and seen.kind is not None:
             changes["state_tiers"] = (*seen.state_tiers, "disk")
         elif kept is not None and (about := self.disk.about(kept.name)) is not None and about.cut:
             state = {"kind": about.cut, "state_tiers": ("disk",), "state_bytes": kept.size}
             changes |= {**state, "last_use": kept.used_at, "hits": kept.hits}
-        if row.segment_name in shelf.files.names:
+        if row.segment_name in snapshot.files.names:
             changes["kv_tiers"] = (*seen.kv_tiers, "disk")
         return msgspec.structs.replace(row, seen=msgspec.structs.replace(seen, **changes))
 

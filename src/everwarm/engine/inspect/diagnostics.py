@@ -1,4 +1,4 @@
-"""Why a prompt was read, as the gateway is told; with words where somebody wants them."""
+"""Why a prompt was read, as a message to the gateway; with text where the request wants it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from everwarm.engine.request import CheckpointUse, Result
 from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
 
-PICTURE = "[picture]"
+IMAGE = "[picture]"
 
 
 def diagnostics_of(result: Result, vocab: Vocab | None) -> m.ReadReasonMessage:
-    """``vocab``: None where nobody asked for words."""
+    """``vocab``: None where the request wants no text."""
     why = result.why
     if why is None:  # it never started
         return m.ReadReasonMessage()
@@ -39,6 +39,6 @@ def _diverged(different: Different, vocab: Vocab | None) -> m.Diverged:
 
 
 def words(vocab: Vocab, items: Prompt) -> str:
-    """What some items stand for. Half a character at an end is replaced."""
-    pieces = (PICTURE.encode() if code < 0 else vocab.piece(code) for code in items.codes.tolist())
+    """The text of some items. Half a character at an end is replaced."""
+    pieces = (IMAGE.encode() if code < 0 else vocab.piece(code) for code in items.codes.tolist())
     return b"".join(pieces).decode("utf-8", "replace")

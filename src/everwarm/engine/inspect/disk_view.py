@@ -1,7 +1,7 @@
 """The states that are only on disk, as nodes of the tree: what the index knows places them, their headers describe them.
 
-Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers what they
-said. An object that goes meanwhile, or whose header is damaged, is not there.
+Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers them. An
+object that goes meanwhile, or whose header is damaged, is not shown. Nothing is built before the tree is first looked at.
 """
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.disk_pins import N_SPACE
-from everwarm.state.disk_forest import Forest, Point, Spot, Twig, passed, plant, point_of
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.disk_tree import DiskNode, DiskTree, TreePoint, build_disk_tree, kv_on_path
+from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
 from everwarm.state.namespace import SHORT_NAMESPACE
-from everwarm.state.store.disk import Disk
+from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
 from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node
 
-BREATH, LONG_BREATH = 32, 128  # things between two pauses; of the simple ones
-MOST_SPOTS = 1 << 16  # that are remembered, of nodes that are gone
+PAUSE_EVERY, LONG_PAUSE_EVERY = 32, 128  # things between two pauses; of the simple ones
+MOST_POINTS = 1 << 16  # that are remembered, of nodes that are gone
 MOST_HEADERS = 1 << 14
 BETWEEN = " … "  # the beginning and the end of a text
 
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TreeSnapshot:
     """The tree as it was. Nodes may have changed since, but where they are has not."""
 
     nodes: list[Node]  # the newest last
@@ -43,7 +44,7 @@ class View:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Others: other nodes. Whoever comes has a greater id than all before."""
+        """Changes with the set of nodes: a new one has a greater id than all before."""
         return len(self.nodes), self.nodes[-1].id if self.nodes else 0, *self.roots.values()
 
 
@@ -71,11 +72,11 @@ class StoredFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """What is on disk, seen from a tree."""
+class DiskSnapshot:
+    """What is on disk, and where it hangs in the tree in RAM."""
 
     files: StoredFiles
-    forest: Forest
+    tree: DiskTree
     here: dict[int, IndexedObject]  # states on disk at nodes in RAM, by the nodes' ids
     spaces: dict[str, str]  # known namespaces, by the names that headers have for them
     fingerprint: str
@@ -87,12 +88,15 @@ class Shelf:
         return point_of(kept.key, kept.n_items) in self.files.marked
 
     def namespace(self, space: str) -> str:
-        """The beginning of a hash that nobody has used since the start stands for what it is the hash of."""
+        """A space whose namespace has not been used since the start is shown as it is."""
         return self.spaces.get(space, space)
 
     def is_in(self, space: str, namespace: str) -> bool:
         """Whether a space is that of a namespace that begins so, or of the very one."""
-        return self.namespace(space).startswith(namespace) or root_key(self.fingerprint, namespace)[:N_SPACE] == space
+        return self.namespace(space).startswith(namespace) or short_key(root_key(self.fingerprint, namespace)) == space
+
+
+EMPTY = DiskSnapshot(StoredFiles(0, frozenset(), [], {}, frozenset()), DiskTree(), {}, {}, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,118 +108,118 @@ class Rows:
 @dataclass(slots=True)
 class DiskView:
     core: Core
-    _spots: dict[int, tuple[Point, Spot]] = field(default_factory=dict)  # of nodes in RAM, by id
-    _abouts: dict[str, DiskNodeMeta] = field(default_factory=dict)
+    _points: dict[int, tuple[Point, TreePoint]] = field(default_factory=dict)  # of nodes in RAM, by id
+    _headers: dict[str, DiskNodeMeta] = field(default_factory=dict)
     _spaces: dict[str, str] = field(default_factory=dict)
     _files: StoredFiles | None = None
-    _last: tuple[tuple[object, ...], Shelf] | None = None
+    _last: tuple[tuple[object, ...], DiskSnapshot] | None = None
 
-    def look(self, view: View) -> Shelf | None:
-        """None: there is no disk tier. The same as before while nothing has changed."""
-        archive = self.core.archive
-        disk = None if archive is None else archive.disk
-        if archive is None or disk is None:
-            return None
+    def snapshot(self, view: TreeSnapshot) -> DiskSnapshot:
+        """What is on disk now. The same as before while nothing has changed."""
+        writer = self.core.tier_writer
+        disk = writer.disk
+        if not disk.is_on:
+            return EMPTY
         if self._files is None or self._files.version != disk.version:
             self._files = _files(disk)
         seen = (self._files.version, *view.members)
         if self._last is None or self._last[0] != seen:
-            self._learn_spots(view, archive.fingerprint)
-            self._last = seen, self._shelf(view, self._files, archive.fingerprint)
+            self._learn_points(view, writer.fingerprint)
+            self._last = seen, self._build(view, self._files, writer.fingerprint)
         return self._last[1]
 
-    def _learn_spots(self, view: View, fingerprint: str) -> None:
-        if len(self._spots) > MOST_SPOTS + len(view.nodes):
+    def _learn_points(self, view: TreeSnapshot, fingerprint: str) -> None:
+        if len(self._points) > MOST_POINTS + len(view.nodes):
             alive = {node.id for node in view.nodes}
-            self._spots = {id: spot for id, spot in self._spots.items() if id in alive}
+            self._points = {id: point for id, point in self._points.items() if id in alive}
         new: dict[tuple[int, str], list[Node]] = defaultdict(list)
-        for node in politely(view.nodes, LONG_BREATH):
-            if node.id not in self._spots and node.parent is not None:
+        for node in with_pauses(view.nodes, LONG_PAUSE_EVERY):
+            if node.id not in self._points and node.parent is not None:
                 new[id(node.path), view.names.get(node.root().id, "")].append(node)
-        for (_, namespace), same in politely(new.items()):  # one pass over what they have in common
+        for (_, namespace), same in with_pauses(new.items()):  # one pass over what they have in common
             root = root_key(fingerprint, namespace)
             named = keys(root, same[0].path, {node.n_items for node in same})
             for node in same:
-                spot = Spot(node.id, node.n_items, root[:N_SPACE])
-                self._spots[node.id] = point_of(named[node.n_items], node.n_items), spot
+                point = TreePoint(node.id, node.n_items, short_key(root))
+                self._points[node.id] = point_of(named[node.n_items], node.n_items), point
 
-    def _shelf(self, view: View, files: StoredFiles, fingerprint: str) -> Shelf:
+    def _build(self, view: TreeSnapshot, files: StoredFiles, fingerprint: str) -> DiskSnapshot:
         for name in view.names.values():
-            self._spaces[root_key(fingerprint, name)[:N_SPACE]] = name
-        roots = {root_key(fingerprint, name)[:N_SPACE]: id for name, id in view.roots.items()}
-        spots = dict(self._spots[node.id] for node in view.nodes if node.parent is not None)
-        forest = plant(files.states, files.kv_sizes, spots, roots, partial(politely, breath=LONG_BREATH))
-        named = ((spots.get(point_of(each.key, each.n_items)), each) for each in files.states)
-        here = {spot.id: each for spot, each in named if spot is not None}
-        return Shelf(files, forest, here, dict(self._spaces), fingerprint)
+            self._spaces[short_key(root_key(fingerprint, name))] = name
+        roots = {short_key(root_key(fingerprint, name)): id for name, id in view.roots.items()}
+        in_ram = dict(self._points[node.id] for node in view.nodes if node.parent is not None)
+        tree = build_disk_tree(
+            files.states, files.kv_sizes, in_ram, roots, partial(with_pauses, every=LONG_PAUSE_EVERY)
+        )
+        named = ((in_ram.get(point_of(each.key, each.n_items)), each) for each in files.states)
+        here = {point.id: each for point, each in named if point is not None}
+        return DiskSnapshot(files, tree, here, dict(self._spaces), fingerprint)
 
-    def below(self, view: View, ids: Iterable[int], namespace: str = "") -> list[IndexedObject]:
+    def below(self, view: TreeSnapshot, ids: Iterable[int], namespace: str = "") -> list[IndexedObject]:
         """The states that are only on disk, at or below these nodes, in namespaces that begin so."""
-        shelf = self.look(view)
-        found = [] if shelf is None else shelf.forest.below(ids)
-        return [kept for kept in found if shelf is not None and shelf.is_in(kept.space, namespace)]
+        snapshot = self.snapshot(view)
+        return [kept for kept in snapshot.tree.below(ids) if snapshot.is_in(kept.space, namespace)]
 
-    def find(self, view: View, id: int, namespace: str = "") -> Twig | None:
-        shelf = self.look(view)
-        at = None if shelf is None else shelf.forest.place.get(id)
-        found = None if shelf is None or at is None else shelf.forest.twigs[at]
-        return found if found is not None and shelf is not None and shelf.is_in(found.space, namespace) else None
+    def find(self, view: TreeSnapshot, id: int, namespace: str = "") -> DiskNode | None:
+        snapshot = self.snapshot(view)
+        at = snapshot.tree.place.get(id)
+        found = None if at is None else snapshot.tree.nodes[at]
+        return found if found is not None and snapshot.is_in(found.space, namespace) else None
 
-    def spaces(self, view: View, namespace: str) -> frozenset[str] | None:
+    def spaces(self, view: TreeSnapshot, namespace: str) -> frozenset[str] | None:
         """Those of namespaces that begin so, whether or not there is a state of theirs; None: all there are."""
-        shelf = self.look(view) if namespace else None
-        if shelf is None:
-            return None if not namespace else frozenset()
-        disk = self.core.archive.disk if self.core.archive is not None else None
-        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()} if disk else set()
-        return frozenset(space for space in (*there, *shelf.spaces) if shelf.is_in(space, namespace))
+        if not namespace:
+            return None
+        snapshot = self.snapshot(view)
+        disk = self.core.tier_writer.disk
+        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()}
+        return frozenset(space for space in (*there, *snapshot.spaces) if snapshot.is_in(space, namespace))
 
     # rows
 
-    def rows(self, shelf: Shelf, question: m.AskTree, room: int) -> Rows | None:
-        """At most so many, from the place that is asked for or from the beginning. None: that place is not there."""
-        twigs, after = shelf.forest.twigs, question.after
+    def rows(self, snapshot: DiskSnapshot, question: m.AskTree, room: int) -> Rows | None:
+        """At most ``room`` rows, from ``after`` on or from the beginning. None: that place is not there."""
+        nodes, after = snapshot.tree.nodes, question.after
         at = 0
         if after is not None and after < 0:
-            if after not in shelf.forest.place:
+            if after not in snapshot.tree.place:
                 return None
-            at = shelf.forest.place[after]
+            at = snapshot.tree.place[after]
         found: list[m.NodeSeen] = []
-        gone: dict[int, Twig] = {}
-        for twig in politely(twigs[at:]):
-            if not shelf.is_in(twig.space, question.namespace):
+        gone: dict[int, DiskNode] = {}
+        for node in with_pauses(nodes[at:]):
+            if not snapshot.is_in(node.space, question.namespace):
                 continue
             if len(found) == room:
-                return Rows(found, twig.id)
-            about = None if twig.kept is None else self.about(twig.kept.name)
-            if twig.kept is not None and about is None:
-                gone[twig.id] = twig
+                return Rows(found, node.id)
+            about = None if node.kept is None else self.about(node.kept.name)
+            if node.kept is not None and about is None:
+                gone[node.id] = node
             else:
-                with_words = question.words_of is not None and shelf.is_in(twig.space, question.words_of)
-                found.append(_seen(_above(twig, gone), about, shelf, with_words=with_words))
+                with_words = question.words_of is not None and snapshot.is_in(node.space, question.words_of)
+                found.append(_seen(_above(node, gone), about, snapshot, with_words=with_words))
         return Rows(found, None)
 
     def about(self, name: str) -> DiskNodeMeta | None:
         """None: it is gone, or damaged."""
-        about = self._abouts.get(name)
-        archive = self.core.archive
-        if about is None and archive is not None and archive.disk is not None:
+        about = self._headers.get(name)
+        if about is None:
             try:
-                with archive.disk.reading(name) as reader:
+                with self.core.tier_writer.disk.reading(name) as reader:
                     about = _about(reader.header)
             except Damaged:
                 return None
-            while len(self._abouts) >= MOST_HEADERS:
-                del self._abouts[next(iter(self._abouts))]
-            self._abouts[name] = about
+            while len(self._headers) >= MOST_HEADERS:
+                del self._headers[next(iter(self._headers))]
+            self._headers[name] = about
         return about
 
 
-def _files(disk: Disk) -> StoredFiles:
+def _files(disk: DiskTier) -> StoredFiles:
     version, kept = disk.version, {each.name: each for each in disk.objects()}
     states = [
         each
-        for each in politely(kept.values(), LONG_BREATH)
+        for each in with_pauses(kept.values(), LONG_PAUSE_EVERY)
         if each.kind == "state" and all(n in kept for n in each.needs)
     ]
     sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
@@ -229,55 +233,70 @@ def _about(header: ObjectHeader) -> DiskNodeMeta:
 
 def pin_of(kept: IndexedObject) -> Pin:
     """With the points that are known on the way to a state."""
-    ways = [point for _, _, *both in passed(kept) for point in both if point is not None and point[1] < kept.n_items]
+    ways = [
+        point for _, _, *both in kv_on_path(kept) for point in both if point is not None and point[1] < kept.n_items
+    ]
     return Pin(kept.key, kept.n_items, kept.space, tuple(sorted(set(ways), key=lambda point: point[1])))
 
 
-def _above(twig: Twig, gone: dict[int, Twig]) -> Twig:
-    """Below the next that is there."""
-    lost = gone.get(twig.parent or 0)
+def _above(node: DiskNode, gone: dict[int, DiskNode]) -> DiskNode:
+    """Hung at the next node above that is still there."""
+    lost = gone.get(node.parent or 0)
     if lost is None:
-        return twig
+        return node
     higher = _above(lost, gone)
-    return Twig(twig.id, higher.parent, higher.n_above, twig.space, twig.kept, twig.kv_bytes)
+    return replace(node, parent=higher.parent, n_above=higher.n_above)
 
 
-def _seen(twig: Twig, about: DiskNodeMeta | None, shelf: Shelf, *, with_words: bool) -> m.NodeSeen:
-    kept, namespace = twig.kept, shelf.namespace(twig.space)[:SHORT_NAMESPACE]
-    n_children = shelf.forest.n_children[twig.id]
+def _seen(node: DiskNode, about: DiskNodeMeta | None, snapshot: DiskSnapshot, *, with_words: bool) -> m.NodeSeen:
+    kept = node.kept
+    root = m.NodeSeen(
+        id=node.id,
+        parent=None,
+        start=0,
+        end=0,
+        namespace=snapshot.namespace(node.space)[:SHORT_NAMESPACE],
+        n_children=snapshot.tree.n_children[node.id],
+        last_use=None,
+        hits=0,
+        pinned=False,
+        kind=None,
+        state_tiers=(),
+        state_bytes=0,
+        kv_tiers=(),
+        kv_bytes=0,
+        running=None,
+        words="" if with_words else None,
+    )
     if kept is None or about is None:
-        words = "" if with_words else None
-        return m.NodeSeen(twig.id, None, 0, 0, namespace, n_children, None, 0, False, None, (), 0, (), 0, None, words)
+        return root
     has_state = bool(about.cut)
-    return m.NodeSeen(
-        twig.id,
-        twig.parent,
-        about.n_tokens(twig.n_above),
-        about.n_tokens(kept.n_items),
-        namespace,
-        n_children,
-        kept.used_at,
-        kept.hits,
-        shelf.is_pinned(kept),
-        about.cut or None,
-        ("disk",) if has_state else (),
-        kept.size if has_state else 0,
-        ("disk",) if twig.has_kv else (),
-        twig.kv_bytes,
-        None,
-        _words(about.words, twig.n_above) if with_words else None,
+    return msgspec.structs.replace(
+        root,
+        parent=node.parent,
+        start=about.n_tokens(node.n_above),
+        end=about.n_tokens(kept.n_items),
+        last_use=kept.used_at,
+        hits=kept.hits,
+        pinned=snapshot.is_pinned(kept),
+        kind=about.cut or None,
+        state_tiers=("disk",) if has_state else (),
+        state_bytes=kept.size if has_state else 0,
+        kv_tiers=("disk",) if node.has_kv else (),
+        kv_bytes=node.kv_bytes,
+        words=_words(about.words, node.n_above) if with_words else None,
     )
 
 
 def _words(words: str, n_above: int) -> str:
-    """How the text begins is said where it does."""
+    """A header has the beginning and the end of the text; below another node only the end is shown."""
     _, between, end = words.rpartition(BETWEEN)
     return f"… {end}" if n_above and between else words
 
 
-def politely(things: Iterable[T], breath: int = BREATH) -> Iterator[T]:
-    """With pauses: the loop's thread waits for the interpreter no longer than a few of them take."""
+def with_pauses(things: Iterable[T], every: int = PAUSE_EVERY) -> Iterator[T]:
+    """Sleeps briefly every so often, so that the loop's thread does not wait long for the interpreter."""
     for i, thing in enumerate(things):
-        if i % breath == 0:
+        if i % every == 0:
             time.sleep(1e-4)
         yield thing

@@ -2,7 +2,7 @@
 
 A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason is the one of
 whatever is the larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its
-items, and whoever has a vocabulary shows them.
+items; ``diagnostics`` turns them into text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counting what requests cost, and saying why when a prompt had to be read again."""
+"""Counts what requests cost, and logs why a prompt had to be read again."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RequestStats:
     n_requests: int = 0
     n_prompt: int = 0
     n_cached: int = 0
-    n_avoidable: int = 0  # prompt tokens read again although somebody had read them before
+    n_avoidable: int = 0  # prompt tokens read again although they had been read before
     n_full_rereads: int = 0
     n_suspended: int = 0
     n_turns: int = 0  # times a deterministic request and the others gave way to each other
-    n_stalls: int = 0  # times that nothing moved although somebody waited
+    n_stalls: int = 0  # times that nothing moved although a request waited
     n_decode_failures: int = 0
-    n_prewarms: int = 0  # turns read before anybody asked
+    n_prewarms: int = 0  # turns read before they were requested
     n_prewarms_interrupted: int = 0
     n_prewarm_tokens: int = 0
 

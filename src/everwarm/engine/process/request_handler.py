@@ -389,6 +389,6 @@ def stats(core: Core) -> dict[str, Any]:
         "n_fed": core.context.n_fed,
         "n_pictures_encoded": 0 if core.gallery is None else core.gallery.n_encoded,
         **core.ram.stats(),
-        **(core.archive.stats() if core.archive is not None else {}),
-        "disk_n_brought": 0 if core.fetcher is None else core.fetcher.n_brought,
+        **core.tier_writer.stats(),
+        "disk_n_brought": core.loader.n_brought,
     }

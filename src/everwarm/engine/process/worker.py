@@ -29,7 +29,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.request_handler import RequestHandler
-from everwarm.engine.tiers.disk_writer import DiskWriter
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
 from everwarm.llama.system.file_watch import FileWatch
@@ -141,7 +141,7 @@ class Watched(NamedTuple):
 
     loop: Loop
     files: list[FileWatch]
-    disk_writer: DiskWriter | None
+    tier_writer: TierWriter
 
 
 class Pulse:
@@ -174,13 +174,12 @@ class Pulse:
             return m.Beat(None, 0, 0)
         loop, _, writer = self._watched
         status = loop.status
-        disk = None if writer is None else writer.disk
-        reason = None if writer is None else writer.degraded
+        reason = writer.degraded
         return m.Beat(
             step_age_s=loop.step_age_s(),
             n_running=status.n_running,
             n_queued=status.n_queued,
-            version=status.tree_version + (0 if disk is None else disk.version),
+            version=status.tree_version + writer.disk.version,
             degraded={} if reason is None else {"disk": reason},
             backlog=status.backlog,
         )
@@ -250,7 +249,7 @@ def _call_test_hook(core: Core) -> None:
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     conversation = RequestHandler(core, wire.send)
     loop = Loop(core, conversation.deliver)
-    pulse.watch(Watched(loop, core.files, core.archive))
+    pulse.watch(Watched(loop, core.files, core.tier_writer))
     threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
     try:
         loop.run()

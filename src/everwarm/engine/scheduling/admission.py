@@ -28,7 +28,7 @@ class Verdict(enum.Enum):
 
 class Admission:
     def __init__(
-        self, context: Context, tree: Tree, slots: list[Slot], restorer: Restorer, fetcher: Loader | None, *, cuts: bool
+        self, context: Context, tree: Tree, slots: list[Slot], restorer: Restorer, loader: Loader, *, cuts: bool
     ) -> None:
         """``cuts``: checkpoints are taken, so a prompt that is being read can stop for another request."""
         self._context = context
@@ -36,7 +36,7 @@ class Admission:
         self._slots = slots
         self._takes_cuts = cuts
         self._restorer = restorer
-        self._fetcher = fetcher
+        self._loader = loader
         self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or all that can be said
 
     def judge(self, request: Request) -> Verdict:
@@ -64,7 +64,7 @@ class Admission:
 
     def _is_fetching(self, request: Request) -> bool:
         """Whether what is known only on disk is still being read; the first time this asks for it. Others may pass."""
-        if self._fetcher is None or not request.ask.use_cache:
+        if not self._loader.is_on or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:
             if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._slots):
@@ -73,16 +73,14 @@ class Admission:
             match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
             ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
             exact = request.ask.deterministic
-            self._fetches[request.id] = self._fetcher.seek(prompt, namespace, match, ends, exact=exact)
+            self._fetches[request.id] = self._loader.seek(prompt, namespace, match, ends, exact=exact)
         fetch = self._fetches[request.id]
         return isinstance(fetch, Fetch) and not fetch.is_done
 
     def lay_fetched(self, request: Request) -> Brought:
         """Put what was read for a request into the tree."""
         fetch = self._fetches.pop(request.id, Brought())
-        if isinstance(fetch, Brought) or self._fetcher is None:
-            return Brought() if isinstance(fetch, Fetch) else fetch
-        return self._fetcher.lay(fetch)
+        return fetch if isinstance(fetch, Brought) else self._loader.lay(fetch)
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)

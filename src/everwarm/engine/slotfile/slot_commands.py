@@ -47,7 +47,7 @@ class SlotFiles:
                 loop.post(lambda core: self._when_idle(slot, lambda: self._erase(core, slot, message)))
 
     def go_on(self) -> None:
-        """On the loop's thread, after every step: whoever waited for a slot that is idle now."""
+        """On the loop's thread, after every step: carries out commands that waited for a slot which is idle now."""
         if not self._waiting:
             return
         ready = [entry for entry in self._waiting if entry[0].is_idle]
@@ -65,7 +65,7 @@ class SlotFiles:
         self._answering(message, lambda: self._send(m.Answer(message.id, {"id_slot": message.slot, **work()})))
 
     def _answering(self, message: m.SlotAction, work: Callable[[], None]) -> None:
-        """Whatever goes wrong is said to whoever asked."""
+        """An error becomes the answer."""
         try:
             work()
         except EverwarmError as error:

@@ -2,8 +2,8 @@
 
 ``capture``, ``put_back`` and ``erase`` run on the loop's thread while the slot is idle; ``write`` and ``read`` do the file
 work and may run anywhere. The main file is llama.cpp's; the companion holds every checkpoint of the conversation, so that
-after a restore any next request is warm, not only one that goes on, and says which model and whose the file is: one that
-nobody vouches for is refused, or kept apart from everything else (``unverified``).
+after a restore any next request is warm, not only one that goes on, and says which model and namespace the file belongs to:
+a file without one is refused, or kept apart from everything else (``unverified``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from everwarm.state.namespace import is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.files import Files, sweep
-from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, Point, encode
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, SlotPoint, encode
 from everwarm.state.store.slot_file import (
     COMPANION,
     NAMESPACE,
@@ -57,7 +57,7 @@ OF_NO_NAMESPACE = (
 
 
 class SavedPoint(NamedTuple):
-    point: Point
+    point: SlotPoint
     state: Blob
     logits: Blob | None
 
@@ -106,7 +106,7 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
         if checkpoint.state is not None and core.ram.arena.is_sound(checkpoint.state):
             logits = None if checkpoint.logits is None else checkpoint.logits.view(np.uint8)
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
-            point = Point(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
+            point = SlotPoint(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
     state = core.context.capture_sequence(slot.seq, core.ram.arena.lend)
     return Saved(slot.items.first(slot.n_fed), state, tuple(points))
@@ -120,7 +120,7 @@ def _bring_back(core: Core, slot: Slot) -> None:
     prompt = slot.content.followed_by(len(slot.content), more)
     sources = core.restorer.sources(prompt, slot.namespace)
     match = core.restorer.match(prompt, slot.namespace, sources)
-    if core.fetcher is not None and core.fetcher.bring(prompt, slot.namespace, match):
+    if core.loader.bring(prompt, slot.namespace, match):
         match = core.restorer.match(prompt, slot.namespace, sources)
     core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
 
@@ -190,7 +190,7 @@ def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place)
             "be restored by an admin of a server that was started with --trust-slot-files"
         )
     main = read_main_file(fd, max_tokens, place)
-    if main.has_pictures:
+    if main.has_images:
         raise UnknownOrigin("it holds pictures, and it has no companion that says which")
     return Saved(Prompt.of_tokens(main.cells), main.state, unverified=main.digest), main.n_bytes
 
@@ -223,7 +223,7 @@ class Main:
     n_bytes: int
 
     @property
-    def has_pictures(self) -> bool:
+    def has_images(self) -> bool:
         return int(self.cells.min()) < 0
 
     @cached_property
@@ -331,6 +331,5 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
             core.tree.drop_segment(node)
         node = parent
     core.tree.forgotten.clear(namespace)
-    if core.archive is not None:
-        core.archive.forget(content, namespace, beyond=node.n_items)
+    core.tier_writer.forget(content, namespace, beyond=node.n_items)
     return n

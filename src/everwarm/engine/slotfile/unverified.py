@@ -1,4 +1,4 @@
-"""Conversations that came from slot files of unknown origin: who goes on from one, and in which namespace.
+"""Conversations that came from slot files of unknown origin: which requests go on from one, and in which namespace.
 
 Each file has a namespace of its own (``state.namespace``). A request is moved into it as a whole, before anything is looked
 up for it, and stays there; so what it reads is known nowhere else, and nothing of it leaves RAM.
@@ -25,7 +25,7 @@ class Unverified:
 
     def route(self, ask: Ask) -> Ask:
         """The same, in the namespace of a file if it goes on from all that the file holds, and no verified reading reaches
-        as far. Whoever shares only a beginning with a file has nothing to do with it."""
+        as far. A request that shares only a beginning with a file does not count."""
         if not self._files or not ask.use_cache or ask.deterministic or is_unverified(ask.namespace):
             return ask
         self._files = {name: prompt for name, prompt in self._files.items() if self.restorer.knows(name)}

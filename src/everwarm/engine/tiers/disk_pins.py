@@ -1,45 +1,45 @@
 """Pins that outlive the engine: written down beside the objects on disk, and set again on nodes that come back to RAM.
 
-The loop's thread says what is to be written and marks nodes; hashing and writing are jobs for the disk's own. Nothing here
-is about memory that a device copies from: that is ``pinning``.
+The loop's thread makes the jobs and pins nodes; hashing and writing happen when the disk's thread does the jobs. Pinning
+memory for a device is something else: see ``pinned_arena``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk_forest import point_of
-from everwarm.state.lineage import keys, root_key
-from everwarm.state.store.disk import Disk
+from everwarm.state.lineage import keys, point_of, root_key, short_key
+from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node, Tree
 
-N_SPACE = 16  # of a root's name: what headers say of it
 MOST_PINS = 256  # of one namespace, unless an admin pins
 
 Job = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedDisk:
-    """Where pins are written down."""
+class PinnedStore(Protocol):
+    """Where pins are written down; the disk tier may come and go."""
 
-    disk: Disk
-    fingerprint: str
+    @property
+    def disk(self) -> DiskTier: ...
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPin:
-    """What somebody's pins keep."""
+    """How much a namespace has pinned."""
 
     n_pins: int
     n_bytes: int
 
 
-def pinned_on_disk(disk: Disk, space: str, *also: Pin) -> HeldPin:
+def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> HeldPin:
     """The pins of a space, with the states at their points and the KV that those need."""
     pins = {pin.key: pin for pin in (*disk.pins.all(), *also) if pin.space == space}
     points = {point for pin in pins.values() for point in pin.points}
@@ -50,52 +50,49 @@ def pinned_on_disk(disk: Disk, space: str, *also: Pin) -> HeldPin:
 
 
 class PinBoard:
-    def __init__(self, tree: Tree, ram: Ram, home: Callable[[], PinnedDisk | None]) -> None:
+    def __init__(self, tree: Tree, ram: Ram, store: PinnedStore) -> None:
         self._tree = tree
         self._ram = ram
-        self._home = home
+        self._store = store
 
     def renew(self, namespace: str, prompt: Prompt, n_items: int) -> None:
-        """Pin again what of these items was pinned. They are in the tree."""
-        home = self._home()
-        if home is None or not home.disk.pins.marked:
+        """Pin the nodes again that were pinned on the way of these items, which are in the tree."""
+        pins = self._store.disk.pins
+        if not pins.marked:
             return
-        root = root_key(home.fingerprint, namespace)
-        wanted = {pin.key: pin.n_items for pin in home.disk.pins.all() if pin.space == root[:N_SPACE]}
+        root = root_key(self._store.fingerprint, namespace)
+        wanted = {pin.key: pin.n_items for pin in pins.all() if pin.space == short_key(root)}
         ends = {n for n in wanted.values() if 0 < n <= n_items}
         for n, key in keys(root, prompt, ends).items() if ends else ():
             if wanted.get(key) == n:
                 self._ram.pin(self._tree.grow(self._tree.root(namespace), prompt, n))
 
     def note(self, node: Node) -> Job:
-        """A job: write down that the node is pinned."""
+        """A job that writes down that the node is pinned."""
         namespace, path, at = self._tree.namespace(node), node.path, node.n_items
         ends = sorted(n.n_items for n in node.lineage())
 
         def write() -> None:
-            home = self._home()
-            if home is not None:
-                root = root_key(home.fingerprint, namespace)
-                named = keys(root, path, ends)
-                above = tuple(point_of(named[n], n) for n in ends if n != at)
-                home.disk.pin(Pin(named[at], at, root[:N_SPACE], above))
+            root = root_key(self._store.fingerprint, namespace)
+            named = keys(root, path, ends)
+            above = tuple(point_of(named[n], n) for n in ends if n != at)
+            self._store.disk.pin(Pin(named[at], at, short_key(root), above))
 
         return write
 
     def strike(self, node: Node) -> Job:
-        """A job: write down that the node is pinned no longer."""
+        """A job that writes down that the node is pinned no longer."""
         namespace, path, at = self._tree.namespace(node), node.path, node.n_items
 
         def write() -> None:
-            home = self._home()
-            if home is not None:
-                home.disk.unpin(keys(root_key(home.fingerprint, namespace), path, (at,)).values())
+            root = root_key(self._store.fingerprint, namespace)
+            self._store.disk.unpin(keys(root, path, (at,)).values())
 
         return write
 
 
 def pinned_below(node: Node) -> Iterator[Node]:
-    """The pinned ones at or below a node."""
+    """The pinned nodes at or below a node."""
     todo = [node] if node.n_pinned else []
     while todo:
         at = todo.pop()

@@ -1,19 +1,19 @@
-"""From the disk or the remote store back into the tree: what a prompt needs is read and verified on other threads, then
-laid where it belongs.
+"""From the disk or the remote store back into the tree: other threads read and verify what a prompt needs, then the loop's
+thread hangs it into the tree.
 
-The loop's thread decides and lays; it never waits for a file while there is anything else to do. Everything here may fail
-without harm: then a prompt is read again.
+The loop's thread decides, and never waits for a file while there is anything else to do. Everything here may fail without
+harm: then a prompt is read again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Protocol
 
 from everwarm.engine.cache.checkpointing import Checkpointer
@@ -21,18 +21,15 @@ from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RestorePolicy
-from everwarm.engine.tiers.disk_writer import DiskWriter
 from everwarm.engine.tiers.ram import Ram
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import GUARD, CutKind
-from everwarm.state.remote.pointer import Pointer
-from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.segment_merge import fetched
-from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, size_of
 from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece, Tree
@@ -41,10 +38,10 @@ log = logging.getLogger("everwarm.archive")
 
 FIRST_READ_RATE = 500e6  # bytes per second, until measured
 FIRST_REMOTE_RATE = 100e6
-PATIENCE_S = 60.0  # for an answer of the remote store that is wanted whatever it takes
+PATIENCE_S = 60.0  # for the remote store where the policy is ``always``
 N_READERS = 4
 N_FETCHERS = 4  # prompts at once that are looked up or brought back; two keep the readers busy
-MAX_LENGTHS_HERE = 256  # digests of a prompt that the loop's thread computes itself to find it on disk
+MAX_LENGTHS_HERE = 256  # digests of a prompt: up to so many the loop's thread computes itself to find it on disk
 _RATE_MEMORY = 0.7
 _MIB = 1 << 20
 
@@ -59,7 +56,7 @@ class LoadedPoint:
     segments: list[tuple[Segment, int]]
     seconds: float
     tier: str = "disk"
-    exact: bool = False  # it goes in place of what is here of other readings
+    exact: bool = False  # it replaces what is in the tree of other readings
 
     @property
     def n_bytes(self) -> int:
@@ -69,12 +66,12 @@ class LoadedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What other tiers did for a prompt, in items of it."""
+    """What the tiers beyond RAM did for a prompt, in items of it."""
 
     n_items: int = 0  # brought into the tree
-    n_passed: int = 0  # there, but reading them again is faster
-    n_spoilt: int = 0  # there, but they could not be used
-    n_elsewhere: int = 0  # there, for another fingerprint
+    n_passed: int = 0  # found, but reading them again is faster
+    n_spoilt: int = 0  # found, but damaged
+    n_elsewhere: int = 0  # found for another fingerprint
     tier: str = "disk"
 
 
@@ -98,12 +95,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a prompt could use, and what is here already."""
+    """A prompt, and what of it is in RAM already."""
 
     prompt: Prompt
     namespace: str
     ends: tuple[int, ...]
-    n_have: int  # items that can be gone on from
+    n_have: int  # items up to the deepest state that can be restored
     n_kv: int
     n_shared: int
     exact: bool = False  # only with KV of the same clean reading
@@ -114,9 +111,9 @@ class LoadRequest:
         return n_of(self.kept, head.chunks or ()) if self.exact else self.n_kv
 
 
-def _n_here(wish: LoadRequest, found: IndexedObject | Brought) -> int:
-    """Items that can be gone on from without the remote store."""
-    return found.n_items if isinstance(found, IndexedObject) else wish.n_have
+def _n_here(request: LoadRequest, found: IndexedObject | Brought) -> int:
+    """Items up to the deepest state that can be restored without the remote store."""
+    return found.n_items if isinstance(found, IndexedObject) else request.n_have
 
 
 class PointStore(Protocol):
@@ -128,7 +125,7 @@ class PointStore(Protocol):
 class Loader:
     def __init__(
         self,
-        archive: DiskWriter,
+        tier_writer: TierWriter,
         context: Context,
         tree: Tree,
         checkpointer: Checkpointer,
@@ -138,7 +135,7 @@ class Loader:
         most_joined: int,
     ) -> None:
         """``most_joined``: tokens of a segment that is made of several."""
-        self._archive = archive
+        self._tier_writer = tier_writer
         self._context = context
         self._tree = tree
         self._checkpointer = checkpointer
@@ -152,72 +149,75 @@ class Loader:
         self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.n_brought = 0
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to load from now."""
+        return self._tier_writer.is_on
+
     def close(self) -> None:
         self._fetchers.shutdown()
         self._readers.shutdown()
 
     def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
-        """Lay into the tree the deepest point that is kept and worth it. Returns where it is; 0: there was none."""
+        """Load the deepest stored point that is worth it, and wait for it. Returns its items; 0: there was none."""
         fetch = self.seek(prompt, namespace, match)
         return self.lay(fetch).n_items if isinstance(fetch, Fetch) else 0
 
     def seek(
         self, prompt: Prompt, namespace: str, match: Match, ends: tuple[int, ...] = (), *, exact: bool = False
     ) -> Fetch | Brought:
-        """Begin to read the deepest kept point that is worth it, on other threads; or say what there is instead.
-        ``exact``: what is here counts only if it is of one clean reading."""
+        """Begin to read the deepest stored point that is worth it, on other threads; else say why there is none.
+        ``exact``: what is in RAM counts only if it is of one clean reading."""
         if is_unverified(namespace):
             return Brought()  # nothing of it was ever written
         needs_checkpoints = self._context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
-        wish = LoadRequest(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
+        request = LoadRequest(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
         if exact and needs_checkpoints:
             known = (min(node.n_items, match.n_shared) for node in match.path)  # the last may agree only in part
             kept = tuple(
                 CoveredRange(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True)
             )
-            wish = replace(wish, n_kv=n_have, exact=True, kept=kept)
-        disk = self._archive.disk
-        are_many = disk is not None and disk.n_lengths() > MAX_LENGTHS_HERE
-        found = None if are_many else self._on_disk(wish)
-        if isinstance(found, Brought) and self._remote_for(wish, found) is None:
+            request = replace(request, n_kv=n_have, exact=True, kept=kept)
+        are_many = self._tier_writer.disk.n_lengths() > MAX_LENGTHS_HERE
+        found = None if are_many else self._on_disk(request)
+        if isinstance(found, Brought) and not self._may_remote_help(request, found):
             return found
         n_known = found.n_items if isinstance(found, IndexedObject) else 0
-        return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, wish, found))
+        return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, request, found))
 
-    def _bring(self, wish: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
-        """``None``: what is on disk is still to be found; among many states that takes its time."""
-        found = self._on_disk(wish) if found is None else found
-        remote = self._remote_for(wish, found)
-        if remote is not None:
-            return self._from_afar(remote, wish, found)
-        return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
+    def _bring(self, request: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
+        """On another thread. ``found`` is None where the disk is still to be searched: with many states that takes time."""
+        found = self._on_disk(request) if found is None else found
+        if self._may_remote_help(request, found):
+            return self._from_remote(request, found)
+        return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
 
-    def _remote_for(self, wish: LoadRequest, found: IndexedObject | Brought) -> RemoteTier | None:
-        """The remote store, if asking it can pay beside what is here."""
-        remote = self._archive.remote
-        may_help = remote is not None and self._may_help(remote, len(wish.prompt) - 1 - _n_here(wish, found))
-        return remote if may_help else None
+    def _may_remote_help(self, request: LoadRequest, found: IndexedObject | Brought) -> bool:
+        """Whether asking the remote store can be faster than reading what is new beyond what is here."""
+        n_new = len(request.prompt) - 1 - _n_here(request, found)
+        read_s = math.inf if self._policy == "always" else n_new * self._speed.seconds_per_token
+        return n_new > GUARD and self._tier_writer.remote.answers_within(read_s)
 
-    def _on_disk(self, wish: LoadRequest) -> IndexedObject | Brought:
-        """The deepest point on disk that is worth it, or what there is instead."""
-        disk = self._archive.disk
-        if disk is None:
+    def _on_disk(self, request: LoadRequest) -> IndexedObject | Brought:
+        """The deepest point on disk that is worth loading; else why there is none."""
+        disk = self._tier_writer.disk
+        if not disk.is_on:
             return Brought()
-        root = root_key(self._archive.fingerprint, wish.namespace)
-        kept = disk.find(root, wish.prompt, len(wish.prompt) - 1)
-        if kept is None or kept.n_items <= wish.n_have + GUARD:
-            is_more_new = len(wish.prompt) - max(wish.n_have, wish.n_shared) > GUARD
-            elsewhere = self._archive.elsewhere
-            return Brought(n_elsewhere=elsewhere.n_known(wish.namespace, wish.prompt) if is_more_new else 0)
+        root = root_key(self._tier_writer.fingerprint, request.namespace)
+        kept = disk.find(root, request.prompt, len(request.prompt) - 1)
+        if kept is None or kept.n_items <= request.n_have + GUARD:
+            is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
+            foreign = self._tier_writer.foreign_prompts
+            return Brought(n_elsewhere=foreign.n_known(request.namespace, request.prompt) if is_more_new else 0)
         n_bytes = disk.size_of([kept.name, *kept.needs])
-        if not self._is_worth_it(n_bytes, kept.n_items - wish.n_have, self._read_rate):
+        if not self._is_worth_it(n_bytes, kept.n_items - request.n_have, self._read_rate):
             return Brought(n_passed=kept.n_items)
         return kept
 
     def lay(self, fetch: Fetch) -> Brought:
-        """What was read, into the tree."""
+        """Hang what was read into the tree."""
         try:
             loaded = fetch.future.result()
         except Damaged as error:
@@ -236,7 +236,7 @@ class Loader:
             node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
-        self._archive.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
+        self._tier_writer.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
         log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
@@ -248,8 +248,7 @@ class Loader:
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
             return
         self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
-        if (disk := self._archive.disk) is not None:
-            self._archive.after_all(partial(disk.touch, loaded.names))
+        self._tier_writer.after_all(partial(self._tier_writer.disk.touch, loaded.names))
         self.n_brought += 1
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
@@ -261,52 +260,53 @@ class Loader:
 
     # the remote store
 
-    def _may_help(self, remote: RemoteTier, n_new: int) -> bool:
-        """Whether asking can pay: two round trips against reading what is new."""
-        pays = self._policy == "always" or n_new * self._speed.seconds_per_token > 2 * remote.answer_s
-        return n_new > GUARD and pays and not remote.breaker.is_open
-
-    def _from_afar(
-        self, remote: RemoteTier, wish: LoadRequest, found: IndexedObject | Brought
-    ) -> LoadedPoint | Brought:
-        """From the remote store if that has more than there is here; else what is here."""
-        root = root_key(self._archive.fingerprint, wish.namespace)
-        post = remote.find(root, wish.prompt, wish.ends, least=_n_here(wish, found) + GUARD)
-        if post is None:
-            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else found
-        n_saved = post.n_items - wish.n_have
-        if not self._is_worth_it(post.n_bytes(wish.n_kv), n_saved, self._remote_rate):
+    def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
+        """From the remote store if that has more than the disk; else what the disk has."""
+        remote = self._tier_writer.remote
+        root = root_key(self._tier_writer.fingerprint, request.namespace)
+        pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
+        if pointer is None:
+            return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
+        n_saved = pointer.n_items - request.n_have
+        if not self._is_worth_it(pointer.n_bytes(request.n_kv), n_saved, self._remote_rate):
             remote.counts.n_misses += 1
-            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_passed=post.n_items)
+            return (
+                self._from_disk(found, request)
+                if isinstance(found, IndexedObject)
+                else Brought(n_passed=pointer.n_items)
+            )
         patience_s = (
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._speed.seconds_per_token / 2
         )
         try:
-            with RemoteFetch(remote, post, wish.n_kv, patience_s, self._archive.disk) as afar:
-                loaded = self._load(afar, post.name, post.n_items, wish)
+            with remote.fetching(pointer, request.n_kv, patience_s, self._tier_writer.disk) as store:
+                loaded = self._load(store, pointer.name, pointer.n_items, request)
         except Damaged as error:
-            log.warning("%d tokens in the remote store could not be used: %s", post.n_items, error)
+            log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
             remote.counts.n_misses += 1
-            return self._from_disk(found, wish) if isinstance(found, IndexedObject) else Brought(n_spoilt=post.n_items)
+            return (
+                self._from_disk(found, request)
+                if isinstance(found, IndexedObject)
+                else Brought(n_spoilt=pointer.n_items)
+            )
         remote.counts.n_hits += 1
         return replace(loaded, tier="remote")
 
     # reading
 
-    def _from_disk(self, kept: IndexedObject, wish: LoadRequest) -> LoadedPoint | Brought:
-        assert self._archive.disk is not None
-        return self._load(self._archive.disk, kept.name, kept.n_items, wish)
+    def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
+        return self._load(self._tier_writer.disk, kept.name, kept.n_items, request)
 
-    def _load(self, store: PointStore, name: str, n_items: int, wish: LoadRequest) -> LoadedPoint:
+    def _load(self, store: PointStore, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._context.kind
         with store.reading(name) as reader:
-            head = self._checked(reader, wish.prompt, n_items)
+            head = self._checked(reader, request.prompt, n_items)
             state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")
-        load = partial(self._load_segment, store, wish, wish.n_kv_of(head))
+        load = partial(self._load_segment, store, request, request.n_kv_of(head))
         parts = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
         segments = self._joined(parts)
         checkpoint = None
@@ -314,36 +314,42 @@ class Loader:
             cut = CutKind.named(head.cut)
             checkpoint = Checkpoint(cut, head.clean, head.chunks or (), state=state, used_at=time.monotonic())
         took_s = max(1e-6, time.monotonic() - began)
-        return LoadedPoint(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=wish.exact)
+        return LoadedPoint(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=request.exact)
 
     def _joined(self, parts: list[tuple[Segment, int]]) -> list[tuple[Segment, int]]:
-        """What many small objects hold, as few segments: each takes libllama its time."""
+        """Many small objects as few segments: restoring each takes libllama its time."""
         whole = [segment for segment, reach in parts if reach == segment.n_stop]
         rest = [(segment, reach) for segment, reach in parts if reach < segment.n_stop]
         made = [segment for group in fetched(whole, self._most_joined) for segment in self._as_one(group)]
         return sorted([*((segment, segment.n_stop) for segment in made), *rest], key=lambda part: part[1])
 
     def _as_one(self, group: list[Segment]) -> list[Segment]:
-        """Unless they do not belong together: restoring them will say so."""
+        """One segment, unless they do not belong together: restoring them will then show it."""
         try:
             return [join(self._context, group)] if len(group) > 1 else group
         except StateRejected:
             return group
 
     def _load_segment(
-        self, store: PointStore, wish: LoadRequest, n_kv: int, name: str, reach: int
+        self, store: PointStore, request: LoadRequest, n_kv: int, name: str, reach: int
     ) -> tuple[Segment, int] | None:
-        """None: its KV is here already."""
+        """None: its KV is in RAM already."""
         if reach <= n_kv:
             return None
         with store.reading(name) as reader:
-            head = self._checked(reader, wish.prompt, reach)
-            start, own = wish.prompt.mark(head.n_start), self._own_items(reader)
-            path = wish.prompt.followed_by(head.n_start, own)
-            span = (head.n_start, head.n_items)
-            blob = reader.read("kv", self._ram.place)
-            pieces = (SegmentPiece(*span, name, size_of(head)),)
-            return Segment(blob, start, path.end, head.clean, head.chunks, 0, span, path, pieces), reach
+            head = self._checked(reader, request.prompt, reach)
+            path = request.prompt.followed_by(head.n_start, self._own_items(reader))
+            segment = Segment(
+                reader.read("kv", self._ram.place),
+                start=request.prompt.mark(head.n_start),
+                stop=path.end,
+                clean=head.clean,
+                chunks=head.chunks,
+                items=(head.n_start, head.n_items),
+                path=path,
+                pieces=(SegmentPiece(head.n_start, head.n_items, name, size_of(head)),),
+            )
+            return segment, reach
 
     @staticmethod
     def _own_items(reader: ObjectReader) -> Prompt:
@@ -356,39 +362,10 @@ class Loader:
         """A hash never decides alone: the items themselves are compared, as far as they are used."""
         head, stored = reader.header, self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
-        if len(stored) != head.n_items - start or head.fingerprint != self._archive.fingerprint:
+        if len(stored) != head.n_items - start or head.fingerprint != self._tier_writer.fingerprint:
             raise Damaged("it is not what the index said")
         if not start < stop <= min(head.n_items, len(prompt)):
             raise Damaged("it does not reach as far as it is needed")
         if int(prompt.common_prefix(prompt.followed_by(start, stored))) < stop:
             raise Damaged("its items are others than its name says")
         return head
-
-
-_FIRST_GUESS = 1 << 20  # of the size of what no signpost names
-
-
-class RemoteFetch:
-    def __init__(self, remote: RemoteTier, post: Pointer, n_kv: int, patience_s: float, disk: Disk | None) -> None:
-        self._remote = remote
-        self._disk = disk
-        self._patience_s = patience_s
-        self._here = frozenset() if disk is None else disk.names()
-        sizes = {post.name: post.size} | {need.name: need.size for need in post.needs if need.reach > n_kv}
-        self._downloads = {
-            name: remote.download(name, size, patience_s) for name, size in sizes.items() if name not in self._here
-        }
-
-    def __enter__(self) -> RemoteFetch:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nobody waits for the rest."""
-        for download in self._downloads.values():
-            download.cancel()
-
-    def reading(self, name: str) -> AbstractContextManager[ObjectReader]:
-        if self._disk is not None and name in self._here:
-            return self._disk.reading(name)
-        download = self._downloads.pop(name, None) or self._remote.download(name, _FIRST_GUESS, self._patience_s)
-        return self._remote.reading(name, download)

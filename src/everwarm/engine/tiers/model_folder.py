@@ -1,4 +1,7 @@
-"""What an engine writes about itself into its folder, and what it learns from the engines before it: how fast they read."""
+"""What an engine writes into its folder about its model, and what it learns from earlier engines: how fast they read.
+
+``state.store.folder_meta`` is the format.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ WORTH_WRITING = 0.1  # by how much the speed has to change
 
 
 class ModelFolder:
-    """On the archive's thread; whatever fails here costs nobody anything."""
+    """On the disk's thread. A failure is logged and changes nothing else."""
 
     def __init__(self, folder: Path, fingerprint: str, context: Context, speed: ReadSpeed) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""A point of the tree as objects: the state there, and the KV that leads to it. Where they go others know."""
+"""Turns a point of the tree into objects: the state there, and the KV that leads to it. Knows no tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from everwarm.engine.cache.provenance import cover
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import history_over, keys, root_key
+from everwarm.state.lineage import history_over, keys, root_key, short_key
 from everwarm.state.store.object import KvCut, ObjectHeader, ObjectPart, file_size, name_of
 from everwarm.state.tree import Node, Segment, SegmentPiece, Tree
 from everwarm.types import Blob
@@ -20,7 +20,7 @@ Segments = list[tuple[Segment, int]]  # each with up to which item it is used
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One object to write, with its parts as they are in RAM: nobody changes them."""
+    """One object to write, with its parts as they are in RAM: they are never changed."""
 
     header: ObjectHeader
     parts: dict[str, ObjectPart]
@@ -113,7 +113,7 @@ class Packing:
             clean=segment.clean,
             chunks=None if segment.chunks is None else history_over(segment.chunks, n_stop),
             media=path.rows(n_start, n_stop),
-            space=root[:16],
+            space=short_key(root),
         )
         return Job(header, {"items": _bytes(path, n_start, n_stop), "kv": self._part(segment, path, n_start, n_stop)})
 
@@ -140,7 +140,7 @@ class Packing:
             reaches=tuple(use.reach for use in kv.uses),
             media=node.path.rows(0, n),
             words=self._words(node.path.first(n)),
-            space=root[:16],
+            space=short_key(root),
         )
         parts: dict[str, ObjectPart] = {"items": _bytes(node.path, 0, n)}
         if checkpoint is not None and checkpoint.state is not None:

@@ -1,7 +1,7 @@
 """Pinning the RAM tier's memory, so that a GPU copies states and KV at the speed of the bus: whether, when, and the doing.
 
-On a thread of its own, while the model loads or requests are served. Memory is pinned when there is something in it that
-makes it worth while. Whatever goes wrong is said in the log, and nothing else changes.
+On a thread of its own, while the model loads or requests are served. Memory is pinned when enough lies in it. A failure is
+logged, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everwarm.state.store.arena import Arena
 
 log = logging.getLogger("everwarm.ram")
 
-FREE_SHARE = 0.5  # of the host's free memory: what is pinned is nobody else's any more
+FREE_SHARE = 0.5  # of the host's free memory: pinned pages are lost to all other processes
 WORTH_BYTES = 64 << 20  # less is copied in a few milliseconds anyhow
 _MIB = 1 << 20
 
@@ -35,7 +35,7 @@ def why_not(wanted: PinRam, *, is_on_gpu: bool, n_bytes: int, free_bytes: int) -
 
 
 class Pinning:
-    """Pins an arena once, when told to; undone by ``close``."""
+    """Pins an arena once; undone by ``close``."""
 
     def __init__(self, arena: Arena, find_runtime: Callable[[], Runtime | None], *, at_once: bool = False) -> None:
         self._arena = arena

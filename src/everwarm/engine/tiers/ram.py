@@ -1,9 +1,9 @@
 """Between the tree and the arena: what is copied to RAM is kept so that the next engine finds it there.
 
-Captures are placed in the arena; a thread of its own then says what they are and takes their digest, away from the steps. A
-second thread does the same, at once, for objects that a reply's last frame waits for. A new engine lays what it finds into
+Captures are placed in the arena; a thread of its own then writes their descriptions and digests, away from the steps. A
+second thread does the same, at once, for objects that a reply's last frame waits for. A new engine hangs what it finds into
 its tree before the first request. Bytes of an earlier process are believed when their digest is right: the first thread
-looks at all of them, and whoever needs one sooner looks himself.
+verifies all of them, and a restore that needs one sooner verifies it itself.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from everwarm.types import Blob, Mark, Position, TokenCount
 log = logging.getLogger("everwarm.ram")
 
 NICENESS = 10  # steps come first
-LARGE_BYTES = 4 << 20  # somebody waits for the digest of so much: all cores take it together
+LARGE_BYTES = 4 << 20  # all cores take the digest of so much together, where a reply waits for it
 PIN = "pin"
 
 
 class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What is said about an object: enough to find its place in a tree again. Segments bring their own items; a state lies
-    where segments lead, and brings all items where there are none."""
+    """An object's description: enough to find its place in a tree again. Segments bring their own items; a state lies where
+    segments lead, and brings all items where there are none."""
 
     namespace: str
     key: str
@@ -55,7 +55,7 @@ class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     items: bytes
     clean: bool
     chunks: Chunks | None
-    cut: str  # of a state; "": a segment; ``PIN``: only that somebody wants the point to stay
+    cut: str  # of a state; "": a segment; ``PIN``: only that the point is pinned
     n_stop: int  # where its cells end: beyond ``n_items`` they belong to another branch
     stop: tuple[int, int, int]  # the same as a mark
     media: tuple[MediaRow, ...] = ()
@@ -63,7 +63,7 @@ class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
     @property
     def own(self) -> Prompt | None:
-        """Its items; None: what is said of them makes no sense."""
+        """Its items; None: they make no sense."""
         return Prompt.of_rows(np.frombuffer(self.items, "<i4"), self.media) if len(self.items) % 4 == 0 else None
 
     @property
@@ -75,7 +75,7 @@ class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the thread will say about an object, if it is still there by then."""
+    """What a thread will write about an object, if it is still there by then."""
 
     blob: weakref.ref[Blob]
     path: Prompt
@@ -193,8 +193,8 @@ class Ram:
         )
 
     def keep_now(self, notes: Sequence[Note], blobs: Sequence[Blob], done: Callable[[bool], None]) -> None:
-        """Have the next engine find these before anything else, then say on another thread whether it will find all of
-        them. ``blobs`` are what the notes are about: they are held until then."""
+        """Have the next engine find these before anything else, then call ``done`` on another thread with whether it will
+        find all of them. ``blobs`` are what the notes are about: they are held until then."""
 
         def keep() -> None:
             for note in notes:
@@ -204,7 +204,7 @@ class Ram:
         self._awaited.put(keep)
 
     def pin(self, node: Node) -> None:
-        """Give it up last, also in the next engine."""
+        """Evict it last, also in the next engine."""
         if node.is_pinned:
             return
         pin(node)
@@ -214,9 +214,20 @@ class Ram:
         self._pins = {id: blob for id, blob in self._pins.items() if id in self._tree.census.by_id}
         blob = self._pins[node.id] = self.arena.place(1)
         blob[:] = 0
-        n_start = node.n_items if self._kind.has_attention else 0
-        span = (n_start, node.n_items, False, None, PIN, node.n_items, node.mark)
-        self._notes.put(Note(weakref.ref(blob), node.path, self._tree.namespace(node), *span))
+        self._notes.put(
+            Note(
+                blob=weakref.ref(blob),
+                path=node.path,
+                namespace=self._tree.namespace(node),
+                n_start=node.n_items if self._kind.has_attention else 0,
+                n_items=node.n_items,
+                clean=False,
+                chunks=None,
+                cut=PIN,
+                n_stop=node.n_items,
+                stop=node.mark,
+            )
+        )
 
     def unpin(self, node: Node) -> None:
         self._pins.pop(node.id, None)
@@ -225,19 +236,19 @@ class Ram:
             self._tree.unpinned(node)
 
     def keep_meanwhile(self, blobs: list[Blob]) -> None:
-        """Hold on to these until everything said so far is there for the next engine."""
+        """Hold on to these until everything noted so far is there for the next engine."""
         self._notes.put(blobs.clear)
 
     def require_sound(self, blob: Blob) -> None:
-        """Refuse bytes of an earlier process that are not what they were."""
+        """``StateRejected``: bytes of an earlier process are not what they were."""
         if not self.arena.is_sound(blob):
             self.n_unsound += 1
             raise StateRejected(f"{blob.nbytes} bytes in RAM are not what they were")
 
-    # taking up what an earlier engine left
+    # adopting what an earlier engine left
 
     def adopt(self) -> int:
-        """Lay everything that is found into the tree; returns how many objects that was."""
+        """Hang everything that is found into the tree; returns how many objects that was."""
         whole = [(about, blob) for about, blob in map(_read, self.arena.found()) if about is not None]
         found = [(about, blob) for about, blob in whole if about.cut != PIN]
         ends = sorted({number for about, _ in whole for number in (about.n_start, about.n_items)})
@@ -252,11 +263,11 @@ class Ram:
             if path is not None:
                 self._pin_again(about, blob, path)
         blobs = [weakref.ref(blob) for _, blob in found]
-        self._notes.put(lambda: self._look_at(blobs))
+        self._notes.put(lambda: self._verify(blobs))
         return self.n_adopted
 
     def shrink(self, seconds_per_token: float) -> None:
-        """Give up what is worth least of what was found until the rest fits the budget; the memory goes back at once."""
+        """Evict the least valuable of what was found until the rest fits the budget; the memory goes back at once."""
         tree, kind, budget = self._tree, self._kind, self.arena.budget_bytes
         resident: frozenset[int] = frozenset()
         while tree.ram_bytes > budget:
@@ -276,14 +287,16 @@ class Ram:
     def _lay(self, about: StateMeta, blob: Blob, path: Prompt) -> None:
         root, now = self._tree.root(about.namespace), time.monotonic()
         if not about.cut:
-            start, stop = (
-                path.mark(about.n_start),
-                Mark(TokenCount(about.stop[0]), Position(about.stop[1]), about.stop[2]),
+            segment = Segment(
+                blob,
+                start=path.mark(about.n_start),
+                stop=Mark(TokenCount(about.stop[0]), Position(about.stop[1]), about.stop[2]),
+                clean=about.clean,
+                chunks=about.chunks,
+                items=(about.n_start, about.n_stop),
+                path=path if about.n_stop == about.n_items else None,
+                pieces=tuple(SegmentPiece(*piece) for piece in about.pieces),
             )
-            span = (about.n_start, about.n_stop)
-            way = path if about.n_stop == about.n_items else None
-            pieces = tuple(SegmentPiece(*piece) for piece in about.pieces)
-            segment = Segment(blob, start, stop, about.clean, about.chunks, 0, span, way, pieces)
             return self._tree.lay_segment(root, path, segment, about.n_start, about.n_items)
         node = self._tree.grow(root, path, about.n_items)
         if node.checkpoint is None:
@@ -302,7 +315,7 @@ class Ram:
     # the thread
 
     def flush(self) -> None:
-        """Wait until everything said so far is there for the next engine."""
+        """Wait until everything noted so far is there for the next engine."""
         for notes in (self._awaited, self._notes):
             done = threading.Event()
             notes.put(done.set)
@@ -326,7 +339,7 @@ class Ram:
                 self._keep_and_pin(note) if isinstance(note, Note) else note()
             except Exception:
                 log.exception("an object in RAM will not outlive the engine")
-            del note  # while this waits nothing may be kept by it: somebody may want it forgotten
+            del note  # while this waits it must not keep an object alive that is to be forgotten
 
     def _keep_and_pin(self, note: Note) -> None:
         self._keep(note)
@@ -337,20 +350,28 @@ class Ram:
         blob = note.blob()
         if blob is None or self.arena.is_kept(blob) or is_unverified(note.namespace):
             return
-        root = root_key("", note.namespace)
-        named = keys(root, note.path, (note.n_start, note.n_items))
-        items = np.ascontiguousarray(note.path.codes[note.n_start : note.n_items], "<i4").tobytes()
-        span = (named[note.n_items], named[note.n_start], note.n_start, note.n_items, items)
-        stop = (int(note.stop.n_tokens), int(note.stop.pos), note.stop.lag)
-        rest = (note.clean, note.chunks, note.cut, note.n_stop, stop)
-        pieces = tuple(dataclasses.astuple(piece) for piece in note.pieces)
-        about = StateMeta(note.namespace, *span, *rest, note.path.rows(note.n_start, note.n_items), pieces)
+        named = keys(root_key("", note.namespace), note.path, (note.n_start, note.n_items))
+        about = StateMeta(
+            namespace=note.namespace,
+            key=named[note.n_items],
+            start=named[note.n_start],
+            n_start=note.n_start,
+            n_items=note.n_items,
+            items=np.ascontiguousarray(note.path.codes[note.n_start : note.n_items], "<i4").tobytes(),
+            clean=note.clean,
+            chunks=note.chunks,
+            cut=note.cut,
+            n_stop=note.n_stop,
+            stop=(int(note.stop.n_tokens), int(note.stop.pos), note.stop.lag),
+            media=note.path.rows(note.n_start, note.n_items),
+            pieces=tuple(dataclasses.astuple(piece) for piece in note.pieces),
+        )
         if not self._is_right():
             return
         max_threads = blake3.blake3.AUTO if is_awaited and blob.nbytes >= LARGE_BYTES else 1
         self.arena.keep(blob, _encoder.encode(about), max_threads)
 
-    def _look_at(self, blobs: list[weakref.ref[Blob]]) -> None:
+    def _verify(self, blobs: list[weakref.ref[Blob]]) -> None:
         for ref in blobs:
             blob = ref()
             if blob is not None and not self.arena.is_sound(blob):

@@ -1,6 +1,7 @@
-"""From the tree to the remote store: what is worth its bytes to other servers.
+"""From the tree to the remote store: decides what is worth its bytes to other servers.
 
-Where the next turn of a conversation goes on, and the crossings above it. Everything else others can read again from there.
+That is the point where the next turn of a conversation goes on, and the shared points above it. Everything else other
+servers can read again from there.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.llama.model import MemoryKind
 from everwarm.state.lineage import keys
+from everwarm.state.null_tiers import NullRemote, SharedTier
 from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.pointer import SEAL_BYTES, Need, Pointer, grid_points, names_at
+from everwarm.state.remote.pointer import MAC_BYTES, Need, Pointer, grid_points, names_at
 from everwarm.state.remote.remote_tier import Parcel, RemoteTier
 from everwarm.state.store.object import ObjectHeader, ObjectPart, file_size
 from everwarm.state.tree import Node
@@ -23,24 +25,24 @@ from everwarm.types import Blob
 
 
 class RemoteWriter:
-    def __init__(
-        self,
-        settings: RemoteSettings,
-        packing: Packing,
-        kind: MemoryKind,
-        speed: ReadSpeed,
-        is_sound: Callable[[Blob], bool],
-    ) -> None:
+    def __init__(self, packing: Packing, kind: MemoryKind, speed: ReadSpeed) -> None:
         self._packing = packing
         self._kind = kind
         self._speed = speed
+        self._is_always = False
+        self.remote: SharedTier = NullRemote()
+
+    def open(self, settings: RemoteSettings, is_sound: Callable[[Blob], bool]) -> None:
+        """``is_sound`` says whether a part of an object may leave this process."""
         self._is_always = settings.restore_policy == "always"
         key = b"" if settings.key_file is None else read_key(settings.key_file)
         bucket = Bucket(settings.url, settings.endpoint)
-        self.remote = RemoteTier(bucket, key, packing.fingerprint, is_sound, settings.wait_s)
+        self.remote = RemoteTier(bucket, key, self._packing.fingerprint, is_sound, settings.wait_s)
 
     def offer(self, node: Node, *, is_hinted: bool) -> None:
         """A turn has ended, and the next one will go on from this point. ``is_hinted``: at one of its own boundaries."""
+        if not self.remote.is_on:
+            return
         for point in self._points(node):
             parcel = self._parcel(point, is_hinted=is_hinted or point is not node)
             if parcel is not None:
@@ -56,19 +58,19 @@ class RemoteWriter:
         root, n = self._packing.root(node), node.n_items
         cells = {} if is_hinted else grid_points(n)
         named = keys(root, node.path, {n, *cells.values()})
-        if self.remote.is_known(Pointer(named[n], n, 1).name):
+        if self.remote.has(Pointer(named[n], n, 1).name):
             return None
         segments = self._packing.segments(node)
         if segments is None:
             return None
-        kv = self._packing.kv(root, segments, self.remote.is_known)
+        kv = self._packing.kv(root, segments, self.remote.has)
         if kv is None:
             return None
         state = self._packing.state_job(root, node, kv)
-        needs = [Need(use.piece.name, use.piece.size + SEAL_BYTES, use.reach) for use in kv.uses]
-        signpost = Pointer(named[n], n, file_size(state.header, state.parts) + SEAL_BYTES, tuple(needs))
+        needs = [Need(use.piece.name, use.piece.size + MAC_BYTES, use.reach) for use in kv.uses]
+        pointer = Pointer(named[n], n, file_size(state.header, state.parts) + MAC_BYTES, tuple(needs))
         names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
-        return Parcel(tuple(_object(job) for job in (*kv.jobs, state)), signpost, tuple(names))
+        return Parcel(tuple(_object(job) for job in (*kv.jobs, state)), pointer, tuple(names))
 
 
 def _object(job: Job) -> tuple[ObjectHeader, dict[str, ObjectPart]]:

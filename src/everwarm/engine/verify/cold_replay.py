@@ -25,7 +25,7 @@ def replay(
     tick: Callable[[int], None] = lambda _: None,
     gallery: ImageCache | None = None,
 ) -> None:
-    """Decode ``prompt`` into an empty sequence exactly as recorded, with logits; ``tick`` hears of every chunk."""
+    """Decode ``prompt`` into an empty sequence exactly as recorded, with logits; ``tick`` is called for every chunk."""
     assert context.end(seq).n_tokens == 0, "a replay starts from an empty sequence"
     at = 0
     for size, times in chunks:
@@ -34,7 +34,7 @@ def replay(
                 context.touch(seq)
                 continue
             if (item := prompt.media.get(at)) is not None:
-                assert size == 1 and gallery is not None, "a picture is read by itself, by somebody who can see"
+                assert size == 1 and gallery is not None, "an image is read by itself, by a model that can see"
                 embedding = gallery.embedding(item, {})
                 context.see(seq, gallery.media, embedding, prompt.mark(at + 1), wants_logits=True)
             else:

@@ -54,7 +54,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Items and the chunks to read them in; ``clean``: whoever read them so before was alone, and got the same bytes."""
+    """Items and the chunks to read them in; ``clean``: they were read so alone, and gave the same bytes."""
 
     codes: Codes
     chunks: Chunks

@@ -82,8 +82,8 @@ def find_model(folder: Folder, given: Path | None) -> Opening:
     except (OSError, ModelFileError) as error:
         raise BadRequest(f"a file of the model cannot be read: {error}") from None
     if not own:
-        told = "or has other adapters, or the environment has other switches of libllama (GGML_…, LLAMA_…)"
-        raise BadRequest(f"{path} is another model than the one they belong to, {told}")
+        reasons = "or has other adapters, or the environment has other switches of libllama (GGML_…, LLAMA_…)"
+        raise BadRequest(f"{path} is another model than the one they belong to, {reasons}")
     return Opening(path, own, known, folder.fingerprint or "")
 
 
@@ -92,7 +92,7 @@ def _fingerprint(path: Path, way: Way, rope_limit: int | None) -> str:
 
 
 def _ways_of(fingerprint: str, rope_limit: int | None) -> tuple[Way, ...]:
-    """What a fingerprint itself says of the settings; whoever uses them makes sure that it comes out again."""
+    """The settings that a fingerprint names. The caller checks that they give the same fingerprint again."""
     names = ("cache_type_k", "cache_type_v", "flash_attention")
     values = dict(zip(names, fingerprint.split("|")[1:], strict=False))
     sizes = [{}] if rope_limit is None else [{"n_ctx": max(1, rope_limit)}, {"n_ctx": rope_limit + 1}]
@@ -236,7 +236,7 @@ def _kv_digests(context: Context, stored: Stored) -> list[str]:
 
 
 def _next_logits(context: Context, stored: Stored) -> Logits:
-    """Said after one more token; which one does not matter."""
+    """The logits after one more token; which one does not matter."""
     context.decode([Feed(_SEQ, stored.codes[-1:], context.end(_SEQ), wants_logits=True)])
     return context.logits(0).copy()
 
@@ -246,7 +246,7 @@ def _spread(a: Logits, b: Logits) -> float:
     return spread if math.isfinite(spread) else math.inf
 
 
-Begin = Callable[[str, int], Tick]  # hears of a new piece of work and its size; answers with whom to tell of progress
+Begin = Callable[[str, int], Tick]  # called with a new piece of work and its size; returns what to call on progress
 
 
 @dataclass(frozen=True, slots=True)

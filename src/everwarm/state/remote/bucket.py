@@ -19,9 +19,9 @@ from urllib.parse import unquote, urlsplit
 from everwarm.errors import BadRequest, EverwarmError
 
 SCHEMES = ("s3", "file", "memory")
-CONNECT_S, REQUEST_S = 2, 600  # whoever asks has shorter limits of his own
+CONNECT_S, REQUEST_S = 2, 600  # callers have shorter limits of their own
 
-_MEMORIES: dict[str, Any] = {}  # memory://NAME is the same for everybody in this process
+_MEMORIES: dict[str, Any] = {}  # memory://NAME is one store in this process
 
 
 class StoreFault(EverwarmError):

@@ -1,7 +1,7 @@
-"""An object on its way from the store: its pieces come in any order, all asked for at once, and are laid where they belong.
+"""One object on its way from the remote store: all its pieces are requested at once and come in any order.
 
-Whoever reads a section waits for the pieces it needs and no longer than was agreed. The seal is looked at before anything
-of the header is believed.
+Reading a section waits for the pieces it needs, and no longer than ``patience_s``. The MAC is checked before anything of
+the header is believed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 
 import numpy as np
 
-from everwarm.state.remote.pointer import SEAL_BYTES, Mac
+from everwarm.state.remote.pointer import MAC_BYTES, Mac
 from everwarm.state.store.object import Damaged, ObjectReader
 
 PIECE = 8 << 20
@@ -36,16 +36,16 @@ class Download:
         for future in self._pieces.values():
             future.cancel()
 
-    def reader(self, name: str, seal: Mac) -> ObjectReader:
-        """``FileNotFoundError``: it is gone. ``Damaged``: nobody with the key wrote it under this name."""
+    def reader(self, name: str, mac: Mac) -> ObjectReader:
+        """``FileNotFoundError``: it is gone. ``Damaged``: it was not written under this name with this key."""
         size = self._answer(0)[1]
-        if size != self.size:  # somebody else's, of another size: ask anew
+        if size != self.size:  # another writer's, of another size: request it again
             self.cancel()
-            if not SEAL_BYTES < size <= 2 * self.size + SLACK:
+            if not MAC_BYTES < size <= 2 * self.size + SLACK:
                 raise Damaged(f"it has {size} bytes, and about {self.size} were announced")
             self.size = size
             self._pieces = self._ask()
-        return _Fetched(self, name, seal)
+        return _Fetched(self, name, mac)
 
     def fill(self, view: memoryview, offset: int) -> None:
         into, done = np.frombuffer(view, np.uint8), 0
@@ -72,18 +72,18 @@ class Download:
 
 
 class _Fetched(ObjectReader):
-    def __init__(self, download: Download, name: str, seal: Mac) -> None:
+    def __init__(self, download: Download, name: str, mac: Mac) -> None:
         self._download = download
         self._name = name
-        self._seal = seal
-        super().__init__(-1, 0, download.size - SEAL_BYTES)
+        self._mac = mac
+        super().__init__(-1, 0, download.size - MAC_BYTES)
 
     def _raw_head(self) -> tuple[int, bytes]:
         length, head = super()._raw_head()
-        own = bytearray(SEAL_BYTES)
+        own = bytearray(MAC_BYTES)
         self._fill(memoryview(own), self._size)
-        if not self._seal.is_right(bytes(own), self._name, self._size, head):
-            raise Damaged("its seal is not one of this key, name and model")
+        if not self._mac.is_right(bytes(own), self._name, self._size, head):
+            raise Damaged("its MAC is not one of this key, name and model")
         return length, head
 
     def _fill(self, view: memoryview, offset: int) -> None:

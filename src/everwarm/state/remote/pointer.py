@@ -1,10 +1,10 @@
-"""How a replica finds what others have kept, without an index: small objects with names that any prompt leads to. Pure.
+"""Pointers: small objects named after prompts, by which a server finds what others keep, without an index. Pure.
 
-    at-<lineage>           a state ends exactly here: asked for at a prompt's own boundaries
+    at-<lineage>           a state ends exactly here: looked for at a prompt's own boundaries
     near-<grid>-<lineage>  the latest state in the cell of a grid that begins here: for prompts without boundaries
 
-A signpost says which state it is and which KV makes that whole, so that everything can be fetched at once. Names hold the
-fingerprint and the namespace (see ``lineage.root_key``): nobody meets another's.
+A pointer names a state and the KV that makes it whole, so that everything can be fetched at once. Names depend on the
+fingerprint and the namespace (see ``lineage.root_key``), so no other namespace finds them.
 
 A pointer and an object are authenticated with a keyed BLAKE3 over the object's name, its model's fingerprint, its
 size and its head. The head holds the BLAKE3 of every section and all other bytes must be zero, so it covers every
@@ -21,13 +21,12 @@ from collections.abc import Iterable, Mapping
 import blake3
 import msgspec
 
-from everwarm.state.store.object import SUFFIX, Damaged
-from everwarm.state.tools.inventory import OBJECT_NAME
+from everwarm.state.store.object import OBJECT_NAME, Damaged, state_name
 
 GRIDS = (64, 512, 4096)
 N_PER_GRID = 3  # cells from a prompt's end back
 N_DEEPEST, N_FIRST = 12, 4  # boundaries: the ends of conversations, and of system prompts
-MAX_SIGNPOST = 1 << 20
+MAX_POINTER = 1 << 20
 MAX_NEEDS = 8192
 MAX_OBJECT = 4 << 30  # what one request can write is little more
 
@@ -47,7 +46,7 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """Of the state."""
-        return f"state-{self.key[:16]}-{self.key[:32]}{SUFFIX}"
+        return state_name(self.key)
 
     @property
     def makes_sense(self) -> bool:
@@ -64,23 +63,23 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(Pointer)
 
 
-def sealed(signpost: Pointer, name: str, seal: Mac) -> bytes:
-    body = msgspec.json.encode(signpost)
-    return body + seal.of(name, len(body), body)
+def encode_signed(pointer: Pointer, name: str, mac: Mac) -> bytes:
+    body = msgspec.json.encode(pointer)
+    return body + mac.of(name, len(body), body)
 
 
-def unsealed(data: bytes, name: str, seal: Mac) -> Pointer:
-    """``Damaged``: nobody with the key wrote this under this name."""
-    body, own = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-    if not seal.is_right(own, name, len(body), body):
-        raise Damaged("its seal is not one of this key, name and model")
+def decode_signed(data: bytes, name: str, mac: Mac) -> Pointer:
+    """``Damaged``: it was not written under this name with this key."""
+    body, own = data[:-MAC_BYTES], data[-MAC_BYTES:]
+    if not mac.is_right(own, name, len(body), body):
+        raise Damaged("its MAC is not one of this key, name and model")
     try:
-        signpost = _decoder.decode(body)
+        pointer = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise Damaged(f"it cannot be read: {error}") from None
-    if not signpost.makes_sense:
+    if not pointer.makes_sense:
         raise Damaged("it makes no sense")
-    return signpost
+    return pointer
 
 
 # names
@@ -108,7 +107,7 @@ def probes(ends: Iterable[int], least: int, most: int) -> tuple[list[int], list[
     return [], [(grid, at) for grid, at in cells if at >= 0 and at + grid > least + 1]
 
 
-SEAL_BYTES = 32
+MAC_BYTES = 32
 
 _LENGTH = struct.Struct("<Q")
 
@@ -129,8 +128,8 @@ class Mac:
         hasher.update(head)
         return bytes(hasher.digest())
 
-    def is_right(self, seal: bytes, name: str, size: int, head: bytes | memoryview) -> bool:
-        return hmac.compare_digest(seal, self.of(name, size, head))
+    def is_right(self, mac: bytes, name: str, size: int, head: bytes | memoryview) -> bool:
+        return hmac.compare_digest(mac, self.of(name, size, head))
 
 
 def _derived(key: bytes, purpose: str) -> bytes:

@@ -1,12 +1,12 @@
-"""The remote tier: objects shared by many servers through a store that nobody has to trust.
+"""The remote tier: objects shared by many servers through a store that need not be trusted.
 
-    <key's id>/<model's folder>/kv-….ew · state-….ew       an object, and its seal behind it
-    <key's id>/<model's folder>/at-… · near-…              signposts (see ``signpost``), each with its seal
+    <key's id>/<model's folder>/kv-….ew · state-….ew       an object, and its MAC behind it
+    <key's id>/<model's folder>/at-… · near-…              pointers (see ``pointer``), each with its MAC
 
-A hit takes two round trips (signposts; everything they name at once), a miss one, and what was just missed none. Every
-failure is a miss. One thread of its own talks to the store, another hashes what is written; whoever asks waits at most
-``wait_s`` for a store that does not answer, once: then it is left alone until a trial in the background succeeds.
-Knows no tree and no libllama.
+A hit takes two round trips (pointers; everything they name at once), a miss one, and a repeated miss none. Every failure
+is a miss. One thread talks to the store, another hashes what is written. A caller waits at most ``wait_s`` for a store that
+does not answer, and only one does: then the circuit breaker opens, until a trial in the background succeeds. Knows no tree
+and no libllama.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,14 +28,15 @@ from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket, StoreFault
 from everwarm.state.remote.circuit_breaker import CircuitBreaker
 from everwarm.state.remote.download import Download
-from everwarm.state.remote.pointer import MAX_OBJECT, MAX_SIGNPOST, Mac, Pointer, probes, sealed, unsealed
+from everwarm.state.remote.pointer import MAX_OBJECT, MAX_POINTER, Mac, Pointer, decode_signed, encode_signed, probes
 from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
+from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, Selection, TheseStates
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.remote")
 
-ANSWER_S = 0.25  # how long anybody waits for the first word
+ANSWER_S = 0.25  # how long a caller waits for the first byte
 LATER = 4  # times as long, for a store that has just answered and has many requests at once now
 N_PIECES = 16  # at once
 N_WRITERS = 2
@@ -44,11 +45,12 @@ WRITE_S = 30.0  # for one request, and more for many bytes
 SLOWEST_WRITE = 1e6  # bytes per second
 KEEP_TRYING_S = 30.0  # a parcel waits so long for a store that does not answer
 FLUSH_S, DEAD_S = 20.0, 3.0
-MISS_S = 5.0  # what was not there is not asked for again
+MISS_S = 5.0  # a name that was not there is not looked up again
 KNOWN_S = 86_400.0  # what was there is taken to be there
 STALE_S = 3 * 86_400.0  # what is older is written again, so that no lifecycle rule takes it while it is used
 MAX_REMEMBERED = 1 << 16
 SMALL = 64 << 10  # written without asking first
+FIRST_GUESS = 1 << 20  # of the size of an object that no pointer names
 
 T = TypeVar("T")
 
@@ -60,16 +62,16 @@ class RemoteCounts:
     n_bytes_read: int = 0
     n_bytes_written: int = 0
     n_failures: int = 0
-    n_refused: int = 0  # objects whose seal or bytes were not right
+    n_refused: int = 0  # objects whose MAC or bytes were not right
     n_given_up: int = 0  # parcels that were not written
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """KV first, then the state that needs it, and where that is announced once everything is there."""
+    """KV first, then the state that needs it, and the names of the pointers that are written once everything is there."""
 
     objects: tuple[tuple[ObjectHeader, Mapping[str, ObjectPart]], ...]
-    signpost: Pointer
+    pointer: Pointer
     names: tuple[str, ...]
 
     @property
@@ -78,6 +80,8 @@ class Parcel:
 
 
 class RemoteTier:
+    is_on = True
+
     def __init__(
         self,
         bucket: Bucket,
@@ -87,8 +91,8 @@ class RemoteTier:
         wait_s: float = ANSWER_S,
     ) -> None:
         self._bucket = bucket
-        self._seal = Mac(key, fingerprint)
-        self._folder = f"{self._seal.key_id}/{folder_name(fingerprint)}"
+        self._mac = Mac(key, fingerprint)
+        self._folder = f"{self._mac.key_id}/{folder_name(fingerprint)}"
         self._is_sound = is_sound
         self.wait_s = wait_s
         self.counts = RemoteCounts()
@@ -96,7 +100,7 @@ class RemoteTier:
         self.answer_s = 0.02  # how long a round trip takes, until measured
         self._known: dict[str, float] = {}  # names, and until when they are taken to be there
         self._missed: dict[str, float] = {}
-        # lineage → its items, where this process said so, and whose it is
+        # lineage → its items, the names of its pointers, and its space
         self._announced: dict[str, tuple[int, tuple[str, ...], str]] = {}
         self._lock = threading.RLock()
         self._n_waiting = 0
@@ -131,7 +135,8 @@ class RemoteTier:
     # questions
 
     def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int) -> Pointer | None:
-        """The deepest state that is announced for these items, of more than ``least`` and less than all of them."""
+        """The deepest state that a pointer names for these items, of more than ``least`` and less than all of them.
+        ``ends`` are the prompt's boundaries."""
         exact, cells = probes(ends, least, len(prompt) - 1)
         named = keys(root, prompt, {*exact, *(at for _, at in cells)})
         names = [f"at-{named[at][:32]}" for at in exact]
@@ -139,37 +144,41 @@ class RemoteTier:
         wanted = [name for name in names if not self._is_missed(name)]
         if not wanted or self.breaker.is_open:
             return None
-        found = [post for post in self._ask(wanted) if least < post.n_items < len(prompt)]
-        named = keys(root, prompt, {post.n_items for post in found})
-        right = [post for post in found if named[post.n_items] == post.key]
+        found = [pointer for pointer in self._ask(wanted) if least < pointer.n_items < len(prompt)]
+        named = keys(root, prompt, {pointer.n_items for pointer in found})
+        right = [pointer for pointer in found if named[pointer.n_items] == pointer.key]
         if not right:
             self.counts.n_misses += 1
-        return max(right, key=lambda post: post.n_items, default=None)
+        return max(right, key=lambda pointer: pointer.n_items, default=None)
 
     def _ask(self, names: Sequence[str]) -> list[Pointer]:
         began = time.monotonic()
-        asked = {self._begin(self._signpost(name)): name for name in names}
-        done, late = wait(asked, self.wait_s)
+        requests = [self._begin(self._pointer_at(name)) for name in names]
+        done, late = wait(requests, self.wait_s)
         for future in late:
             future.cancel()
         if late:
             self._fail(TimeoutError(f"no answer within {self.wait_s * 1000:.0f} ms"))
         else:
             self.answer_s = 0.7 * self.answer_s + 0.3 * (time.monotonic() - began)
-        return [post for future in done if not future.cancelled() and (post := future.result()) is not None]
+        return [pointer for future in done if not future.cancelled() and (pointer := future.result()) is not None]
 
-    async def _signpost(self, name: str) -> Pointer | None:
+    async def _pointer_at(self, name: str) -> Pointer | None:
         try:
-            piece = await self._get(name, 0, MAX_SIGNPOST)
+            piece = await self._get(name, 0, MAX_POINTER)
             if piece is None:
                 self._remember(self._missed, name, MISS_S)
                 return None
-            return unsealed(bytes(piece[0]), name, self._seal)
+            return decode_signed(bytes(piece[0]), name, self._mac)
         except Damaged as error:
             self._refuse(name, error)
         except (StoreFault, TimeoutError) as error:
             self._fail(error)
         return None
+
+    def answers_within(self, seconds: float) -> bool:
+        """Whether a state can be expected in less than that: finding it and fetching it are a round trip each."""
+        return not self.breaker.is_open and seconds > 2 * self.answer_s
 
     async def _get(self, name: str, start: int, stop: int, more_s: float = 0.0) -> tuple[memoryview, int] | None:
         """Bytes and the size of the whole; None: it is not there."""
@@ -196,10 +205,20 @@ class RemoteTier:
         return Download(lambda start, stop: self._begin(piece(start, stop)), min(size, MAX_OBJECT), patience_s)
 
     @contextlib.contextmanager
-    def reading(self, name: str, download: Download) -> Iterator[ObjectReader]:
-        """An object whose seal is right; its sections are verified as they are read."""
+    def fetching(self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> Iterator[RemoteFetch]:
+        """The objects of a state, without KV of its first ``n_kv`` items; those that are ``nearer`` are read there. At the
+        end what has not come is not waited for."""
+        fetch = RemoteFetch(self, pointer, n_kv, patience_s, nearer)
         try:
-            reader = download.reader(name, self._seal)
+            yield fetch
+        finally:
+            fetch.cancel()
+
+    @contextlib.contextmanager
+    def reading(self, name: str, download: Download) -> Iterator[ObjectReader]:
+        """An object with the right MAC; its sections are verified as they are read."""
+        try:
+            reader = download.reader(name, self._mac)
             if name_of(reader.header) != name:
                 raise Damaged("it is another object than its name says")
             yield reader
@@ -223,12 +242,12 @@ class RemoteTier:
 
     # writing
 
-    def is_known(self, name: str) -> bool:
-        """Whether it is there, as far as anybody knows."""
+    def has(self, name: str) -> bool:
+        """Whether it is there, as far as this process knows."""
         return self._known.get(name, 0.0) > time.monotonic()
 
     def offer(self, parcel: Parcel) -> bool:
-        """Have it written by and by. False: too much waits already."""
+        """Write it in the background. False: too much waits already."""
         with self._lock:
             if self._n_waiting + parcel.size > MAX_QUEUED:
                 self.counts.n_given_up += 1
@@ -270,7 +289,7 @@ class RemoteTier:
                     await self._put(header, parts)
                 await self._put(*state)
                 for name in parcel.names:
-                    data = sealed(parcel.signpost, name, self._seal)
+                    data = encode_signed(parcel.pointer, name, self._mac)
                     await self._send(name, [data], over=True)
                     self._missed.pop(name, None)
         except (StoreFault, TimeoutError) as error:
@@ -282,7 +301,7 @@ class RemoteTier:
             log.warning("a turn is not shared: %s", error)
             return
         space = parcel.objects[-1][0].space
-        self._announced[parcel.signpost.key] = (parcel.signpost.n_items, parcel.names, space)
+        self._announced[parcel.pointer.key] = (parcel.pointer.n_items, parcel.names, space)
         while len(self._announced) > MAX_REMEMBERED:
             del self._announced[next(iter(self._announced))]
 
@@ -295,7 +314,7 @@ class RemoteTier:
 
     async def _put(self, header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> None:
         name = name_of(header)
-        if self.is_known(name):
+        if self.has(name):
             return None
         size = sum(part.nbytes for part in parts.values())
         is_stale = False
@@ -316,7 +335,7 @@ class RemoteTier:
         size = sum(map(len, pieces))
         if size > MAX_OBJECT:
             raise ValueError(f"{name} has {size} bytes: more than one request can write")
-        return [*pieces, self._seal.of(name, size, pieces[0])]
+        return [*pieces, self._mac.of(name, size, pieces[0])]
 
     async def _send(self, name: str, pieces: Sequence[bytes | memoryview], *, over: bool) -> None:
         size = sum(map(len, pieces))
@@ -325,34 +344,26 @@ class RemoteTier:
         if is_new:
             self.counts.n_bytes_written += size
 
-    def forget(self, root: str, prompt: Prompt, beyond: int) -> None:
-        """Take away by and by the states on the way of a prompt after ``beyond`` items, as far as this process has
-        announced them. KV may be somebody else's and stays."""
-
-        def on_the_way() -> set[str]:
-            lengths = {n_items for n_items, _, _ in self._announced.values() if beyond < n_items <= len(prompt)}
-            return set(keys(root, prompt, lengths).values())
-
-        self._forget_later(on_the_way)
-
-    def forget_spaces(self, spaces: Collection[str] | None) -> None:
-        """The same for everything that is whose; None: everybody's."""
-        self._forget_later(
-            lambda: {key for key, (*_, space) in self._announced.items() if spaces is None or space in spaces}
-        )
-
-    def forget_states(self, named: frozenset[str]) -> None:
-        """The same for the states with these keys."""
-        self._forget_later(lambda: set(named))
-
-    def _forget_later(self, gone: Callable[[], set[str]]) -> None:
+    def forget(self, what: Selection) -> Dropped:
+        """Begin to drop states, as far as this process has announced them. KV may be another server's and stays."""
         with self._lock, contextlib.suppress(StoreFault):
             before = [asyncio.wrap_future(future, loop=self._loop) for future in self._writing]
-            self._later(self._forget(gone, before), 0)
+            self._later(self._forget(what, before), 0)
+        return Dropped()
 
-    async def _forget(self, gone: Callable[[], set[str]], first: list[asyncio.Future[None]]) -> None:
+    def _chosen(self, what: Selection) -> set[str]:
+        """Lineages; some may not be announced."""
+        match what:
+            case OnPrompts():
+                return what.keys(n_items for n_items, _, _ in self._announced.values())
+            case TheseStates():
+                return {kept.key for kept in what.states}
+            case InSpaces():
+                return {key for key, (*_, space) in self._announced.items() if what.has(space)}
+
+    async def _forget(self, what: Selection, first: list[asyncio.Future[None]]) -> None:
         await asyncio.gather(*first, return_exceptions=True)  # what is still on its way would come back
-        for key in gone() & self._announced.keys():
+        for key in self._chosen(what) & self._announced.keys():
             n_items, names, _ = self._announced.pop(key)
             for name in (*names, Pointer(key, n_items, 1).name):
                 self._known.pop(name, None)
@@ -399,3 +410,31 @@ class RemoteTier:
             what[name] = time.monotonic() + seconds
             while len(what) > MAX_REMEMBERED:
                 del what[next(iter(what))]
+
+
+class RemoteFetch:
+    """A state and its KV on their way: everything that is not nearer is requested at once."""
+
+    def __init__(
+        self, remote: RemoteTier, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource
+    ) -> None:
+        self._remote = remote
+        self._nearer = nearer
+        self._patience_s = patience_s
+        self._names_nearer = nearer.names()
+        sizes = {pointer.name: pointer.size} | {need.name: need.size for need in pointer.needs if need.reach > n_kv}
+        self._downloads = {
+            name: remote.download(name, size, patience_s)
+            for name, size in sizes.items()
+            if name not in self._names_nearer
+        }
+
+    def reading(self, name: str) -> contextlib.AbstractContextManager[ObjectReader]:
+        if name in self._names_nearer:
+            return self._nearer.reading(name)
+        download = self._downloads.pop(name, None) or self._remote.download(name, FIRST_GUESS, self._patience_s)
+        return self._remote.reading(name, download)
+
+    def cancel(self) -> None:
+        for download in self._downloads.values():
+            download.cancel()

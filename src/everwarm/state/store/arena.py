@@ -1,11 +1,11 @@
 """The RAM tier's memory: one memory file that outlives the process that fills it.
 
-    page 0: magic · version · file size · budget · whose it is      rows: which extents are kept objects      extents
+    page 0: magic · version · file size · budget · owner      rows: which extents are kept objects      extents
 
-Extents are handed out as arrays: a state is captured into one and restored out of it without another copy. One whose array
-nobody holds any more is free again, by itself. A kept object has a row with the digests of its bytes and of what is said
-about it; the row is valid from its last word on, so a process that is killed leaves whole objects or none. Whoever maps the
-file next scans the rows, checks every number, and believes bytes only when their digest is right. Knows no tree.
+Extents are handed out as arrays: a state is captured into one and restored out of it without another copy. An extent is
+free again when its array is garbage. A kept object has a row with the digests of its bytes and of its description; the
+row is valid from its last word on, so a process that is killed leaves whole objects or none. The next process that maps
+the file scans the rows, checks every number, and believes bytes only when their digest is right. Knows no tree.
 
 The first part, as large as the budget, may be held in place for a device that copies by physical address. No extent lies
 across its end (the fence): such a copy is from inside or from outside.
@@ -36,7 +36,7 @@ MAGIC, VERSION = b"EWARENA\0", 1
 PAGE = 4096
 ALIGN = 256
 N_ROWS = 1 << 15
-MAX_ABOUT = 64 << 20  # what may be said about an object: its items, mostly
+MAX_ABOUT = 64 << 20  # bytes of an object's description: its items, mostly
 SLACK = 64 << 20  # extents do not lie tightly, and what is being written to disk outlives its eviction
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -94,7 +94,7 @@ class Extent:
     ref: weakref.ref[Blob]
     row: int | None = None
     about: tuple[int, int] | None = None  # where that lies, and its room
-    doubt: bytes | None = None  # the digest its bytes must have, until somebody has looked
+    doubt: bytes | None = None  # the digest its bytes must have, until they are verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ class Arena:
     def __init__(self, fd: int, owner: str, budget_bytes: int | None, default_budget: int) -> None:
         """``owner`` says what the states in it depend on: those of another are forgotten. Without a budget of its own it
         keeps the one it had, so that a process started beside a full arena does not take that for a full machine. With a
-        smaller one the file is cut; what lies in what is left of it is found, and whoever takes it up drops the rest."""
+        smaller one the file is cut; objects in the part that is left are found, and those that do not fit are dropped when
+        they are adopted."""
         self._lock = threading.Lock()
         self._alive: dict[int, Extent] = {}
         self._dead: collections.deque[Extent] = collections.deque()
@@ -161,7 +162,7 @@ class Arena:
     # handing out
 
     def place(self, n_bytes: int) -> Blob:
-        """An array for somebody to fill."""
+        """A new array, to be filled by the caller."""
         with self._lock:
             self._reap()
             at = self._take(n_bytes)
@@ -200,8 +201,8 @@ class Arena:
     # keeping
 
     def keep(self, blob: Blob, about: bytes, max_threads: int = 1) -> bool:
-        """From now on the next process finds this object. False: it lies outside, or there is no room to say so. Two
-        threads may ask for the same object: one of them writes its row."""
+        """From now on the next process finds this object, with its description. False: it lies outside, or there is no room
+        for the description. Two threads may do this for the same object: one of them writes its row."""
         extent = self._extent(blob)
         if extent is None or len(about) > MAX_ABOUT or not self.is_sound(blob):
             return False
@@ -220,7 +221,7 @@ class Arena:
         words = (_bytes(digest), _bytes(blake3.blake3(about).digest()), 0)
         self._rows[row] = (0, extent.at, blob.nbytes, at, len(about), *words)
         self._rows["state"][row] = _KEPT
-        extent.row = row  # last: whoever sees it knows that the row is whole
+        extent.row = row  # last: a thread that sees it knows that the row is whole
         return True
 
     @property
@@ -242,7 +243,7 @@ class Arena:
             yield self._found.pop()
 
     def look_at_found(self, is_stopped: Callable[[], bool]) -> None:
-        """Have everything that was found, and was not taken up yet, looked at before anybody needs it."""
+        """Verify everything that was found and is not adopted yet, before a request needs it."""
         for found in list(self._found):
             if not is_stopped():
                 self.is_sound(found.blob)
@@ -259,8 +260,8 @@ class Arena:
         return True
 
     def doubt(self, blob: Blob, digest: str) -> bool:
-        """These bytes come from elsewhere: they are looked at before they are used, not now. False: it lies outside, and
-        nobody would."""
+        """These bytes come from elsewhere: they are verified before they are used, not now. False: the array lies outside,
+        where nothing verifies it later."""
         extent = self._extent(blob)
         if extent is None or not _DIGEST.fullmatch(digest):
             return False
@@ -315,7 +316,7 @@ class Arena:
                 self._n_warm = 0
 
     def close(self) -> None:
-        """Let go of the memory as soon as nobody holds an array of it. What is kept stays in the file."""
+        """Let go of the memory as soon as all arrays of it are garbage. What is kept stays in the file."""
         self._found.clear()
         self._alive.clear()
 
@@ -329,7 +330,7 @@ class Arena:
         return np.frombuffer(self._map, np.uint8, self._fence)
 
     def release(self) -> None:
-        """Nobody holds the pages any more; those in which nothing lies go back to the system."""
+        """The device holds the pages no longer; those in which nothing lies go back to the system."""
         with self._lock:
             self._is_held = False
             for at, room in self._free:
@@ -395,7 +396,7 @@ class Arena:
             at = _FIRST
             for start, room in sorted(spans + self._free):
                 assert not start < self._fence < start + room, f"{start} to {start + room} lies across the fence"
-                assert start == at, f"{at} to {start} belongs to nobody or to two"
+                assert start == at, f"{at} to {start} belongs to no extent or to two"
                 at += room
             assert self.n_used == sum(room for _, room in spans)
 

@@ -18,14 +18,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from everwarm.errors import EverwarmError
+from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk_forest import point_of
-from everwarm.state.lineage import keys
-from everwarm.state.store.disk_eviction import DiskLimits, EvictionCandidates, crowd, ranked
+from everwarm.state.eviction import DiskLimits, EvictionCandidates, candidates, ranked
+from everwarm.state.lineage import keys, point_of
 from everwarm.state.store.files import TEMPORARY, Files
 from everwarm.state.store.index import INDEX, Index, IndexedObject
 from everwarm.state.store.object import (
@@ -41,6 +40,7 @@ from everwarm.state.store.object import (
 )
 from everwarm.state.store.object_table import ObjectTable
 from everwarm.state.store.pin_file import PINS, Pin, Pins
+from everwarm.state.tier import Dropped, InSpaces, OnPrompts, Selection, TheseStates
 
 log = logging.getLogger("everwarm.disk")
 
@@ -53,7 +53,7 @@ _RANKING_SHARE = 0.02  # of the time may go into that
 
 
 class DirectoryTaken(EverwarmError):
-    """Another process has this model's directory."""
+    """Another process has locked this model's directory."""
 
 
 @dataclass(slots=True)
@@ -76,6 +76,8 @@ class DiskCounts:
 
 
 class Disk:
+    is_on = True
+
     def __init__(
         self,
         directory: Path,
@@ -126,8 +128,8 @@ class Disk:
         with self._lock:
             return frozenset(self._objects)
 
-    def is_whole(self, name: str) -> bool:
-        """It need not be written again."""
+    def has(self, name: str) -> bool:
+        """Whether it is there with everything it needs: it need not be written again."""
         with self._lock:
             return self._objects.is_whole(name)
 
@@ -188,7 +190,7 @@ class Disk:
             return self._files.open(self.directory / name)
         except FileNotFoundError:
             with self._lock:
-                if not (self.directory / name).exists():  # else somebody has just written it again
+                if not (self.directory / name).exists():  # else it has just been written again
                     self._forget(name)
             error = Damaged("it is gone")
         except OSError as failure:
@@ -214,7 +216,7 @@ class Disk:
         """Durable when this returns True. False: not kept, and nothing is lost but time."""
         name = name_of(header)
         with self._writing:
-            if self.is_whole(name):
+            if self.has(name):
                 return True
             try:
                 size = file_size(header, parts)
@@ -252,11 +254,11 @@ class Disk:
         """How many bytes must go so that a file of this size can be written; 0: that was not the trouble."""
         if error.errno not in _FULL:
             return 0
-        quota = error.errno == errno.EDQUOT  # nobody says how much of it is left
+        quota = error.errno == errno.EDQUOT  # the system does not say how much of it is left
         return size + _FULL_SLACK - (0 if quota else self._files.free_bytes(self.directory))
 
     def probe(self) -> None:
-        """A tier that refused something is tried with a small file, so that it heals although nobody writes."""
+        """Try a degraded tier with a small file, so that it heals although nothing is written."""
         with self._writing:
             path = self.directory / f"{TEMPORARY}probe"
             try:
@@ -279,7 +281,7 @@ class Disk:
         self._evict(frozenset(spare | self._fresh), self.budget_bytes)
 
     def touch(self, names: Sequence[str]) -> None:
-        """Somebody used these."""
+        """Note that these were used."""
         with self._lock:
             for name in names:
                 kept = self._objects.get(name)
@@ -304,7 +306,7 @@ class Disk:
                 self._fail("pinned", error)
 
     def drop(self, name: str) -> bool:
-        """Whether it is gone. What the file system does not let go of is tried again when the tier is probed."""
+        """Whether it is gone. A file that cannot be removed is tried again when the tier is probed."""
         with self._lock:
             size = self._forget(name)
             try:
@@ -318,8 +320,44 @@ class Disk:
                 return False
             return True
 
+    def forget(self, what: Selection) -> Dropped:
+        """Drop states with their pins, and the KV that no other state needs then. ``EngineStopped``: the file system does
+        not let go of some of them."""
+        match what:
+            case OnPrompts():
+                lengths = {kept.n_items for kept in self.objects()} | {pin.n_items for pin in self.pins.all()}
+                named = what.keys(lengths)
+                self.unpin(named)
+                return self._drop_states([k for k in self.objects() if k.kind == "state" and k.key in named])
+            case TheseStates():
+                points = {point_of(kept.key, kept.n_items) for kept in what.states}
+                self.unpin({pin.key for pin in self.pins.all() if points & set(pin.points)})
+                names = self.names()
+                return self._drop_states([kept for kept in what.states if kept.name in names])
+            case InSpaces():
+                self.unpin({pin.key for pin in self.pins.all() if what.has(pin.space)})
+                return self._drop_all([kept for kept in self.objects() if what.has(kept.space)])
+
+    def _drop_states(self, states: Sequence[IndexedObject]) -> Dropped:
+        dropped = self._drop_all(states)
+        left = self.objects()
+        needed = {name for kept in left for name in kept.needs}
+        freed = {name for kept in states for name in kept.needs} - needed
+        return dropped + self._drop_all([kept for kept in left if kept.name in freed])
+
+    def _drop_all(self, objects: Sequence[IndexedObject]) -> Dropped:
+        stuck = [kept.name for kept in objects if not self.drop(kept.name)]
+        if stuck:
+            raise EngineStopped(f"{len(stuck)} files cannot be removed from disk now ({self.degraded}): try again")
+        return Dropped(len(objects), sum(kept.size for kept in objects))
+
+    def stats(self) -> dict[str, float]:
+        shown: dict[str, float] = {f"disk_{name}": value for name, value in asdict(self.counts).items()}
+        sizes = {"disk_bytes": self.n_bytes, "disk_budget_bytes": self.budget_bytes}
+        return {**shown, **sizes, "disk_is_degraded": self.degraded is not None}
+
     def scan(self) -> None:
-        """Make the index say what the files say."""
+        """Bring the index up to date with the files."""
         with self._writing, self._lock:
             self._objects, self._ranking, self._stuck, self.n_bytes = ObjectTable(), None, {}, 0
             uses = self._uses()
@@ -348,7 +386,7 @@ class Disk:
     def _note_written(self, size: int) -> None:
         since, written = self._written_today
         self._written_today = (since, written + size)
-        if self.write_budget:  # a day is a day, however often somebody starts anew
+        if self.write_budget:  # a day is a day, however often the server is restarted
             with self._indexing():
                 self._index.note_written(*self._written_today)
 
@@ -363,15 +401,15 @@ class Disk:
     def _evict(self, spare: frozenset[str], most: int) -> bool:
         """Drop what saves least until at most so many bytes are left. Whether anything went."""
         before = self.counts.n_evicted
-        while (among := self._crowd(most)) is not None and (name := self._next_victim(among, spare)) is not None:
+        while (among := self._candidates(most)) is not None and (name := self._next_victim(among, spare)) is not None:
             self.counts.n_evicted += 1
             self.drop(name)
         return self.counts.n_evicted > before
 
-    def _crowd(self, most: int) -> EvictionCandidates | None:
+    def _candidates(self, most: int) -> EvictionCandidates | None:
         with self._lock:
             limits = DiskLimits(self.budget_bytes, self._space_share)
-            return crowd(self._objects.space_bytes, self.n_bytes, limits, most)
+            return candidates(self._objects.space_bytes, self.n_bytes, limits, most)
 
     def _next_victim(self, among: EvictionCandidates, spare: frozenset[str]) -> str | None:
         """KV that no state needs goes first, then the states that save least."""
@@ -474,7 +512,7 @@ def make_folder(directory: Path, files: Files) -> None:
 
 
 def hold(directory: Path) -> int:
-    """Until the descriptor is closed nobody else can. ``DirectoryTaken``: somebody does."""
+    """Lock a model's directory until the descriptor is closed. ``DirectoryTaken``: another process has it."""
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     try:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEMPORARY = ".tmp-"
-LEFT_S = 60.0  # a temporary file that nobody has held or written for so long was left by a crash
-LOCK_S = 5.0  # who holds a directory renames two files in it
+LEFT_S = 60.0  # a temporary file that was neither locked nor written for so long was left by a crash
+LOCK_S = 5.0  # a directory is locked only while two files in it are renamed
 
 _FLAGS = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
@@ -44,11 +44,11 @@ class Files:
 
     @contextlib.contextmanager
     def aside(self, path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Aside]:
-        """The file's content, durable under a temporary name that nobody else writes to; whoever renames it keeps it."""
+        """The file's content, durable under a temporary name of its own, for the caller to rename."""
         temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(8)}")
         fd = self.create(temporary)
         try:
-            _try_lock(fd, fcntl.LOCK_EX)  # so that nobody sweeps it away
+            _try_lock(fd, fcntl.LOCK_EX)  # so that no other process sweeps it away
             size = sum(self.append(fd, memoryview(piece)) for piece in pieces)
             self.sync(fd)
             yield Aside(temporary, size)
@@ -99,12 +99,12 @@ class Files:
 
 @contextlib.contextmanager
 def locked(directory: Path, *, shared: bool = False) -> Iterator[None]:
-    """Alone in a directory among those who ask for it, in this and other processes; or with others who only read. Where the
-    file system has no locks, or somebody holds one for too long, without."""
+    """Holds a directory against other callers of this, in this and other processes; ``shared``: only against those that
+    write. Goes on without the lock where the file system has none, or another caller holds it for too long."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        yield  # what is to be done there will say what is wrong
+        yield  # the caller's own operation will say what is wrong
         return
     try:
         _wait_for_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)

@@ -1,11 +1,11 @@
 """What a model's folder says of itself: which model, in which ways it was opened, and how fast it reads.
 
 For people and for the tools that look at a folder; an engine needs none of it but the speed. A file that cannot be
-understood is as good as none.
+decoded counts as none.
 
-The folders of other models, builds and KV types are looked at once, when a directory is opened: their prompts cannot
-be used, but a request can be told of them. Only names are compared, and a name holds the namespace. Every failure
-means: nothing known.
+The folders of other models, builds and KV types are read once, when a directory is opened: their states cannot be used,
+but a reply can say that there are some. Only names of lineages are compared, and those depend on the namespace. Every
+failure means: nothing known.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ForeignPrompts:
     states: dict[str, dict[str, int]]
 
     def n_known(self, namespace: str, prompt: Prompt) -> int:
-        """How many of a prompt's first items somebody has kept for another fingerprint."""
+        """How many of a prompt's first items are kept for another fingerprint."""
         return max((self._n_known(fingerprint, namespace, prompt) for fingerprint in self.states), default=0)
 
     def _n_known(self, fingerprint: str, namespace: str, prompt: Prompt) -> int:

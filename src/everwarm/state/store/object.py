@@ -4,12 +4,13 @@
     · sections, each at a multiple of 4096, zeroes between · footer: BLAKE3 of all before the first section, end mark
 
 Every byte of a file is covered by a digest or must be zero. Sizes are checked against the file's before anything is
-allocated. Whatever is not exactly as this says is ``Damaged``: a miss, never a guess.
+allocated. Any other file is ``Damaged``: a miss, never a guess.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import blake3
 import msgspec
 
 from everwarm.errors import EverwarmError
+from everwarm.state.lineage import short_key
 from everwarm.types import Blob, Place, heap
 
 Kind = Literal["kv", "state", "slot"]
@@ -30,6 +32,7 @@ ALIGN = 4096
 MAX_HEADER = 1 << 20
 MAX_SECTIONS = 1024
 SUFFIX = ".ew"
+OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
 
 SHARE = 64 << 20  # bytes that are worth a thread
 MAX_READERS = 4
@@ -73,7 +76,7 @@ def are_sound(parts: Iterable[ObjectPart], is_sound: Callable[[Blob], bool]) -> 
 class Damaged(EverwarmError):
     """Not an object of this format, or not what it was when it was written."""
 
-    name = ""  # of the object, once somebody knows it
+    name = ""  # of the object, once it is known
 
 
 class Unreadable(Damaged):
@@ -87,7 +90,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blake3: str
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SlotPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint of a slot's companion; its state, and the logits after it if they were kept, are in sections."""
 
     n_items: int
@@ -113,11 +116,11 @@ class ObjectHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     chunks: tuple[tuple[int, int], ...] | None = None
     needs: tuple[str, ...] = ()
     reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
-    points: tuple[Point, ...] = ()  # of a slot
+    points: tuple[SlotPoint, ...] = ()  # of a slot
     main: str = ""  # digest of the file that a slot's companion belongs to
     owner: str = ""  # of a slot: a digest that only its namespace gives; "": from before files had one
     media: tuple[tuple[int, bytes, int, int, bool], ...] = ()  # of its items: see ``prompt.MediaRow``
-    space: str = ""  # whose it is, as a name without meaning
+    space: str = ""  # a name for its namespace, from which that cannot be told
     words: str = ""  # how the text begins and ends, for people
     sections: tuple[Section, ...] = ()
 
@@ -129,7 +132,7 @@ _decoder = msgspec.json.Decoder(ObjectHeader)
 def encode(
     header: ObjectHeader, parts: Mapping[str, ObjectPart], *, max_threads: int = 1
 ) -> Iterator[bytes | memoryview]:
-    """The file, piece by piece; arrays are not copied. ``max_threads`` for the digests: more where somebody waits."""
+    """The file, piece by piece; arrays are not copied. ``max_threads`` for the digests: more where a caller waits."""
     views = {name: part.data for name, part in parts.items()}
     head, end = _head(header, views, max_threads)
     yield head
@@ -182,7 +185,16 @@ def _makes_sense(header: ObjectHeader) -> bool:
 
 def name_of(header: ObjectHeader) -> str:
     """Where an object lies: the same content always under the same name."""
-    return f"{header.kind}-{header.start[:16]}-{header.key[:32]}{SUFFIX}"
+    return _name(header.kind, header.start, header.key)
+
+
+def state_name(key: str) -> str:
+    """The name of the state at the end of this lineage: a state begins where it ends."""
+    return _name("state", key, key)
+
+
+def _name(kind: Kind, start: str, key: str) -> str:
+    return f"{kind}-{short_key(start)}-{key[:32]}{SUFFIX}"
 
 
 class ObjectReader:
@@ -245,14 +257,14 @@ class ObjectReader:
         data = blob[: section.length]
         if blob[section.length :].any():
             raise Damaged(f"there is something behind its section {name!r}")
-        # somebody waits for this, so all cores may help
+        # a request waits for this, so all cores may help
         is_left = doubt(data, section.blake3)
         if not is_left and blake3.blake3(data.data, max_threads=blake3.blake3.AUTO).hexdigest() != section.blake3:
             raise Damaged(f"its section {name!r} is not what it was")
         return data
 
     def pieces(self) -> Iterator[bytes]:
-        """The whole file, verified on the way, in little memory: whoever got the last piece has it as it was written."""
+        """The whole file, verified on the way, in little memory: with the last piece all of it is as it was written."""
         yield self._head
         for section in self.header.sections:
             yield from self.section_pieces(section)

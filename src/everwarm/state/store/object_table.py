@@ -1,4 +1,4 @@
-"""What the disk tier holds, in memory: objects by name, who needs whom, and sums that are kept up to date.
+"""What the disk tier holds, in memory: objects by name, which needs which, and sums that are kept up to date.
 
 A change costs as much as the object has needs, and a question as much as it asks about: only ``values`` walks over all
 objects. Knows no files, no clock and no lock.

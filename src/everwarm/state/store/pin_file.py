@@ -1,7 +1,7 @@
-"""Which points people want to stay on disk, in a small durable file of its own: the index may be thrown away.
+"""Which points are pinned on disk, in a small durable file of its own: the index may be thrown away.
 
 A pin names a lineage, whether or not a state of it is kept, and the points on the way there, which stay with it. A file
-that cannot be understood holds none.
+that cannot be decoded counts as empty.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from everwarm.state.disk_forest import Point, point_of
+from everwarm.state.lineage import Point, point_of
 from everwarm.state.store.files import TEMPORARY, Files
 
 log = logging.getLogger("everwarm.disk")
@@ -36,7 +36,7 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pins:
-    """Changed by one thread at a time; asked by any."""
+    """Changed by one thread at a time; read by any."""
 
     def __init__(self, path: Path, files: Files) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """Slot files: llama.cpp's own sequence file, and our companion beside it. Formats and safe opening, nothing else.
 
     NAME               u32 "ggsq" · u32 version · u32 n · n × i32 tokens · libllama's sequence state
-    NAME.checkpoints   an object (see ``object``) with the items, every checkpoint, whose it is, and the digest of NAME
+    NAME.checkpoints   an object (see ``object``) with the items, every checkpoint, its owner, and the digest of NAME
     .ns-DIGEST/        the same of a namespace that the directory itself does not belong to
 
 The first is llama-server's format. It writes its token list packed (−1, version, count, tokens, media) and may append
@@ -74,12 +74,12 @@ def sweep_all(directory: Path) -> int:
 
 
 class UnknownOrigin(Damaged):
-    """A file that may be whole, but that nobody vouches for."""
+    """A file that may be whole, but without a companion that says what it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who asks for a slot file, and what it must be a state of."""
+    """The namespace that reads or writes a slot file, and the fingerprint that its state must have."""
 
     fingerprint: str
     namespace: str
@@ -94,7 +94,7 @@ class Claim:
 
 
 def owner_digest(fingerprint: str, main: str, namespace: str) -> str:
-    """By which a companion knows its namespace; it tells nobody which that is, nor that two files have the same."""
+    """By which a companion knows its namespace; it does not reveal which that is, nor that two files have the same."""
     hasher = blake3.blake3(derive_key_context="everwarm: the owner of a slot file")
     for part in map(_bytes, (fingerprint, main, namespace)):
         hasher.update(struct.pack("<I", len(part)) + part)
@@ -153,7 +153,7 @@ def _require_own(path: Path, claim: Claim) -> None:
     try:
         header = ObjectReader(fd).header
     except Damaged:
-        return  # nobody can restore it
+        return  # it cannot be restored anyhow
     finally:
         os.close(fd)
     if header.kind == "slot" and not claim.owns(header):
@@ -188,7 +188,7 @@ def read_open_main(fd: int, max_tokens: int, n_before: int = 0, place: Place = h
 
 
 def _unpacked(packed: Codes) -> Codes:
-    """A plain list of tokens (-1 for cells of pictures), or llama-server's packed one without media."""
+    """A plain list of tokens (-1 for cells of images), or llama-server's packed one without media."""
     tokens = packed
     if len(packed) > 1 and (packed[0], packed[1]) == (-1, _PACKED_VERSION):
         data = packed.tobytes()

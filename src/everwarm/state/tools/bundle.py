@@ -2,8 +2,8 @@
 
     about.json · kv-….ew … · state-….ew …        KV before the states that need it
 
-Whatever comes in is looked at as if somebody meant harm: only plain members with the names of objects, every number checked
-against the file's size before anything is read, every byte verified in little memory before the first one is written.
+A bundle that is imported is treated as hostile: only plain members with the names of objects, every number checked against
+the file's size before anything is read, every byte verified in little memory before the first one is written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from everwarm.state.store.folder_meta import (
     read_about,
     write_about,
 )
-from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, name_of
-from everwarm.state.tools.inventory import OBJECT_NAME, Folder, Object, Tick, open_object, read_folder
+from everwarm.state.store.object import OBJECT_NAME, Damaged, ObjectHeader, ObjectReader, name_of
+from everwarm.state.tools.inventory import Folder, Object, Tick, open_object, read_folder
 from everwarm.state.tools.pruning import holding
 
 MAX_MEMBERS = 1_000_000
@@ -224,8 +224,8 @@ def _blaming(member: Member) -> Iterator[None]:
 
 
 def write_members(fd: int, bundle: Bundle, directory: Path, tick: Tick) -> Imported:
-    """Lay checked members into the folder they belong to. Each is verified once more on the way: somebody could change
-    the file meanwhile."""
+    """Lay checked members into the folder they belong to. Each is verified once more on the way: the file could be
+    changed meanwhile."""
     folder = directory / folder_name(bundle.fingerprint)
     make_folder(folder, Files())
     with holding([folder]):

@@ -21,12 +21,11 @@ from everwarm.state.store.index import INDEX, peek_uses
 from everwarm.state.store.object import MAJOR, SUFFIX, Damaged, ObjectHeader, ObjectReader, Unreadable, name_of
 
 QUARANTINE = "quarantine"
-OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
 
 _FOLDER_NAME = re.compile(r"v(\d{1,9})-[0-9a-f]{24}")
 _MOST_NAMED = 8
 
-Tick = Callable[[int], None]  # hears of work that was done: bytes, or tokens
+Tick = Callable[[int], None]  # called with the work that was done: bytes, or tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class BrokenObject:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is certain that nobody can use it."""
+        """Whether it is certain that it cannot be used."""
         return not isinstance(self.why, Unreadable)
 
 
@@ -127,7 +126,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def foreign_folders(directory: Path) -> list[Path]:
-    """Those of other format versions, which nobody here can read."""
+    """Those of other format versions, which cannot be read here."""
     return [path for path in _all_folders(directory) if _major(path) != MAJOR]
 
 

@@ -35,12 +35,12 @@ class PrunePlan:
     is_state: bool
 
 
-def choose(found: Sequence[Folder], wish: PruneRequest, now: float) -> list[PrunePlan]:
+def choose(found: Sequence[Folder], request: PruneRequest, now: float) -> list[PrunePlan]:
     """States first, so that at no moment one is there without its KV."""
     lineages = [lineage for folder in found for lineage in folder.lineages()]
-    kept = [lin for lin in lineages if not lin.missing and not _is_old(lin, wish)]
-    if wish.keep_bytes is not None:
-        kept = _within(kept, wish.keep_bytes, now)
+    kept = [lin for lin in lineages if not lin.missing and not _is_old(lin, request)]
+    if request.keep_bytes is not None:
+        kept = _within(kept, request.keep_bytes, now)
     stay = {thing.path for lineage in kept for thing in (lineage.state, *lineage.kv)}
     things = [thing for folder in found for thing in folder.objects.values() if thing.path not in stay]
     doomed = [PrunePlan(thing.path, thing.size, thing.header.kind == "state") for thing in things]
@@ -48,12 +48,12 @@ def choose(found: Sequence[Folder], wish: PruneRequest, now: float) -> list[Prun
     return sorted(doomed + [PrunePlan(b.path, b.size, False) for b in lost], key=lambda d: (not d.is_state, d.path))
 
 
-def _is_old(lineage: Lineage, wish: PruneRequest) -> bool:
-    return wish.used_since is not None and lineage.state.used_at < wish.used_since
+def _is_old(lineage: Lineage, request: PruneRequest) -> bool:
+    return request.used_since is not None and lineage.state.used_at < request.used_since
 
 
 def _within(lineages: list[Lineage], keep_bytes: int, now: float) -> list[Lineage]:
-    """As many as fit, the least valuable given up first; KV counts once and as long as somebody needs it."""
+    """As many as fit, the least valuable given up first; KV counts once and as long as a state needs it."""
     users = Counter(kv.path for lineage in lineages for kv in lineage.kv)
     n_bytes = sum({thing.path: thing.size for lin in lineages for thing in (lin.state, *lin.kv)}.values())
     entries = [_weighed(i, lineage, now) for i, lineage in enumerate(lineages)]

@@ -13,18 +13,17 @@ from dataclasses import dataclass, field, replace
 
 import blake3
 
+from everwarm.state.lineage import N_SHORT, Point, point_of
 from everwarm.state.store.index import IndexedObject
 
-Point = tuple[str, int]  # how the name of a lineage begins, and its items
-
-N_KEY = 16  # of a name that stand for all of it, together with its length
 N_ID = 13  # hexadecimal digits of an id: exact in JavaScript
-_START, _END = slice(3, 19), slice(20, 36)  # of the name of KV
+_START = slice(3, 3 + N_SHORT)  # of the name of KV: see ``object.name_of``
+_END = slice(4 + N_SHORT, 4 + 2 * N_SHORT)
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """A node in RAM."""
+class TreePoint:
+    """A node to hang others at: of the tree in RAM, or a state on disk."""
 
     id: int
     n_items: int
@@ -32,7 +31,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True)
-class Twig:
+class DiskNode:
     """A node that is only on disk: a state, or the root of a space of which nothing is in RAM."""
 
     id: int
@@ -40,7 +39,7 @@ class Twig:
     n_above: int  # items of the parent
     space: str
     kept: IndexedObject | None = None  # None: a root
-    kv_bytes: int = 0  # of the KV that no twig before it needs
+    kv_bytes: int = 0  # of the KV that no node before it in the list needs
 
     @property
     def has_kv(self) -> bool:
@@ -48,21 +47,21 @@ class Twig:
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
+class DiskTree:
     """Parents before children."""
 
-    twigs: list[Twig] = field(default_factory=list)
-    place: dict[int, int] = field(default_factory=dict)  # of a twig in the list, by id
-    n_children: Counter[int] = field(default_factory=Counter)  # that are twigs, also of nodes in RAM
+    nodes: list[DiskNode] = field(default_factory=list)
+    place: dict[int, int] = field(default_factory=dict)  # of a node in the list, by id
+    n_children: Counter[int] = field(default_factory=Counter)  # that are only on disk; also of nodes in RAM
 
     def below(self, ids: Iterable[int]) -> list[IndexedObject]:
         """The states at or below these nodes."""
         inside, found = set(ids), []
-        for twig in self.twigs:
-            if twig.id in inside or twig.parent in inside:
-                inside.add(twig.id)
-                if twig.kept is not None:
-                    found.append(twig.kept)
+        for node in self.nodes:
+            if node.id in inside or node.parent in inside:
+                inside.add(node.id)
+                if node.kept is not None:
+                    found.append(node.kept)
         return found
 
 
@@ -71,35 +70,31 @@ def id_of(name: str) -> int:
     return -1 - int(blake3.blake3(name.encode()).hexdigest()[:N_ID], 16)
 
 
-def point_of(key: str, n_items: int) -> Point:
-    return key[:N_KEY], n_items
-
-
-def plant(
+def build_disk_tree(
     states: Iterable[IndexedObject],
     sizes: Mapping[str, int],
-    spots: Mapping[Point, Spot],
+    in_ram: Mapping[Point, TreePoint],
     roots: Mapping[str, int],
     pace: Callable[[Iterable[IndexedObject]], Iterable[IndexedObject]] = iter,
-) -> Forest:
-    """All states that nobody in RAM stands at. ``sizes``: of all KV; ``roots``: the nodes of spaces that RAM knows;
-    ``pace``: how to walk over many."""
+) -> DiskTree:
+    """All states at whose points RAM has no node (``in_ram`` are those it has). ``sizes``: of all KV; ``roots``: the nodes
+    of spaces that RAM knows; ``pace``: how to walk over many."""
     known = {point_of(kept.key, kept.n_items): kept for kept in states}
-    own = {point: kept for point, kept in known.items() if point not in spots}
+    own = {point: kept for point, kept in known.items() if point not in in_ram}
     ends: dict[str, list[IndexedObject]] = defaultdict(list)
     for kept in sorted(own.values(), key=lambda kept: -kept.n_items):
         if kept.needs:
             ends[kept.needs[-1]].append(kept)
-    children: dict[int, list[Twig]] = defaultdict(list)
-    tops: dict[int, Twig] = {}
+    children: dict[int, list[DiskNode]] = defaultdict(list)
+    tops: dict[int, DiskNode] = {}
     for kept in pace(sorted(own.values(), key=lambda kept: (kept.n_items, kept.name))):
-        above = _above(kept, own, spots, ends) or _root(kept.space, roots, tops)
-        twig = Twig(id_of(kept.key), above.id, above.n_items, kept.space, kept)
-        children[above.id].append(twig)
+        above = _above(kept, own, in_ram, ends) or _root(kept.space, roots, tops)
+        node = DiskNode(id_of(kept.key), above.id, above.n_items, kept.space, kept)
+        children[above.id].append(node)
     return _listed(tops, children, sizes)
 
 
-def passed(kept: IndexedObject) -> Iterator[tuple[str, int, Point | None, Point | None]]:
+def kv_on_path(kept: IndexedObject) -> Iterator[tuple[str, int, Point | None, Point | None]]:
     """The KV on the way to a state, the last first: its name, how far it is used, and the points at that end and at its
     start."""
     if len(kept.needs) != len(kept.reaches):
@@ -112,65 +107,65 @@ def passed(kept: IndexedObject) -> Iterator[tuple[str, int, Point | None, Point 
 def _above(
     kept: IndexedObject,
     own: Mapping[Point, IndexedObject],
-    spots: Mapping[Point, Spot],
+    in_ram: Mapping[Point, TreePoint],
     ends: Mapping[str, list[IndexedObject]],
-) -> Spot | None:
+) -> TreePoint | None:
     """The deepest node that is known on the way to a state."""
 
-    def at(point: Point | None) -> Spot | None:
+    def at(point: Point | None) -> TreePoint | None:
         if point is None or point[1] >= kept.n_items:
             return None
         other = own.get(point)
-        spot = spots.get(point) if other is None else _spot(other)
-        return spot if spot is not None and spot.space == kept.space else None
+        found = in_ram.get(point) if other is None else _point(other)
+        return found if found is not None and found.space == kept.space else None
 
-    for need, reach, end, start in passed(kept):
+    for need, reach, end, start in kv_on_path(kept):
         most = min(reach, kept.n_items - 1)
         inside = next((o for o in ends.get(need, ()) if o.n_items <= most and o.space == kept.space), None)
-        found = at(end) or (None if inside is None else _spot(inside)) or at(start)
+        found = at(end) or (None if inside is None else _point(inside)) or at(start)
         if found is not None:
             return found
     return None
 
 
-def _spot(kept: IndexedObject) -> Spot:
-    return Spot(id_of(kept.key), kept.n_items, kept.space)
+def _point(kept: IndexedObject) -> TreePoint:
+    return TreePoint(id_of(kept.key), kept.n_items, kept.space)
 
 
-def _root(space: str, roots: Mapping[str, int], tops: dict[int, Twig]) -> Spot:
+def _root(space: str, roots: Mapping[str, int], tops: dict[int, DiskNode]) -> TreePoint:
     if space in roots:
-        return Spot(roots[space], 0, space)
+        return TreePoint(roots[space], 0, space)
     id = id_of(f"root of {space}")
-    tops[id] = Twig(id, None, 0, space)
-    return Spot(id, 0, space)
+    tops[id] = DiskNode(id, None, 0, space)
+    return TreePoint(id, 0, space)
 
 
-def _listed(tops: dict[int, Twig], children: dict[int, list[Twig]], sizes: Mapping[str, int]) -> Forest:
-    own = {twig.id for twigs in children.values() for twig in twigs} | tops.keys()
-    hanging = [twig for id, twigs in children.items() if id not in own for twig in twigs]
+def _listed(tops: dict[int, DiskNode], children: dict[int, list[DiskNode]], sizes: Mapping[str, int]) -> DiskTree:
+    own = {node.id for nodes in children.values() for node in nodes} | tops.keys()
+    hanging = [node for id, nodes in children.items() if id not in own for node in nodes]
     todo = [*reversed([*tops.values(), *hanging])]
-    forest, counted = Forest(), set[str]()
+    tree, counted = DiskTree(), set[str]()
     while todo:
-        twig = todo.pop()
-        if twig.id in forest.place:  # two names that begin alike
+        node = todo.pop()
+        if node.id in tree.place:  # two names that begin alike
             continue
-        forest.place[twig.id] = len(forest.twigs)
-        forest.twigs.append(_weighed(twig, sizes, counted))
-        if twig.parent is not None:
-            forest.n_children[twig.parent] += 1
-        todo.extend(reversed(children.get(twig.id, ())))
-    return forest
+        tree.place[node.id] = len(tree.nodes)
+        tree.nodes.append(_weighed(node, sizes, counted))
+        if node.parent is not None:
+            tree.n_children[node.parent] += 1
+        todo.extend(reversed(children.get(node.id, ())))
+    return tree
 
 
-def _weighed(twig: Twig, sizes: Mapping[str, int], counted: set[str]) -> Twig:
-    """With the KV that nobody before it has counted, so that all of it adds up."""
-    if twig.kept is None:
-        return twig
+def _weighed(node: DiskNode, sizes: Mapping[str, int], counted: set[str]) -> DiskNode:
+    """With the bytes of the KV that no node before it has counted, so that all of it adds up."""
+    if node.kept is None:
+        return node
     n_bytes = 0
-    for need, reach, _, _ in passed(twig.kept):
-        if reach <= twig.n_above:
+    for need, reach, _, _ in kv_on_path(node.kept):
+        if reach <= node.n_above:
             break
         if need not in counted:
             counted.add(need)
             n_bytes += sizes.get(need, 0)
-    return replace(twig, kv_bytes=n_bytes)
+    return replace(node, kv_bytes=n_bytes)

@@ -1,12 +1,12 @@
-"""From the tree to the disk and the remote store: what of a finished turn is written; ``fetch`` is the way back.
+"""From the tree to the disk and the remote store: decides what of a finished turn is written. ``loader`` is the way back.
 
-A turn writes the KV that is new and one state, and the states of crossings once. Everything here may fail without harm:
-then a prompt is read again. The loop's thread decides and reads; one thread of its own hashes, writes and syncs.
+A turn writes the KV that is new and one state, and the states of shared points once. Everything here may fail without harm:
+then a prompt is read again. The loop's thread decides and packs; a thread of its own opens the disk tier, tries it again
+while it is degraded, and hashes, writes and syncs. Where no tier is configured nothing is opened and nothing is written.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import shutil
@@ -21,7 +21,7 @@ from everwarm.engine.cache.shared_points import is_worth_it, shared_points
 from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.disk_pins import PinBoard, PinnedDisk, pinned_below
+from everwarm.engine.tiers.disk_pins import PinBoard, pinned_below
 from everwarm.engine.tiers.model_folder import ModelFolder
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.engine.tiers.ram import Ram
@@ -29,19 +29,20 @@ from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.lineage import root_key
+from everwarm.state.null_tiers import DiskTier, NullDisk, SharedTier
 from everwarm.state.policy import CutKind
-from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
 from everwarm.state.store.object import are_sound, name_of
+from everwarm.state.tier import Dropped, OnPrompts, Selection, Tier
 from everwarm.state.tree import Node, Tree
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.archive")
 
 RETRY_S = (1.0, 30.0)  # the first and the longest wait before a degraded disk tier is tried again
-OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, whoever else runs
+OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, though other requests run
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_DUE = 4096  # turns that wait for the disk to catch up
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
@@ -57,7 +58,7 @@ class FinishedTurn:
 
     end: Node
     stable: int | None
-    n_asked: int  # beyond it lies what was read ahead
+    n_asked: int  # items of the request and its reply; what lies beyond was prewarmed
     ended_at: float
 
     @classmethod
@@ -65,7 +66,7 @@ class FinishedTurn:
         return cls(slot.node, slot.stable, int(slot.content.common_prefix(slot.node.path)), ended_at)
 
 
-class DiskWriter:
+class TierWriter:
     def __init__(
         self,
         settings: StoreSettings | None,
@@ -91,23 +92,22 @@ class DiskWriter:
         self._ram = ram
         self._speed = speed
         self._is_right = is_right
+        self._is_wanted = settings is not None or remote is not None
         self._packing = Packing(context, tree, words)
-        self.pins = PinBoard(tree, ram, lambda: None if self.disk is None else PinnedDisk(self.disk, self.fingerprint))
+        self.pins = PinBoard(tree, ram, self)
         self._is_always = settings is not None and settings.restore_policy == "always"
-        self.fingerprint = ""
+        self.fingerprint: str = ""  # until the model's digest is known
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: set[str] = set()
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
-        self._due: dict[
-            int, FinishedTurn
-        ] = {}  # turns that were not handed over yet, by the id of their end, oldest first
-        self._writing: dict[int, float] = {}  # when those ended that were
+        self._due: dict[int, FinishedTurn] = {}  # not handed to the thread yet, by the id of their end, oldest first
+        self._writing: dict[int, float] = {}  # when the turns ended that the thread is writing
         self._opened = threading.Event()
-        self.disk: Disk | None = None
-        self.trouble: str | None = None  # why there is no disk tier although one was asked for
-        self.sharer: RemoteWriter | None = None
-        self.elsewhere = NOWHERE
-        self._signature: ModelFolder | None = None
+        self.disk: DiskTier = NullDisk()
+        self.trouble: str | None = None  # why there is no disk tier although one is configured
+        self._remote_writer = RemoteWriter(self._packing, context.kind, speed)
+        self.foreign_prompts = NOWHERE
+        self._model_folder: ModelFolder | None = None
         self._retry_at: float | None = None
         self._retry_wait_s = RETRY_S[0]
         self._is_healing = False
@@ -118,37 +118,44 @@ class DiskWriter:
 
     @property
     def is_opening(self) -> bool:
-        """Not known yet what is on disk, perhaps because a large model's digest takes its time."""
+        """What is on disk is not known yet, perhaps because a large model's digest takes its time."""
         return not self._opened.is_set()
 
     @property
     def is_unsettled(self) -> bool:
-        """There may be something to write soon although nobody asks for anything."""
+        """There may be something to write soon although no request comes."""
         is_well = self.degraded is None and not self._is_healing and not self._has_healed.is_set()
         return self.is_opening or self.is_behind or not is_well
 
     @property
     def degraded(self) -> str | None:
-        """Why the disk tier does not do all that was asked of it; None: it does, or none was asked for."""
-        return self.trouble if self.disk is None else self.disk.degraded
+        """Why the disk tier does not work as configured; None: it does, or none is configured."""
+        return self.disk.degraded if self.disk.is_on else self.trouble
 
     def wait_open(self, seconds: float) -> None:
         self._opened.wait(seconds)
 
     @property
-    def remote(self) -> RemoteTier | None:
-        return None if self.sharer is None else self.sharer.remote
+    def remote(self) -> SharedTier:
+        return self._remote_writer.remote
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The nearest first."""
+        return self.disk, self.remote
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a tier beyond RAM now."""
+        return any(tier.is_on for tier in self.tiers)
 
     def stats(self) -> dict[str, float]:
-        disk = self.disk
-        shared = {} if self.remote is None else self.remote.stats()
-        if disk is None:
-            degraded = {} if self._settings is None else {"disk_is_degraded": float(self.degraded is not None)}
-            return shared | degraded
-        shown: dict[str, float] = {f"disk_{name}": value for name, value in dataclasses.asdict(disk.counts).items()}
-        sizes = {"disk_bytes": disk.n_bytes, "disk_budget_bytes": disk.budget_bytes}
-        state = {"disk_is_degraded": disk.degraded is not None, "disk_lag_s": self.lag_s(time.monotonic())}
-        return {**shared, **shown, **sizes, **state}
+        shown = self.remote.stats() | self.disk.stats()
+        if self.disk.is_on:
+            shown["disk_lag_s"] = self.lag_s(time.monotonic())
+        elif self._settings is not None:
+            shown["disk_is_degraded"] = float(self.degraded is not None)
+        return shown
 
     def lag_s(self, now: float) -> float:
         """How long ago the oldest turn ended that is not on disk yet."""
@@ -157,17 +164,17 @@ class DiskWriter:
 
     def has(self, name: str) -> bool:
         """Whether an object and everything it needs is on disk."""
-        return self.disk is not None and self.disk.is_whole(name)
+        return self.disk.has(name)
 
     @property
     def is_behind(self) -> bool:
-        """The disk is slower than what is to be written: turns wait in RAM until it has caught up."""
+        """Too much waits to be written: turns stay in RAM until the disk has caught up."""
         return self._n_sent - self._n_done > MAX_QUEUED
 
     # keeping
 
     def tidy(self, slots: Sequence[Slot]) -> bool:
-        """One piece of idle work: offer a finished turn to the disk. False: there is none, or not yet."""
+        """One piece of idle work: offer a finished turn to the tiers. False: there is none, or not yet."""
         if self.is_opening or self.is_behind:
             return False
         self._offer_again(slots)
@@ -179,15 +186,15 @@ class DiskWriter:
         return self._offer_due(time.monotonic())
 
     def _offer_again(self, slots: Sequence[Slot]) -> None:
-        """What was offered while the disk tier was degraded may not have been written."""
+        """After the disk tier has healed: what was offered while it was degraded may not have been written."""
         if self._has_healed.is_set():
             self._has_healed.clear()
             for slot in slots:
                 slot.archive_again()
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
-        """The same for a turn that ended a while ago, while others run: an engine with much to do is never idle."""
-        if self.is_opening or self.is_behind:
+        """The same for a turn that ended a while ago, while other requests run: a busy engine is never idle."""
+        if self.is_opening or self.is_behind or not self._is_wanted:
             return
         for slot in slots:
             is_due = slot.is_idle and not slot.is_archived and now - slot.used_at > OVERDUE_S
@@ -199,7 +206,7 @@ class DiskWriter:
         self._offer_due(now - OVERDUE_S)
 
     def note_end(self, slot: Slot, ended_at: float) -> None:
-        """A turn has ended, and is in RAM: it is handed over in time, also if its slot is needed again before."""
+        """A turn has ended and is in RAM: it is handed to the thread in time, also if its slot is needed again before."""
         if self._settings is not None:
             self._due.pop(slot.node.id, None)
             self._due[slot.node.id] = FinishedTurn.of(slot, ended_at)
@@ -207,7 +214,7 @@ class DiskWriter:
                 del self._due[next(iter(self._due))]
 
     def offer_ended(self, slot: Slot) -> str | None:
-        """A turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
+        """Offer a turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
         if self.is_opening or self.is_behind:
             return None
         slot.note_archived()
@@ -217,7 +224,7 @@ class DiskWriter:
         return name
 
     def _offer_due(self, until: float) -> bool:
-        """The oldest turn, if it ended before then. False: there is none."""
+        """Offer the oldest turn that waits, if it ended before ``until``. False: there is none."""
         turn = next(iter(self._due.values()), None)
         if turn is None or turn.ended_at > until:
             return False
@@ -227,7 +234,7 @@ class DiskWriter:
         return True
 
     def _copy_down(self, slot: Slot) -> None:
-        """To RAM, as idle work would: the one state that the next turn needs, and the KV before it."""
+        """Copy to RAM what idle work would copy: the one state that the next turn needs, and the KV before it."""
         node = _point(slot.node.lineage()) or slot.node
         if node.checkpoint is not None and node.checkpoint.parked is not None:
             self._writer.copy_state(node)
@@ -241,39 +248,42 @@ class DiskWriter:
         return self._offer(FinishedTurn.of(slot, slot.used_at if due is None else due.ended_at))
 
     def _offer(self, turn: FinishedTurn) -> str | None:
-        disk, sharer, end, name = self.disk, self.sharer, turn.end, None
-        if end.root().is_volatile:
+        end = turn.end
+        if end.root().is_volatile or not self.is_on:
             return None
-        if disk is not None:
+        disk = self.disk
+        if disk.is_on:
             self.pins.renew(self._tree.namespace(end), end.path, end.n_items)
             for pinned in [n for n in end.lineage() if n.is_pinned]:
                 self.keep_pinned(pinned)
-        node = None if disk is None and sharer is None else self._worth_writing(turn)
-        if node is not None and disk is not None:
+        node = self._worth_writing(turn)
+        if node is None:
+            return None
+        name = None
+        if disk.is_on:
             self._writing[end.id] = turn.ended_at
             name = self._keep(disk, node)
-            self._keep_crossings(disk, node)
+            self._keep_shared_points(disk, node)
             self._jobs.put(lambda: self._writing.pop(end.id, None))
-        if node is not None and sharer is not None:
-            sharer.offer(node, is_hinted=turn.stable is not None)
+        self._remote_writer.offer(node, is_hinted=turn.stable is not None)
         return name
 
-    def _keep_crossings(self, disk: Disk, node: Node) -> None:
-        """Other conversations go on from these. Their KV is the node's, so their states are all that is new."""
+    def _keep_shared_points(self, disk: DiskTier, node: Node) -> None:
+        """The shared points above the node: their KV is part of the node's, so only their states are new."""
         for point in shared_points(self._context.kind, node):
             if is_worth_it(point, self._speed.seconds_per_token, is_always=self._is_always):
                 self._keep(disk, point)
 
     def keep_pinned(self, node: Node) -> None:
-        """Write it down, and the point itself if it can be gone on from and is in RAM."""
+        """Write the pin down, and the point itself if its state is in RAM."""
         if node.root().is_volatile:
             return
         self._jobs.put(self.pins.note(node))
         state = None if node.checkpoint is None else node.checkpoint.state
-        if self.disk is not None and (state is not None or not self._context.kind.needs_checkpoints):
+        if self.disk.is_on and (state is not None or not self._context.kind.needs_checkpoints):
             self._keep(self.disk, node)
 
-    def _keep(self, disk: Disk, node: Node) -> str | None:
+    def _keep(self, disk: DiskTier, node: Node) -> str | None:
         """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
             self._jobs.put(self.pins.note(pinned))  # this point is on the way there
@@ -283,7 +293,7 @@ class DiskWriter:
         root = self._packing.root(node)
 
         def is_known(name: str) -> bool:
-            return name in self._on_the_way or disk.is_whole(name)
+            return name in self._on_the_way or disk.has(name)
 
         kv = self._packing.kv(root, segments, is_known)
         if kv is None:
@@ -301,36 +311,34 @@ class DiskWriter:
         return name_of(state.header)
 
     def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
-        """Take off the disk what lies on the way of a prompt after ``beyond`` items, and KV that nobody needs then."""
-        if self.remote is not None:
-            self.remote.forget(root_key(self.fingerprint, namespace), prompt, beyond)
+        """Forget what lies on the way of a prompt after ``beyond`` items, and wait until it is gone from the disk."""
+        what = self.on_prompts(namespace, (prompt,), beyond)
+        self.remote.forget(what)
         self.require_disk()
-        if self.disk is None:
-            return
         self.flush()  # what is still on its way would come back
-        lengths = {kept.n_items for kept in self.disk.objects() if beyond < kept.n_items <= len(prompt)}
-        named = set(keys(root_key(self.fingerprint, namespace), prompt, lengths).values())
-        gone = [kept for kept in self.disk.objects() if kept.kind == "state" and kept.key in named]
-        for kept in gone:
-            self.disk.drop(kept.name)
-        needed = {name for kept in self.disk.objects() for name in kept.needs}
-        for name in {name for kept in gone for name in kept.needs} - needed:
-            self.disk.drop(name)
+        self.disk.forget(what)
+
+    def on_prompts(self, namespace: str, prompts: tuple[Prompt, ...], beyond: int) -> OnPrompts:
+        return OnPrompts(root_key(self.fingerprint, namespace), prompts, beyond)
+
+    def forget_now(self, what: Selection) -> Dropped:
+        """In every tier. On the disk's thread, as a job of ``after_all``: what is still on its way would come back."""
+        return sum((tier.forget(what) for tier in self.tiers), Dropped())
 
     def require_disk(self) -> None:
-        """Whoever wants something forgotten must hear that what is on disk cannot be."""
-        if self._settings is not None and self.disk is None:
+        """``EngineStopped``: a configured disk tier is not open, so what it keeps cannot be forgotten now."""
+        if self._settings is not None and not self.disk.is_on:
             raise EngineStopped(
                 "it is dropped from RAM, but the disk tier cannot be reached now (GET /cache has the reason), and what it "
                 "keeps is not dropped: try again when it is in order"
             )
 
     def after_all(self, job: Done) -> None:
-        """Do something on the disk's thread, when everything offered so far is durable or has failed."""
+        """Run a job on the disk's thread, when everything offered so far is durable or has failed."""
         self._jobs.put(job)
 
     def _worth_writing(self, turn: FinishedTurn) -> Node | None:
-        """One point per turn: where the next turn will go on from, as far as anybody knows."""
+        """One point per turn: where the next turn is expected to go on from."""
         end = turn.end
         lineage = end.lineage()
         if not self._context.kind.needs_checkpoints and lineage:
@@ -347,22 +355,22 @@ class DiskWriter:
         done.wait()
 
     def flush_all(self) -> None:
-        """The same, and what was offered to the remote store is there, too, if that answers in time."""
+        """The same, and everything offered to the remote store is there, too, if that answers in time."""
         self.flush()
-        if self.remote is not None and not self.remote.flush():
+        if not self.remote.flush():
             log.warning("not everything was written to the remote store in time")
 
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
-        if self.remote is not None:
-            self.remote.close()
-        if self.disk is not None:
-            self.disk.close()
+        for tier in reversed(self.tiers):
+            tier.close()
 
     def _run(self, fingerprint: Callable[[], str]) -> None:
-        self.trouble = self._try("on disk", self._open, fingerprint)
-        self._try("in the remote store", self._open_remote, fingerprint)
+        if self._settings is not None:
+            self.trouble = self._try("on disk", self._open, fingerprint)
+        if self._remote_settings is not None:
+            self._try("in the remote store", self._open_remote, fingerprint)
         self._opened.set()
         while True:
             try:
@@ -372,18 +380,18 @@ class DiskWriter:
                 continue
             if job is None:
                 return
-            if self._retry_in_s() == 0.0:  # somebody who always has something to write waits for nothing
+            if self._retry_in_s() == 0.0:  # a queue that is never empty does not time out
                 self._heal(fingerprint)
-            if self._signature is not None:
-                self._signature.renew()
+            if self._model_folder is not None:
+                self._model_folder.renew()
             if callable(job):
                 job()
-            elif self.disk is not None:
+            else:
                 self._put(self.disk, job)
             del job  # and what it would write
 
     def _try(self, what: str, opens: Callable[[str], None], fingerprint: Callable[[], str]) -> str | None:
-        """Why it cannot be opened; None: it is. Said once for as long as the reason is the same."""
+        """Why it cannot be opened; None: it is open. Logged once for as long as the reason is the same."""
         try:
             self.fingerprint = self.fingerprint or fingerprint()
             opens(self.fingerprint)
@@ -407,9 +415,9 @@ class DiskWriter:
         return max(0.0, self._retry_at - time.monotonic())
 
     def _heal(self, fingerprint: Callable[[], str]) -> None:
-        """Another server may have gone, a file system may be writable again."""
+        """Try a degraded tier again: another server may have gone, a file system may be writable again."""
         self._is_healing = True
-        if self.disk is None:
+        if isinstance(self.disk, NullDisk):
             self.trouble = self._try("on disk", self._open, fingerprint)
         else:
             self.disk.probe()
@@ -419,12 +427,12 @@ class DiskWriter:
             self._has_healed.set()
         self._is_healing = False
 
-    def _put(self, disk: Disk, job: Job) -> None:
+    def _put(self, disk: DiskTier, job: Job) -> None:
         try:
             if are_sound(job.parts.values(), self._is_sound):
                 disk.put(job.header, job.parts)
         except Exception:
-            log.exception("an object was not kept")  # whoever waits for a flush must not wait for ever
+            log.exception("an object was not kept")  # a caller of ``flush`` must not wait for ever
         self._n_done += job.size
         self._on_the_way.discard(name_of(job.header))
 
@@ -433,15 +441,12 @@ class DiskWriter:
         return self._ram.arena.is_sound(blob) and self._is_right()
 
     def _open_remote(self, fingerprint: str) -> None:
-        if self._remote_settings is not None:
-            self._packing.fingerprint = fingerprint
-            self.sharer = RemoteWriter(
-                self._remote_settings, self._packing, self._context.kind, self._speed, self._is_sound
-            )
+        assert self._remote_settings is not None
+        self._packing.fingerprint = fingerprint
+        self._remote_writer.open(self._remote_settings, self._is_sound)
 
     def _open(self, fingerprint: str) -> None:
-        if self._settings is None:
-            return
+        assert self._settings is not None
         directory = Path(self._settings.directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._packing.fingerprint = fingerprint
@@ -452,15 +457,15 @@ class DiskWriter:
         disk.budget_bytes = min(disk.budget_bytes, room)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
-        self.elsewhere = find_foreign_prompts(directory, fingerprint)
+        self.foreign_prompts = find_foreign_prompts(directory, fingerprint)
         self.disk = disk
-        self._signature = ModelFolder(place, fingerprint, self._context, self._speed)
+        self._model_folder = ModelFolder(place, fingerprint, self._context, self._speed)
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:
-    """Where the next turn will go on from: the last stable point, else the last one that anybody asked for."""
+    """Where the next turn will go on from: the last stable point, else the last checkpoint that was not prewarmed."""
     kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None]
-    asked = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
-    stable = [(n, kind) for n, kind in asked if kind is CutKind.STABLE]
-    best = stable or asked
+    requested = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
+    stable = [(n, kind) for n, kind in requested if kind is CutKind.STABLE]
+    best = stable or requested
     return best[-1][0] if best else None

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.disk_forest import Forest, Spot, id_of, plant, point_of
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.disk_tree import DiskTree, TreePoint, build_disk_tree, id_of
+from everwarm.state.lineage import keys, point_of, root_key
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import ObjectHeader, name_of
 
@@ -33,15 +33,15 @@ def state(items: list[int], needs: dict[str, int], space: str = SPACE) -> Indexe
     return IndexedObject(name, "state", key, len(items), SIZE, tuple(needs), 1.0, 0, space, tuple(needs.values()))
 
 
-def above(forest: Forest) -> dict[int, int | None]:
-    return {twig.id: twig.parent for twig in forest.twigs if twig.kept is not None}
+def above(tree: DiskTree) -> dict[int, int | None]:
+    return {node.id: node.parent for node in tree.nodes if node.kept is not None}
 
 
 def grown(
-    *states: IndexedObject, spots: dict[tuple[str, int], Spot] | None = None, roots: dict[str, int] | None = None
-) -> Forest:
+    *states: IndexedObject, in_ram: dict[tuple[str, int], TreePoint] | None = None, roots: dict[str, int] | None = None
+) -> DiskTree:
     sizes = {need: SIZE for kept in states for need in kept.needs}
-    return plant(states, sizes, spots or {}, roots or {})
+    return build_disk_tree(states, sizes, in_ram or {}, roots or {})
 
 
 A, B = list(range(100, 160)), [*range(100, 130), *range(500, 540)]  # they part after 30 items
@@ -72,12 +72,14 @@ def test_where_kv_is_used_in_part_its_end_is_anothers():
 
 def test_it_hangs_at_a_node_in_ram_and_is_not_shown_where_one_is():
     first, second = state(A[:20], {A_20: 20}), state(A[:40], {A_20: 20, A_40: 40})
-    spot = {point_of(key_of(A, 20), 20): Spot(7, 20, SPACE)}
-    forest = grown(first, second, spots=spot, roots={SPACE: 5})
-    assert above(forest) == {id_of(second.key): 7} and forest.n_children == {7: 1}
-    assert [kept.name for kept in forest.below([7])] == [second.name] and not forest.below([8])
+    spot = {point_of(key_of(A, 20), 20): TreePoint(7, 20, SPACE)}
+    tree = grown(first, second, in_ram=spot, roots={SPACE: 5})
+    assert above(tree) == {id_of(second.key): 7} and tree.n_children == {7: 1}
+    assert [kept.name for kept in tree.below([7])] == [second.name] and not tree.below([8])
     assert above(grown(first, roots={SPACE: 5})) == {id_of(first.key): 5}
-    assert above(grown(second, spots={point_of(key_of(A, 20), 20): Spot(7, 20, "another")})) != {id_of(second.key): 7}
+    assert above(grown(second, in_ram={point_of(key_of(A, 20), 20): TreePoint(7, 20, "another")})) != {
+        id_of(second.key): 7
+    }
 
 
 def test_nobody_hangs_below_a_state_of_another_space_and_nonsense_hangs_at_the_root():
@@ -111,15 +113,15 @@ def test_random_conversations_hang_together_as_their_items_do(seed, is_read_twic
         if rng.random() < 0.7:
             states.append(state(new, dict(segments[tuple(new)])))
     items = {id_of(key_of(each)): each for each in texts if each}
-    forest = grown(*states)
-    for id, parent in above(forest).items():
+    tree = grown(*states)
+    for id, parent in above(tree).items():
         mine = items[id]
-        ancestors = [o for o in items if o != id and items[o] == mine[: len(items[o])] and o in forest.place]
+        ancestors = [o for o in items if o != id and items[o] == mine[: len(items[o])] and o in tree.place]
         deepest = max(ancestors, key=lambda o: len(items[o]), default=id_of(f"root of {SPACE}"))
         assert parent == deepest or (
-            is_read_twice and (parent in ancestors or forest.twigs[forest.place[parent]].kept is None)
+            is_read_twice and (parent in ancestors or tree.nodes[tree.place[parent]].kept is None)
         )
-    order = [twig.id for twig in forest.twigs]
-    assert all(t.parent is None or t.parent in order[:i] for i, t in enumerate(forest.twigs))
+    order = [node.id for node in tree.nodes]
+    assert all(t.parent is None or t.parent in order[:i] for i, t in enumerate(tree.nodes))
     used = {need for kept in states for need in kept.needs}
-    assert sum(twig.kv_bytes for twig in forest.twigs) == SIZE * len(used), "all of it, and nothing twice"
+    assert sum(node.kv_bytes for node in tree.nodes) == SIZE * len(used), "all of it, and nothing twice"

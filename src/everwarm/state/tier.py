@@ -1,0 +1,91 @@
+"""A tier: a place beyond the tree that keeps objects, on disk or in the remote store.
+
+Callers never ask whether there is one. A tier that is switched off, or that is not open yet, is a null tier, with
+``is_on`` False: it finds nothing, keeps nothing, and has nothing to forget. One of three values says
+what is to be forgotten, so every tier has one way to do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.lineage import keys
+from everwarm.state.store.index import IndexedObject
+from everwarm.state.store.object import ObjectReader
+
+
+class Tier(Protocol):
+    @property
+    def is_on(self) -> bool: ...
+
+    def has(self, name: str) -> bool:
+        """Whether an object is there with everything it needs: it need not be written again."""
+
+    def forget(self, what: Selection) -> Dropped:
+        """Drop states, and KV that no other state needs then. Counts what went at once."""
+
+    def stats(self) -> dict[str, float]:
+        """Under the names of metrics."""
+
+    def close(self) -> None: ...
+
+
+class ObjectSource(Protocol):
+    """Where objects are read from."""
+
+    def names(self) -> frozenset[str]: ...
+
+    def reading(self, name: str) -> AbstractContextManager[ObjectReader]:
+        """``Damaged``: it is gone, or not what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """How many states and segments went, and their bytes."""
+
+    n_objects: int = 0
+    n_bytes: int = 0
+
+    def __add__(self, other: Dropped) -> Dropped:
+        return Dropped(self.n_objects + other.n_objects, self.n_bytes + other.n_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class OnPrompts:
+    """Every state on the way of these prompts after their first ``beyond`` items."""
+
+    root: str
+    prompts: tuple[Prompt, ...]
+    beyond: int
+
+    def keys(self, lengths: Iterable[int]) -> set[str]:
+        """The names of the lineages on the way that have one of these lengths, in items."""
+        known, found = set(lengths), set[str]()
+        for prompt in self.prompts:
+            inside = {n_items for n_items in known if self.beyond < n_items <= len(prompt)}
+            found.update(keys(self.root, prompt, inside).values())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TheseStates:
+    """These states, as far as they are still there."""
+
+    states: tuple[IndexedObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InSpaces:
+    """Everything in namespaces whose names in headers are these; None: in all of them."""
+
+    spaces: frozenset[str] | None
+
+    def has(self, space: str) -> bool:
+        return self.spaces is None or space in self.spaces
+
+
+Selection = OnPrompts | TheseStates | InSpaces
