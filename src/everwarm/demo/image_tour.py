@@ -44,16 +44,16 @@ def _show(console: Console, engine: Engine) -> None:
     turns = (("shown", _SHOWN, first), ("the next question", _SHOWN + _NEXT, first), ("the same again", _SHOWN, first))
     for title, text, picture in (*turns, ("another picture instead", _SHOWN, other)):
         result = _ask(engine, text, picture)
-        gallery = engine.core.gallery
-        n_encoded = 0 if gallery is None else gallery.n_encoded
+        images = engine.core.images
+        n_encoded = 0 if images is None else images.n_encoded
         table.add_row(title, *map(str, (result.n_prompt, result.n_cached, result.n_processed, n_encoded)))
     console.print(table)
 
 
 def _ask(engine: Engine, text: str, picture: m.SentImage) -> Result:
-    assert engine.core.gallery is not None
+    assert engine.core.images is not None
     message = m.Submit(0, text=text, marker=_MARKER, pictures=(picture,))
-    prompt, _, pixels = ImagePrompt(engine.core.gallery, engine.tokenizer).prompt(message, text)
+    prompt, _, pixels = ImagePrompt(engine.core.images, engine.tokenizer).prompt(message, text)
     return engine.submit(prompt, GREEDY, max_tokens=8, ignore_eos=True, pictures=pixels).result()
 
 

@@ -63,13 +63,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         if left is not None:
             undo.callback(left.close)
         model = undo.enter_context(Model(path, settings.model, progress))
-        gallery = None if settings.mmproj is None else _open_gallery(Path(settings.mmproj), model, settings)
-        if gallery is not None:
-            undo.callback(gallery.close)
+        images = None if settings.mmproj is None else _open_images(Path(settings.mmproj), model, settings)
+        if images is not None:
+            undo.callback(images.close)
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
-        is_right = partial(_is_right, model, gallery)
+        is_right = partial(_is_right, model, images)
         left = left or _open_left_on_host(model, settings, fd)
         ram = None if left is None else _take_up(left, tree, model, is_right, undo)
         sizes = decide_sizes(model, settings, 0 if left is None else left.arena.n_used)
@@ -82,13 +82,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         os.close(fd)  # the mapping holds on to it
     model.files.on_same = lambda: ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    opened = _Opened(model, settings, sizes, context, tree, ram, gallery, is_right)
+    opened = _Opened(model, settings, sizes, context, tree, ram, images, is_right)
     return _core(opened, outlives_us=memory is not None)
 
 
-def _is_right(model: Model, gallery: ImageCache | None) -> bool:
+def _is_right(model: Model, images: ImageCache | None) -> bool:
     """Whether everything that was computed until now is what the files say."""
-    watched = [model.files, *([] if gallery is None else [gallery.media.files])]
+    watched = [model.files, *([] if images is None else [images.media.files])]
     return all(files.is_right() for files in watched)
 
 
@@ -154,7 +154,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
-        gallery=opened.images,
+        images=opened.images,
         offload=offload,
     )
 
@@ -228,7 +228,7 @@ def _warn_of_limits(budget_bytes: int, sizes: Sizes) -> None:
         )
 
 
-def _open_gallery(path: Path, model: Model, settings: EngineSettings) -> ImageCache:
+def _open_images(path: Path, model: Model, settings: EngineSettings) -> ImageCache:
     on_gpu = settings.model.n_gpu_layers != 0
     return ImageCache(MediaModel(path, model, n_threads=settings.n_threads, use_gpu=on_gpu))
 

@@ -62,7 +62,7 @@ OPEN_WAIT_S = 20.0  # for the disk tier to open, before stopping
 NAP_S = 0.25  # between looks at whether it has opened
 FILES_WAIT_S = 0.01  # at once, while a file is read again
 STATUS_S = 0.1  # after so long a status is published anew while steps go on
-DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: somebody may want to cancel
+DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: a request may be cancelled
 MAX_SHOWN = 16  # waiting requests, in the log of a stall
 
 
@@ -105,7 +105,7 @@ class Core:
     step_budget: Budget
     tier_writer: TierWriter
     loader: Loader
-    gallery: ImageCache | None = None  # None: the model sees no images
+    images: ImageCache | None = None  # None: the model sees no images
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     counts: RequestStats = field(default_factory=RequestStats)
@@ -114,7 +114,7 @@ class Core:
     turns: TurnTaking = field(default_factory=TurnTaking)
     pace: Pace = field(default_factory=Pace)
     ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
-    has_cancelled: bool = False  # somebody has: look for them
+    has_cancelled: bool = False  # a request was cancelled since the last step
     n_admitted: int = 0  # requests, each once
     unverified: Unverified = field(init=False)
     status: CoreStatus = field(init=False)  # any thread may read it
@@ -128,7 +128,7 @@ class Core:
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
-        for part in (self.loader, self.tier_writer, self.ram, self.gallery, self.context, self.model):
+        for part in (self.loader, self.tier_writer, self.ram, self.images, self.context, self.model):
             if part is not None:
                 part.close()
 
@@ -136,7 +136,7 @@ class Core:
 
     @property
     def files(self) -> list[FileWatch]:
-        return [self.model.files, *([] if self.gallery is None else [self.gallery.media.files])]
+        return [self.model.files, *([] if self.images is None else [self.images.media.files])]
 
     def require_same_model(self) -> None:
         """``ModelChanged``: a file was overwritten. Nothing that is here is right any more for what the file is now."""
@@ -149,7 +149,7 @@ class Core:
         return all(files.is_right() for files in self.files)
 
     def _may_compute(self) -> bool:
-        """False: somebody seems to have written to a file, and it is being read again."""
+        """False: a file seems to have been written to, and is being read again."""
         self.require_same_model()
         held = [files for files in self.files if not files.may_be_used]
         for files in held:
@@ -177,7 +177,7 @@ class Core:
         return request
 
     def give_way(self) -> None:
-        """Somebody wants something: what is being read ahead stops where it is, and goes on later from there."""
+        """A request has come: what is being read ahead stops where it is, and goes on later from there."""
         ahead = self.prewarm.give_way()
         if ahead is not None:
             self.cancel(ahead.id)
@@ -185,11 +185,11 @@ class Core:
 
     def enqueue(self, ask: Ask) -> Request:
         """Nothing that gets past here can abort libllama."""
-        require_possible(ask, self.context, len(self.slots), self.gallery)
+        require_possible(ask, self.context, len(self.slots), self.images)
         ask = self.unverified.route(ask)
         form = None if ask.form is None else ask.form.matcher(ignore_eos=ask.ignore_eos)
         sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, form)
-        n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of pictures beyond one each
+        n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of images beyond one each
         room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
         request = Request(ask, sampler, room, time.monotonic())
         self.queue.append(request)
@@ -203,12 +203,12 @@ class Core:
                 request.cancelled = self.has_cancelled = True
 
     def stop(self, request_id: int) -> list[Event]:
-        """End a running reply now, as if the model had ended it: its text said something to stop at."""
+        """End a running reply now, as if the model had ended it: its text holds a stop string."""
         events: list[Event] = []
         for slot in self.slots:
             if slot.request is not None and slot.request.id == request_id:
                 self.finish(slot, slot.request, Finish.STOP, events)
-        for request in [r for r in self.queue if r.id == request_id]:  # suspended right after it said so
+        for request in [r for r in self.queue if r.id == request_id]:  # suspended right after that token
             self.drop_waiting(request, Finish.STOP, events)
         return events
 
@@ -224,8 +224,8 @@ class Core:
         """One piece of idle work. False: there is none."""
         done = self.ram_writer.tidy() or self.tier_writer.tidy(self.slots)
         done = done or self.begin_prewarm() or self.joiner.tidy(self.slots)
-        if not done:
-            self._publish_status()  # before the loop waits for somebody to ask
+        if not done or self._is_status_old:
+            self._publish_status()  # before the loop waits for a job
         return done
 
     def begin_prewarm(self) -> bool:
@@ -242,14 +242,14 @@ class Core:
         return False
 
     def tidy_overdue(self) -> None:
-        """What cannot wait until nobody runs any more."""
+        """Work that cannot wait until nothing runs any more."""
         if self.offload is not None:
             self.offload.copy_piece(self.slots)
         self.tier_writer.tidy_overdue(self.slots, time.monotonic())
 
     @property
     def nap_s(self) -> float | None:
-        """How long to wait for somebody to ask before looking for idle work again; None: until somebody does."""
+        """How long to wait for a job before looking for idle work again; None: until one comes."""
         return NAP_S if self.tier_writer.is_unsettled else None
 
     # the step
@@ -277,7 +277,7 @@ class Core:
         self._is_status_old = False
 
     def _step(self, events: list[Event]) -> bool:
-        """False: nothing may be computed now, and that is nobody's stall."""
+        """False: nothing may be computed now, which is no stall."""
         if self.has_cancelled:
             self._drop_cancelled(events)
         if self.queue:
@@ -286,17 +286,17 @@ class Core:
             self._publish_status()  # before what may take long
         if not self._may_compute():
             return False
-        if self.gallery is not None:
+        if self.images is not None:
             feed = next_image(self._running())
             if feed is not None:
-                self._read_image(self.gallery, feed, events)
+                self._read_image(self.images, feed, events)
         if not self._decode(events) and self.queue:
             self.admission.wait_for_disk(DISK_WAIT_S)
         return True
 
     def _decode(self, events: list[Event]) -> bool:
-        """Decode what is planned. Whoever is in the way of the oldest request is suspended until something fits, so a step
-        with a running request never ends in vain. False: nobody has text to read or to write."""
+        """Decode what is planned. Younger requests are suspended until something fits, so a step with a running request
+        never ends in vain. False: no request has text to read or to write."""
         while grants := self._with_room(self.plan(), events):
             started = time.monotonic()
             feeds = [self._feed(grant) for grant in grants]
@@ -347,7 +347,7 @@ class Core:
         self._is_status_old = True
 
     def keep_ends(self) -> None:
-        """Park the ends of prompts that the last step reached: after their first tokens left, for nobody waits for this."""
+        """Park the ends of prompts that the last step reached, after their first tokens have left."""
         while self.ends:
             slot, n_fed, logits = self.ends.pop()
             if slot.n_fed == n_fed:  # else it was lost in the same step
@@ -361,7 +361,7 @@ class Core:
 
     def _n_wanted(self, slot: Slot, request: Request) -> int:
         n = (chunk_at(request.chunks, slot.n_fed) if request.chunks else None) or slot.next_stop() - slot.n_fed
-        return min(n, self.settings.prefill_beside_decode) if request.ask.ahead else n  # somebody may come any moment
+        return min(n, self.settings.prefill_beside_decode) if request.ask.ahead else n  # a request may come any moment
 
     def _feed(self, grant: Grant) -> Feed:
         slot = self.slots[grant.slot]
@@ -461,7 +461,7 @@ class Core:
         return self.offload.finish(slot, request.n_prompt, request.ended_at)
 
     def _finish_ahead(self, slot: Slot, request: Request, finish: Finish, events: list[Event]) -> None:
-        """What was read before anybody asked is kept, and is nobody's conversation yet."""
+        """What was read ahead is kept, and belongs to no conversation yet."""
         self.counts.n_prewarm_tokens += slot.n_fed - request.n_cached
         self.counts.n_prewarms += self.prewarm.ended(request)
         if slot.n_fed:
@@ -515,7 +515,7 @@ class Core:
         self.close_request(request, finish, events, error)
 
     def _admit(self, events: list[Event]) -> None:
-        """In order, but whoever waits for a particular slot, for another's reading or for its turn lets others pass."""
+        """In order, but a request that waits for a particular slot, for another's prefill or its turn lets others pass."""
         self._take_turns()
         is_full = sum(r.ask.deterministic and r.admitted is not None for r in self.queue) >= len(self.slots)
         for request in list(self.queue):

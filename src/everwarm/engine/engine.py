@@ -63,7 +63,7 @@ class TokenStream:
 
     def result(self) -> Result:
         """Waits for the end; tokens not yet iterated are in it all the same."""
-        self._ended.wait()  # once, and not for every token: that would take a core from whoever writes them
+        self._ended.wait()  # once, and not for every token: that would take a core from the loop
         for _ in self.events():
             pass
         assert self._result is not None

@@ -21,7 +21,7 @@ class Decision(enum.Enum):
     FINGERPRINT = "in the fingerprint"
     LAST_BITS = "last bits"  # the same sums in another order, or by other kernels: another reading of the same state
     HARMLESS = "harmless"
-    FIXED = "fixed"  # nobody can set it: Everwarm always gives the same value
+    FIXED = "fixed"  # it cannot be set: Everwarm always gives the same value
 
 
 class ParameterRow(NamedTuple):

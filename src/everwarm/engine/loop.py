@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from everwarm.engine.core import Core, CoreStatus
 from everwarm.engine.request import Event
 
-REST_S = 0.01  # before idle work: whoever asks right after an answer does not wait for a piece of it
+REST_S = 0.01  # before idle work: a request right after an answer does not wait for a piece of it
 
 Job = Callable[[Core], None]
 Deliver = Callable[[list[Event]], None]
@@ -59,7 +59,7 @@ class Loop:
                 self._rest()
 
     def run_leftovers(self) -> None:
-        """Jobs that came too late: they run so that nobody waits for an answer for ever."""
+        """Run jobs that came too late, so that no caller waits for an answer for ever."""
         while not self._inbox.empty():
             job = self._inbox.get()
             if job is not None:
@@ -96,7 +96,7 @@ def start(open_core: Callable[[], Core], deliver: Deliver, ended: Callable[[Base
     """Open a core and run its loop on one new thread; returns when it is open, or raises what opening raised.
 
     One thread does both because OpenMP gives every thread that computes a team of its own, and more teams than cores wait
-    for each other the slow way. ``ended`` hears how the loop ended, on that thread.
+    for each other the slow way. ``ended`` is called on that thread with what ended the loop.
     """
     opened: queue.SimpleQueue[Loop | BaseException] = queue.SimpleQueue()
 
@@ -108,7 +108,7 @@ def start(open_core: Callable[[], Core], deliver: Deliver, ended: Callable[[Base
         opened.put(loop)
         try:
             loop.run()
-        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+        except BaseException as error:  # noqa: BLE001 - all that wait must get it
             ended(error)
         else:
             ended(None)

@@ -50,7 +50,7 @@ class Ask:
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
     form: CompiledConstraint | None = None  # what the reply must look like
-    ahead: bool = False  # nobody asked for it yet: see ``prewarm``
+    ahead: bool = False  # no client has asked for it yet: see ``prewarm``
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
@@ -99,7 +99,7 @@ class Result:
     finish: Finish
     n_prompt: int
     n_cached: int
-    n_shared: int  # how much of the prompt had ever been read: what nobody could avoid is n_prompt - n_shared
+    n_shared: int  # how much of the prompt had ever been read: n_prompt - n_shared could not be avoided
     checkpoint: CheckpointUse | None
     timings: Timings
     error: EverwarmError | None = None
@@ -116,7 +116,7 @@ class Request:
 
     ask: Ask
     sampler: Sampler
-    room: int  # the most items it may ever hold; a picture is one
+    room: int  # the most items it may ever hold; an image is one
     submitted_at: float
     id: int = field(default_factory=lambda: next(_ids))
     n_prompt: int = field(init=False)
@@ -165,7 +165,7 @@ class Request:
         return self.ask.prompt.n_tokens(n_read) + n_items - n_read
 
     def media_at(self, n_items: int) -> MediaItem | None:
-        """The picture that comes next, if one does."""
+        """The image that comes next, if one does."""
         return self.ask.prompt.media.get(n_items)
 
     def note_start(self, n_restored: int, n_shared: int, used: CheckpointUse | None) -> None:
@@ -188,7 +188,7 @@ class Request:
         return Prompt(self._codes[:n_items], MappingProxyType(media))
 
     def without_token(self) -> tuple[Finish, EverwarmError | None]:
-        """Why nothing was picked: nobody wants a token, or the form is complete or cannot be followed."""
+        """Why no token was picked: none was wanted, or the constraint is complete or cannot be followed."""
         form = self.sampler.form
         if form is None or self.ask.max_tokens == 0:
             return Finish.LENGTH, None
@@ -247,7 +247,7 @@ class NewToken(NamedTuple):
 class Finished(NamedTuple):
     request_id: int
     result: Result
-    receipt: Receipt | None = None  # what must be safe before anybody hears of it; None: nothing
+    receipt: Receipt | None = None  # what must be safe before the last frame leaves; None: nothing
 
 
 Event = Started | Progress | NewToken | Finished

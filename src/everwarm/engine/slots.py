@@ -1,7 +1,7 @@
 """Slots and spares: the sequences of the context, what each of them holds, and the verbs that change it.
 
 A **slot** is where a request runs, and keeps its conversation while it is idle. A **spare** holds a parked checkpoint, or
-nothing. Only this module assigns their fields; everybody else reads them. A sequence and the record of what it holds are
+nothing. Only this module assigns their fields; all others read them. A sequence and the record of what it holds are
 changed together, so emptying a slot is ``Slot.vacate`` and nothing else. Decides nothing: what is worth saving before a
 slot or a spare is emptied is the caller's business.
 """
@@ -63,7 +63,7 @@ class Slot:
         self.request: Request | None = None
         self.content = Prompt.of_tokens([])  # the last conversation that ran here
         self.namespace = ""  # the one that ``content`` belongs to
-        self.stable: int | None = None  # what the next turn will share of the last prompt, if the caller said so
+        self.stable: int | None = None  # what the next turn will share of the last prompt, if the caller knows it
         self.session: str | None = None
         self.used_at = 0.0
         self._clear()

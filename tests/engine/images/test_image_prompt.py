@@ -50,7 +50,7 @@ def ask(core, parts: list, *, max_tokens: int = 4, with_pixels: bool = True, **m
     items, pictures = [], {}
     for part in parts:
         if isinstance(part, Pixels):
-            item = core.gallery.item(part)
+            item = core.images.item(part)
             pictures[item.digest] = part if with_pixels else Pixels(part.digest, part.width, part.height)
             items.append(item)
         else:
@@ -108,7 +108,7 @@ def test_coming_back_past_pictures_gives_the_bits_of_never_having_left(arch, par
         again = look(core, [*parts, new])
         assert again.tokens == straight.tokens and again.n_processed <= GUARD + len(new)
         assert bits(core, n_items(parts) + len(new) + 3) == expected
-        assert core.gallery.n_encoded == len({part.digest for part in parts if isinstance(part, Pixels)})
+        assert core.images.n_encoded == len({part.digest for part in parts if isinstance(part, Pixels)})
         check(core)
     with seeing_core(arch, n_slots=1) as core:
         other = [picture(77, p.width, p.height) if isinstance(p, Pixels) else p for p in parts]
@@ -126,8 +126,8 @@ def test_there_is_a_checkpoint_right_before_and_right_after_every_picture(arch):
         look(core, [text(50, 30)])
         assert look(core, [A, DOG, B]).n_cached == 60, "another picture of the same size is a miss from there on"
         other = look(core, [A, CAT, text(60, 40)])
-        assert other.n_cached == core.gallery.item(CAT).n_tokens + 60, "other text after it reads only that text"
-        assert core.gallery.n_encoded == 2
+        assert other.n_cached == core.images.item(CAT).n_tokens + 60, "other text after it reads only that text"
+        assert core.images.n_encoded == 2
         check(core)
 
 
@@ -143,7 +143,7 @@ def test_fifty_restores_in_a_row_drift_nowhere(arch):
             again = look(core, [*parts, C])
             assert again.tokens == golden.tokens and bits(core, n_items(parts) + len(C) + 3) == state
             end = core.context.end(core.slots[0].seq)
-            assert end.n_tokens == 60 + 40 + 30 + 3 + core.gallery.item(CAT).n_tokens
+            assert end.n_tokens == 60 + 40 + 30 + 3 + core.images.item(CAT).n_tokens
 
 
 def test_positions_that_were_counted_as_tokens_would_be_seen():
@@ -154,10 +154,10 @@ def test_positions_that_were_counted_as_tokens_would_be_seen():
         expected = bits(core, n_items([A, CAT, B, new]) + 3)
         assert right.n_cached == 0
     with seeing_core(n_slots=1) as core:
-        shape = core.gallery.media.shape(CAT.width, CAT.height)
+        shape = core.images.media.shape(CAT.width, CAT.height)
         assert shape.n_pos < shape.n_tokens
-        item = core.gallery.item(CAT)
-        core.gallery.embedding(item, {item.digest: CAT})
+        item = core.images.item(CAT)
+        core.images.embedding(item, {item.digest: CAT})
         seq = core.slots[0].seq
         from everwarm.llama.batch import Feed
         from everwarm.types import Mark
@@ -168,10 +168,10 @@ def test_positions_that_were_counted_as_tokens_would_be_seen():
 
         feed(A)
         end = core.context.end(seq)
-        embedding = core.gallery.embedding(item, {})
+        embedding = core.images.embedding(item, {})
         core.context.see(
             seq,
-            core.gallery.media,
+            core.images.media,
             embedding,
             Mark(end.n_tokens + shape.n_tokens, end.pos + shape.n_pos, shape.n_pos - 1),
             wants_logits=False,
@@ -201,7 +201,7 @@ def test_pictures_survive_the_engine_in_ram_and_on_disk(arch, tmp_path):
             again = look(core, [*parts, new], with_pixels=False)  # the pictures themselves are not needed
             assert again.tokens == golden.tokens and again.n_prompt - again.n_cached == len(new)
             assert bits(core, stable + len(new) + 3) == expected
-            assert core.gallery.n_encoded == 0
+            assert core.images.n_encoded == 0
             assert "memory" not in where or look(core, [A, DOG, B]).n_cached == 60
             check(core)
     os.close(memory)
@@ -226,7 +226,7 @@ def test_a_picture_too_large_for_a_model_that_reads_it_at_once_is_refused():
 def test_a_model_without_a_projector_says_so():
     model, _ = tiny_vision("qwen35")
     with seeing_core() as other:
-        item = other.gallery.item(CAT)
+        item = other.images.item(CAT)
     core = assemble(model, EngineSettings(n_slots=1, n_ctx=512, n_threads=1, ram_bytes=1 << 26))
     try:
         with pytest.raises(BadRequest, match="mmproj"):
@@ -247,7 +247,7 @@ def test_deleted_turns_leave_no_trace_and_earlier_points_are_used():
         tidy(core)
         retry = [A, B, CAT, C, text(6, 15)]
         again = look(core, retry, boundaries=tuple(boundaries[:4]))
-        n_known = n_items(turns[:4]) - 1 + core.gallery.item(CAT).n_tokens
+        n_known = n_items(turns[:4]) - 1 + core.images.item(CAT).n_tokens
         assert again.n_cached == n_known, "the point after the shared part is used, and none beyond it"
         found = bits(core, n_items(retry) + 3)
     with seeing_core(n_slots=1) as core:
@@ -284,7 +284,7 @@ def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
         check(core)
         result = look(core, [*parts, new], with_pixels=False)
         assert result.tokens == golden.tokens and result.n_processed <= len(new) + GUARD
-        assert core.gallery.n_encoded == 0
+        assert core.images.n_encoded == 0
         path.with_name("a.bin.checkpoints").unlink()
         with pytest.raises(Damaged, match="pictures"):
             slot_io.read(path, claim, core.context.n_ctx)
@@ -301,11 +301,11 @@ def test_what_was_read_so_far_holds_no_picture_that_is_still_ahead():
 def test_a_namespace_encodes_a_picture_for_itself_although_another_has_sent_it():
     with seeing_core(n_slots=1) as core:
         look(core, [A, CAT, B], namespace="a")
-        assert core.gallery.n_encoded == 1
+        assert core.images.n_encoded == 1
         assert look(core, [A, CAT, B], namespace="b").n_cached == 0
-        assert core.gallery.n_encoded == 2, "time would tell that somebody has sent it"
+        assert core.images.n_encoded == 2, "time would tell that somebody has sent it"
         with pytest.raises(PixelsMissing):
             look(core, [C, CAT, B], namespace="c", with_pixels=False)
         look(core, [C, CAT, B], namespace="a", with_pixels=False)
         look(core, [C, CAT, B], namespace="b")
-        assert core.gallery.n_encoded == 2, "the control: its own is known"
+        assert core.images.n_encoded == 2, "the control: its own is known"

@@ -68,7 +68,7 @@ class Checkpointer:
             self._spares.take(spare, slot.seq, node, checkpoint)
             checkpoint.logits = None if logits is None else logits.copy()
         self._tree.set_checkpoint(node, checkpoint)
-        if kind is not CutKind.PREWARM:  # a guess costs nobody a checkpoint
+        if kind is not CutKind.PREWARM:  # a guess must not displace another checkpoint
             self._thin(node)
         self._journal.created(node, checkpoint)
         self._budget.enforce()

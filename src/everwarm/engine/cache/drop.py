@@ -1,4 +1,4 @@
-"""Forgetting what somebody wants forgotten: a node with everything below it, or all of a namespace, in RAM, on the device
+"""Dropping what a user wants forgotten: a node with everything below it, or all of a namespace, in RAM, on the device
 and on disk, with everything that could still quote it.
 
 The tree's part runs on the loop's thread; the disk's on the disk's own, after everything that is still on its way there.
@@ -57,7 +57,7 @@ def drop(core: Core, node: Node) -> Dropped:
     n_objects, n_segments = 0, core.tree.census.n_segments
     for n in doomed:
         core.ram.unpin(n)
-    for n in reversed(doomed):  # children first: whoever has none and keeps nothing is pruned
+    for n in reversed(doomed):  # children first: a node that has none and keeps nothing is pruned
         if n.checkpoint is not None:
             core.checkpointer.drop(n, "asked for")
             n_objects += 1

@@ -2,8 +2,8 @@
 
 While a reply is written, the KV of its prompt and the states that a next turn or a retry goes on from are copied, one
 bounded piece between two steps. When it ends, the rest follows: the reply's KV and the state at its end. A receipt then
-says what must be safe; another thread completes it while the loop goes on, and whoever sends the last frame waits for that.
-What has no room in the arena goes to the disk instead, and what has none there either is said to be kept nowhere. Knows no
+says what must be safe; another thread completes it while the loop goes on, and the last frame waits for that.
+What has no room in the arena goes to the disk instead, and what has none there either is reported as kept nowhere. Knows no
 frames.
 """
 
@@ -38,7 +38,7 @@ class Where(enum.Enum):
     """Where a finished turn is when its last frame leaves."""
 
     RAM = "ram"  # safe from the engine's death
-    DISK = "disk"  # and from everybody's
+    DISK = "disk"  # and from the machine's
     NOWHERE = "none"  # a death now costs reading it again
 
 
@@ -60,7 +60,7 @@ class Offload:
     # beside the steps
 
     def copy_piece(self, slots: Sequence[Slot]) -> bool:
-        """One piece of somebody whose reply is being written. False: nothing is left, or the last piece was just now."""
+        """One piece of a request whose reply is being written. False: nothing is left, or the last piece was just now."""
         waiting = [s for s in slots if not s.is_offloaded and _is_writing(s)]
         began = time.monotonic()
         if not waiting or began < self.not_before:
@@ -74,7 +74,7 @@ class Offload:
         return has_copied
 
     def _copy_next(self, slot: Slot) -> bool:
-        """The states first: a spare that holds one without a copy cannot be given to anybody else."""
+        """The states first: a spare that holds one without a copy cannot be given to another."""
         request = slot.request
         assert request is not None
         if not self.kind.needs_checkpoints:
@@ -125,7 +125,7 @@ class Offload:
         return Receipt(ended_at, notes, blobs, on_disk)
 
     def _copy_rest(self, slot: Slot, n_prompt: int) -> list[Node]:
-        """Returns the points that somebody may go on from."""
+        """Returns the points that a request may go on from."""
         kind = self.kind
         points = needed_points(slot, n_prompt) if kind.needs_checkpoints else [slot.node] if slot.n_fed else []
         for node in points:

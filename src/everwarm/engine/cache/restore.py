@@ -1,4 +1,4 @@
-"""Bringing a slot to the deepest point of a prompt that anybody has kept, cheapest way first.
+"""Bringing a slot to the deepest point of a prompt that is kept, cheapest way first.
 
 In place (the KV stays, the state comes from RAM), unparked (no copy), or KV and state reloaded. What libllama refuses is
 quarantined and the next best is tried, down to nothing: a request never fails because a cache entry did.

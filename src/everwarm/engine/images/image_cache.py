@@ -1,7 +1,7 @@
-"""Pictures as the model sees them: encoded once, kept by identity within a budget of bytes, handed to whoever reads them.
-Each namespace has its own: else time would tell which pictures others have sent.
+"""Images as the model sees them: encoded once, and cached by identity within a budget of bytes.
+Each namespace has its own: else time would tell which images others have sent.
 
-A request that is restored past its pictures needs neither their pixels nor their embeddings.
+A request that is restored past its images needs neither their pixels nor their embeddings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """A decoded picture. ``rgb`` may be missing where the engine is believed to know it."""
+    """A decoded image. ``rgb`` may be missing where the engine is believed to know it."""
 
     digest: bytes
     width: int
@@ -37,7 +37,7 @@ class ImageCache:
         self.n_encoded = 0
 
     def item(self, pixels: Pixels) -> MediaItem:
-        """A picture as one item of a prompt. Its identity covers the projector: another one sees another picture."""
+        """An image as one item of a prompt. Its identity covers the projector: another one sees another image."""
         shape = self.media.shape(pixels.width, pixels.height)
         identity = blake3.blake3(pixels.digest + self.media.fingerprint.encode()).digest()
         return MediaItem(identity, TokenCount(shape.n_tokens), Position(shape.n_pos), self.media.uses_mrope)
@@ -46,12 +46,12 @@ class ImageCache:
     def n_bytes(self) -> int:
         return self._known.n_bytes
 
-    def embedding(self, item: MediaItem, pictures: Mapping[bytes, Pixels], namespace: str = "") -> Embedding:
-        """``PixelsMissing``: it is not known any more and nobody sent it."""
+    def embedding(self, item: MediaItem, sent: Mapping[bytes, Pixels], namespace: str = "") -> Embedding:
+        """``PixelsMissing``: it is not known any more and was not ``sent``."""
         known = self._known.get(namespace, item.digest)
         if known is not None:
             return known
-        pixels = pictures.get(item.digest)
+        pixels = sent.get(item.digest)
         if pixels is None or pixels.rgb is None:
             raise PixelsMissing("a picture is not known here any more; send it again")
         if len(pixels.rgb) != 3 * pixels.width * pixels.height:

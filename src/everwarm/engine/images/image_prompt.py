@@ -1,5 +1,5 @@
-"""A text with pictures in it, as a prompt: text before, between and after them is tokenized by itself, as the model's own
-rule wants it, and every picture is one item."""
+"""A text with images in it, as a prompt: text before, between and after them is tokenized by itself, as the model's own
+rule wants it, and every image is one item."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ class PromptPart:
 
 
 class ImagePrompt:
-    def __init__(self, gallery: ImageCache, tokenizer: Tokenizer) -> None:
-        self._gallery = gallery
+    def __init__(self, images: ImageCache, tokenizer: Tokenizer) -> None:
+        self._images = images
         self._tokenizer = tokenizer
 
     def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, Hints, dict[bytes, Pixels]]:
-        """The prompt, its hints in items, and its pictures by the digest of their items."""
+        """The prompt, its hints in items, and its images by the digest of their items."""
         runs = text.split(message.marker)
         if not message.marker or len(runs) != len(message.pictures) + 1:
             raise BadRequest("the text has another number of places for pictures than there are pictures")
         shown = [Pixels(p.digest, p.width, p.height, p.rgb) for p in message.pictures]
-        items = [self._gallery.item(pixels) for pixels in shown]
+        items = [self._images.item(pixels) for pixels in shown]
         codes, media, parts = self._laid_out(runs, items, len(message.marker), message.add_special)
         whole = Prompt(np.concatenate(codes), MappingProxyType(media))
         hints = Hints.counted(message, partial(self._counts_at, parts), partial(self._sure_count_at, parts))
-        pictures: dict[bytes, Pixels] = {}
+        by_digest: dict[bytes, Pixels] = {}
         for item, pixels in zip(items, shown, strict=True):
-            if pictures.get(item.digest) is None or pixels.rgb is not None:  # one that is there twice comes once
-                pictures[item.digest] = pixels
-        return whole, hints, pictures
+            if by_digest.get(item.digest) is None or pixels.rgb is not None:  # one that is there twice comes once
+                by_digest[item.digest] = pixels
+        return whole, hints, by_digest
 
     def _laid_out(
         self, runs: list[str], items: list[MediaItem], n_marker: int, add_special: bool
     ) -> tuple[list[np.ndarray], dict[int, MediaItem], list[PromptPart]]:
-        rule = self._gallery.media
+        rule = self._images.media
         codes, media, parts, n_items = [], {}, [], 0
         for i, (at, run) in enumerate(_placed(runs, n_marker)):
             lead, tail = rule.end if i else "", rule.begin if i < len(items) else ""
@@ -70,7 +70,7 @@ class ImagePrompt:
         return codes, media, parts
 
     def _counts_at(self, parts: list[PromptPart], ats: Sequence[int]) -> list[int]:
-        """Items before characters of the whole text; inside a marker: before the picture."""
+        """Items before characters of the whole text; inside a marker: before the image."""
         inside: defaultdict[int, list[int]] = defaultdict(list)  # which of them, by their part
         places = [_inside(parts, at) for at in ats]
         for i, (part, _) in enumerate(places):

@@ -1,4 +1,4 @@
-"""Where a prompt should be cut: said in characters of a text, needed in items of a prompt."""
+"""Where a prompt should be cut: given in characters of a text, needed in items of a prompt."""
 
 from __future__ import annotations
 

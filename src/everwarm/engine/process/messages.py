@@ -4,7 +4,7 @@ Both sides import this and nothing of each other. No pickle: a frame can only be
 
     header    bytes that follow · of these, the message · the number of the request or question, 0 for none
     message   MessagePack
-    pixels    of a Submit's pictures, one after the other, as they are: nobody copies them to send them
+    pixels    of a Submit's pictures, one after the other, as they are: they are not copied to be sent
 
 Whoever sends checks the size before, and whoever receives a frame that is too large skips it: it is the error of the one
 request whose number it bears.
@@ -42,7 +42,7 @@ class Open(Message, frozen=True, tag=True):
 
 
 class SentImage(msgspec.Struct, frozen=True):
-    """Decoded pixels; without them where the engine is believed to know the picture."""
+    """Decoded pixels; without them where the engine is believed to know the image."""
 
     digest: bytes
     width: int
@@ -52,7 +52,7 @@ class SentImage(msgspec.Struct, frozen=True):
 
 class Submit(Message, frozen=True, tag=True):
     """A prompt, as text (with cut hints in characters) or as tokens (hints in tokens). Each ``marker`` in the text stands
-    for the next of the pictures."""
+    for the next of the images."""
 
     id: int
     text: str | None = None
@@ -81,7 +81,7 @@ class Submit(Message, frozen=True, tag=True):
 
 class Prewarm(Message, frozen=True, tag=True):
     """The text that the next request of a conversation will begin with, to be read when there is nothing else to do.
-    Nobody waits for an answer."""
+    There is no answer."""
 
     text: str
     add_special: bool = True
@@ -111,7 +111,7 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 class Count(Message, frozen=True, tag=True):
-    """How many tokens a prompt would be, pictures included; their pixels are not needed."""
+    """How many tokens a prompt would be, images included; their pixels are not needed."""
 
     id: int
     text: str
@@ -240,7 +240,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos: str
     adds_bos: bool
     build: str
-    sees: bool = False  # pictures
+    sees: bool = False  # images
 
 
 class Ready(Message, frozen=True, tag=True):
@@ -452,7 +452,7 @@ def header_of(data: bytes | bytearray) -> FrameHeader:
 
 
 def wanted_pixels(message: ToEngine) -> list[int]:
-    """How many bytes of pixels follow the message, picture by picture."""
+    """How many bytes of pixels follow the message, image by image."""
     pictures = message.pictures if isinstance(message, Submit) else ()
     return [3 * p.width * p.height for p in pictures if p.rgb == b""]
 

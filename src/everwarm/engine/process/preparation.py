@@ -1,7 +1,8 @@
 """Work that must be done before a request can be queued, and may take seconds: off the thread that reads frames.
 
-Forms that nobody has tried yet and long texts wait here for one of a few threads. Namespaces take turns, so whoever sends
-many waits for his own; what waits is bounded, and a request that is cancelled leaves. Knows only the numbers of requests.
+Constraints that were not tried yet and long texts wait here for one of a few threads. Namespaces take turns, so a client
+that sends many waits for its own; the number that wait is bounded, and a request that is cancelled leaves. Knows only the
+numbers of requests.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def words_of(vocab: Vocab, prompt: Prompt) -> str:
 
 
 def probabilities(logits: NDArray[np.float32], token: int | None, n_top: int | None) -> Probs | None:
-    """Of the model's own distribution, before any sampling parameter bends it. None for no token, or if nobody asks."""
+    """Of the model's own distribution, before sampling parameters bend it. None: there is no token, or none is wanted."""
     if token is None or n_top is None:
         return None
     row = logits.astype(np.float64)

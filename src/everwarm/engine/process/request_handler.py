@@ -72,7 +72,7 @@ class RequestHandler:
     def __init__(self, core: Core, send: Send) -> None:
         self._core = core
         self._n_ctx = core.context.n_ctx
-        self._images = core.gallery
+        self._images = core.images
         self._vocab = core.model.vocab
         self._tokenizer = Tokenizer(self._vocab)
         self._send = send
@@ -90,7 +90,7 @@ class RequestHandler:
     # frames in, on the reader's thread
 
     def handle(self, message: m.ToEngine, loop: Loop) -> None:
-        """Never raises for what a frame says: the mistake goes back to whoever asked."""
+        """Never raises for what a frame says: the mistake goes back to the sender."""
         try:
             self._dispatch(message, loop)
         except EverwarmError as error:
@@ -122,7 +122,7 @@ class RequestHandler:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
     def _take(self, message: m.Submit, loop: Loop) -> None:
-        """At once where that is quick: everybody whose frame comes later waits for it."""
+        """At once where that is quick: all frames that come later wait for it."""
         if message.form is not None and not self._forms.is_settled(message.form, message.namespace):
             self._preparing_forms.add(message.id, message.namespace, partial(self._prepare, message, loop))
         elif len(message.text or "") > LONG_TEXT:
@@ -153,7 +153,7 @@ class RequestHandler:
             raise PromptTooLong(n_least, most, is_least=True)
 
     def _offer(self, message: m.Prewarm, loop: Loop) -> None:
-        """Nobody waits for it, so nobody hears of a failure but the log."""
+        """No client waits for it, so a failure is only logged."""
         try:
             ahead = self._ask_ahead(message)
         except Exception:
@@ -298,7 +298,7 @@ class RequestHandler:
         return m.TokenProb(token, self._vocab.piece(token), probs.logprob, top)
 
     def _finished(self, event: Finished, reply: Reply) -> None:
-        """The last frame leaves when the turn would outlive this engine, or is known not to. Nobody else waits for that."""
+        """The last frame leaves when the turn would outlive this engine, or is known not to. No other request waits."""
         receipt, offload, last = event.receipt, self._core.offload, self._last_frame(event.result, reply)
         if receipt is None or offload is None:
             return self._send(last)
@@ -342,7 +342,7 @@ def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple
 
 
 def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
-    """Each slot as llama-server shows it, without anybody's text; of others' only whether they are busy."""
+    """Each slot as llama-server shows it, without any text; of others' only whether they are busy."""
     shown = []
     for slot in core.slots:
         request = slot.request
@@ -387,7 +387,7 @@ def stats(core: Core) -> dict[str, Any]:
         "n_cells": core.context.n_ctx,
         "n_decodes": core.context.n_decodes,
         "n_fed": core.context.n_fed,
-        "n_pictures_encoded": 0 if core.gallery is None else core.gallery.n_encoded,
+        "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
         **core.ram.stats(),
         **core.tier_writer.stats(),
         "disk_n_brought": core.loader.n_brought,

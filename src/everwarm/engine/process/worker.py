@@ -1,6 +1,6 @@
 """The engine process: ``python -m everwarm.engine.process.worker SOCKET MEMORY PARENT_PID``; the first two are descriptors.
 
-    reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches libllama
+    reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches the core
     writer thread   what the socket did not take at once      beat thread    says "alive" whatever the loop is doing
 
 Exits 0 after ``Stop``, 2 when the model cannot be served, 3 when a file of it was overwritten, and at once when the gateway
@@ -43,7 +43,7 @@ BEAT_S = 0.25
 EXIT_FATAL = 2
 EXIT_CHANGED = 3
 REST_S = 0.5  # before a model is opened again that was changed while it was opened
-STILL_S = 60.0  # at most, for somebody to finish writing a model file
+STILL_S = 60.0  # at most, until a model file is written to no more
 
 
 class Wire:
@@ -61,7 +61,7 @@ class Wire:
 
     def read(self) -> m.ToEngine | None:
         """The next message that can be understood, or None when the gateway is gone. One that is too large or no message
-        is skipped: whoever sent it is told."""
+        is skipped, and its sender gets an error."""
         while True:
             data = self._file.read(m.HEADER.size)
             if len(data) < m.HEADER.size:
@@ -118,7 +118,7 @@ class Wire:
         except BlockingIOError:
             return 0
         except OSError:
-            os._exit(1)  # nobody is listening any more
+            os._exit(1)  # the gateway is gone
 
     def flush(self) -> None:
         """Wait until everything is written, but not for ever."""
@@ -238,7 +238,7 @@ def _out_of_memory() -> m.Fatal:
 
 
 def _call_test_hook(core: Core) -> None:
-    """For tests only: what EVERWARM_TEST_HOOK names as ``module:function`` gets the core before anybody is served."""
+    """For tests only: what EVERWARM_TEST_HOOK names as ``module:function`` gets the core before the first request."""
     named = os.environ.get("EVERWARM_TEST_HOOK")
     if named:
         log.warning("EVERWARM_TEST_HOOK is set: %s changes this engine, which is for tests only", named)
@@ -263,7 +263,7 @@ def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
 
 
 def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
-    """Nothing is put away: what is not kept yet may have been computed with anything. Whoever writes may finish first."""
+    """Nothing is put away: what is not kept yet may have been computed with anything. The writer may finish first."""
     log.error("%s; nothing more is kept of it", error)
     wire.send(m.Changed(str(error)))
     wire.flush()
@@ -277,7 +277,7 @@ def _mib_kept(core: Core) -> float:
 
 
 def _read_all(wire: Wire, loop: Loop, conversation: RequestHandler) -> None:
-    """Until told to stop. When the gateway is gone there is nobody to work for."""
+    """Until told to stop. Exits when the gateway is gone."""
     try:
         while (message := wire.read()) is not None:
             if isinstance(message, m.Stop):
@@ -310,7 +310,7 @@ def _info(core: Core) -> m.ModelInfo:
         eos=vocab.piece(vocab.eos).decode("utf-8", "replace") if vocab.eos is not None else "",
         adds_bos=vocab.adds_bos,
         build=BUILD,
-        sees=core.gallery is not None,
+        sees=core.images is not None,
     )
 
 

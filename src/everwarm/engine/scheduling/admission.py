@@ -1,4 +1,4 @@
-"""Whether a waiting request may start now: is there a slot, is there room, and is somebody just reading what it needs?"""
+"""Whether a waiting request may start now: is there a slot, is there room, and is what it needs being read just now?"""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, CutKind
 from everwarm.state.tree import Tree
 
-RETURN_STEPS = 32  # that everybody can take once a suspended request has come back
+RETURN_STEPS = 32  # that all can take once a suspended request has come back
 
 
 class Verdict(enum.Enum):
     START = "start"
     WAIT = "wait"  # for a particular slot or reader: others may pass
-    FULL = "full"  # nobody may pass: first come, first served
+    FULL = "full"  # none may pass: first come, first served
 
 
 class Admission:
@@ -37,7 +37,7 @@ class Admission:
         self._takes_cuts = cuts
         self._restorer = restorer
         self._loader = loader
-        self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or all that can be said
+        self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or what there is instead
 
     def judge(self, request: Request) -> Verdict:
         verdict = self._judge_place(request)
@@ -86,7 +86,7 @@ class Admission:
         self._fetches.pop(request.id, None)
 
     def drop_fetches(self, requests: Iterable[Request]) -> None:
-        """What was read from other tiers for these is not laid into the tree: somebody wants it forgotten."""
+        """What was read from other tiers for these is not laid into the tree: it is to be forgotten."""
         for request in requests:
             if request.id in self._fetches:
                 self._fetches[request.id] = Brought()
@@ -105,7 +105,7 @@ class Admission:
     # room and readers
 
     def _fits_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
-        """Whether its new cells fit beside those of the running ones, once everybody else has made room. What would
+        """Whether its new cells fit beside those of the running ones, once all others have made room. What would
         share most is asked first, for that is cheap; then what bringing it back will really share."""
         if not self._context.kind.has_attention:
             return True
@@ -168,15 +168,15 @@ class Admission:
         return slots[policy.seat([policy.Seat(i, s.n_fed, common.get(s.seq, 0), s.used_at) for i, s in idle])]
 
 
-def require_possible(ask: Ask, context: Context, n_slots: int, gallery: ImageCache | None = None) -> None:
+def require_possible(ask: Ask, context: Context, n_slots: int, images: ImageCache | None = None) -> None:
     """Refuse what can never be answered, with what would be right."""
     n_tokens = ask.prompt.n_tokens(len(ask.prompt))
     if n_tokens >= context.n_ctx:
         raise PromptTooLong(n_tokens, context.n_ctx)
-    if ask.prompt.media and gallery is None:
+    if ask.prompt.media and images is None:
         raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
     largest = max((int(item.n_tokens) for item in ask.prompt.media.values()), default=0)
-    if gallery is not None and not gallery.media.is_causal and largest > context.options.n_ubatch:
+    if images is not None and not images.media.is_causal and largest > context.options.n_ubatch:
         raise BadRequest(
             f"a picture takes {largest} tokens and this model reads each at once; "
             f"send a smaller one, or start with a --ubatch-size of at least {largest}"

@@ -1,4 +1,4 @@
-"""Who may decode how many tokens in the next step, and who makes room when there is none. Pure: lanes in, grants out.
+"""How many tokens each request decodes in the next step, and which one makes room. Pure: lanes in, grants out.
 
 **The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at least
 one token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one (``next_to_suspend``).
@@ -17,7 +17,7 @@ class Lane(NamedTuple):
 
     slot: int
     n_wanted: int  # tokens up to its next stop: a cut or the end of what it has
-    is_writing: bool  # its prompt is read: it needs one token per step, and somebody watches it
+    is_writing: bool  # its prompt is read: it needs one token per step, and a client watches it
 
 
 class Grant(NamedTuple):
@@ -33,7 +33,7 @@ class Budget(NamedTuple):
 
 
 def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> list[Grant]:
-    """Every reply gets its token; prompts share what is left, evenly, so that nobody waits for the longest one. ``oldest``
+    """Every reply gets its token; prompts share what is left, evenly, so that none waits for the longest one. ``oldest``
     is the slot of the request that was admitted first: it gets a token even if there are fewer of them than requests."""
     reading = [lane for lane in lanes if not lane.is_writing]
     n_kept = any(lane.slot == oldest for lane in reading)
@@ -67,6 +67,6 @@ def fit(grants: Sequence[Grant], oldest_first: Sequence[int], n_free: int) -> li
 
 
 def next_to_suspend(oldest_first: Sequence[int]) -> int | None:
-    """Whose slot is emptied when the running requests fill the context: that of the one admitted last. None: only one runs,
+    """The slot that is emptied when running requests fill the context: that of the one admitted last. None: only one runs,
     and that one is never suspended for want of room."""
     return oldest_first[-1] if len(oldest_first) > 1 else None

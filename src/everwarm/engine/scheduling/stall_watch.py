@@ -1,6 +1,6 @@
 """A watch over the steps: if nothing moves although requests wait, it says how to clear the way. Pure; ``core`` does it.
 
-The scheduler's rule excludes this (see ``scheduler``). It is here for the mistake that nobody has thought of: a loop that
+The scheduler's rule excludes this (see ``scheduler``). It is here for an unknown mistake: a loop that
 turns without end is the worst thing that an engine can do, because it looks alive from outside.
 """
 

@@ -50,7 +50,7 @@ class TurnTaking:
 
 
 def next_side(was_alone: bool, waiting: Sequence[bool]) -> bool:
-    """Whose turn it is when nobody runs: the other side's if it waits, so that a stream of either keeps nobody out."""
+    """Whose turn it is when nothing runs: the other side's if it waits, so that neither locks out the other."""
     return (not was_alone) if (not was_alone) in waiting else was_alone
 
 

@@ -23,7 +23,7 @@ def replay(
     prompt: Prompt,
     chunks: Chunks,
     tick: Callable[[int], None] = lambda _: None,
-    gallery: ImageCache | None = None,
+    images: ImageCache | None = None,
 ) -> None:
     """Decode ``prompt`` into an empty sequence exactly as recorded, with logits; ``tick`` is called for every chunk."""
     assert context.end(seq).n_tokens == 0, "a replay starts from an empty sequence"
@@ -34,9 +34,9 @@ def replay(
                 context.touch(seq)
                 continue
             if (item := prompt.media.get(at)) is not None:
-                assert size == 1 and gallery is not None, "an image is read by itself, by a model that can see"
-                embedding = gallery.embedding(item, {})
-                context.see(seq, gallery.media, embedding, prompt.mark(at + 1), wants_logits=True)
+                assert size == 1 and images is not None, "an image is read by itself, by a model that can see"
+                embedding = images.embedding(item, {})
+                context.see(seq, images.media, embedding, prompt.mark(at + 1), wants_logits=True)
             else:
                 context.decode([Feed(seq, prompt.codes[at : at + size], context.end(seq), wants_logits=True)])
             at += size
@@ -50,12 +50,12 @@ def cold_state(
     prompt: Prompt,
     chunks: Chunks,
     tick: Callable[[int], None] = lambda _: None,
-    gallery: ImageCache | None = None,
+    images: ImageCache | None = None,
 ) -> Blob:
     """The state after reading ``prompt`` so; the sequence stays where it is."""
     while chunks and chunks[-1][0] == SEATED:  # the capture below seats it
         chunks = chunks[:-1]
-    replay(context, seq, prompt, chunks, tick, gallery)
+    replay(context, seq, prompt, chunks, tick, images)
     return context.capture(seq)
 
 
@@ -93,17 +93,17 @@ def compare_with_cold(core: Core, most: int = 4) -> ExactReport:
     options = replace(core.settings.context(0), n_seq_max=1)
     with Context(core.model, options) as context:
         for node, checkpoint in clean[:most]:
-            different += not _is_reproduced(context, node, checkpoint, core.gallery)
+            different += not _is_reproduced(context, node, checkpoint, core.images)
             tokens = np.flatnonzero(node.path.codes[: node.n_items] >= 0)
             if len(tokens):
                 change = int(tokens[len(tokens) // 2])
                 n_controls += 1
-                controls_equal += _is_reproduced(context, node, checkpoint, core.gallery, change)
+                controls_equal += _is_reproduced(context, node, checkpoint, core.images, change)
     return ExactReport(len(clean[:most]), different, n_controls, controls_equal)
 
 
 def _is_reproduced(
-    context: Context, node: Node, checkpoint: Checkpoint, gallery: ImageCache | None, change: int | None = None
+    context: Context, node: Node, checkpoint: Checkpoint, images: ImageCache | None, change: int | None = None
 ) -> bool:
     codes = node.path.codes[: node.n_items].copy()
     if change is not None:
@@ -111,7 +111,7 @@ def _is_reproduced(
     assert checkpoint.state is not None
     prompt = Prompt(codes, node.path.first(node.n_items).media)
     try:
-        cold = cold_state(context, SeqId(0), prompt, checkpoint.chunks, gallery=gallery)
+        cold = cold_state(context, SeqId(0), prompt, checkpoint.chunks, images=images)
         return is_same_state(cold, checkpoint.state)
     finally:
         context.drop(SeqId(0))
