@@ -532,7 +532,9 @@ class Core:
 
     def _take_turns(self) -> None:
         """A deterministic request and all the others do not run together: when one side's time is over it is suspended."""
-        now, waiting, running = time.monotonic(), [r.ask.deterministic for r in self.queue], self.oldest_first()
+        now = time.monotonic()
+        waiting = [request.ask.deterministic for request in self.queue]
+        running = self.oldest_first()
         if not running:
             return self.turns.begin(is_alone=next_side(self.turns.is_alone, waiting), now=now)
         self.turns.note_waiting(waiting, now)

@@ -54,7 +54,8 @@ def drop(core: Core, node: Node) -> Dropped:
     inside = {id(n) for n in doomed}
     n_before = core.tree.ram_bytes
     _leave(core, node, inside)
-    n_objects, n_segments = 0, core.tree.census.n_segments
+    n_objects = 0
+    n_segments = core.tree.census.n_segments
     for n in doomed:
         core.ram.unpin(n)
     for n in reversed(doomed):  # children first: a node that has none and keeps nothing is pruned

@@ -105,7 +105,8 @@ class Restorer:
     def reach(self, prompt: Prompt, namespace: str) -> int:
         """The items of a prompt that need not be read again in this namespace; what is only on disk does not count."""
         sources = self.sources(prompt, namespace)
-        match, most = self.match(prompt, namespace, sources), len(prompt) - 1
+        match = self.match(prompt, namespace, sources)
+        most = len(prompt) - 1
         if not self._context.kind.needs_checkpoints:
             return min(match.n_kv, most)
         common = {source.seq: source.n_common for source in sources}
@@ -148,7 +149,8 @@ class Restorer:
 
     def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sequence[RestoreSource]) -> RestoreSource:
         """Whose cells a restore starts with, as ``bring`` would; what comes from RAM takes new ones."""
-        own, n_items = _common(slot, sources), self._n_restorable(prompt, match)
+        own = _common(slot, sources)
+        n_items = self._n_restorable(prompt, match)
         if 0 < own == slot.n_fed and n_items <= own:
             return RestoreSource(slot.seq, own)
         node = next((node for node in match.usable if node.n_items == n_items), None)
@@ -183,7 +185,8 @@ class Restorer:
         return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
 
     def _stay_at_end(self, slot: Slot, goal: Goal) -> Restored | None:
-        node, checkpoint = slot.node, slot.node.checkpoint
+        node = slot.node
+        checkpoint = node.checkpoint
         if node.n_items != slot.n_fed or checkpoint is None or checkpoint.logits is None:
             return None
         if checkpoint.chunks != tuple(slot.chunks):  # the same items, read another way
@@ -272,13 +275,15 @@ class Restorer:
         own = min(_common(slot, sources), n_items)
         best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
         chunks = tuple(slot.chunks)
-        have, how = entry(path, own, n_items, chunks), "from ram"
+        have = entry(path, own, n_items, chunks)
+        how = "from ram"
         self._writer.save_kv(slot.seq, slot.node, beyond=have)
         if own == n_items:
             return "in place"
         if best.n_common > own and self._context.kind.can_share_cells:
             chunks = self._residents.history(best.seq)
-            have, how = entry(path, min(best.n_common, n_items), n_items, chunks), "shared"
+            have = entry(path, min(best.n_common, n_items), n_items, chunks)
+            how = "shared"
             self._room.vacate(slot, self._tree.root(goal.namespace))
             self._context.share_kv(best.seq, slot.seq, goal.prompt.mark(have))
         else:
@@ -315,10 +320,14 @@ class Restorer:
     def _splice_part(self, slot: Slot, segment: Segment, prompt: Prompt, stop: int, n_items: int) -> None:
         """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut. Of one that
         begins before it only the rest is loaded, or there would be a hole. Others follow up to ``n_items``."""
-        start, end = prompt.mark(slot.n_fed), prompt.mark(stop)
-        blob, n_cells, n_needed = segment.blob, segment.n_cells, end.n_tokens - start.n_tokens
+        start = prompt.mark(slot.n_fed)
+        end = prompt.mark(stop)
+        n_needed = end.n_tokens - start.n_tokens
+        blob = segment.blob
+        n_cells = segment.n_cells
         if start != segment.start or n_cells > max(n_needed, self._context.cells.free):
-            blob, n_cells = self._context.cut_segment(blob, start, end), n_needed
+            blob = self._context.cut_segment(blob, start, end)
+            n_cells = n_needed
         if not self._room.make_room(n_cells, keep=slot):
             raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
         is_whole = stop < n_items or _is_cut_between_chunks(segment, stop)  # the next one is asked whether it goes on

@@ -1,6 +1,6 @@
 """Which request may do what in the next step. Decisions are pure.
 
-``admission``: may a waiting request start? ``scheduler``: who decodes how many tokens, and who makes room?
+``admission``: may a waiting request start? ``scheduler``: which decodes how many tokens, and which makes room?
 ``turns``: a deterministic request runs alone, in turns with the others. ``backlog``: how much work is ahead.
-``stall_watch``: names a step without progress.
+``stall_watch``: how to clear the way when nothing moves.
 """

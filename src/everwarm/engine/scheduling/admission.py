@@ -69,7 +69,8 @@ class Admission:
         if request.id not in self._fetches:
             if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._slots):
                 return True  # what is read ahead lies in RAM
-            prompt, namespace = request.items(request.n_items), request.ask.namespace
+            prompt = request.items(request.n_items)
+            namespace = request.ask.namespace
             match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
             ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
             exact = request.ask.deterministic
