@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Point
-from everwarm.state.remote.pointer import Pointer
-from everwarm.state.remote.remote_tier import Parcel, RemoteCounts, RemoteFetch, RemoteTier
 from everwarm.state.store.disk import Disk, DiskCounts
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader
 from everwarm.state.store.pin_file import Pin
 from everwarm.state.tier import Dropped, ObjectSource, Selection
+
+if TYPE_CHECKING:  # without a remote store none of its modules is loaded
+    from everwarm.state.remote.pointer import Parcel, Pointer
+    from everwarm.state.remote.remote_tier import RemoteFetch, RemoteTier
 
 
 class NullPins:
@@ -89,11 +92,11 @@ class NullRemote:
     is_on = False
     wait_s = 0.0
 
-    def __init__(self) -> None:
-        self.counts = RemoteCounts()
-
     def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int) -> Pointer | None:
         return None
+
+    def note_declined(self) -> None:
+        pass
 
     def answers_within(self, seconds: float) -> bool:
         return False
@@ -122,5 +125,5 @@ class NullRemote:
         pass
 
 
-DiskTier = Disk | NullDisk
-SharedTier = RemoteTier | NullRemote
+DiskTier: TypeAlias = Disk | NullDisk
+SharedTier: TypeAlias = "RemoteTier | NullRemote"

@@ -26,8 +26,8 @@ from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket, BucketPiece, StoreFault
 from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, CircuitBreaker
 from everwarm.state.remote.download import PIECE
-from everwarm.state.remote.pointer import GRIDS, MAC_BYTES, Mac, Need, Pointer, grid_points, names_at, probes
-from everwarm.state.remote.remote_tier import Parcel, RemoteTier
+from everwarm.state.remote.pointer import GRIDS, MAC_BYTES, Mac, Need, Parcel, Pointer, grid_points, names_at, probes
+from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.object import Damaged, ObjectHeader, file_size, name_of
 from everwarm.state.tier import OnPrompts
 

@@ -269,7 +269,7 @@ class Loader:
             return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
         n_saved = pointer.n_items - request.n_have
         if not self._is_worth_it(pointer.n_bytes(request.n_kv), n_saved, self._remote_rate):
-            remote.counts.n_misses += 1
+            remote.note_declined()
             return (
                 self._from_disk(found, request)
                 if isinstance(found, IndexedObject)
@@ -283,13 +283,11 @@ class Loader:
                 loaded = self._load(store, pointer.name, pointer.n_items, request)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
-            remote.counts.n_misses += 1
             return (
                 self._from_disk(found, request)
                 if isinstance(found, IndexedObject)
                 else Brought(n_spoilt=pointer.n_items)
             )
-        remote.counts.n_hits += 1
         return replace(loaded, tier="remote")
 
     # reading

@@ -16,9 +16,7 @@ from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.llama.model import MemoryKind
 from everwarm.state.lineage import keys
 from everwarm.state.null_tiers import NullRemote, SharedTier
-from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.pointer import MAC_BYTES, Need, Pointer, grid_points, names_at
-from everwarm.state.remote.remote_tier import Parcel, RemoteTier
+from everwarm.state.remote.pointer import MAC_BYTES, Need, Parcel, Pointer, grid_points, names_at
 from everwarm.state.store.object import ObjectHeader, ObjectPart, file_size
 from everwarm.state.tree import Node
 from everwarm.types import Blob
@@ -34,6 +32,9 @@ class RemoteWriter:
 
     def open(self, settings: RemoteSettings, is_sound: Callable[[Blob], bool]) -> None:
         """``is_sound`` says whether a part of an object may leave this process."""
+        from everwarm.state.remote.bucket import Bucket  # loads asyncio, which only a remote store needs
+        from everwarm.state.remote.remote_tier import RemoteTier
+
         self._is_always = settings.restore_policy == "always"
         key = b"" if settings.key_file is None else read_key(settings.key_file)
         bucket = Bucket(settings.url, settings.endpoint)

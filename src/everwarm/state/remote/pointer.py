@@ -17,11 +17,12 @@ from __future__ import annotations
 import hmac
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import blake3
 import msgspec
 
-from everwarm.state.store.object import OBJECT_NAME, Damaged, state_name
+from everwarm.state.store.object import OBJECT_NAME, Damaged, ObjectHeader, ObjectPart, state_name
 
 GRIDS = (64, 512, 4096)
 N_PER_GRID = 3  # cells from a prompt's end back
@@ -58,6 +59,19 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def n_bytes(self, n_kv: int) -> int:
         """To fetch, if the KV of so many items is here already."""
         return self.size + sum(need.size for need in self.needs if need.reach > n_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """KV first, then the state that needs it, and the names of the pointers that are written once everything is there."""
+
+    objects: tuple[tuple[ObjectHeader, Mapping[str, ObjectPart]], ...]
+    pointer: Pointer
+    names: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.nbytes for _, parts in self.objects for part in parts.values())
 
 
 _decoder = msgspec.json.Decoder(Pointer)

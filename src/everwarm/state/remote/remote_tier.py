@@ -28,7 +28,16 @@ from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket, StoreFault
 from everwarm.state.remote.circuit_breaker import CircuitBreaker
 from everwarm.state.remote.download import Download
-from everwarm.state.remote.pointer import MAX_OBJECT, MAX_POINTER, Mac, Pointer, decode_signed, encode_signed, probes
+from everwarm.state.remote.pointer import (
+    MAX_OBJECT,
+    MAX_POINTER,
+    Mac,
+    Parcel,
+    Pointer,
+    decode_signed,
+    encode_signed,
+    probes,
+)
 from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
 from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, Selection, TheseStates
@@ -64,19 +73,6 @@ class RemoteCounts:
     n_failures: int = 0
     n_refused: int = 0  # objects whose MAC or bytes were not right
     n_given_up: int = 0  # parcels that were not written
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """KV first, then the state that needs it, and the names of the pointers that are written once everything is there."""
-
-    objects: tuple[tuple[ObjectHeader, Mapping[str, ObjectPart]], ...]
-    pointer: Pointer
-    names: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(part.nbytes for _, parts in self.objects for part in parts.values())
 
 
 class RemoteTier:
@@ -176,6 +172,10 @@ class RemoteTier:
             self._fail(error)
         return None
 
+    def note_declined(self) -> None:
+        """What was found is not worth fetching."""
+        self.counts.n_misses += 1
+
     def answers_within(self, seconds: float) -> bool:
         """Whether a state can be expected in less than that: finding it and fetching it are a round trip each."""
         return not self.breaker.is_open and seconds > 2 * self.answer_s
@@ -211,6 +211,10 @@ class RemoteTier:
         fetch = RemoteFetch(self, pointer, n_kv, patience_s, nearer)
         try:
             yield fetch
+            self.counts.n_hits += 1
+        except Damaged:
+            self.counts.n_misses += 1
+            raise
         finally:
             fetch.cancel()
 
