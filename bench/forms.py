@@ -23,9 +23,9 @@ from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.model_syntax import ModelSyntax
-from everwarm.llama.constraints.grammar import Words, grammar_of
+from everwarm.llama.constraints.grammar import LIMITS, grammar_of
 from everwarm.llama.constraints.matcher import Matcher
-from everwarm.llama.constraints.trial import LIMITS
+from everwarm.llama.constraints.trial import NamedTokens
 
 N_ROUNDS, N_REPLY = 12, 256
 BEFORE = ("", " ", " ", '"', "\n", ", ")
@@ -97,10 +97,13 @@ class Vocabulary:
 
 def _costs(n_tokens: int) -> Iterator[tuple[str, ...]]:
     tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary(n_tokens)), eos_token=n_tokens - 1)
-    words = Words(n_tokens, {"<|im_end|>": n_tokens - 1}, {"<tool_call>": n_tokens - 2}, [n_tokens - 1])
+    words = NamedTokens(n_tokens, {"<|im_end|>": n_tokens - 1}, {"<tool_call>": n_tokens - 2}, [n_tokens - 1])
     for name, form, text in _forms():
         grammar = grammar_of(form, words)
-        compile_s = median_s(lambda grammar=grammar: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), 9)
+        compile_s = median_s(
+            lambda grammar=grammar: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS),
+            9,
+        )
         native = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         assert not native.is_error(), native.get_error()
         times = sorted(1e6 * t for _ in range(5) for t in _follow(native, tokenizer, n_tokens, text))

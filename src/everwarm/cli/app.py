@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,13 +18,10 @@ from typing import Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everwarm import __version__
 from everwarm.cli.serve_options import DEFAULTS, ServeOptions
-from everwarm.config import (
-    require,
-)
+from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
@@ -53,14 +50,13 @@ app.config = [
     ),
 ]
 
-# loaded when they are called: a server starts without them
+# loaded when they are called, so that a server starts sooner
 _LATER = ("cache", "explain", "simulate", "tiny")
 for _name in _LATER:
     app.command(f"everwarm.cli.{_name}:{_name}", name=_name)
 
 VARIABLES = "EVERWARM_SERVE_"
 SECRET = ("api_key", "admin_key", "keys")
-DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
 @app.command
@@ -108,11 +104,16 @@ def serve(
 
 
 def _require_known_variables() -> None:
-    """A misspelt one would be passed over in silence."""
+    """Refuse a misspelt variable, which would otherwise be ignored."""
+    given = sorted(name for name in os.environ if name.startswith(VARIABLES))
+    if not given:  # most often; the list of all options takes a while to make
+        return
+    import difflib
+
     arguments = app["serve"].assemble_argument_collection()
     flags = (name for argument in arguments for name in argument.names if name not in argument.negatives)
     known = {VARIABLES + flag.lstrip("-").replace("-", "_").upper() for flag in flags if flag.startswith("--")}
-    for name in sorted(name for name in os.environ if name.startswith(VARIABLES) and name not in known):
+    for name in (name for name in given if name not in known):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else "`everwarm serve --help` lists the options"
         raise BadRequest(f"the environment has {name}, which is no option; {hint}")
@@ -138,8 +139,11 @@ def _single(model: str | None, options: ServeOptions, engine: EngineSettings, co
 
 @contextlib.contextmanager
 def _downloads(console: Console) -> Iterator[Resolve]:
-    """Models from the Hub, with a bar for each that is not here yet."""
-    with Progress(*DOWNLOAD_COLUMNS, console=console, transient=True) as bar:
+    """Resolves models of the Hub, with a progress bar for each that has to be downloaded."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
 
         def resolve(name: str) -> hub.HubModel:
             task = bar.add_task(name, total=None, visible=False)
@@ -261,12 +265,13 @@ def demo(*, model: Path | None = None) -> None:
 
 
 def main() -> None:
+    gc.set_threshold(50_000, 20, 50)  # loading modules makes many objects and no garbage
     if set(sys.argv[1:]) <= {"--help", "-h"}:
         for name in _LATER:
-            app[name]  # its own words are in the list of commands
+            app[name]  # loads it: the list of commands shows its help
     try:
         sys.exit(app())
-    except BrokenPipeError:  # somebody piped us into head
+    except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)
     except (EverwarmError, ValueError, OSError) as error:
         Console(stderr=True).print(f"everwarm: {error}", style="red", markup=False, highlight=False)

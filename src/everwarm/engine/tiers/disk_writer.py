@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.shared_points import is_worth_it, shared_points
@@ -24,17 +25,19 @@ from everwarm.engine.tiers.disk_pins import PinBoard, PinnedDisk, pinned_below
 from everwarm.engine.tiers.model_folder import ModelFolder
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.engine.tiers.ram import Ram
-from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.policy import CutKind
-from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
 from everwarm.state.store.object import are_sound, name_of
 from everwarm.state.tree import Node
 from everwarm.types import Blob
+
+if TYPE_CHECKING:
+    from everwarm.engine.tiers.remote_writer import RemoteWriter
+    from everwarm.state.remote.remote_tier import RemoteTier
 
 log = logging.getLogger("everwarm.archive")
 
@@ -425,6 +428,10 @@ class DiskWriter:
 
     def _open_remote(self, fingerprint: str) -> None:
         if self._remote_settings is not None:
+            from everwarm.engine.tiers.remote_writer import (
+                RemoteWriter,  # loads asyncio, which only a remote store needs
+            )
+
             self._packing.fingerprint = fingerprint
             self.sharer = RemoteWriter(self._remote_settings, self._packing, self._keeper, self._is_sound)
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from everwarm.engine.cache.checkpointing import Keeper
 from everwarm.engine.cache.compaction import join
@@ -27,13 +27,15 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import GUARD, CutKind
-from everwarm.state.remote.pointer import Pointer
-from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, size_of
 from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece
+
+if TYPE_CHECKING:  # without a remote store, none of its modules is loaded
+    from everwarm.state.remote.pointer import Pointer
+    from everwarm.state.remote.remote_tier import RemoteTier
 
 log = logging.getLogger("everwarm.archive")
 

@@ -46,7 +46,7 @@ from everwarm.router.supervise.restart_policy import (
     cause_of,
     explained,
 )
-from everwarm.state.store.arena import budget_in, memory_file
+from everwarm.state.store.arena_file import budget_in, memory_file
 
 log = logging.getLogger("everwarm.router")
 
