@@ -1,4 +1,4 @@
-"""The metadata at the front of a GGUF file, read with bounds: the files are somebody else's, and may be anything.
+"""Reads the metadata at the front of a GGUF file, with bounds: the file is untrusted.
 
 Reads numbers, texts and lists of numbers, walks over the vocabulary without keeping it, and checks that the file is long
 enough for the tensors it announces. Never maps or reads a tensor. Does not know what the numbers mean.
@@ -23,7 +23,7 @@ MAX_PAIRS = 1 << 12
 MAX_TENSORS = 1 << 18
 MAX_KEY_BYTES = 1 << 10
 MAX_TEXT_BYTES = 1 << 12  # longer ones (templates, licences) are walked over
-MAX_LONG_TEXT_BYTES = 1 << 20  # of one that is asked for by its name
+MAX_LONG_TEXT_BYTES = 1 << 20  # of one that is requested by its name
 MAX_LIST = 1 << 10  # one number per layer, at most; longer ones are walked over
 MAX_KEPT = 1 << 17  # characters and numbers, of all values together
 MAX_ELEMENTS = 1 << 21  # of all lists of texts together: vocabularies and merges
@@ -82,7 +82,7 @@ def read_text(path: Path, key: str) -> str | None:
 def _read_checked(path: Path, read: Callable[[Path, int, int, int], T]) -> T:
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody to write
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
             raise _Unreadable("is not a file")
         return read(path, found.st_size, found.st_mtime_ns, found.st_ino)
     except _Unreadable as error:

@@ -48,7 +48,7 @@ class UnusableFile:
 class Listing:
     models: tuple[ModelFile, ...] = ()
     broken: tuple[UnusableFile, ...] = ()
-    notes: tuple[str, ...] = ()  # what somebody should know who wonders where a file went
+    notes: tuple[str, ...] = ()  # why files are not listed, for the user
 
 
 def scan(root: Path) -> Listing:
@@ -75,7 +75,7 @@ def scan(root: Path) -> Listing:
 
 
 def one_file(path: Path) -> ModelFile:
-    """The model that this file is, or is a part of, whatever lies beside it."""
+    """The model that this file is, or is a part of."""
     try:
         beside = [entry.name for entry in os.scandir(path.parent) if is_gguf(entry.name) and _is_text(entry.name)]
     except OSError:
