@@ -1,4 +1,4 @@
-"""The types that cross every room: what is counted, and bytes.
+"""The types that all folders share: counters, and bytes.
 
 A token count and a position are both integers and must never be mixed: under M-RoPE an image of 60 cells may advance
 the position by 8. They are distinct types here, and only ``everwarm.prompt`` converts between them.

@@ -1,7 +1,7 @@
 """The command line: parse, make frozen settings, call one function.
 
-Values come from flags, then ``EVERWARM_*`` environment variables, then a TOML file, then defaults: the first that says
-something wins, for every command alike. Unknown keys are errors.
+Values come from flags, then ``EVERWARM_*`` environment variables, then a TOML file, then defaults: the first one that is
+set wins, for every command alike. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ app = cyclopts.App(
 
     Every option can also be given as an environment variable (`EVERWARM_SERVE_CTX_SIZE=32768`) or in a TOML file named by
     `EVERWARM_CONFIG` (a `[serve]` table with `ctx-size = 32768`). Flags win over the environment, the environment over the
-    file. `everwarm config` shows what holds.
+    file. `everwarm config` shows the result.
     """,
 )
 app.config = [
@@ -68,19 +68,19 @@ def serve(
     ray: Path | None = None,
     options: ServeOptions = DEFAULTS,
 ) -> int:
-    """Serve a model, or many, over HTTP, for clients of OpenAI's, Anthropic's and llama-server's APIs.
+    """Serve one model or many over HTTP, for clients of the OpenAI, Anthropic, Ollama and llama-server APIs.
 
     Parameters
     ----------
     model
-        The GGUF file, or `hf:owner/repo[:quant]` for one of the Hugging Face Hub, which is downloaded once.
+        The GGUF file, or `hf:owner/repo[:quant]` for a model of the Hugging Face Hub, which is downloaded once.
     demo
         Serve the embedded everwarm-tiny instead of a file.
     models
-        Many models behind one address, loaded when they are asked for: a folder of GGUF files, a TOML file that lists
-        them, or `hf:` for all that are in the Hugging Face cache. Each keeps its conversations while it is not loaded.
+        Many models behind one address, each loaded on its first request: a folder of GGUF files, a TOML file that lists
+        them, or `hf:` for all in the Hugging Face cache. A model keeps its conversations while it is not loaded.
     ray
-        Replicas on many machines: a TOML file that describes the cluster, with everything that is a flag here.
+        Replicas on many machines: a TOML file that describes the cluster. It replaces all flags.
     """
     _require_known_variables()
     if ray is not None:
@@ -157,12 +157,12 @@ def config(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     show: bool = True,
 ) -> None:
-    """Show the settings that `serve` would run with, from its flags, its environment and its file, and check them.
+    """Check and show the settings that `serve` would use, from its flags, environment and file.
 
     Parameters
     ----------
     show
-        Print them; with --no-show they are only checked.
+        Print the settings; with --no-show they are only checked.
     """
     _require_known_variables()
     _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
@@ -203,24 +203,22 @@ def chat(
     temperature: float = 0.7,
     max_tokens: int = 1024,
 ) -> int:
-    """Talk to a model. After each answer it says how much of the prompt was reused and how much was read.
+    """Chat with a model. After each reply it shows how much of the prompt was reused and how much was read.
 
     Parameters
     ----------
     where
         A GGUF file, or the URL of a running server such as http://127.0.0.1:8080.
     demo
-        Talk to the embedded everwarm-tiny.
+        Chat with the embedded everwarm-tiny.
     system
         A system message.
     """
-    from everwarm.cli.chat import talk
+    from everwarm.cli.chat import chat_locally, chat_with
 
     if where is not None and where.startswith(("http://", "https://")):
-        return talk(where, api_key, system, temperature, max_tokens)
-    from everwarm.cli.chat import talk_locally
-
-    return talk_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
+        return chat_with(where, api_key, system, temperature, max_tokens)
+    return chat_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
 
 
 @app.command
@@ -231,18 +229,18 @@ def top(
     model: str | None = None,
     once: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Watch a running server: slots, tiers, how much was reused, and the last requests. q or Ctrl-C ends it.
+    """Watch a running server: slots, tiers, what was reused, and the last requests. End with q or Ctrl-C.
 
     Parameters
     ----------
     url
-        Where the server is.
+        The server's address.
     api_key
-        The server's.
+        The server's API key.
     model
-        Which of its models; default: the only one, or one that is loaded.
+        Which of its models to show; default: the only one, or one that is loaded.
     once
-        Print one picture and end.
+        Print the screen once and end.
     """
     from everwarm.cli import top
     from everwarm.gateway.client import Client
@@ -252,14 +250,14 @@ def top(
 
 @app.command
 def demo(*, model: Path | None = None) -> None:
-    """Show the main job: conversations that lose their slot, edits, branches and retries, read only where they are new.
+    """Show what Everwarm does: conversations that lose their slot, edits, branches and retries; only new text is read.
 
     Parameters
     ----------
     model
         A GGUF file to use instead of the embedded everwarm-tiny. It needs a chat template.
     """
-    from everwarm.demo.tour import run_tour  # loading libllama takes a moment; --help should not
+    from everwarm.demo.tour import run_tour  # late, because libllama takes a moment to load
 
     run_tour(Console(), model)
 

@@ -182,14 +182,14 @@ class Request:
 
     def without_token(self) -> tuple[Finish, EverwarmError | None]:
         """Why nothing was picked: nobody wants a token, or the form is complete or cannot be followed."""
-        form = self.sampler.form
+        form = self.sampler.matcher
         if form is None or self.ask.max_tokens == 0:
             return Finish.LENGTH, None
         return (Finish.STOP, None) if form.error is None else (Finish.ERROR, form.error)
 
     def end(self) -> Finish | None:
         """Whether the reply ends with the token it has just got, and how."""
-        if self.sampler.form is not None and self.sampler.form.is_complete:
+        if self.sampler.matcher is not None and self.sampler.matcher.is_complete:
             return Finish.STOP
         return Finish.LENGTH if self.is_full else None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 class Run:
     """Cells written by one sequence, still growing while only that sequence holds them."""
 
-    clean: bool  # written with nobody else in the cells, after clean runs only
+    clean: bool  # written with no other sequence in the cells, after clean runs only
     n_holders: int = 1
 
 

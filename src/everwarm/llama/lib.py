@@ -1,7 +1,7 @@
-"""Finding, loading and checking libllama, once per process, and libmtmd when media are asked for.
+"""Finding, loading and checking libllama, once per process, and libmtmd when a model has media.
 
-Refuses any build whose ABI is not the one ``abi`` and ``mtmd_abi`` declare. Keeps the last warnings libllama printed, so
-that an error can say what it said. Knows no models.
+Refuses any build whose ABI is not the one ``abi`` and ``mtmd_abi`` declare. Keeps the last warnings that libllama logged,
+for error messages. Knows no models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ADVICE = f"install {abi.WHEEL}, or point EVERWARM_LIBLLAMA at a libllama built f
 
 _LEVEL_WARN, _LEVEL_ERROR = 3, 4
 _RECENT_LINES = 64
-_HARMLESS = b"non-consecutive token position"  # said of every M-RoPE image and of the first text behind it
+_HARMLESS = b"non-consecutive token position"  # logged for every M-RoPE image and for the first text after it
 
 
 class Lib:

@@ -66,8 +66,8 @@ class Tokenizer:
         self._beginnings: NamespacedLru[_Beginning] = NamespacedLru(memory_bytes, n_beginnings)
 
     def within(self, namespace: str) -> Tokenizer:
-        """The same memory, of which only what this namespace had tokenized is found: else time would tell what others
-        have sent."""
+        """The same memory, of which only what this namespace had tokenized is found: otherwise timing would tell what
+        others have sent."""
         view = copy.copy(self)
         view._namespace = namespace
         return view

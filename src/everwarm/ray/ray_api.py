@@ -1,6 +1,6 @@
-"""Ray, as far as it is used here, and the only place that imports it.
+"""What is used of Ray, and the only module that imports it.
 
-Without its types: they are not those that its decorators make, and nobody needs Ray to check the rest.
+Untyped: Ray's decorators return other types than they declare, and this way the type check needs no Ray.
 """
 
 from __future__ import annotations

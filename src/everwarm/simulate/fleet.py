@@ -1,4 +1,4 @@
-"""Many replicas without any: who would be asked, what would be read there, and how long a first token would take.
+"""Simulates many replicas: which one a request goes to, what is read there, and how long the first token takes.
 
 A replica reads one prompt at a time and writes as many replies as it has slots; it forgets what was unused for longest
 when its memory is full. What routers know of replicas is as old as the last publication, except for what they sent
@@ -33,7 +33,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What every replica is. ``memory_tokens``: how many tokens it can keep, in whatever tier it has."""
+    """What every replica is. ``memory_tokens``: how many tokens it can keep, in all its tiers."""
 
     seconds_per_token: float = 3.5e-4
     n_slots: int = 8

@@ -1,4 +1,4 @@
-"""The infinite cache: every prefix that was ever read or written is free. What it reads nobody could avoid.
+"""The infinite cache: every prefix that was ever read or written is free. What it reads is unavoidable.
 
 A radix tree of plain arrays that shares no code with the real one, so that the two can be compared.
 """
@@ -35,7 +35,7 @@ class Known:
         edge.children[int(path.codes[at])] = _Edge(path, len(path))
 
     def n_shared(self, prompt: Prompt) -> int:
-        """How many items of the prompt somebody has read before."""
+        """How many items of the prompt were read before."""
         return self._find(prompt)[1]
 
     def _find(self, prompt: Prompt) -> tuple[_Edge, int]:
@@ -46,7 +46,7 @@ class Known:
                 break
             n_agree = min(int(prompt.common_prefix(child.path, at)), child.stop)
             if n_agree == at:
-                break  # two pictures whose codes agree
+                break  # two images whose codes agree
             edge, at = child, n_agree
             if at < edge.stop:
                 break
@@ -55,7 +55,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Tokens of one request that are read: those somebody could avoid, and those nobody could."""
+    """Tokens that one request reads: avoidable ones, and unavoidable ones."""
 
     n_avoidable: int
     n_unavoidable: int

@@ -1,4 +1,4 @@
-"""Running a trace through policies and budgets, and adding up what it cost. Pure but for the work it does."""
+"""Runs a trace through policies and budgets, and sums the cost. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SimulatedStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a trace cost under one policy and one budget. ``n_regret``: tokens read that nobody had to read."""
+    """The cost of a trace under one policy and budget. ``n_regret``: tokens that an infinite cache would not have read."""
 
     policy: str
     budget_bytes: int
@@ -65,7 +65,7 @@ def replay(
     n_slots: int = 2,
     known: Sequence[SharedPrefix] | None = None,
 ) -> Cost:
-    """``known``: what ``shares`` says of the same turns, to save asking again."""
+    """``known``: the result of ``shares`` for the same turns, to compute it once."""
     store = store_for(policy, curves, budget, n_slots)
     known = shares(turns) if known is None else known
     reads: list[int] = []

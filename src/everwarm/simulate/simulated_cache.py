@@ -121,7 +121,7 @@ class SimulatedCache:
         slot.node = node
 
     def _limit_idle(self, running: _Slot) -> None:
-        """Conversations that merely stay keep few cells: the longest unused go first."""
+        """Idle conversations keep few cells: the least recently used ones are evicted."""
         used = sum(slot.n_fed for slot in self._slots)
         for slot in sorted((s for s in self._slots if s is not running and s.n_fed), key=lambda s: s.used_at):
             if used <= running.n_fed + IDLE_CELLS:
@@ -179,7 +179,7 @@ class SimulatedCache:
     # keeping
 
     def _save(self, slot: _Slot) -> None:
-        """Copy to RAM the KV of a slot that somebody can come back to."""
+        """Copy to RAM the KV of a slot that a later request can use."""
         lineage = slot.node.lineage()
         while lineage and not any(n.checkpoint is not None for n in lineage[-1].below()):
             lineage.pop()

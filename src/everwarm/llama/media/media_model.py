@@ -1,7 +1,7 @@
 """Images for a model: an open projector (libmtmd), what an image takes, its embeddings, and their way into a sequence.
 
-A projector is opened beside its text model. ``shape`` and ``encode`` take pixels that somebody else unpacked; an image is
-one chunk of cells, and whatever libmtmd would cut into several is refused. Everything that libmtmd or libllama would
+A projector is opened beside its text model. ``shape`` and ``encode`` take decoded pixels; an image is
+one chunk of cells, and one that libmtmd would split into several is refused. Everything that libmtmd or libllama would
 answer with the end of the process is refused before they see it. Knows no sequences' contents and no prompts.
 
 Encoding may run on another thread than decoding; one image at a time.
@@ -130,18 +130,18 @@ class MediaModel(Closing):
 
     def _probe(self, prefix: str) -> MediaShape:
         """What an image takes behind this text, and on the way what the projector's own rule puts around it."""
-        said = self._model.vocab.tokenize(prefix, add_special=False, parse_special=True).tolist()
+        expected = self._model.vocab.tokenize(prefix, add_special=False, parse_special=True).tolist()
         with self._chunks(_PROBE, _PROBE, None, prefix.encode()) as chunks:
             before, image, after = self._parts(chunks)
-            if list(before[: len(said)]) != said:
-                raise self._unfit(f"changes the text before an image ({before} instead of {said})")
-            self._before, self._after = before[len(said) :], after
+            if list(before[: len(expected)]) != expected:
+                raise self._unfit(f"changes the text before an image ({before} instead of {expected})")
+            self._before, self._after = before[len(expected) :], after
             shape = self._shape_of(image)
             tokens = self._mtmd.input_chunk_get_tokens_image(image)
             cells = [self._mtmd.image_tokens_get_decoder_pos(tokens, _PROBE_POS, i) for i in range(shape.n_tokens)]
-            told = np.array([[cell.t, cell.y, cell.x, cell.z] for cell in cells], np.int32).T
+            positions = np.array([[cell.t, cell.y, cell.x, cell.z] for cell in cells], np.int32).T
             planes = shape.positions(_PROBE_POS, uses_mrope=self.uses_mrope)
-            if not np.array_equal(told[: len(planes)], planes):
+            if not np.array_equal(positions[: len(planes)], planes):
                 raise self._unfit("numbers the cells of an image in a way Everwarm does not know")
         return shape
 
@@ -168,7 +168,7 @@ class MediaModel(Closing):
     # images
 
     def shape(self, width: int, height: int) -> MediaShape:
-        """What an image of so many pixels takes, without looking at it. May be asked on any thread."""
+        """What an image of this size takes, without its pixels. For any thread."""
         _check_size(width, height)
         with self._chunks(width, height, None) as chunks:
             return self._shape_of(self._only_image(chunks, width, height))
@@ -189,7 +189,7 @@ class MediaModel(Closing):
             values = np.ctypeslib.as_array(address, (shape.n_tokens, self.n_embd)).copy()  # the next one overwrites it
         if self.files.look() != before:
             raise WeightsTouched(f"{self.path.name} was touched while it encoded an image")
-        if not np.isfinite(values).all():  # as KV they would spoil whoever comes near
+        if not np.isfinite(values).all():  # as KV, NaN would spoil every sequence that attends to it
             raise ModelError(f"{self.path.name} gave no numbers for an image of {width}×{height} pixels (NaN)")
         return Embedding(shape, values)
 
@@ -197,8 +197,8 @@ class MediaModel(Closing):
     def _chunks(self, width: int, height: int, pixels: int | None, prefix: bytes = b"") -> Iterator[int]:
         """What libmtmd makes of one image behind ``prefix``; without pixels it only counts."""
         assert self._ptr is not None, "the projector is closed"
-        said = prefix + mtmd_abi.MARKER
-        text = mtmd_abi.InputText(said, len(said), False, True)
+        marked = prefix + mtmd_abi.MARKER
+        text = mtmd_abi.InputText(marked, len(marked), False, True)
         bitmap = self._mtmd.bitmap_init(width, height, pixels)
         chunks = self._mtmd.input_chunks_init()
         try:
@@ -345,9 +345,9 @@ def _flat(rgb: bytes | memoryview) -> NDArray[np.uint8]:
         raise BadRequest("an image's bytes must lie one behind the other, and there must be some") from None
 
 
-def _reason(said: tuple[str, ...]) -> str:
+def _reason(messages: tuple[str, ...]) -> str:
     """The first line of libmtmd's that is an error; it also gives advice and repeats itself."""
-    for line in said:
+    for line in messages:
         if "failed" in line or "error" in line:
             return " ".join(line.split())
     return "libmtmd gave no reason"

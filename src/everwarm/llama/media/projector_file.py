@@ -1,10 +1,10 @@
-"""The header of a projector file (an *mmproj*): its keys and tensors, read with bounds before libmtmd sees the file.
+"""Checks a projector file (an *mmproj*) before libmtmd opens it: first its header, then what its kind of projector needs.
 
-Every tensor is known to lie inside the file afterwards. Reads no tensor's numbers and does not know what a projector
-needs; ``projector_rules`` does.
+``Projector`` reads keys and tensors with bounds; afterwards every tensor is known to lie inside the file. It reads no
+tensor's numbers.
 
-libmtmd asks for some tensors and uses others without asking, and it insists on the type of every key it reads. The
-rules know all that the Qwen3-VL and Gemma 3 styles need, and of other styles only what nearly every one does.
+``check`` has the rules. libmtmd tests for some tensors and uses others unchecked, and it aborts where a key has another
+type than it expects. The rules cover all that the Qwen3-VL and Gemma 3 styles need, and what nearly all others need.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Projector:
         return found
 
     def need(self, name: str, shape: tuple[int, ...], formats: frozenset[int] | None = None) -> None:
-        """A tensor of this shape: a vector in f32 and a matrix in any format of weights, unless said otherwise."""
+        """A tensor of this shape: a vector in f32 and a matrix in any format of weights, unless a type is given."""
         tensor, shape = self.tensors.get(name), _trimmed(shape)
         if tensor is None:
             raise self.bad(f"lacks the tensor {name}")
