@@ -89,11 +89,14 @@ def serve(
 
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
     require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
-    engine, console = options.engine(), Console(stderr=True)
+    engine = options.engine()
+    console = Console(stderr=True)
     if models is None:
         catalog = _single(model, options, engine, console)
         return run(lambda: catalog, PoolLimits(), options.server(), console)
-    source, default, state_dir = models, options.models_default, options.state_dir
+    source = models
+    default = options.models_default
+    state_dir = options.state_dir
     with _downloads(console) as resolve:
         found = discover(source, engine, default=default, resolve=resolve, state_dir=state_dir)
 
@@ -167,7 +170,8 @@ def config(
     _require_known_variables()
     _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
     options: ServeOptions = bound.arguments.get("options", DEFAULTS)
-    engine, server = options.engine(), options.server()
+    engine = options.engine()
+    server = options.server()
     for title, settings in (("engine", engine), ("server", server)) if show else ():
         print(f"[{title}]")
         for name, value in dataclasses.asdict(settings).items():

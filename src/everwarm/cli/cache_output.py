@@ -75,7 +75,8 @@ def folder_facts(folder: Folder) -> Facts:
 
 
 def _state_facts(lineage: Lineage) -> Facts:
-    state, head = lineage.state, lineage.state.header
+    state = lineage.state
+    head = lineage.state.header
     return {
         "name": state.name,
         "words": head.words,
@@ -270,7 +271,8 @@ def _node(node: Json) -> Text:
     if node["parent"] is None:
         return Text(f"namespace {readable(node['namespace']) or 'none'}", "dim")
     text = Text(f"{node['start']:,}–{node['end']:,}")
-    checkpoint, kv = node["checkpoint"], node["kv"]
+    checkpoint = node["checkpoint"]
+    kv = node["kv"]
     if checkpoint is not None:
         where = "+".join(checkpoint["tiers"]) or "nowhere"
         text.append(f"  {checkpoint['kind']} ({where}, {size_text(checkpoint['bytes'])})", "green")

@@ -73,7 +73,8 @@ def chat_with(url: str, api_key: str | None, system: str | None, temperature: fl
 
 def _answer(console: Console, url: str, api_key: str | None, body: Json) -> str:
     console.print("[green]model[/]  ", end="")
-    text, began = "", time.monotonic()
+    text = ""
+    began = time.monotonic()
     timings: Json = {}
     first: float | None = None
     for chunk in _chunks(url, api_key, body):

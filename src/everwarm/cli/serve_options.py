@@ -260,7 +260,8 @@ class ServeOptions:
         )
 
     def _store(self) -> StoreSettings | None:
-        disk_bytes, write_bytes = parse_bytes(self.disk_cache), parse_bytes(self.disk_write_budget)
+        disk_bytes = parse_bytes(self.disk_cache)
+        write_bytes = parse_bytes(self.disk_write_budget)
         return StoreSettings(self.state_dir, disk_bytes, write_bytes, self.restore_policy) if disk_bytes else None
 
     def _remote(self) -> RemoteSettings | None:

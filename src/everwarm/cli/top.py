@@ -95,13 +95,16 @@ def _savings(overview: Json) -> Text:
 
 
 def _tiers(overview: Json) -> Table:
-    tiers, engine = overview["tiers"], overview["engine"]
+    tiers = overview["tiers"]
+    engine = overview["engine"]
     table = _table("tier", "", "used", "of", "holds")
-    n_cells, n_ctx = tiers["device"]["n_cells"], engine["n_ctx"]
+    n_cells = tiers["device"]["n_cells"]
+    n_ctx = engine["n_ctx"]
     table.add_row(
         "device", _bar(n_cells, n_ctx), f"{n_cells:,}", f"{n_ctx:,} cells", f"{tiers['device']['n_states']} states"
     )
-    ram, disk = tiers["ram"], tiers["disk"]
+    ram = tiers["ram"]
+    disk = tiers["disk"]
     held = f"{ram['n_states']} states, {ram['n_segments']} segments"
     table.add_row("ram", *_fill(ram), held)
     if disk is not None:
@@ -110,7 +113,8 @@ def _tiers(overview: Json) -> Table:
 
 
 def _fill(tier: Json) -> tuple[RenderableType, str, str]:
-    used, most = tier["bytes"], tier["budget_bytes"]
+    used = tier["bytes"]
+    most = tier["budget_bytes"]
     return _bar(used, most), size_text(used), size_text(most)
 
 

@@ -19,7 +19,8 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings
 
-WIDTH, HEIGHT = 320, 224
+WIDTH = 320
+HEIGHT = 224
 _MARKER = "\0picture\0"
 _SHOWN = f"<|im_start|>user\nLook at this: {_MARKER} What is it?<|im_end|>\n<|im_start|>assistant\n"
 _NEXT = "It is a gradient.<|im_end|>\n<|im_start|>user\nAnd what colour?<|im_end|>\n<|im_start|>assistant\n"
@@ -40,7 +41,8 @@ def _show(console: Console, engine: Engine) -> None:
     table = Table(title="\n5. An image and turns about it (a tiny model with random weights)", title_justify="left")
     for name in ("turn", "prompt", "cached", "processed", "images encoded"):
         table.add_column(name, justify="left" if name == "turn" else "right")
-    first, other = _gradient(0), _gradient(1)
+    first = _gradient(0)
+    other = _gradient(1)
     turns = (
         ("the image is shown", _SHOWN, first),
         ("the next question", _SHOWN + _NEXT, first),

@@ -112,7 +112,8 @@ def run_tour(console: Console, model: Path | None) -> None:
 
 
 def _introduce(console: Console, engine: Engine) -> None:
-    model, sizes = engine.model, engine.core.sizes
+    model = engine.model
+    sizes = engine.core.sizes
     console.print(
         f"\n[bold]{model.path.name}[/]: {model.n_params / 1e6:.1f} M parameters, {model.memory_kind.value} memory, "
         f"{sizes.shape.state_bytes / 1024:.0f} KiB of recurrent state per point, "
@@ -137,7 +138,8 @@ def _lost_slot(console: Console, warm: DemoClient, cold: DemoClient) -> float:
             for client in (warm, cold):
                 _take_both_slots(client)
             console.print("  [dim](two other conversations of 1,400 tokens each take both slots)[/]")
-        with_it, without = warm.reply(conversations["warm"], question), cold.reply(conversations["cold"], question)
+        with_it = warm.reply(conversations["warm"], question)
+        without = cold.reply(conversations["cold"], question)
         console.print(f"  [cyan]you[/]   {_short(question)}")
         console.print(f"  [green]model[/] {with_it.text}")
         rows.append((str(i + 1), with_it, without))

@@ -74,7 +74,8 @@ def describes_end(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
 def with_header(data: Blob, seq: int) -> Blob:
     """A sequence from a file, in the layout that libllama reads from memory. Makes no copy if there is room for the
     header right before the data."""
-    header, room = np.frombuffer(_HEADER.pack(MAGIC, seq), np.uint8), data.base
+    header = np.frombuffer(_HEADER.pack(MAGIC, seq), np.uint8)
+    room = data.base
     if isinstance(room, np.ndarray) and room.dtype == np.uint8 and room.nbytes == HEADER_BYTES + data.nbytes:
         room[:HEADER_BYTES] = header
         return room

@@ -105,7 +105,8 @@ class Cells:
             assert all(span.n > 0 for span in spans)
             for span in spans:
                 assert span.run.n_holders == sum(span.run is s.run for held in self._spans for s in held)
-        known, self._used = self.used, None
+        known = self.used
+        self._used = None
         assert known == self.used <= self.n_cells
 
 

@@ -53,7 +53,8 @@ class Context(Sequences):
         n, rows = self._fill(feeds)
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
-        files, before = self.model.files, self.model.files.before_use()
+        files = self.model.files
+        before = self.model.files.before_use()
         code = int(self._lib.decode(self._ptr, self._batch.struct(n)))
         if code == 1:
             raise ContextFull(f"libllama found no room for {n} tokens beside {self.cells.used} of {self.n_ctx} cells")
@@ -73,11 +74,13 @@ class Context(Sequences):
         """Append a whole image. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
         self._check_seq(seq)
         assert not self._stateless[seq], f"sequence {seq} has KV but no state"
-        n, start = embedding.shape.n_tokens, self._end[seq]
+        n = embedding.shape.n_tokens
+        start = self._end[seq]
         assert end.n_tokens == start.n_tokens + n and end.pos == start.pos + embedding.shape.n_pos
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"a picture of {n} cells does not fit into {self.cells.free}")
-        files, before = self.model.files, self.model.files.before_use()
+        files = self.model.files
+        before = self.model.files.before_use()
         code = decode_image(
             self._lib,
             self.native,
@@ -112,7 +115,8 @@ class Context(Sequences):
 
     def _fill(self, feeds: Sequence[Feed]) -> tuple[int, list[int]]:
         """Returns how many tokens there are, and which of them will have logits."""
-        n, rows = 0, []
+        n = 0
+        rows = []
         for feed in feeds:
             self._check_feed(feed)
             size = len(feed.tokens)
@@ -221,7 +225,8 @@ class Context(Sequences):
         """Put a whole sequence in place of an empty one; returns its bytes. On ``StateRejected`` it is still empty."""
         self._check_seq(seq)
         assert self._end[seq] == START, f"sequence {seq} is not empty"
-        blob, n = with_header(data, seq), 0
+        blob = with_header(data, seq)
+        n = 0
         if begins_sequence(blob, self.kind, mark):
             n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, abi.STATE_FULL))
         if n <= HEADER_BYTES or int(self._lib.memory_seq_pos_max(self._mem, seq)) != mark.last_pos:

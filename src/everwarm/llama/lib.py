@@ -26,7 +26,8 @@ log = logging.getLogger("everwarm.llama")
 
 ADVICE = f"install {abi.WHEEL}, or point EVERWARM_LIBLLAMA at a libllama built from tag {abi.BUILD}"
 
-_LEVEL_WARN, _LEVEL_ERROR = 3, 4
+_LEVEL_WARN = 3
+_LEVEL_ERROR = 4
 _RECENT_LINES = 64
 _HARMLESS = b"non-consecutive token position"  # logged for every M-RoPE image and for the first text after it
 
@@ -137,7 +138,8 @@ def _bind(target: object, cdll: ctypes.CDLL, functions: dict[str, abi.Signature]
             function = getattr(cdll, name)
         except AttributeError:
             raise LibraryMismatch(f"{path.name} has no function {name}: {ADVICE}") from None
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
         setattr(target, name.removeprefix(prefix), function)
 
 

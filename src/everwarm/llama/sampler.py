@@ -58,7 +58,8 @@ class Sampler(Closing):
         return chain
 
     def _parts(self, sampling: Sampling) -> list[int]:
-        lib, parts = self._lib, []
+        lib = self._lib
+        parts = []
         if sampling.logit_bias:
             pairs = [abi.LogitBias(token, bias) for token, bias in sampling.logit_bias.items()]
             array = (abi.LogitBias * len(pairs))(*pairs)

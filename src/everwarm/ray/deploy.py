@@ -60,7 +60,8 @@ def build(settings: ClusterSettings) -> Any:
 
 
 def _deployment(model: ModelSettings, settings: ClusterSettings) -> Any:
-    table, server = model.replicas, settings.server
+    table = model.replicas
+    server = settings.server
     deployment = serve.deployment(
         Replica,
         name=model.id,
@@ -123,7 +124,8 @@ def run(config: Path, address: str | None = None) -> int:
 
 def start(settings: ClusterSettings) -> None:
     """Serve on a cluster that this process has joined; returns when every replica is ready."""
-    host, port = settings.server.host, settings.server.port
+    host = settings.server.host
+    port = settings.server.port
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port),

@@ -29,7 +29,8 @@ from everwarm.ray.settings import ClusterSettings
 
 log = logging.getLogger("everwarm.ray")
 
-MODELS, RESPONSES = "/v1/models/", "/v1/responses/"
+MODELS = "/v1/models/"
+RESPONSES = "/v1/responses/"
 BY_VALUE = {"stream": True, "_by_reference": False}  # straight to the replica, not through Ray's object store
 REQUEST_ID = b"x-request-id"
 _ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
@@ -48,7 +49,8 @@ class Ingress:
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await _lifespan(receive, send)
-        path, method = scope["path"], scope["method"]
+        path = scope["path"]
+        method = scope["method"]
         if path in ("/health", "/v1/health"):
             return await json_response({"status": "ok"})(scope, receive, send)
         request, model = await self._read_request(scope, receive)
@@ -59,7 +61,9 @@ class Ingress:
 
     async def _read_request(self, scope: Scope, receive: Receive) -> tuple[ProxiedRequest, str | None]:
         """The request as a value, and the model that it names in its body, query or path."""
-        raw, path, query = await _whole(receive), scope["path"], scope["query_string"]
+        raw = await _whole(receive)
+        path = scope["path"]
+        query = scope["query_string"]
         body = _decoded(raw)
         named = body.get("model") if isinstance(body, dict) else None
         named = named or next(iter(parse_qs(query.decode("latin-1")).get("model", [])), None)
@@ -89,7 +93,9 @@ class Ingress:
             async with contextlib.aclosing(self._parts(request, model)) as parts:
                 async for part in parts:
                     if isinstance(part, ProxiedHead):
-                        began, is_stream, replica = True, _is_event_stream(part), _replica(part)
+                        began = True
+                        is_stream = _is_event_stream(part)
+                        replica = _replica(part)
                         await send(
                             {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
                         )
@@ -114,7 +120,8 @@ class Ingress:
     async def _parts(self, request: ProxiedRequest, model: str) -> AsyncGenerator[ProxiedHead | bytes, None]:
         """The parts of an answer, from one replica or, if that died before the first part, from another."""
         for is_last in (False, True):
-            began, answer = False, self._handles[model].remote(request)
+            began = False
+            answer = self._handles[model].remote(request)
             try:
                 async for part in answer:
                     began = True
@@ -129,7 +136,8 @@ class Ingress:
 
     async def _answer(self, request: ProxiedRequest, model: str) -> ReplicaAnswer:
         """A whole answer, for ``FanOut``."""
-        status, body = 500, b""
+        status = 500
+        body = b""
         async with contextlib.aclosing(self._parts(request, model)) as parts:
             async for part in parts:
                 if isinstance(part, ProxiedHead):

@@ -14,9 +14,8 @@ RequestRouter: Any = import_module("ray.serve.request_router").RequestRouter
 Died: Any = import_module("ray.exceptions").RayActorError  # also: cannot be reached just now
 
 _config: Any = import_module("ray.serve.config")
-AutoscalingConfig, AutoscalingPolicy = _config.AutoscalingConfig, _config.AutoscalingPolicy
-HTTPOptions, ProxyLocation, RequestRouterConfig = (
-    _config.HTTPOptions,
-    _config.ProxyLocation,
-    _config.RequestRouterConfig,
-)
+AutoscalingConfig = _config.AutoscalingConfig
+AutoscalingPolicy = _config.AutoscalingPolicy
+HTTPOptions = _config.HTTPOptions
+ProxyLocation = _config.ProxyLocation
+RequestRouterConfig = _config.RequestRouterConfig

@@ -177,7 +177,8 @@ class Exchange:
             if isinstance(part, ProxiedHead):
                 yield part
                 continue
-            pieces, is_over = [part], False
+            pieces = [part]
+            is_over = False
             while not self._outbox.empty() and not is_over:
                 piece = self._outbox.get_nowait()
                 if isinstance(piece, bytes):

@@ -50,11 +50,13 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)
-        now, names = time.monotonic(), set()
+        now = time.monotonic()
+        names = set()
         for replica in replicas:
             name = name_of(replica.replica_id)
             names.add(name)
-            seen, stats = self._seen.setdefault(name, ReplicaPrefixes()), replica.routing_stats or {}
+            seen = self._seen.setdefault(name, ReplicaPrefixes())
+            stats = replica.routing_stats or {}
             if stats != seen.stats:
                 seen.stats = stats
                 seen.busy_until = now + stats.get("unread_bytes", 0) * _seconds_per_byte(stats)
@@ -84,11 +86,13 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, _result: Any) -> None:
         """Note the prefixes of the request: the replica will have them cached for the next requests."""
-        request, name = pending_request.args[0] if pending_request.args else None, name_of(replica_id)
+        request = pending_request.args[0] if pending_request.args else None
+        name = name_of(replica_id)
         seen = self._seen.get(name)
         if seen is None or not isinstance(request, ProxiedRequest) or not request.prefixes.keys:
             return
-        now, prefixes = time.monotonic(), request.prefixes
+        now = time.monotonic()
+        prefixes = request.prefixes
         (n_reusable,) = self._holdings.reach(prefixes.keys, prefixes.ends, [name])
         read_s = (prefixes.n_bytes - n_reusable) * _seconds_per_byte(seen.stats)
         seen.busy_until = max(now, seen.busy_until) + read_s

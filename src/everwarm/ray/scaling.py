@@ -23,5 +23,6 @@ class ByWaitingTokens:
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         reported = (context.aggregated_metrics or {}).get(METRIC) or {}
-        n_waiting, n_requests = sum(reported.values()), context.total_num_requests
+        n_waiting = sum(reported.values())
+        n_requests = context.total_num_requests
         return wanted(n_waiting, n_requests, self._tokens_per_replica, self._slots_per_replica), {}

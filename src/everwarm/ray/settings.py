@@ -140,7 +140,8 @@ def _cluster(file: ClusterFile, path: Path) -> ClusterSettings:
     require(twice is None, f"{path.name}: {twice!r} is the name of two models")
     if file.default is not None:
         require(file.default in named, f"{path.name}: default is {file.default!r}; {did_you_mean(file.default, named)}")
-    server, default = file.server, next((m.id for m in models if file.default in (m.id, *m.aliases)), None)
+    server = file.server
+    default = next((m.id for m in models if file.default in (m.id, *m.aliases)), None)
     with speaking_of(f"{path.name}: [server]"):
         return ClusterSettings(
             models, _server(server, path), default, server.ingresses, server.max_keys, server.stats_every
@@ -157,7 +158,8 @@ def _model(path: Path, name: str, fields: dict[str, Any], defaults: EngineSettin
         require(
             replicas.count is None or replicas.least is replicas.most is None, "replicas: give count, or least and most"
         )
-        low, high = replicas.least or 1, replicas.most or replicas.least or 1
+        low = replicas.least or 1
+        high = replicas.most or replicas.least or 1
         require(low <= high, f"replicas: least is {low} and most is {high}; give least up to most")
         given = table.path or ""
         file = EMBEDDED_MODEL if given == EMBEDDED else below(path.parent, given)

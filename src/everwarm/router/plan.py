@@ -207,7 +207,8 @@ class Planner:
 
     def on(self, event: Event) -> list[Effect]:
         """What is to be done now, in this order."""
-        self._now, self._effects = event.at, []
+        self._now = event.at
+        self._effects = []
         match event:
             case Wanted(request_id, id):
                 self._want(request_id, id)
@@ -233,10 +234,12 @@ class Planner:
 
     def check(self) -> None:
         """What always holds between two events."""
-        models, held = self._models.values(), self._held()
+        models = self._models.values()
+        held = self._held()
         assert self._fit(held, []), "more is in memory than allowed"
         for m in models:
-            is_there, name = m.phase in (Phase.READY, Phase.DRAINING), m.plan.id
+            is_there = m.phase in (Phase.READY, Phase.DRAINING)
+            name = m.plan.id
             assert is_there or not m.leases, f"{name} is {m.phase.value} and leased"
             assert m.phase is not Phase.READY or not m.waiting, f"{name} is ready and a request waits for it"
             assert m in held or not (m.must_go or m.held_bytes or m.is_removed), f"{name} sleeps and counts"
@@ -280,7 +283,8 @@ class Planner:
             if may and not model.stays and model.load_asked is None:
                 model.load_asked = self._now
             return
-        model.must_go, model.load_asked = model.phase is not Phase.ASLEEP, None
+        model.must_go = model.phase is not Phase.ASLEEP
+        model.load_asked = None
         if isinstance(order, Removed):
             model.is_removed = True
             self._refuse(model, "model_not_found", f"the model {model.plan.id!r} was removed")
@@ -362,7 +366,8 @@ class Planner:
 
     def _refuse_if_hopeless(self, model: _Model) -> bool:
         """Whether there can be no room for it, even if everything goes that may."""
-        name, pinned = model.plan.id, [m for m in self._held() if m.stays and m.plan.pinned]
+        name = model.plan.id
+        pinned = [m for m in self._held() if m.stays and m.plan.pinned]
         if self._fit(pinned, [model]):
             return False
         if self._fit([], [model]):
@@ -399,11 +404,14 @@ class Planner:
             del self._requests[request_id]
             self._effects.append(Refuse(request_id, code, message))
         model.waiting.clear()
-        model.load_asked, model.reason = None, message
+        model.load_asked = None
+        model.reason = message
 
     def _stop(self, model: _Model) -> None:
         model.phase = Phase.STOPPING
         self._effects.append(Unload(model.plan.id))
 
     def _end(self, model: _Model) -> None:
-        model.phase, model.held_bytes, model.must_go = Phase.ASLEEP, 0, False
+        model.phase = Phase.ASLEEP
+        model.held_bytes = 0
+        model.must_go = False

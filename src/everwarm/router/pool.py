@@ -168,7 +168,8 @@ class Pool:
             raise EngineStopped("the server is stopping")
         if not self.autoload and not self._is_there(served.id):
             raise BadRequest(f"the model {served.id!r} is not loaded; load it with POST /models/load")
-        id, lease = next(self._ids), Lease(self, served.id, asyncio.get_running_loop().create_future())
+        id = next(self._ids)
+        lease = Lease(self, served.id, asyncio.get_running_loop().create_future())
         self._leases[id] = lease
         self._feed(plan.Wanted(id, served.id, time.monotonic()))
         try:
@@ -180,7 +181,8 @@ class Pool:
 
     def _require_tried(self, served: Served) -> None:
         """A request may start a failed model, unless that was tried a moment ago."""
-        now, retry = time.monotonic(), served.retry
+        now = time.monotonic()
+        retry = served.retry
         if retry is not None and now < retry.not_before and not served.supervisor.is_running:
             wait_s = math.ceil(min(retry.not_before, retry.at or retry.not_before) - now)
             raise EngineStopped(f"{served.reason}; it is tried again in {max(1, wait_s)} s")
@@ -265,7 +267,8 @@ class Pool:
 
     def _renew(self, id: str) -> None:
         """Replace a stopped model by what the catalog has now; its old RAM tier is useless."""
-        before, spec = self._served.pop(id, None), self.catalog.specs.get(id)
+        before = self._served.pop(id, None)
+        spec = self.catalog.specs.get(id)
         if before is not None:
             before.supervisor.forget()
         if spec is not None:
@@ -298,7 +301,8 @@ class Pool:
 
     async def _live(self, served: Served) -> None:
         """Follow one engine from its start until it is stopped or given up. Crashes in between are the supervisor's."""
-        supervisor, began = served.supervisor, time.monotonic()
+        supervisor = served.supervisor
+        began = time.monotonic()
         served.n_loads += 1
         life = served.n_loads
         state = await supervisor.until(State.READY)
@@ -322,7 +326,8 @@ class Pool:
     def _plan_retry(self, failed: Served, *, by_itself: bool) -> None:
         """A model that was in use or is to stay loaded is tried again for ever, after longer and longer waits; any other
         one with the next request."""
-        now, deaths = time.monotonic(), failed.supervisor.deaths
+        now = time.monotonic()
+        deaths = failed.supervisor.deaths
         wait_s = deaths.retry_s(random.random())
         gap_s = min(wait_s, deaths.request_gap_s(gave_reason=failed.supervisor.gave_reason))
         served = self._served.get(failed.id)  # it may have been renewed
@@ -334,12 +339,14 @@ class Pool:
 
     async def _retry_later(self, served: Served, retry: Retry, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
-        status, id = self._planner.status(served.id), served.id
+        status = self._planner.status(served.id)
+        id = served.id
         is_current = self._served.get(id) is served and served.retry is retry
         if not is_current or status is None or status.phase is not Phase.ASLEEP or self.is_stopping:
             return
         log.warning("%s is tried again (try %d)", id, served.supervisor.deaths.n_given_up)
-        now, ttl_s = time.monotonic(), served.spec.ttl_s
+        now = time.monotonic()
+        ttl_s = served.spec.ttl_s
         if served.spec.pinned:
             self._feed(plan.LoadRequested(id, now))
         elif ttl_s == 0.0 or now - status.last_used < ttl_s:

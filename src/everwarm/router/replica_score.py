@@ -75,7 +75,8 @@ class Holdings:
         return set(self._bits)
 
     def add(self, name: str, keys: Iterable[int]) -> None:
-        bit, held = self._bit(name), self._held[name]
+        bit = self._bit(name)
+        held = self._held[name]
         for key in keys:
             if key not in held:
                 held.add(key)
@@ -101,7 +102,8 @@ class Holdings:
     def reach(self, keys: Sequence[int], ends: Sequence[int], names: Sequence[str]) -> list[int]:
         """How many bytes of a request each replica has read before: the end of the longest prefix it has."""
         places = {self._bits[name]: i for i, name in enumerate(names) if name in self._bits}
-        left, found = sum(places), [0] * len(names)
+        left = sum(places)
+        found = [0] * len(names)
         for key, end in zip(reversed(keys), reversed(ends), strict=True):
             hit = self._masks.get(key, 0) & left
             left &= ~hit
@@ -127,7 +129,8 @@ class Holdings:
         return self._bits[name]
 
     def _take(self, name: str, keys: set[int]) -> None:
-        bit, held = self._bits[name], self._held[name]
+        bit = self._bits[name]
+        held = self._held[name]
         for key in keys:
             mask = self._masks[key] & ~bit
             if mask:

@@ -107,7 +107,8 @@ def simulate(
     firsts = []
     for i, arrival in enumerate(arrivals):
         reused, first_s = replicas[picks[i % n_routers](arrival)].serve(arrival)
-        n_tokens, n_reused = n_tokens + arrival.ends[-1], n_reused + reused
+        n_tokens = n_tokens + arrival.ends[-1]
+        n_reused = n_reused + reused
         firsts.append(first_s)
     reading = [replica.read_s for replica in replicas]
     imbalance = max(reading) / max(1e-9, sum(reading) / n_replicas)
@@ -122,7 +123,8 @@ def simulate(
 
 
 def _pick(routing: str, replicas: list[SimulatedReplica], dice: np.random.Generator) -> Pick:
-    n, turn = len(replicas), [0]
+    n = len(replicas)
+    turn = [0]
 
     def next_one(_arrival: Arrival) -> int:
         turn[0] += 1

@@ -12,7 +12,8 @@ from itertools import combinations
 from everwarm.config import require
 from everwarm.simulate.trace import TraceTurn
 
-MAX_TURNS, MAX_POINTS = 12, 14
+MAX_TURNS = 12
+MAX_POINTS = 14
 
 
 def fewest_tokens(turns: Sequence[TraceTurn], n_states: int) -> int:
@@ -62,9 +63,11 @@ def _points(
                 names[key] = len(names)
                 depths.append(later.prompt.n_tokens(n))
                 ends.append(n)
-    made, usable = [], []
+    made = []
+    usable = []
     for turn in turns:
-        path, prompt = turn.path.codes, turn.prompt.codes
+        path = turn.path.codes
+        prompt = turn.prompt.codes
         made.append(frozenset(p for key, p in names.items() if path[: ends[p]].tobytes() == key))
         usable.append(frozenset(p for p in made[-1] if ends[p] < len(prompt)))
     return list(names), made, usable, depths

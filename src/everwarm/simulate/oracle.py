@@ -39,7 +39,8 @@ class Known:
         return self._find(prompt)[1]
 
     def _find(self, prompt: Prompt) -> tuple[_Edge, int]:
-        edge, at = self._root, 0
+        edge = self._root
+        at = 0
         while at < len(prompt):
             child = edge.children.get(int(prompt.codes[at]))
             if child is None:
@@ -47,7 +48,8 @@ class Known:
             n_agree = min(int(prompt.common_prefix(child.path, at)), child.stop)
             if n_agree == at:
                 break  # two images whose codes agree
-            edge, at = child, n_agree
+            edge = child
+            at = n_agree
             if at < edge.stop:
                 break
         return edge, at
@@ -62,7 +64,8 @@ class SharedPrefix:
 
 
 def shares(turns: Iterable[TraceTurn]) -> list[SharedPrefix]:
-    known, found = Known(), []
+    known = Known()
+    found = []
     for turn in turns:
         n_shared = min(known.n_shared(turn.prompt), turn.n_stop)
         n_free = turn.prompt.n_tokens(n_shared)

@@ -106,7 +106,8 @@ def _kv_bytes(entry: Entry, curves: Curves) -> float:
 
 
 def _first(entries: Sequence[Entry], bytes_to_free: int) -> list[int]:
-    chosen, freed = [], 0
+    chosen = []
+    freed = 0
     for entry in entries:
         if freed >= bytes_to_free:
             break

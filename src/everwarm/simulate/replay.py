@@ -91,7 +91,8 @@ def replay(
 def sweep(
     turns: Sequence[TraceTurn], policies: Iterable[str], curves: Curves, budgets: Iterable[int], n_slots: int = 2
 ) -> list[Cost]:
-    known, sizes = shares(turns), list(budgets)
+    known = shares(turns)
+    sizes = list(budgets)
     return [replay(turns, name, curves, size, n_slots, known) for name in policies for size in sizes]
 
 
@@ -120,5 +121,6 @@ def _row(cost: Cost) -> tuple[str, ...]:
 def size_text(n_bytes: float) -> str:
     unit = 0
     while n_bytes >= 1024 and unit < len(_UNITS) - 1:
-        n_bytes, unit = n_bytes / 1024, unit + 1
+        n_bytes = n_bytes / 1024
+        unit = unit + 1
     return f"{n_bytes:.4g} {_UNITS[unit]}"

@@ -132,12 +132,14 @@ class SimulatedCache:
     def _vacate(self, slot: _Slot) -> None:
         self._save(slot)
         self._seat(slot, self.tree.root(""))
-        slot.n_fed, slot.items = 0, _EMPTY
+        slot.n_fed = 0
+        slot.items = _EMPTY
 
     # reading
 
     def _read(self, slot: _Slot, turn: TraceTurn, match: Match, n_items: int) -> None:
-        stop, path = turn.n_stop, turn.path_from(n_items)
+        stop = turn.n_stop
+        path = turn.path_from(n_items)
         for cut in self._policy.cuts(turn, n_items, match.n_shared, self._spacing):
             if n_items < cut.at <= stop:
                 self._take(slot, path, cut.at, cut.kind)
@@ -146,7 +148,8 @@ class SimulatedCache:
             self._take(slot, path, n_end, CutKind.CANCEL if turn.stop_at is not None else CutKind.REPLY)
         else:
             self._mark(slot, path, n_end)
-        slot.items, slot.n_fed = path, n_end
+        slot.items = path
+        slot.n_fed = n_end
 
     def _mark(self, slot: _Slot, path: Prompt, n_items: int) -> Node:
         node = self.tree.grow(slot.node, path, n_items) if n_items > slot.node.n_items else slot.node

@@ -163,7 +163,8 @@ def _picture(media: _Media, n_items: int) -> MediaItem:
 
 
 def _of_mooncake(line: _Mooncake, number: int) -> TraceTurn:
-    n, n_blocks = line.input_length, len(line.hash_ids)
+    n = line.input_length
+    n_blocks = len(line.hash_ids)
     require(0 < n <= MAX_ITEMS, f"input_length is {n}; give 1 to {MAX_ITEMS}")
     require(0 <= line.output_length <= MAX_ITEMS, f"output_length is {line.output_length}; give 0 to {MAX_ITEMS}")
     need = -(-n // MOONCAKE_BLOCK)

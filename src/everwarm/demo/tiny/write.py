@@ -95,7 +95,8 @@ def finish_header(writer: GGUFWriter, tensors: Sequence[Tensor], dtype: DType) -
 def append_tensors(
     path: Path, tensors: Sequence[Tensor], dtype: DType, seed: int, progress: Progress | None = None
 ) -> None:
-    n_total, n_done = sum(size_bytes(tensor, dtype) for tensor in tensors), 0
+    n_total = sum(size_bytes(tensor, dtype) for tensor in tensors)
+    n_done = 0
     with path.open("ab") as file:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))

@@ -58,7 +58,8 @@ class MediaShape:
         index = np.arange(self.n_tokens, dtype=np.int32)
         if not uses_mrope:
             return (start + index)[None]
-        t, z = np.full_like(index, start), np.zeros_like(index)
+        t = np.full_like(index, start)
+        z = np.zeros_like(index)
         return np.stack([t, start + index // self.nx, start + index % self.nx, z])
 
 
@@ -100,7 +101,9 @@ class MediaModel(Closing):
 
     def _open(self, n_threads: int, use_gpu: bool) -> int:
         params = self._mtmd.context_params_default()
-        params.use_gpu, params.n_threads, params.print_timings = use_gpu, n_threads, False
+        params.use_gpu = use_gpu
+        params.n_threads = n_threads
+        params.print_timings = False
         self._model.lib.forget_log()
         ptr: int | None = self._mtmd.init_from_file(os.fsencode(self.path), self._model.ptr, params)
         if not ptr:
@@ -135,7 +138,8 @@ class MediaModel(Closing):
             before, image, after = self._parts(chunks)
             if list(before[: len(expected)]) != expected:
                 raise self._unfit(f"changes the text before an image ({before} instead of {expected})")
-            self._before, self._after = before[len(expected) :], after
+            self._before = before[len(expected) :]
+            self._after = after
             shape = self._shape_of(image)
             tokens = self._mtmd.input_chunk_get_tokens_image(image)
             cells = [self._mtmd.image_tokens_get_decoder_pos(tokens, _PROBE_POS, i) for i in range(shape.n_tokens)]
@@ -181,7 +185,8 @@ class MediaModel(Closing):
             raise BadRequest(f"an image of {width}×{height} pixels has {3 * width * height} bytes, not {len(pixels)}")
         with self._encoding, self._chunks(width, height, pixels.ctypes.data) as chunks:
             image = self._only_image(chunks, width, height)
-            shape, before = self._shape_of(image), self.files.before_use()
+            shape = self._shape_of(image)
+            before = self.files.before_use()
             if self._mtmd.encode_chunk(self._ptr, image) != 0:
                 reason = self._model.lib.last_words()
                 raise ModelError(f"an image of {width}×{height} pixels could not be encoded: {reason}")
@@ -235,7 +240,8 @@ class MediaModel(Closing):
         return tuple(tokens[: n.value])
 
     def _shape_of(self, image: int) -> MediaShape:
-        mtmd, tokens = self._mtmd, self._mtmd.input_chunk_get_tokens_image(image)
+        mtmd = self._mtmd
+        tokens = self._mtmd.input_chunk_get_tokens_image(image)
         if not tokens:
             raise ModelError(f"{self.path.name} made something else than an image of an image")
         shape = MediaShape(
@@ -276,7 +282,8 @@ def decode_image(
     dropped. The logits wanted are those of the last cell, libllama's row -1. Without causal attention every cell sees all
     the others: such an image must fit into one ubatch and is refused, before anything is changed, if it does not.
     """
-    shape, values = embedding.shape, embedding.values
+    shape = embedding.shape
+    values = embedding.values
     n_embd = int(lib.model_n_embd_inp(lib.get_model(ctx_ptr)))
     assert values.shape == (shape.n_tokens, n_embd), f"{values.shape} numbers for {shape} in a width of {n_embd}"
     assert values.dtype == np.float32 and values.flags.c_contiguous and shape.nx * shape.ny == shape.n_tokens
@@ -302,7 +309,8 @@ def _decode_parts(
 ) -> int:
     """Cells see only those before them, so they may come in parts. No room for a later one is not "nothing changed"."""
     for start in range(0, len(values), n_batch):
-        part, is_last = slice(start, start + n_batch), start + n_batch >= len(values)
+        part = slice(start, start + n_batch)
+        is_last = start + n_batch >= len(values)
         code = _decode_cells(lib, ctx_ptr, seq, values[part], planes[:, part], wants_logits and is_last)
         if code != 0:
             return LOST if code == 1 and start > 0 else code
@@ -312,7 +320,9 @@ def _decode_parts(
 def _decode_cells(lib: Lib, ctx_ptr: int, seq: int, values: Values, planes: Positions, wants_logits: bool) -> int:
     n = len(values)
     positions = np.ascontiguousarray(planes).ravel()  # plane by plane, of these cells alone
-    seqs, ones, wants = np.full(n, seq, np.int32), np.ones(n, np.int32), np.zeros(n, np.int8)
+    seqs = np.full(n, seq, np.int32)
+    ones = np.ones(n, np.int32)
+    wants = np.zeros(n, np.int8)
     wants[-1] = wants_logits
     pointers = seqs.ctypes.data + 4 * np.arange(n, dtype=np.uint64)
     batch = abi.Batch(

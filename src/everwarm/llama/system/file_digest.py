@@ -74,7 +74,8 @@ def wait_settled(fd: int) -> None:
 
 
 def read_digest(fd: int) -> str:
-    hasher, at = blake3.blake3(max_threads=blake3.blake3.AUTO), 0
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    at = 0
     buffer = memoryview(bytearray(min(_CHUNK, max(1, os.fstat(fd).st_size))))
     while n := os.preadv(fd, [buffer], at):
         hasher.update(buffer[:n])

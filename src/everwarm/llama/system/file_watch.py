@@ -152,13 +152,15 @@ class FileWatch(Closing):
     def wait_still(self, seconds: float) -> None:
         """Wait until the files behind the names were not written to for ``STILL_S``, at most ``seconds``."""
         now = time.monotonic()
-        until, still_until = now + seconds, now + STILL_S
+        until = now + seconds
+        still_until = now + STILL_S
         before = self._named()
         while (now := time.monotonic()) < min(until, still_until):
             time.sleep(STILL_STEP_S)
             after = self._named()
             if after != before:
-                before, still_until = after, time.monotonic() + STILL_S
+                before = after
+                still_until = time.monotonic() + STILL_S
 
     def _named(self) -> list[FileMark | None]:
         found: list[FileMark | None] = []
@@ -197,7 +199,9 @@ class FileWatch(Closing):
             threading.Thread(target=self._examine, name="everwarm-files", daemon=True).start()
 
     def _decide(self, verdict: _Verdict, reason: str = "") -> None:
-        self._verdict, self.reason, self._used_in_doubt = verdict, reason, False
+        self._verdict = verdict
+        self.reason = reason
+        self._used_in_doubt = False
         self._is_decided.set()
 
     # the thread
@@ -226,7 +230,8 @@ class FileWatch(Closing):
         usable."""
         with self._lock:
             stats = self._stats() if self._fds else ()
-            now, n_links = _marks(stats), [stat.st_nlink for stat in stats]
+            now = _marks(stats)
+            n_links = [stat.st_nlink for stat in stats]
             changed = [i for i, (a, b) in enumerate(zip(now, self._right, strict=False)) if a != b]
             is_written = any(now[i][:4] != self._right[i][:4] for i in changed)
             if is_written or any(n_links[i] == self._n_links[i] for i in changed) or self._verdict is _Verdict.CHANGED:
@@ -273,7 +278,8 @@ class FileWatch(Closing):
                 self._decide(_Verdict.CHANGED, f"{', '.join(path.name for path in self.paths)} {what}")
 
     def close(self) -> None:
-        fds, self._fds = self._fds, []
+        fds = self._fds
+        self._fds = []
         for fd in fds:
             os.close(fd)
 

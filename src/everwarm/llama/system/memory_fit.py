@@ -107,7 +107,8 @@ def gpu_free_bytes(lib: Lib) -> int:
     for i in range(int(lib.ggml_backend_dev_count())):
         device = lib.ggml_backend_dev_get(i)
         if int(lib.ggml_backend_dev_type(device)) == _DEVICE_GPU:
-            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            free = ctypes.c_size_t()
+            total = ctypes.c_size_t()
             lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
             total_free += free.value
     return total_free

@@ -53,7 +53,9 @@ def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> Runtime | None:
 
 def runtime_of(cdll: Any) -> Runtime:
     """By the names that the CUDA runtime has for them."""
-    register, unregister, last_error = cdll.cudaHostRegister, cdll.cudaHostUnregister, cdll.cudaGetLastError
+    register = cdll.cudaHostRegister
+    unregister = cdll.cudaHostUnregister
+    last_error = cdll.cudaGetLastError
     register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint], ctypes.c_int
     unregister.argtypes, unregister.restype = [ctypes.c_void_p], ctypes.c_int
     last_error.argtypes, last_error.restype = [], ctypes.c_int
@@ -79,7 +81,8 @@ class Pinned:
             raise NotPinned(f"the CUDA runtime refused {memory.nbytes} bytes (error {code})")
 
     def close(self) -> None:
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is not None and self._runtime.unregister(memory.ctypes.data):
             self._runtime.last_error()
 

@@ -95,8 +95,10 @@ def _watch(team: SecondTeam) -> None:
     at = time.monotonic()
     while True:
         time.sleep(_SAMPLE_S)
-        waited_before, at_before = waited, at
-        waited, at = waited_s(), time.monotonic()
+        waited_before = waited
+        at_before = at
+        waited = waited_s()
+        at = time.monotonic()
         if contention.sample((waited - waited_before) / (at - at_before)):
             team.start()
         else:

@@ -124,7 +124,8 @@ def _found(source: str | Path, defaults: EngineSettings, resolve: Resolve, state
         return _from_hub(source, defaults, resolve)
     path = Path(source).expanduser()
     if path.is_dir():
-        listing, shelf = scan.scan(path), _Shelf()
+        listing = scan.scan(path)
+        shelf = _Shelf()
         shelf.put_all(listing.models, defaults)
         return Catalog(shelf.specs, (*shelf.broken, *listing.broken), notes=listing.notes)
     require(path.exists(), f"{path} does not exist; give a folder, a .toml file, a GGUF file or hf:owner/repo")

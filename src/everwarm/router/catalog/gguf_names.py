@@ -115,7 +115,8 @@ def projector_for(group: Group, projectors: Iterable[str], *, is_alone: bool) ->
     ranked = []
     for name in projectors:
         bare = _PROJECTOR.sub("-", posixpath.basename(name)[: -len(".gguf")]).strip("-._").lower()
-        is_exact, is_own = bare == group.stem.lower(), bool({bare, without_quant(bare)} & wanted)
+        is_exact = bare == group.stem.lower()
+        is_own = bool({bare, without_quant(bare)} & wanted)
         if is_own or is_alone:
             quant = "" if is_exact else (quant_of(bare) or "").lower()
             order = _PROJECTOR_PREFERENCE.index(quant) if quant in _PROJECTOR_PREFERENCE else len(_PROJECTOR_PREFERENCE)

@@ -74,7 +74,8 @@ def resolve(
     cache: Path | None = None,
 ) -> HubModel:
     """The model in the cache; it is downloaded if it is not there and ``offline`` does not forbid it."""
-    wanted, cache = parse_name(name), cache or cache_directory()
+    wanted = parse_name(name)
+    cache = cache or cache_directory()
     for snapshot in _snapshots(cache / _folder(wanted.repo)):
         found = _in_snapshot(wanted, snapshot)
         if found is not None:
@@ -208,7 +209,8 @@ class _Download:
             info = HfApi(endpoint=self._endpoint).model_info(self._wanted.repo, files_metadata=True, timeout=ANSWER_S)
             sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
         except (ValueError, TypeError, KeyError, AttributeError):
-            sizes, info = {}, None
+            sizes = {}
+            info = None
         if info is None or not _COMMIT.fullmatch(str(info.sha)):
             raise ModelFileError(
                 f"cannot look up {self._wanted}: what answers is not the Hub; check HF_ENDPOINT and the network's proxy"
@@ -242,7 +244,8 @@ class _Download:
         """
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-        repo, endpoint = self._wanted.repo, self._endpoint
+        repo = self._wanted.repo
+        endpoint = self._endpoint
         if not (self._folder / "snapshots" / commit / name).exists():
             url = hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
             facts = get_hf_file_metadata(url, endpoint=endpoint)

@@ -106,7 +106,8 @@ def _open(root: Path, group: Group, model_id: str, found: list[Group], names: li
     siblings = [other for other in found if other.folder == group.folder]
     mmproj = _projector(root, group, siblings, names)
     facts = [_stat(part) for part in parts]
-    n_bytes, changed_ns = sum(fact.st_size for fact in facts), max(fact.st_mtime_ns for fact in facts)
+    n_bytes = sum(fact.st_size for fact in facts)
+    changed_ns = max(fact.st_mtime_ns for fact in facts)
     return ModelFile(model_id, parts[0], headers[0], n_bytes, changed_ns, mmproj)
 
 
@@ -162,7 +163,8 @@ def _ids(found: list[Group], notes: list[str]) -> list[str]:
 
 def _gguf_files(root: Path, notes: list[str]) -> Iterator[str]:
     """Their paths below the folder. Links are followed, but no folder is visited twice."""
-    todo, seen = [("", 0)], set()
+    todo = [("", 0)]
+    seen = set()
     while todo:
         below, depth = todo.pop()
         try:

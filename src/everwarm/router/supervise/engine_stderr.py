@@ -38,12 +38,14 @@ class Stderr:
         return "\n".join(self._lines)
 
     def _run(self) -> None:
-        is_json, rest = log_format() == "json", b""
+        is_json = log_format() == "json"
+        rest = b""
         with contextlib.suppress(OSError), open(self._ours, "rb", buffering=0) as pipe:
             while data := pipe.read(1 << 16):
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _MOST_LINE:
-                    lines, rest = [*lines, rest], b""
+                    lines = [*lines, rest]
+                    rest = b""
                 self._pass_on(lines, is_json=is_json)
             if rest:
                 self._pass_on([rest], is_json=is_json)

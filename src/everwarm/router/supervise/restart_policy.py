@@ -200,11 +200,14 @@ class Heartbeat:
     _step_age_s: float | None = None
 
     def heard(self) -> None:
-        self.silent_s, self._n_late, self.has_spoken = 0.0, 0, True
+        self.silent_s = 0.0
+        self._n_late = 0
+        self.has_spoken = True
 
     def tick(self, at: float, step_age_s: float | None) -> None:
         """Count the time since the last tick. ``step_age_s``: the running step's age as the engine last reported it."""
-        passed_s, self.at = at - self.at, at
+        passed_s = at - self.at
+        self.at = at
         is_late = passed_s > LATE_S
         self._n_late += is_late
         if is_late and self._n_late <= MOST_LATE:

@@ -169,7 +169,9 @@ class Supervisor:
 
         Images that the engine has seen are sent without their pixels. If it needs the pixels after all, they are lent to
         it for as long as the request lasts."""
-        namespace, images, has_begun = submit.get("namespace", ""), submit.get("pictures", ()), False
+        namespace = submit.get("namespace", "")
+        images = submit.get("pictures", ())
+        has_begun = False
         if lend is None or self._images.knows(namespace, images):
             async with contextlib.aclosing(self._stream(m.Submit(self._pending.new_id(), **submit))) as messages:
                 async for message in messages:
@@ -252,9 +254,11 @@ class Supervisor:
         while not self._is_over:
             try:
                 ending = await self._live_once()
-                cause, why = cause_of(ending), explained(ending)
+                cause = cause_of(ending)
+                why = explained(ending)
             except OSError as error:
-                cause, why = Cause.NOT_STARTED, f"its process could not be started: {error}"
+                cause = Cause.NOT_STARTED
+                why = f"its process could not be started: {error}"
             if self._is_outdated:
                 self._is_outdated = False  # it did not fail
             elif not self._is_over:
