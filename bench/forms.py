@@ -1,6 +1,6 @@
-"""What keeping a reply to a form costs: per token on vocabularies of real sizes, per form, and beside llama-server.
+"""The cost of constrained decoding: per token on vocabularies of real sizes, per constraint, and beside llama-server.
 
-Wanted: at most 200 µs for the mask and the commit of a token on a vocabulary of 32k tokens.
+Target: at most 200 µs for the mask and the commit of a token on a vocabulary of 32k tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.model_syntax import ModelSyntax
-from everwarm.llama.constraints.grammar import Words, grammar_of
+from everwarm.llama.constraints.grammar import LIMITS, grammar_of
 from everwarm.llama.constraints.matcher import Matcher
-from everwarm.llama.constraints.trial import LIMITS
+from everwarm.llama.constraints.trial import NamedTokens
 
 N_ROUNDS, N_REPLY = 12, 256
 BEFORE = ("", " ", " ", '"', "\n", ", ")
@@ -63,7 +63,9 @@ TOOLS = [
 def run() -> None:
     rows = [row for n in (32_000, 152_000) for row in _costs(n)]
     table(
-        "Keeping to a form", ("vocabulary", "form", "to compile", "mask + commit, mean", "99 of 100", "longest"), rows
+        "Constrained decoding",
+        ("vocabulary", "constraint", "to compile", "mask + commit, mean", "99 of 100", "longest"),
+        rows,
     )
     print()
     _beside_llama_server()
@@ -97,10 +99,13 @@ class Vocabulary:
 
 def _costs(n_tokens: int) -> Iterator[tuple[str, ...]]:
     tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary(n_tokens)), eos_token=n_tokens - 1)
-    words = Words(n_tokens, {"<|im_end|>": n_tokens - 1}, {"<tool_call>": n_tokens - 2}, [n_tokens - 1])
-    for name, form, text in _forms():
-        grammar = grammar_of(form, words)
-        compile_s = median_s(lambda grammar=grammar: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), 9)
+    words = NamedTokens(n_tokens, {"<|im_end|>": n_tokens - 1}, {"<tool_call>": n_tokens - 2}, [n_tokens - 1])
+    for name, constraint, text in _constraints():
+        grammar = grammar_of(constraint, words)
+        compile_s = median_s(
+            lambda grammar=grammar: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS),
+            9,
+        )
         native = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         assert not native.is_error(), native.get_error()
         times = sorted(1e6 * t for _ in range(5) for t in _follow(native, tokenizer, n_tokens, text))
@@ -111,15 +116,15 @@ def _costs(n_tokens: int) -> Iterator[tuple[str, ...]]:
         yield f"{n_tokens}", name, *shown
 
 
-def _forms() -> Iterator[tuple[str, Constraint, str]]:
+def _constraints() -> Iterator[tuple[str, Constraint, str]]:
     line = {"sku": "plum", "n": 12, "price": 3.25}
     order = {"id": 417, "customer": {"name": "Ada the third of her name", "vip": True}, "lines": [line] * 40}
     yield "nested schema", Constraint("json_schema", answer_schema(ORDER, strict=True)), json.dumps(order)
     body = ChatBody(messages=[{"role": "user", "content": "x"}], tools=TOOLS, tool_choice="required")
-    form = chat_constraint(body, ModelSyntax("<tool_call>"), "")
-    assert form is not None
+    constraint = chat_constraint(body, ModelSyntax("<tool_call>"), "")
+    assert constraint is not None
     call = json.dumps({"name": "order_5", "arguments": order})
-    yield "call of one of 8 tools", form, f"<tool_call>\n{call}\n</tool_call>"
+    yield "call of one of 8 tools", constraint, f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _follow(native: LLMatcher, tokenizer: LLTokenizer, n_tokens: int, text: str) -> Iterator[float]:

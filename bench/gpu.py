@@ -131,7 +131,7 @@ def switch(book: Book, server: Server, repeats: int, title: str = "switch of two
 
 
 def slot_files(book: Book, server: Server, repeats: int) -> None:
-    """Saved, erased, restored, and asked again."""
+    """Saved, erased, restored, and sent again."""
     history = tokens_of(100)
     for i in range(repeats):
         timed(server, history, 1, id_slot=0)
@@ -226,7 +226,7 @@ def eight(run: Run) -> None:
 
 def unpinned(run: Run) -> None:
     with run.ours("--pin-ram", "off") as server:
-        unpinned_server = Server("Everwarm, not pinned", server.host, server.pid, server.said)
+        unpinned_server = Server("Everwarm, not pinned", server.host, server.pid, server.log)
         _try(lambda: switch(run.book, unpinned_server, 4))
         _try(lambda: slot_files(run.book, unpinned_server, 2))
 
@@ -253,7 +253,7 @@ def swapped(run: Run) -> None:
 
 def _note_log(run: Run, title: str, server: Server) -> None:
     words = ("pinned", "loaded", "sleep", "put away", "WARN", "ERROR", "Trace")
-    run.book.about[title] = [line.strip() for line in server.said if any(word in line for word in words)][:40]
+    run.book.about[title] = [line.strip() for line in server.log if any(word in line for word in words)][:40]
 
 
 def _try(action: Callable[[], None]) -> None:

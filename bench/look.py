@@ -1,6 +1,6 @@
 """Looking into a tree of 10,000 nodes, a page of 1,000 at a time. Wanted: at most about 2 ms of the loop's time per page.
 
-Also what somebody who turns twenty pages a second, words included, takes from a reply that is being written.
+Also how much a client that reads twenty pages a second, with text, slows down a reply.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run() -> None:
     loop.stop()
     running.thread.join()
     core.close()
-    rows = [("nobody looks", f"{statistics.median(quiet):.0f} tokens/s")]
+    rows = [("no client reads pages", f"{statistics.median(quiet):.0f} tokens/s")]
     rows += [("twenty pages a second", f"{statistics.median(watched):.0f} tokens/s")]
     table(f"A reply of {N_REPLY} tokens of everwarm-tiny", ("", "decode"), rows)
 
@@ -94,7 +94,7 @@ def _show_pages(core: Core) -> None:
 
 
 def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, lookup: CacheView | None) -> float:
-    """Tokens per second of one reply, with somebody turning pages beside it or not."""
+    """Tokens per second of one reply, with a client that reads pages beside it or without."""
     done.clear()
     replies.clear()
     ask = Ask(Prompt.of_tokens([20] * 64), GREEDY, N_REPLY, ignore_eos=True, use_cache=False)

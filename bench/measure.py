@@ -45,7 +45,7 @@ def median_s(action: Callable[[], object], repeats: int, before: Callable[[], ob
 
 
 def least_cpu_s(action: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
-    """The least of several, of this thread's own time: what it takes when nobody else is at work."""
+    """The least of several, of this thread's own time: without other work on the machine."""
     times = []
     for _ in range(repeats):
         if before is not None:

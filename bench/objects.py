@@ -36,12 +36,12 @@ def _row(n: int) -> tuple[str, ...]:
         disk = Disk(Path(folder), 64 << 30)
         names = _fill(disk, n // 2)
         prompt = Prompt.of_tokens(list(range(N_LENGTHS)))
-        asked = _ms(lambda: [disk.has(name) for name in names[:20]] and disk.size_of(names[:20]) and disk.n_lengths())
+        lookup = _ms(lambda: [disk.has(name) for name in names[:20]] and disk.size_of(names[:20]) and disk.n_lengths())
         found = _ms(lambda: disk.find("00" * 32, prompt, N_LENGTHS - 1))
         first = _ms(lambda: disk._evict(frozenset(), disk.n_bytes - 1))
         more = _ms(lambda: [disk._evict(frozenset(), disk.n_bytes - 1) for _ in range(100)]) / 100
         disk.close()
-    return f"{n:,}", *(f"{ms:.2f}" for ms in (asked, found, first, more))
+    return f"{n:,}", *(f"{ms:.2f}" for ms in (lookup, found, first, more))
 
 
 def _fill(disk: Disk, n: int) -> list[str]:

@@ -22,7 +22,7 @@ MOST_TRIES = 50
 class Client:
     """What one that obeys Retry-After saw."""
 
-    told_s: list[int] = field(default_factory=list)
+    retry_after_s: list[int] = field(default_factory=list)
     waited_s: float = 0.0  # from the first refusal to the place
     answer_s: float = 0.0  # from the first try to the whole answer
 
@@ -43,23 +43,24 @@ def run() -> None:
 
 
 def _print(clients: list[Client], alone_s: float, total_s: float) -> None:
-    refused = [client for client in clients if client.told_s]
-    told, waited = [c.told_s[0] for c in refused], [c.waited_s for c in refused]
-    at_once = sum(len(c.told_s) == 1 for c in refused)
+    refused = [client for client in clients if client.retry_after_s]
+    retry_after = [c.retry_after_s[0] for c in refused]
+    waited = [c.waited_s for c in refused]
+    at_once = sum(len(c.retry_after_s) == 1 for c in refused)
     answers = sorted(c.answer_s for c in clients)
     print("| | |\n|---|---|")
     print(f"| one request alone | {alone_s:.1f} s |")
     print(f"| refused at first, with 429 | {len(refused)} of {len(clients)} |")
-    print(f"| Retry-After said, median / most | {statistics.median(told):.0f} / {max(told)} s |")
+    print(f"| Retry-After, median / most | {statistics.median(retry_after):.0f} / {max(retry_after)} s |")
     print(f"| they waited for a place, median / most | {statistics.median(waited):.1f} / {max(waited):.1f} s |")
     print(f"| had a place when they came back | {at_once} of {len(refused)} |")
-    print(f"| tries per client, on average | {sum(1 + len(c.told_s) for c in clients) / len(clients):.1f} |")
+    print(f"| tries per client, on average | {sum(1 + len(c.retry_after_s) for c in clients) / len(clients):.1f} |")
     print(f"| whole answer, median / most | {answers[len(answers) // 2]:.1f} / {answers[-1]:.1f} s |")
     print(f"| all answered after | {total_s:.1f} s |")
 
 
 def _print_beside_deterministic(server: Server) -> None:
-    """One that runs alone and writes much: how long somebody else waits beside it."""
+    """A long reply that runs alone: how long another request waits beside it."""
     long = {"prompt": "Once upon a time", "n_predict": 3000, "deterministic": True}
     thread = threading.Thread(target=_post, args=(server, long))
     thread.start()
@@ -96,7 +97,7 @@ def _obey(server: Server, i: int) -> Client:
             client.answer_s = time.monotonic() - began
             return client
         refused_at = tried_at if refused_at is None else refused_at
-        client.told_s.append(retry_after)
+        client.retry_after_s.append(retry_after)
         time.sleep(retry_after)
     raise RuntimeError(f"client {i} was refused {MOST_TRIES} times")
 

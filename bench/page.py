@@ -1,7 +1,7 @@
 """What looking at the page costs a reply that is being written. Wanted: at most 1 %.
 
-Somebody reads the stream of events, as the page does, or a real headless Chromium shows the live view or the tree; before
-and after each such reply comes one that nobody looks at, and the two together are what it is compared with. A machine's
+A client reads the stream of events, as the page does, or a real headless Chromium shows the live view or the tree. Before
+and after each such reply comes one without an observer, and the two together are what it is compared with. A machine's
 speed drifts by ten per cent within a minute, hardly within three seconds: so medians of many such comparisons say
 something, with the standard errors shown. The engine's work for a token drowns in that drift, the gateway's does not: its
 CPU time is shown by itself, as a share of the time that a token takes. Chromium also draws: where cores are few it takes
@@ -34,14 +34,14 @@ Looking = Callable[[Server], AbstractContextManager[None]]
 def run() -> None:
     flags = ("-c", "4096", "-np", "2", "-t", "1", "--disk-cache", "0")
     with everwarm(str(EMBEDDED), *flags) as server, _browser() as browser:
-        cases: dict[str, Looking] = {"nobody looks": _nobody, "the stream of events is read": _listener}
+        cases: dict[str, Looking] = {"no observer": _no_observer, "the stream of events is read": _listener}
         if browser is not None:
             cases |= {f"Chromium shows the {view} view": _page(browser, view) for view in ("live", "tree")}
         found: dict[str, list[Cost]] = {name: [] for name in cases}
-        before = _looked_at(server, _nobody)
+        before = _looked_at(server, _no_observer)
         for _ in range(ROUNDS):
             for name, looking in cases.items():
-                here, after = _looked_at(server, looking), _looked_at(server, _nobody)
+                here, after = _looked_at(server, looking), _looked_at(server, _no_observer)
                 found[name].append(_compared(here, before, after))
                 before = after
         idle = [(name, _idle(server, looking)) for name, looking in cases.items()]
@@ -49,7 +49,7 @@ def run() -> None:
     rows = [(name, *(_median(list(values)) for values in zip(*each, strict=True))) for name, each in found.items()]
     table(title, ("more than unwatched", "time", "the gateway's CPU", "the engine's CPU"), rows)
     print()
-    table("While nothing is asked", ("", "server CPU, of one core"), idle)
+    table("Without requests", ("", "server CPU, of one core"), idle)
     if browser is None:
         print("Chromium or playwright is not here: the page itself was not measured.")
 
@@ -63,7 +63,7 @@ class Cost(NamedTuple):
 
 
 def _compared(here: Cost, before: Cost, after: Cost) -> Cost:
-    """How much more than when nobody looked, as shares of a token's time."""
+    """How much more than without an observer, as shares of a token's time."""
     usual = Cost(*((a + b) / 2 for a, b in zip(before, after, strict=True)))
     return Cost(*((now - then) / usual.wall for now, then in zip(here, usual, strict=True)))
 
@@ -106,7 +106,7 @@ def _process_s(pid: object) -> float:
 
 
 @contextlib.contextmanager
-def _nobody(_server: Server) -> Iterator[None]:
+def _no_observer(_server: Server) -> Iterator[None]:
     time.sleep(0.5)
     yield
 

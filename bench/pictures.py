@@ -1,6 +1,6 @@
-"""A conversation about a picture, turn by turn, beside llama-server with the same projector.
+"""A conversation about an image, turn by turn, beside llama-server with the same projector.
 
-Wanted: from the second turn on only new text is read, and no picture is encoded again.
+Target: from the second turn on only new text is read, and no image is encoded again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run() -> None:
         servers = (ours, Server("llama-server", peer._host))
         rows = _talk(servers)
     head = ("turn", "prompt", "Everwarm read", "ms", "llama-server read", "ms", "")
-    table(f"A picture of 640×448 pixels and {N_TURNS - 1} turns about it, 102 MB", head, rows)
+    table(f"An image of 640×448 pixels and {N_TURNS - 1} turns about it, 102 MB", head, rows)
 
 
 def _talk(servers: tuple[Server, Server]) -> list[tuple[str, ...]]:

@@ -14,7 +14,7 @@ _LOOKS, _APART_S = 4, 0.002
 
 
 def is_quiet() -> bool:
-    """Whether nobody but us wants a core, at several moments."""
+    """Whether no other process wants a core, at several moments."""
     for _ in range(_LOOKS):
         if int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) > 1:
             return False

@@ -1,6 +1,6 @@
 """What Ray adds to a warm turn: the same conversation at one server and behind Ray's proxy, the ingress and a replica.
 
-Wanted: at most 20 ms. Where it goes is told by shorter ways: a question that the ingress answers itself, and one that a
+Target: at most 20 ms. Shorter paths show where it goes: a request that the ingress answers itself, and one that a
 replica answers without its engine. Needs ``everwarm[ray]``: ``python -m bench ray``.
 """
 
@@ -85,16 +85,16 @@ def fleet(n_replicas: int) -> Iterator[Server]:
         env = os.environ | ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": folder}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, text=True, env=env, **pipes) as process:  # type: ignore[call-overload]
-            said: list[str] = []
+            log: list[str] = []
             for line in process.stdout:
-                said.append(line)
+                log.append(line)
                 if found := re.match(r"http://([^/\s]+)/v1$", line):
                     break
             else:
-                raise RuntimeError(f"the cluster did not start: {''.join(said)[-4000:]}")
-            threading.Thread(target=lambda: said.extend(process.stdout), daemon=True).start()
+                raise RuntimeError(f"the cluster did not start: {''.join(log)[-4000:]}")
+            threading.Thread(target=lambda: log.extend(process.stdout), daemon=True).start()
             try:
-                yield Server("Ray", found[1], process.pid, said)
+                yield Server("Ray", found[1], process.pid, log)
             finally:
                 process.terminate()
                 process.wait(120)

@@ -56,8 +56,8 @@ def _engine(where: Path, model: Path, url: str, endpoint: str | None = None, wai
 def _timed(engine: Engine, tokens: list[int]) -> tuple[float, int]:
     """Seconds until the first token, and how many prompt tokens were known."""
     began, stable = time.perf_counter(), len(tokens) - 4
-    asked = engine.submit(tokens, GREEDY, max_tokens=1, ignore_eos=True, stable=stable, boundaries=(stable,))
-    n_cached = asked.result().n_cached
+    request = engine.submit(tokens, GREEDY, max_tokens=1, ignore_eos=True, stable=stable, boundaries=(stable,))
+    n_cached = request.result().n_cached
     return time.perf_counter() - began, n_cached
 
 

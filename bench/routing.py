@@ -1,4 +1,4 @@
-"""Which replica is asked: simulated fleets of 2 to 64 replicas, and what one decision takes.
+"""Which replica gets a request: simulated fleets of 2 to 64 replicas, and what one decision takes.
 
 Wanted: at most 200 µs for a decision among 64 replicas with 10,000 keys each. ``python -m bench.routing FILE.svg`` also
 writes a chart.
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from bench.measure import table
-from bench.workload.crowd import crowd
+from bench.workload.arrivals import arrivals_of
 from everwarm.gateway.chat.prefix_keys import prefixes_of
 from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
 from everwarm.simulate.fleet import ROUTINGS, FleetResult, Machine, simulate
@@ -32,7 +32,7 @@ def run() -> None:
 def _fleets() -> list[FleetResult]:
     results = []
     for n in SIZES:
-        arrivals = crowd(n, seed=0)
+        arrivals = arrivals_of(n, seed=0)
         results += [simulate(arrivals, routing, n, Machine()) for routing in ROUTINGS]
         results.append(_renamed(simulate(arrivals, "warm", n, Machine(), n_routers=4)))
     head = ("replicas", "routing", "hit rate", "imbalance", "median", "p95")

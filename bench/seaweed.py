@@ -1,4 +1,4 @@
-"""A real S3 server (SeaweedFS) for as long as somebody needs one, with its files in a folder of theirs."""
+"""A real S3 server (SeaweedFS) as a context manager, with its files in a folder of the caller's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def seaweed(folder: Path) -> Iterator[S3]:
             make_bucket(s3, process, folder / "weed.log")
             yield s3
         finally:
-            process.kill()  # nobody needs its files any more
+            process.kill()  # its files are not needed any more
             process.wait()
 
 

@@ -21,7 +21,7 @@ class Server:
     name: str
     host: str
     pid: int | None = None
-    said: list[str] = field(default_factory=list)  # its log
+    log: list[str] = field(default_factory=list)  # its log
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ def everwarm(*arguments: str, log: str = "WARNING") -> Iterator[Server]:
     environment = os.environ | {"EVERWARM_LOG": log}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
-    said: list[str] = []
-    listener = threading.Thread(target=lambda stream=process.stderr: said.extend(stream), daemon=True)
+    log: list[str] = []
+    listener = threading.Thread(target=lambda stream=process.stderr: log.extend(stream), daemon=True)
     try:
         for line in process.stderr:
-            said.append(line)
+            log.append(line)
             found = re.search(r"http://([^/\s]+)", line)
             if found:
                 break
         else:
-            raise RuntimeError(f"everwarm did not start: {''.join(said)}")
+            raise RuntimeError(f"everwarm did not start: {''.join(log)}")
         listener.start()
-        yield Server("Everwarm", found[1], process.pid, said)
+        yield Server("Everwarm", found[1], process.pid, log)
     finally:
         process.terminate()
         process.wait(60)

@@ -166,7 +166,7 @@ def _forget(paths: Sequence[Path]) -> None:
 
 
 def _slot_files(where: Path, peer: Peer, tokens: list[int]) -> tuple[str, str, str, str]:
-    """Both servers restore the slot file they saved and are asked the very same prompt again."""
+    """Both servers restore the slot file they saved and get the very same prompt again."""
     theirs_server = Server("llama-server", peer._host)
     flags = ("-np", "1", "-c", "24576", "--disk-cache", "0", "--slot-save-path", str(where / "slots"))
 

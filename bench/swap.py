@@ -45,7 +45,7 @@ def run() -> None:
     shown += [
         (f"restore of {N_LONG} tokens, and those left to read", f"{1e3 * restore:.1f} ms"),
         ("reading them instead (cold)", f"{1e3 * cold_s:.0f} ms, {cold_s / restore:.0f}× longer"),
-        ("asked until first token, the whole swap", f"{1e3 * total:.0f} ms"),
+        ("from request to first token, the whole swap", f"{1e3 * total:.0f} ms"),
         ("llama-server started again, its first token", f"{1e3 * theirs_s:.0f} ms ({theirs_s / total:.1f}× longer)"),
         ("of that, reading the prompt again", f"{1e3 * read_s:.0f} ms"),
     ]
@@ -57,11 +57,11 @@ def _ours(server: Server, tokens: list[int]) -> tuple[float, list[list[float]]]:
     rows = []
     for _ in range(N_SWAPS):
         ask(server, tokens[:64], 1, model="other")
-        before = len(server.said)
+        before = len(server.log)
         reply = ask(server, tokens, 1, model="main")
         assert reply.timings["prompt_n"] <= 16, f"{reply.timings['prompt_n']} tokens were read again"
         time.sleep(0.2)
-        parts = [_last(pattern, server.said[before:]) for pattern in _LINES.values()]
+        parts = [_last(pattern, server.log[before:]) for pattern in _LINES.values()]
         rows.append([*parts, 1e-3 * reply.timings["prompt_ms"], reply.first_s])
     return cold_s, rows
 

@@ -118,19 +118,19 @@ def _tokenizing(
     tokenizer: Tokenizer, template: ChatTemplate, messages: list[dict[str, Any]]
 ) -> list[tuple[str, str, str]]:
     """With hints as the engine counts them; the new message is another one each time."""
-    said = [
+    rendered = [
         template.conversation([*messages[:-1], {"role": "user", "content": f"{i}"}], tools=TOOLS) for i in range(40)
     ]
     cold = Tokenizer(tokenizer._vocab)
     before = time.perf_counter()
-    cold.tokenize(said[0].text)
+    cold.tokenize(rendered[0].text)
     first = f"{1e3 * (time.perf_counter() - before):.2f} ms"
 
     def one_new(i: int) -> None:
-        tokenizer.tokenize(said[i].text)
-        tokenizer.count_at(said[i].text, said[i].boundaries)
+        tokenizer.tokenize(rendered[i].text)
+        tokenizer.count_at(rendered[i].text, rendered[i].boundaries)
 
-    tokenizer.tokenize(said[0].text)
+    tokenizer.tokenize(rendered[0].text)
     return [("tokens, first time", first, first), ("tokens and hints, one new message", *_times(one_new))]
 
 

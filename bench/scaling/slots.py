@@ -61,4 +61,4 @@ def _own_s(core: Core, watch: Stopwatch, n_running: int) -> float:
         began = time.perf_counter()
         core.step()
         own.append(time.perf_counter() - began - watch.inside_s)
-    return statistics.quantiles(own, n=10)[0]  # the quickest tenth: what it takes when nobody else is at work
+    return statistics.quantiles(own, n=10)[0]  # the quickest tenth: without other work on the machine

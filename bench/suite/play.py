@@ -62,7 +62,7 @@ def _asked(runner: Runner, step: Step) -> Answer:
 
 
 def _row(step: Step, tokens: list[int], answer: Answer, account: Account, name: str) -> Row:
-    if answer.n_prompt not in (0, len(tokens)):  # 0: it was hung up on before it said anything
+    if answer.n_prompt not in (0, len(tokens)):  # 0: the client hung up before the first answer
         raise Differs(f"{name} read a prompt of {answer.n_prompt} tokens; rendered it had {len(tokens)}")
     reading = account.add(tokens, answer.n_cached, answer.n_reached)
     row = asdict(reading) | {

@@ -83,12 +83,12 @@ def _page(about: Mapping[str, Any], lines: Sequence[Line], name: str) -> str:
 
 def _machine(about: Mapping[str, Any], lines: Sequence[Line], name: str) -> str:
     machine, versions, settings = about["machine"], about["versions"], about["settings"]
-    said = " ".join(f"--{key} {settings[key]}" for key in ("size", "seeds", "ctx", "threads", "pause"))
+    options = " ".join(f"--{key} {settings[key]}" for key in ("size", "seeds", "ctx", "threads", "pause"))
     loads = [line["load"] for line in lines]
     rows = (
         ("machine", f"{machine['cores']} cores, {machine['cpu']}, {machine['arch']}, {machine['system']}"),
         ("versions", f"Everwarm {versions['everwarm']}, libllama {versions['libllama']}, Python {versions['python']}"),
-        ("command", f"`python -m bench.suite {said}`"),
+        ("command", f"`python -m bench.suite {options}`"),
         ("load of the machine", f"{spread(loads, '{:.1f}') if loads else '–'} (our own is about 1) {settings['note']}"),
         ("raw data", f"[data/{name}.jsonl](data/{name}.jsonl): every request of every server"),
     )

@@ -1,4 +1,4 @@
-"""The servers under test. Each is a process: started, asked over HTTP, killed with -9, weighed."""
+"""The servers under test. Each is a process: started, used over HTTP, killed with -9, measured."""
 
 from __future__ import annotations
 

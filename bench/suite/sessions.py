@@ -54,7 +54,7 @@ def long_result_edited(s: Session) -> None:
 
 OWN: Mapping[str, Callable[[Session], None]] = {"long_result_edited": long_result_edited}
 
-# Pictures are left out: the embedded model has no projector (`python -m bench pictures`).
+# Images are left out: the embedded model has no projector (`python -m bench pictures`).
 ALL = (
     *(Played(name) for name in SCENARIOS if name != "images"),
     *(Played(name) for name in OWN),

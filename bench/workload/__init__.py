@@ -3,7 +3,7 @@
     scenarios.SCENARIOS   one function per thing that happens to a conversation
     scenarios.mixed       many sessions at once, over hours
     chat                  from messages to tokens, with the hints a server would give
-    text                  words, files, tool results and pictures
+    text                  words, files, tool results and images
 
 Pure: the same seed gives the same bytes. ``python -m bench.workload`` writes traces.
 """

@@ -59,7 +59,7 @@ class _Writer:
     def text(self, text: str, n_vocab: int) -> None:
         self._add(tokenize(text, n_vocab))
 
-    def picture(self, item: MediaItem) -> None:
+    def image(self, item: MediaItem) -> None:
         self.media[self.n_items] = item
         self._add(np.array([item.code], np.int32))
 
@@ -121,7 +121,7 @@ def _write(out: _Writer, message: Message, tools: Sequence[Any], with_thinking: 
             out.text(part["text"], n_vocab)
         else:
             out.text("<|vision_start|>", n_vocab)
-            out.picture(picture(part["image_url"]["url"]))
+            out.image(image(part["image_url"]["url"]))
             out.text("<|vision_end|>", n_vocab)
     out.text("<|im_end|>\n", n_vocab)
 
@@ -134,8 +134,8 @@ def _said(message: Message, with_thinking: bool) -> str:
     return (f"{thinking}\n</think>\n\n" if thinking is not None else "") + message["content"] + called + "<|im_end|>"
 
 
-def picture(name: str) -> MediaItem:
-    """A picture by name: its digest, and cells that depend on nothing but the name."""
+def image(name: str) -> MediaItem:
+    """An image by name: its digest, and cells that depend only on the name."""
     digest = hashlib.sha256(name.encode()).digest()
     side = 8 + digest[0] % 24
     return MediaItem(digest, TokenCount(side * side), Position(side))

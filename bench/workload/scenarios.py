@@ -65,10 +65,10 @@ class Session:
     def ask(self, reply: Message | None = None, *, wait_s: float = THINKING_TIME_S, **happens: Any) -> Message:
         """Send what there is; the reply is not yet part of the conversation."""
         self.now += self.rng.expovariate(1 / wait_s)
-        said = reply or self.reply()
+        written = reply or self.reply()
         messages = tuple(self.messages)
-        self.steps.append(Step(self.name, messages, said, self.now, self.tools, self.keeps_thinking, **happens))
-        return said
+        self.steps.append(Step(self.name, messages, written, self.now, self.tools, self.keeps_thinking, **happens))
+        return written
 
     def turn(self, **happens: Any) -> None:
         self.user()
@@ -112,8 +112,8 @@ def resend(s: Session) -> None:
     s.open()
     for _ in range(6):
         s.user()
-        said = s.ask()
-        s.messages.append(s.ask(said))
+        answer = s.ask()
+        s.messages.append(s.ask(answer))
 
 
 def regenerate(s: Session) -> None:
@@ -223,7 +223,7 @@ def swap(s: Session) -> None:
 
 
 def images(s: Session) -> None:
-    """Pictures come with messages; they are sent again with every turn, known by their digest."""
+    """Images come with messages; they are sent again with every turn and recognised by their digest."""
     s.open()
     for i in range(6):
         names = [f"{s.name}/picture {i}"] + (["a logo everybody has"] if i % 2 else [])

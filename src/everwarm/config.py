@@ -1,6 +1,6 @@
 """Frozen settings for opening a model and a context, and for sampling. Checked once, here; nothing below re-checks.
 
-Knows no libllama and no files.
+Also how settings are parsed and key files read. Knows no libllama.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("everwarm.config")
 
 MAX_CTX = 1 << 26
 CELLS_STEP = 256  # a context has a multiple of this
-MAX_FORM_CHARS = 1 << 20
+MAX_CONSTRAINT_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
 MIN_KEY_BYTES, MAX_KEY_BYTES = 32, 1 << 16
 
@@ -37,7 +37,7 @@ def require(condition: bool, message: str) -> None:
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_MAX_DIGITS = 24  # beyond, a float is no number any more
+_MAX_DIGITS = 24  # a longer number may overflow a float
 
 
 def parse_bytes(text: str) -> int:
@@ -72,12 +72,12 @@ def parse_scaled(text: str) -> tuple[str, float]:
 
 
 def cache_directory() -> Path:
-    """Where this user's programs keep what can be made again."""
+    """The user's folder for files that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "everwarm"
 
 
 def read_key(path: str) -> bytes:
-    """A secret from a file, every byte of it as it is."""
+    """A secret from a file: all its bytes, unchanged."""
     place = Path(path).expanduser()
     try:
         with place.open("rb") as file:
@@ -95,7 +95,7 @@ def read_key(path: str) -> bytes:
 
 
 def default_threads() -> int:
-    """Physical cores are what decoding can use; this counts the CPUs this process may run on."""
+    """The CPUs that this process may run on."""
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -195,8 +195,8 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Free text before the form, up to a closing tag. Without an ``opening`` tag the prompt has opened it; with one the
-    model may think or not."""
+    """Free text before the constraint begins, up to a closing tag. Without an ``opening`` tag the prompt has opened it;
+    with one the model may think or not."""
 
     closing: str
     opening: str = ""
@@ -204,7 +204,7 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a reply must look like. In a Lark text the rules ``tag_0``, ``tag_1`` … stand for ``tags``: words that are one
+    """What a reply must match. In a Lark text the rules ``tag_0``, ``tag_1`` … stand for ``tags``: words that are one
     control token in some vocabularies and plain text in others."""
 
     kind: Literal["json_schema", "lark", "gbnf", "regex"]
@@ -214,4 +214,6 @@ class Constraint:
 
     def __post_init__(self) -> None:
         n = len(self.text)
-        require(n <= MAX_FORM_CHARS, f"the schema or grammar has {n} characters; give at most {MAX_FORM_CHARS}")
+        require(
+            n <= MAX_CONSTRAINT_CHARS, f"the schema or grammar has {n} characters; give at most {MAX_CONSTRAINT_CHARS}"
+        )

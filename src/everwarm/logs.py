@@ -1,7 +1,7 @@
-"""The log: one line per happening on standard error, as text or as JSON, for the gateway and its engines alike.
+"""The log: one line per event on standard error, as text or as JSON, for the gateway and its engines alike.
 
-``EVERWARM_LOG`` says from which level on, ``EVERWARM_LOG_FORMAT`` in which form. A warning that is repeated many times
-within some seconds is told a few times and then counted. Lines have sizes and reasons, never words of prompts.
+``EVERWARM_LOG`` sets the lowest level, ``EVERWARM_LOG_FORMAT`` the format. A warning that is repeated many times within
+some seconds is logged a few times and then counted. Lines contain sizes and reasons, never text of prompts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LogFormat = Literal["text", "json"]
 
 LEVEL_VARIABLE = "EVERWARM_LOG"
 FORMAT_VARIABLE = "EVERWARM_LOG_FORMAT"
-FIELDS = "fields"  # in ``extra``: what a line has beside its words, for JSON
+FIELDS = "fields"  # in ``extra``: what a JSON line has beside its message
 MOST_ALIKE = 5  # within ALIKE_S; more are counted
 ALIKE_S = 10.0
 _MOST_KINDS = 256
 
 
 def log_to_stderr(chosen: LogFormat | None = None) -> None:
-    """Set the log up once; processes that are started later take the same form."""
+    """Set the log up once; processes that are started later use the same format."""
     if chosen is not None:
         os.environ[FORMAT_VARIABLE] = chosen
     level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
@@ -37,7 +37,7 @@ def log_to_stderr(chosen: LogFormat | None = None) -> None:
 
 
 def log_format() -> LogFormat:
-    """What the environment says; anything else than a known form is text."""
+    """The format that the environment sets; anything but a known one is text."""
     chosen = os.environ.get(FORMAT_VARIABLE, "text").lower()
     return "json" if chosen == get_args(LogFormat)[1] else "text"
 
@@ -66,7 +66,7 @@ def as_json(level: str, logger: str, message: str, created: float) -> dict[str, 
 class RateLimit(logging.Filter):
     """Lets a warning through ``MOST_ALIKE`` times in ``ALIKE_S``; the next one after that says how many were left out.
 
-    Messages are alike that come from the same place in the code, whatever numbers they have."""
+    Messages from the same place in the code count as alike, with any arguments."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A bounded cache whose entries belong to namespaces: nobody finds another's, and nobody pushes out all of another's."""
+"""A bounded cache whose entries belong to namespaces. No namespace finds entries of another, nor evicts all of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ V = TypeVar("V")
 
 
 class NamespacedLru(Generic[V]):
-    """Least recently used, in fair shares: where an entry must go, it is the oldest of the namespace that takes most. So a
-    namespace keeps at least what it has up to an equal share, whatever others put in. Not thread-safe."""
+    """Least recently used, in fair shares: evicts the oldest entry of the namespace that takes most. So a namespace keeps
+    at least an equal share of what it has, however much others put in. Not thread-safe."""
 
     def __init__(self, max_bytes: int, max_entries: int | None = None) -> None:
         self._max_bytes = max_bytes
@@ -29,7 +29,7 @@ class NamespacedLru(Generic[V]):
         return self._n_entries
 
     def get(self, namespace: str, key: Hashable) -> V | None:
-        """Used now, and so the last to go."""
+        """Marks the entry as used."""
         entries = self._entries.get(namespace)
         if entries is None or key not in entries:
             return None
@@ -37,11 +37,11 @@ class NamespacedLru(Generic[V]):
         return entries[key][0]
 
     def values(self, namespace: str) -> Iterator[V]:
-        """Newest first; none counts as used."""
+        """Newest first. Marks none as used."""
         return (value for value, _ in reversed(self._entries.get(namespace, OrderedDict()).values()))
 
     def put(self, namespace: str, key: Hashable, value: V, n_bytes: int) -> None:
-        """What is larger than the whole cache is not kept and sends nobody away."""
+        """An entry larger than the whole cache is not kept and evicts nothing."""
         self.remove(namespace, key)
         if n_bytes > self._max_bytes:
             return

@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit, who set it, and what is used of it by everybody it counts."""
+    """A limit, where it is set, and how much of it all its processes use."""
 
     name: str
     limit_bytes: int
@@ -36,7 +36,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a version of cgroups calls its files."""
+    """The file names of a version of cgroups."""
 
     limits: tuple[str, ...]
     used: str
@@ -59,15 +59,15 @@ def cgroup_limits(root: Path = ROOT) -> list[MemoryLimit]:
 
 
 def tightest_limit(root: Path = ROOT) -> MemoryLimit | None:
-    """Of the cgroups' and the address space's, the one that leaves the least; None: there is no limit."""
+    """The one of all limits that leaves the least memory; None: there is no limit."""
     space = address_space_limit(root)
     limits = [*cgroup_limits(root), *([] if space is None else [space])]
     return min(limits, key=lambda limit: limit.free_bytes, default=None)
 
 
 def n_oom_kills(root: Path = ROOT) -> int:
-    """How often the kernel killed somebody in this process's cgroup for lack of memory; where no cgroup counts, on the
-    whole machine."""
+    """How often the kernel killed a process of this cgroup for lack of memory; where no cgroup counts, of the whole
+    machine."""
     own: dict[_Files, Path] = {}
     for files, path in _memory_cgroups(root):
         own.setdefault(files, path)
@@ -140,9 +140,8 @@ def _limits_in(files: _Files, path: Path) -> Iterator[MemoryLimit]:
     stat = _table(path / "memory.stat")
     used = _number(_read(path / files.used))
     limits = {name: _number(_read(path / name)) for name in files.limits}
-    limits["hierarchical_memory_limit"] = stat.get(
-        "hierarchical_memory_limit"
-    )  # of v1: also of what is not mounted here
+    # v1 also tells the limit of ancestors that are not mounted here
+    limits["hierarchical_memory_limit"] = stat.get("hierarchical_memory_limit")
     for name, limit in limits.items():
         if limit is not None and limit < _NONE_FROM:
             cached = sum(stat.get(row, 0) for row in files.page_cache)

@@ -1,14 +1,17 @@
-"""The types that cross every room: what is counted, and bytes.
+"""The types that all folders share: counters, and bytes.
 
 A token count and a position are both integers and must never be mixed: under M-RoPE an image of 60 cells may advance
 the position by 8. They are distinct types here, and only ``everwarm.prompt`` converts between them.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, NewType
+from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, TypeAlias
+
+if TYPE_CHECKING:  # the gateway uses these types and makes no arrays: it starts without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 Token = NewType("Token", int)  # a vocabulary id
 ItemCount = NewType("ItemCount", int)  # prompt elements: a text token is one, a whole image is one
@@ -34,13 +37,15 @@ class Mark(NamedTuple):
 START = Mark(TokenCount(0), Position(0))
 
 
-Blob = NDArray[np.uint8]
+Blob: TypeAlias = "NDArray[np.uint8]"
 Json = dict[str, Any]  # an object of a request or an answer
-Place = Callable[[int], Blob]  # gives memory for so many bytes
+Place: TypeAlias = "Callable[[int], Blob]"  # gives memory for so many bytes
 
 
 def heap(n_bytes: int) -> Blob:
-    """The place for what need not outlive anybody."""
+    """Ordinary memory of this process: the ``Place`` for bytes that need not outlive it."""
+    import numpy as np
+
     return np.empty(n_bytes, np.uint8)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from everwarm.state.store.arena import memory_file
+from everwarm.state.store.arena_file import memory_file
 
 
 @pytest.fixture

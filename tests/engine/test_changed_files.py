@@ -18,7 +18,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.errors import ModelChanged
 from everwarm.llama.system.file_watch import FileWatch
-from everwarm.state.store.arena import memory_file
+from everwarm.state.store.arena_file import memory_file
 from llama.test_adapters import WIDTH, write_lora
 from support.drive import check, drain, open_core, run, submit, text
 from support.models import tiny_model, tiny_vision

@@ -23,8 +23,8 @@ from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.media import mtmd_abi
 from everwarm.llama.model import Model, fingerprint_of
-from everwarm.llama.opening import open_context
 from everwarm.llama.rope import rope_limit_of
+from everwarm.llama.sequences import open_context
 from everwarm.state.tools.inventory import folders, read_folder
 from support.drive import open_core, run, text
 from support.models import tiny_model

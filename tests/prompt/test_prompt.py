@@ -148,20 +148,3 @@ def test_a_single_difference_is_found_wherever_it_lies(at):
     tokens = list(range(1000))
     edited = [*tokens[:at], 5000, *tokens[at + 1 :]]
     assert Prompt.of_tokens(tokens).common_prefix(Prompt.of_tokens(edited)) == at
-
-
-@given(st.lists(st.sampled_from([1, 2, 3, CAT, DOG]), max_size=12), st.integers(0, 300))
-def test_keeping_by_cells_and_by_positions_never_cuts_a_picture_and_keeps_as_much_as_fits(items, most):
-    prompt = Prompt.of_items(items)
-    for kept, count in (
-        (prompt.keep_first_tokens(most), lambda n: prompt.mark(n).n_tokens),
-        (prompt.keep_first_positions(most), lambda n: prompt.mark(n).pos),
-    ):
-        n = len(kept)
-        assert kept.common_prefix(prompt) == n and count(n) <= most
-        assert n == len(prompt) or count(n + 1) > most
-
-
-def test_keeping_by_the_other_counter_would_keep_something_else():
-    prompt = Prompt.of_items([1, CAT, 2, DOG, 3])
-    assert len(prompt.keep_first_tokens(12)) == 1 and len(prompt.keep_first_positions(12)) == 3

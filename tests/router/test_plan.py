@@ -18,20 +18,20 @@ from everwarm.router.plan import (
     Gone,
     GrantLease,
     Load,
-    LoadAsked,
     Loaded,
     LoadFailed,
+    LoadRequested,
     ModelPlan,
     Phase,
     Planner,
     PoolLimits,
     Refuse,
     Removed,
-    RetryAsked,
+    RetryRequested,
     Stopped,
     Tick,
     Unload,
-    UnloadAsked,
+    UnloadRequested,
     Wanted,
 )
 from support.world import Fate, History, Order, Visit, World, Wrong, stream
@@ -178,7 +178,7 @@ def test_what_goes_anyway_spares_another():
     story.use(1, "b")
     story.want(2, "a")
     story.loaded("a")
-    story.ask(UnloadAsked, "a")
+    story.ask(UnloadRequested, "a")
     assert story.want(3, "c") == []
     assert story.gone(2) == [Unload("a")]
     assert story.stopped("a") == [Load("c")]
@@ -218,7 +218,7 @@ def test_a_pinned_model_that_is_being_unloaded_is_waited_for():
     story = Story(ModelPlan("p", MIB, pinned=True), "b")
     story.want(1, "p")
     story.loaded("p")
-    story.ask(UnloadAsked, "p")
+    story.ask(UnloadRequested, "p")
     assert story.want(2, "b") == []
     assert story.gone(1) == [Unload("p")]
 
@@ -377,8 +377,8 @@ def test_a_model_that_failed_is_tried_again_where_there_is_room():
     story = Story("a", "b")
     story.use(1, "a")
     story.fail("a", "died")
-    assert story.ask(RetryAsked, "a") == [Load("a")]
-    assert story.ask(RetryAsked, "a") == [], "it is on its way"
+    assert story.ask(RetryRequested, "a") == [Load("a")]
+    assert story.ask(RetryRequested, "a") == [], "it is on its way"
 
 
 def test_a_model_that_failed_takes_nobodys_place_when_it_is_tried_again():
@@ -386,9 +386,9 @@ def test_a_model_that_failed_takes_nobodys_place_when_it_is_tried_again():
     story.use(1, "a")
     story.fail("a", "died")
     story.use(2, "b")
-    assert story.ask(RetryAsked, "a") == [] and story.phase("b") is Phase.READY
+    assert story.ask(RetryRequested, "a") == [] and story.phase("b") is Phase.READY
     assert story.tick(99.0) == [] and story.phase("a") is Phase.ASLEEP
-    assert story.ask(LoadAsked, "a") == [Unload("b")], "an order would have it loaded"
+    assert story.ask(LoadRequested, "a") == [Unload("b")], "an order would have it loaded"
 
 
 def test_a_model_that_failed_does_not_pass_those_who_wait():
@@ -398,7 +398,7 @@ def test_a_model_that_failed_does_not_pass_those_who_wait():
     story.loaded("b")
     story.fail("a", "died")
     story.want(3, "c")
-    assert story.ask(RetryAsked, "a") == [] and story.phase("c") is Phase.LOADING
+    assert story.ask(RetryRequested, "a") == [] and story.phase("c") is Phase.LOADING
 
 
 def test_an_engine_that_is_given_up_while_in_use_frees_its_place():
@@ -420,17 +420,17 @@ def test_a_death_while_stopping_changes_nothing():
 
 def test_a_model_can_be_loaded_for_nobody():
     story = Story("a", "b")
-    assert story.ask(LoadAsked, "a") == [Load("a")]
-    assert story.ask(LoadAsked, "a") == []
+    assert story.ask(LoadRequested, "a") == [Load("a")]
+    assert story.ask(LoadRequested, "a") == []
     assert story.loaded("a") == []
-    assert story.ask(LoadAsked, "b") == [Unload("a")]
+    assert story.ask(LoadRequested, "b") == [Unload("a")]
     assert story.stopped("a") == [Load("b")]
 
 
 def test_asking_for_what_has_no_room_leaves_a_reason():
     story = Story(ModelPlan("p", MIB, pinned=True), "b")
     story.use(1, "p")
-    assert story.ask(LoadAsked, "b") == []
+    assert story.ask(LoadRequested, "b") == []
     assert "no room" in story.planner.status("b").reason
 
 
@@ -438,8 +438,8 @@ def test_asking_twice_keeps_the_first_place():
     story = Story("a", "b")
     story.want(1, "a", at=0.0)
     story.loaded("a", at=1.0)
-    story.on(LoadAsked("b", 10.0))
-    story.on(LoadAsked("b", 14.0))
+    story.on(LoadRequested("b", 10.0))
+    story.on(LoadRequested("b", 14.0))
     story.tick(15.0)
     assert story.phase("a") is Phase.DRAINING
 
@@ -448,7 +448,7 @@ def test_unloading_waits_for_leases_and_those_who_wait_have_it_loaded_again():
     story = Story(ModelPlan("a", MIB, pinned=True))
     story.want(1, "a")
     story.loaded("a")
-    assert story.ask(UnloadAsked, "a") == [] and story.phase("a") is Phase.DRAINING
+    assert story.ask(UnloadRequested, "a") == [] and story.phase("a") is Phase.DRAINING
     assert story.want(2, "a") == []
     assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == [Load("a")]
@@ -458,7 +458,7 @@ def test_unloading_waits_for_leases_and_those_who_wait_have_it_loaded_again():
 def test_unloading_what_loads_lets_those_have_it_who_wait():
     story = Story("a")
     story.want(1, "a")
-    assert story.ask(UnloadAsked, "a") == []
+    assert story.ask(UnloadRequested, "a") == []
     assert story.loaded("a") == [GrantLease(1, "a")]
     assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == []
@@ -467,15 +467,15 @@ def test_unloading_what_loads_lets_those_have_it_who_wait():
 def test_unloading_and_loading_at_once_restarts():
     story = Story("a")
     story.use(1, "a")
-    assert story.ask(UnloadAsked, "a") == [Unload("a")]
-    assert story.ask(LoadAsked, "a") == []
+    assert story.ask(UnloadRequested, "a") == [Unload("a")]
+    assert story.ask(LoadRequested, "a") == []
     assert story.stopped("a") == [Load("a")]
 
 
 def test_unloading_takes_back_what_was_asked_before():
     story = busy_and_waited_for()
-    story.ask(LoadAsked, "c")
-    story.ask(UnloadAsked, "c")
+    story.ask(LoadRequested, "c")
+    story.ask(UnloadRequested, "c")
     story.gone(2)
     assert story.gone(1) == []
 

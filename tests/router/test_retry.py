@@ -34,9 +34,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pooled(path: Path, patience: RestartLimits) -> AsyncIterator[tuple[Pool, Served]]:
+async def pooled(path: Path, limits: RestartLimits) -> AsyncIterator[tuple[Pool, Served]]:
     catalog = only(path, SETTINGS, "one")
-    pool = Pool(lambda: catalog, PoolLimits(), patience=patience)
+    pool = Pool(lambda: catalog, PoolLimits(), restart_limits=limits)
     pool.start()
     served = pool.find("one")
     try:

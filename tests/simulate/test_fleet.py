@@ -1,7 +1,7 @@
 """Simulated fleets: the model does what it says, and the cluster's own choice is worth its while."""
 
 import pytest
-from bench.workload.crowd import crowd
+from bench.workload.arrivals import arrivals_of
 
 from everwarm.simulate.fleet import Arrival, Machine, SimulatedReplica, simulate
 
@@ -35,14 +35,14 @@ def test_a_full_memory_forgets_what_was_unused_for_longest() -> None:
 
 
 def test_the_same_arrivals_cost_the_same() -> None:
-    arrivals = crowd(2, seed=1, minutes=2, sessions_per_replica=8)
-    assert crowd(2, seed=1, minutes=2, sessions_per_replica=8) == arrivals
+    arrivals = arrivals_of(2, seed=1, minutes=2, sessions_per_replica=8)
+    assert arrivals_of(2, seed=1, minutes=2, sessions_per_replica=8) == arrivals
     for routing in ("warm", "random"):
         assert simulate(arrivals, routing, 2, Machine()) == simulate(arrivals, routing, 2, Machine())
 
 
 def test_warm_routing_reads_less_than_any_that_does_not_look() -> None:
-    arrivals = crowd(8, seed=3, minutes=10, sessions_per_replica=20)
+    arrivals = arrivals_of(8, seed=3, minutes=10, sessions_per_replica=20)
     found = {name: simulate(arrivals, name, 8, Machine()) for name in ("warm", "session", "round robin", "random")}
     assert found["warm"].hit_rate > found["session"].hit_rate > found["random"].hit_rate
     assert found["warm"].median_s < found["round robin"].median_s

@@ -6,24 +6,11 @@ from itertools import combinations
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.simulate.optimum import best_placement, fewest_tokens
+from everwarm.simulate.optimum import fewest_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import NAMES, replay
 from everwarm.state.policy import Cut, CutKind
 from support.small_traces import SMALL, STATE, random_turns, turn
-
-
-def read_from(placed, wanted) -> int:
-    return sum(w - max((p for p in placed if p <= w), default=0) for w in wanted)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_best_placement_is_the_best_of_all(seed):
-    wanted = [len(t.prompt) for t in random_turns(seed, n_turns=6)]
-    for k in range(4):
-        placed = best_placement(wanted, k)
-        every = (read_from(each, wanted) for each in combinations(range(1, 25), k))
-        assert len(placed) <= k and read_from(placed, wanted) == min(every)
 
 
 def brute(turns, n_states, i=0, kept=frozenset()) -> int:

@@ -1,7 +1,7 @@
 """What nobody can avoid reading, against one comparison after the other."""
 
 import pytest
-from bench.workload.chat import picture, to_turn
+from bench.workload.chat import image, to_turn
 from bench.workload.scenarios import SCENARIOS, scenario
 
 from everwarm.prompt.prompt import Prompt
@@ -28,7 +28,7 @@ def test_what_was_not_read_before_a_cancel_is_not_free():
 
 
 def test_two_pictures_are_never_the_same_because_of_their_place():
-    known, a, b = Known(), picture("a"), picture("b")
+    known, a, b = Known(), image("a"), image("b")
     known.add(Prompt.of_items([1, a, 2]))
     assert known.n_shared(Prompt.of_items([1, a, 3])) == 2
     assert known.n_shared(Prompt.of_items([1, b, 2])) == 1

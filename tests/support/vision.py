@@ -17,7 +17,7 @@ from everwarm.llama.batch import BatchArrays, Feed, Tokens
 from everwarm.llama.lib import library_path
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import Model
-from everwarm.llama.opening import open_context
+from everwarm.llama.sequences import open_context
 from everwarm.types import Mark, Position, SeqId, TokenCount
 from support.steps import OPTIONS
 

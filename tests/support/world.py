@@ -19,9 +19,9 @@ from everwarm.router.plan import (
     Gone,
     GrantLease,
     Load,
-    LoadAsked,
     Loaded,
     LoadFailed,
+    LoadRequested,
     ModelPlan,
     Phase,
     Planner,
@@ -31,7 +31,7 @@ from everwarm.router.plan import (
     Stopped,
     Tick,
     Unload,
-    UnloadAsked,
+    UnloadRequested,
     Wanted,
 )
 
@@ -166,9 +166,9 @@ class World:
         id = order.plan.id
         match order.what:
             case "load":
-                self._feed(LoadAsked(id, self.now))
+                self._feed(LoadRequested(id, self.now))
             case "unload":
-                self._feed(UnloadAsked(id, self.now))
+                self._feed(UnloadRequested(id, self.now))
             case "remove":
                 self._feed(Removed(id, self.now))
             case "add":
@@ -211,10 +211,10 @@ class World:
         match event:
             case Wanted(request_id) if not truth.is_removed:
                 truth.waiting[request_id] = self.now
-            case LoadAsked() if not truth.is_removed:
+            case LoadRequested() if not truth.is_removed:
                 if not self._stays(truth) and truth.load_asked_at is None:
                     truth.load_asked_at = self.now
-            case UnloadAsked() | Removed() if not truth.is_removed:
+            case UnloadRequested() | Removed() if not truth.is_removed:
                 truth.must_go, truth.load_asked_at = truth.phase is not Phase.ASLEEP, None
                 truth.is_removed = isinstance(event, Removed)
             case Loaded():

@@ -1,14 +1,14 @@
 """The command line: parse, make frozen settings, call one function.
 
-Values come from flags, then ``EVERWARM_*`` environment variables, then a TOML file, then defaults: the first that says
-something wins, for every command alike. Unknown keys are errors.
+Values come from flags, then ``EVERWARM_*`` environment variables, then a TOML file, then defaults: the first one that is
+set wins, for every command alike. Unknown keys are errors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,13 +18,10 @@ from typing import Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everwarm import __version__
 from everwarm.cli.serve_options import DEFAULTS, ServeOptions
-from everwarm.config import (
-    require,
-)
+from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
@@ -41,7 +38,7 @@ app = cyclopts.App(
 
     Every option can also be given as an environment variable (`EVERWARM_SERVE_CTX_SIZE=32768`) or in a TOML file named by
     `EVERWARM_CONFIG` (a `[serve]` table with `ctx-size = 32768`). Flags win over the environment, the environment over the
-    file. `everwarm config` shows what holds.
+    file. `everwarm config` shows the result.
     """,
 )
 app.config = [
@@ -53,14 +50,13 @@ app.config = [
     ),
 ]
 
-# loaded when they are called: a server starts without them
+# loaded when they are called, so that a server starts sooner
 _LATER = ("cache", "explain", "simulate", "tiny")
 for _name in _LATER:
     app.command(f"everwarm.cli.{_name}:{_name}", name=_name)
 
 VARIABLES = "EVERWARM_SERVE_"
 SECRET = ("api_key", "admin_key", "keys")
-DOWNLOAD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
 @app.command
@@ -72,19 +68,19 @@ def serve(
     ray: Path | None = None,
     options: ServeOptions = DEFAULTS,
 ) -> int:
-    """Serve a model, or many, over HTTP, for clients of OpenAI's, Anthropic's and llama-server's APIs.
+    """Serve one model or many over HTTP, for clients of the OpenAI, Anthropic, Ollama and llama-server APIs.
 
     Parameters
     ----------
     model
-        The GGUF file, or `hf:owner/repo[:quant]` for one of the Hugging Face Hub, which is downloaded once.
+        The GGUF file, or `hf:owner/repo[:quant]` for a model of the Hugging Face Hub, which is downloaded once.
     demo
         Serve the embedded everwarm-tiny instead of a file.
     models
-        Many models behind one address, loaded when they are asked for: a folder of GGUF files, a TOML file that lists
-        them, or `hf:` for all that are in the Hugging Face cache. Each keeps its conversations while it is not loaded.
+        Many models behind one address, each loaded on its first request: a folder of GGUF files, a TOML file that lists
+        them, or `hf:` for all in the Hugging Face cache. A model keeps its conversations while it is not loaded.
     ray
-        Replicas on many machines: a TOML file that describes the cluster, with everything that is a flag here.
+        Replicas on many machines: a TOML file that describes the cluster. It replaces all flags.
     """
     _require_known_variables()
     if ray is not None:
@@ -93,11 +89,14 @@ def serve(
 
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
     require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
-    engine, console = options.engine(), Console(stderr=True)
+    engine = options.engine()
+    console = Console(stderr=True)
     if models is None:
         catalog = _single(model, options, engine, console)
         return run(lambda: catalog, PoolLimits(), options.server(), console)
-    source, default, state_dir = models, options.models_default, options.state_dir
+    source = models
+    default = options.models_default
+    state_dir = options.state_dir
     with _downloads(console) as resolve:
         found = discover(source, engine, default=default, resolve=resolve, state_dir=state_dir)
 
@@ -108,11 +107,16 @@ def serve(
 
 
 def _require_known_variables() -> None:
-    """A misspelt one would be passed over in silence."""
+    """Refuse a misspelt variable, which would otherwise be ignored."""
+    given = sorted(name for name in os.environ if name.startswith(VARIABLES))
+    if not given:  # most often; the list of all options takes a while to make
+        return
+    import difflib
+
     arguments = app["serve"].assemble_argument_collection()
     flags = (name for argument in arguments for name in argument.names if name not in argument.negatives)
     known = {VARIABLES + flag.lstrip("-").replace("-", "_").upper() for flag in flags if flag.startswith("--")}
-    for name in sorted(name for name in os.environ if name.startswith(VARIABLES) and name not in known):
+    for name in (name for name in given if name not in known):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else "`everwarm serve --help` lists the options"
         raise BadRequest(f"the environment has {name}, which is no option; {hint}")
@@ -138,8 +142,11 @@ def _single(model: str | None, options: ServeOptions, engine: EngineSettings, co
 
 @contextlib.contextmanager
 def _downloads(console: Console) -> Iterator[Resolve]:
-    """Models from the Hub, with a bar for each that is not here yet."""
-    with Progress(*DOWNLOAD_COLUMNS, console=console, transient=True) as bar:
+    """Resolves models of the Hub, with a progress bar for each that has to be downloaded."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
 
         def resolve(name: str) -> hub.HubModel:
             task = bar.add_task(name, total=None, visible=False)
@@ -153,17 +160,18 @@ def config(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     show: bool = True,
 ) -> None:
-    """Show the settings that `serve` would run with, from its flags, its environment and its file, and check them.
+    """Check and show the settings that `serve` would use, from its flags, environment and file.
 
     Parameters
     ----------
     show
-        Print them; with --no-show they are only checked.
+        Print the settings; with --no-show they are only checked.
     """
     _require_known_variables()
     _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
     options: ServeOptions = bound.arguments.get("options", DEFAULTS)
-    engine, server = options.engine(), options.server()
+    engine = options.engine()
+    server = options.server()
     for title, settings in (("engine", engine), ("server", server)) if show else ():
         print(f"[{title}]")
         for name, value in dataclasses.asdict(settings).items():
@@ -199,24 +207,22 @@ def chat(
     temperature: float = 0.7,
     max_tokens: int = 1024,
 ) -> int:
-    """Talk to a model. After each answer it says how much of the prompt was reused and how much was read.
+    """Chat with a model. After each reply it shows how much of the prompt was reused and how much was read.
 
     Parameters
     ----------
     where
         A GGUF file, or the URL of a running server such as http://127.0.0.1:8080.
     demo
-        Talk to the embedded everwarm-tiny.
+        Chat with the embedded everwarm-tiny.
     system
         A system message.
     """
-    from everwarm.cli.chat import talk
+    from everwarm.cli.chat import chat_locally, chat_with
 
     if where is not None and where.startswith(("http://", "https://")):
-        return talk(where, api_key, system, temperature, max_tokens)
-    from everwarm.cli.chat import talk_locally
-
-    return talk_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
+        return chat_with(where, api_key, system, temperature, max_tokens)
+    return chat_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
 
 
 @app.command
@@ -227,18 +233,18 @@ def top(
     model: str | None = None,
     once: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Watch a running server: slots, tiers, how much was reused, and the last requests. q or Ctrl-C ends it.
+    """Watch a running server: slots, tiers, what was reused, and the last requests. End with q or Ctrl-C.
 
     Parameters
     ----------
     url
-        Where the server is.
+        The server's address.
     api_key
-        The server's.
+        The server's API key.
     model
-        Which of its models; default: the only one, or one that is loaded.
+        Which of its models to show; default: the only one, or one that is loaded.
     once
-        Print one picture and end.
+        Print the screen once and end.
     """
     from everwarm.cli import top
     from everwarm.gateway.client import Client
@@ -248,25 +254,26 @@ def top(
 
 @app.command
 def demo(*, model: Path | None = None) -> None:
-    """Show the main job: conversations that lose their slot, edits, branches and retries, read only where they are new.
+    """Show what Everwarm does: conversations that lose their slot, edits, branches and retries; only new text is read.
 
     Parameters
     ----------
     model
         A GGUF file to use instead of the embedded everwarm-tiny. It needs a chat template.
     """
-    from everwarm.demo.tour import run_tour  # loading libllama takes a moment; --help should not
+    from everwarm.demo.tour import run_tour  # late, because libllama takes a moment to load
 
     run_tour(Console(), model)
 
 
 def main() -> None:
+    gc.set_threshold(50_000, 20, 50)  # loading modules makes many objects and no garbage
     if set(sys.argv[1:]) <= {"--help", "-h"}:
         for name in _LATER:
-            app[name]  # its own words are in the list of commands
+            app[name]  # loads it: the list of commands shows its help
     try:
         sys.exit(app())
-    except BrokenPipeError:  # somebody piped us into head
+    except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)
     except (EverwarmError, ValueError, OSError) as error:
         Console(stderr=True).print(f"everwarm: {error}", style="red", markup=False, highlight=False)

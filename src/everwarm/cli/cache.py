@@ -1,6 +1,6 @@
-"""``everwarm cache``: look at what is kept on disk, check it, free space, and take it elsewhere.
+"""``everwarm cache``: list what is kept on disk, check it, free space, and move it to other machines.
 
-Parses, calls one function and prints what it says. Only ``verify`` loads libllama.
+Parses, calls one function and prints the result. Only ``verify`` loads libllama.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from everwarm.state.tools.inventory import Folder, Tick
 
 cache = cyclopts.App(
     name="cache",
-    help="""Look at what is kept on disk, check it, free space, and take it elsewhere.
+    help="""List what is kept on disk, check it, free space, and move it to other machines.
 
-    `everwarm serve` keeps the states of conversations in a state directory, one folder per model. `ls` shows them, `show`
-    one of them in detail, `tree` what they share, also of a running server. `verify` checks every byte and reads states
-    again to compare. `prune` frees space. `export` and
-    `import` move states to another machine with the same model file. All but `prune` and `import` may run beside a server.
+    `everwarm serve` keeps the states of conversations in a state directory, one folder per model. `ls` lists them, `show`
+    shows one in detail, `tree` shows what they share, also in a running server. `verify` checks every byte and recomputes
+    states to compare them. `prune` frees space. `export` and `import` move states to another machine with the same model
+    file. All but `prune` and `import` may run beside a server.
     """,
 )
 
@@ -54,7 +54,7 @@ StateDir = Annotated[
 ]
 FolderName = Annotated[
     str | None,
-    Parameter(name=["--folder", "--model-folder"], help="only folders or models whose name begins so"),
+    Parameter(name=["--folder", "--model-folder"], help="only folders or models whose name begins with this"),
 ]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="print JSON instead of text")]
 
@@ -63,7 +63,7 @@ MAX_LIMIT = 1_000_000
 
 @cache.command
 def ls(*, folder: FolderName = None, json: AsJson = False, state_dir: StateDir = None) -> None:
-    """List what is kept: of which conversation, how much, when it was last used, and the seconds it saves."""
+    """List what is kept: the conversation, its size, when it was last used, and the seconds it saves."""
     directory = _directory(state_dir)
     found = [inventory.read_folder(path) for path in inventory.choose_folders(directory, folder)]
     foreign = inventory.foreign_folders(directory) if folder is None else []
@@ -87,12 +87,13 @@ def ls(*, folder: FolderName = None, json: AsJson = False, state_dir: StateDir =
 
 @cache.command
 def show(name: str, *, json: AsJson = False, state_dir: StateDir = None) -> int:
-    """Show one object: what it is, what it needs, its digests, and whether it is whole. Exits with 1 if it is not.
+    """Show one object: what it is, what it needs, its digests, and whether it is intact. Exits with 1 if it is not.
 
     Parameters
     ----------
     name
-        How an object's name or key begins (`ls` shows keys), or the path of a file, such as a slot's a.bin.checkpoints.
+        The beginning of an object's name or key (`ls` shows keys), or the path of a file, such as a.bin.checkpoints of a
+        slot.
     """
     path = Path(name)
     if not path.is_file():
@@ -117,19 +118,19 @@ def tree(
     folder: FolderName = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Show what is kept as a tree: conversations share their beginnings, and branch where they part.
+    """Show what is kept as a tree: conversations share their prefixes, and branch where they differ.
 
     Parameters
     ----------
     url
-        Of a running server, such as http://127.0.0.1:8080: everything it keeps, on the device, in RAM and on disk. Without
-        it the state directory is read. A server shows words only if it was started with --cache-text.
+        The address of a running server, such as http://127.0.0.1:8080, to show all that it keeps on the device, in RAM and
+        on disk. Without it the state directory is read. A server shows text only if it was started with --cache-text.
     api_key
-        The server's.
+        The server's API key.
     model
         Which of the server's models; default: the only one, or one that is loaded.
     limit
-        The most nodes that are shown of a server.
+        The largest number of nodes to show of a server.
     """
     require(1 <= limit <= MAX_LIMIT, f"--limit is {limit}; give 1 to {MAX_LIMIT}")
     console = Console()
@@ -157,23 +158,23 @@ def verify(
     json: AsJson = False,
     state_dir: StateDir = None,
 ) -> int:
-    """Check every byte by its digest, and read states again to compare. Exits with 1 if anything is damaged or differs.
+    """Check every byte by its digest, and recompute states to compare. Exits with 1 if anything is damaged or differs.
 
-    A clean state must have the very bytes of a cold reading. Any other is compared by what the model would say next; the
+    A clean state must equal a cold reading byte for byte. Any other is compared by the logits of the next token; the
     largest difference is reported. What is damaged or differs is moved into the folder's `quarantine`, unless a running
-    server holds it. Reading again takes as long as the prompts took.
+    server holds it. Recomputing takes as long as the prompts took.
 
     Parameters
     ----------
     model
         The GGUF file that the states belong to; default: the one they came from, if it is still there.
     limit
-        Read at most so many states of each folder again, the last used first; 0: only digests.
+        Recompute at most so many states of each folder, the last used first; 0: only digests.
     """
     require(limit is None or 0 <= limit <= MAX_LIMIT, f"--limit is {limit}; give 0 to {MAX_LIMIT}")
     directory = _directory(state_dir)
     found = [inventory.read_folder(path) for path in inventory.choose_folders(directory, folder)]
-    from everwarm.engine.verify.verify_states import check_up  # it needs the engine, which takes a moment
+    from everwarm.engine.verify.verify_states import check_up  # late, because the engine takes a moment to load
 
     with _progress() as begin:
         reports = check_up(found, model, limit, begin)
@@ -197,20 +198,20 @@ def prune(
     folder: FolderName = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Free space: states with the KV that only they need, so that whatever stays is whole. No server may hold the folder.
+    """Free space: removes states with the KV that only they need, so that all others stay usable. Stop the server first.
 
-    Whatever nobody can use goes along: damaged objects, and KV that no state needs.
+    Also removes what cannot be used: damaged objects, and KV that no state needs.
 
     Parameters
     ----------
     keep
-        Keep at most so much, like 10GiB, over all folders; what saves least time for its size goes first.
+        Keep at most so much, like 10GiB, over all folders; removes what saves least time for its size first.
     older_than
         Remove what was not used for so long, like 30d, 12h or 90m.
     everything
         Remove whole folders, also those of other format versions.
     dry_run
-        Only say what would go.
+        Only show what would be removed.
     """
     directory = _directory(state_dir)
     if everything:
@@ -242,23 +243,23 @@ def _prune_folders(directory: Path, folder: str | None, dry_run: bool) -> None:
         with pruning.holding(paths):
             for path in paths:
                 pruning.remove_folder(path)
-    said = "would remove" if dry_run else "removed"
+    verb = "would remove" if dry_run else "removed"
     for path, size in zip(paths, sizes, strict=True):
-        print(f"{said} {path.name}: {size_text(size)}")
+        print(f"{verb} {path.name}: {size_text(size)}")
     if not paths:
         print(f"nothing is kept in {directory}")
 
 
 @cache.command
 def export(file: Path, *names: str, folder: FolderName = None, state_dir: StateDir = None) -> None:
-    """Write states and everything they need into one file, a plain tar, for `import` elsewhere. They hold your prompts.
+    """Write states and all that they need into one tar file, for `import` on another machine. They contain your prompts.
 
     Parameters
     ----------
     file
-        The file to write; it must not be there yet.
+        The file to write; it must not exist yet.
     names
-        How the states' names or keys begin (`ls` shows keys); default: all states of the folder.
+        The beginnings of the states' names or keys (`ls` shows keys); default: all states of the folder.
     """
     read = [inventory.read_folder(path) for path in inventory.choose_folders(_directory(state_dir), folder)]
     chosen, states = _chosen(read, names)
@@ -272,7 +273,7 @@ def export(file: Path, *names: str, folder: FolderName = None, state_dir: StateD
 
 
 def _chosen(read: Sequence[Folder], names: Sequence[str]) -> tuple[Folder, list[str]]:
-    """One folder, for a file holds the states of one model, and which of its states."""
+    """One folder, because a file holds the states of one model, and the names of its states."""
     things = [inventory.find_one(read, name) for name in names]
     kv = next((thing.name for thing in things if thing.header.kind != "state"), None)
     require(kv is None, f"{kv} is KV, which goes along with the states that need it: name one of those")
@@ -286,10 +287,10 @@ def _chosen(read: Sequence[Folder], names: Sequence[str]) -> tuple[Folder, list[
 
 @cache.command(name="import")
 def import_(file: Path, *, state_dir: StateDir = None) -> None:
-    """Take up states that `export` wrote. Everything is verified before anything is written.
+    """Add states that `export` wrote. Everything is verified before anything is written.
 
-    Digests say that nothing was damaged on the way, not who made it: take files only from where you would take a model,
-    or read them again with `everwarm cache verify`.
+    Digests show that nothing was damaged on the way, not who made it: import only from sources that you would trust with a
+    model, or recompute the states with `everwarm cache verify`.
 
     Parameters
     ----------
@@ -310,7 +311,7 @@ def _directory(state_dir: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int], Tick]]:
-    """A bar for each piece of work, on a terminal's standard error, and gone afterwards."""
+    """A progress bar for each piece of work, on standard error if that is a terminal, removed afterwards."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,6 +1,6 @@
-"""How ``everwarm cache`` says what it found: as facts for JSON, and as text for people.
+"""The output of ``everwarm cache``: facts for JSON, and text for people.
 
-What comes out of files is shown without anything a terminal would obey.
+Text from files is shown without control characters that a terminal would obey.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def folder_facts(folder: Folder) -> Facts:
 
 
 def _state_facts(lineage: Lineage) -> Facts:
-    state, head = lineage.state, lineage.state.header
+    state = lineage.state
+    head = lineage.state.header
     return {
         "name": state.name,
         "words": head.words,
@@ -95,12 +96,12 @@ def _state_facts(lineage: Lineage) -> Facts:
 def print_folder(console: Console, folder: Folder, now: float) -> None:
     about = folder.about
     speed = about.seconds_per_token if about is not None else None
-    said = [readable(about.description)] if about is not None and about.description else []
-    said += [f"{len(folder.objects)} objects", size_text(folder.n_bytes)]
-    said += [f"{1 / speed:,.0f} tokens/s"] if speed else ["speed not measured yet"]
-    said += [f"{len(folder.broken)} damaged"] if folder.broken else []
-    said += [f"{n} in quarantine"] if (n := len(folder.quarantined())) else []
-    console.print(Text(readable(folder.title), "bold"), Text(f"{folder.path.name} · {' · '.join(said)}"))
+    parts = [readable(about.description)] if about is not None and about.description else []
+    parts += [f"{len(folder.objects)} objects", size_text(folder.n_bytes)]
+    parts += [f"{1 / speed:,.0f} tokens/s"] if speed else ["speed not measured yet"]
+    parts += [f"{len(folder.broken)} damaged"] if folder.broken else []
+    parts += [f"{n} in quarantine"] if (n := len(folder.quarantined())) else []
+    console.print(Text(readable(folder.title), "bold"), Text(f"{folder.path.name} · {' · '.join(parts)}"))
     if lineages := folder.lineages():
         console.print(Text(_COLUMNS.format(*_TITLES), "dim"), soft_wrap=True)
     for lineage in lineages:
@@ -191,9 +192,9 @@ def _shown(value: Any) -> str:
 def _line(item: Any) -> str:
     if not isinstance(item, dict):
         return str(item)
-    said = ", ".join(f"{n.replace('_', ' ')} {value}" for n, value in item.items() if n not in ("name", "trouble"))
+    fields = ", ".join(f"{n.replace('_', ' ')} {value}" for n, value in item.items() if n not in ("name", "trouble"))
     verdict = f" — {item['trouble'] or 'whole'}" if "trouble" in item else ""
-    return f"{item.get('name', '')} {said}{verdict}".strip()
+    return f"{item.get('name', '')} {fields}{verdict}".strip()
 
 
 # verify
@@ -270,7 +271,8 @@ def _node(node: Json) -> Text:
     if node["parent"] is None:
         return Text(f"namespace {readable(node['namespace']) or 'none'}", "dim")
     text = Text(f"{node['start']:,}–{node['end']:,}")
-    checkpoint, kv = node["checkpoint"], node["kv"]
+    checkpoint = node["checkpoint"]
+    kv = node["kv"]
     if checkpoint is not None:
         where = "+".join(checkpoint["tiers"]) or "nowhere"
         text.append(f"  {checkpoint['kind']} ({where}, {size_text(checkpoint['bytes'])})", "green")
@@ -305,14 +307,14 @@ def _needs(lineage: Lineage) -> tuple[Need, ...]:
 
 
 def _branch(branches: dict[tuple[Need, ...], Tree], needs: tuple[Need, ...], folder: Folder) -> Tree:
-    """The place of whatever needs this KV, with everything on the way there."""
+    """The branch of the object that needs this KV, made with all branches above it."""
     above = branches[()]
     for n in range(1, len(needs) + 1):
         if needs[:n] not in branches:
             name, reach = needs[n - 1]
             kv = folder.objects.get(name)
-            said = "missing" if kv is None else f"{kv.header.n_start:,}–{reach:,}  kv {size_text(kv.size)}"
-            branches[needs[:n]] = above.add(Text(said, "red" if kv is None else "cyan"))
+            label = "missing" if kv is None else f"{kv.header.n_start:,}–{reach:,}  kv {size_text(kv.size)}"
+            branches[needs[:n]] = above.add(Text(label, "red" if kv is None else "cyan"))
         above = branches[needs[:n]]
     return above
 

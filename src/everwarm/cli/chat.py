@@ -1,4 +1,4 @@
-"""A chat in the terminal, with a running server or with one started for it, that shows what was reused."""
+"""``everwarm chat``: a chat in the terminal, with a running server or one of its own, that shows what was reused."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from everwarm.errors import EverwarmError
 from everwarm.types import Json
 
 
-def talk_locally(model: Path, system: str | None, temperature: float, max_tokens: int) -> int:
+def chat_locally(model: Path, system: str | None, temperature: float, max_tokens: int) -> int:
     with _own_server(model) as url:
-        return talk(url, None, system, temperature, max_tokens)
+        return chat_with(url, None, system, temperature, max_tokens)
 
 
 @contextlib.contextmanager
@@ -31,23 +31,23 @@ def _own_server(model: Path) -> Iterator[str]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        said = []
+        lines = []
         for line in process.stderr:
-            said.append(line)
+            lines.append(line)
             found = re.search(r"http://[^/\s]+", line)
             if found:
                 break
         else:
-            raise EverwarmError("".join(said).strip() or "the server did not start")
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # its log must never fill the pipe
+            raise EverwarmError("".join(lines).strip() or "the server did not start")
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its log never fills the pipe
         yield found[0]
     finally:
         process.terminate()
         process.wait(15)
 
 
-def talk(url: str, api_key: str | None, system: str | None, temperature: float, max_tokens: int) -> int:
-    """Until the end of input. An empty line is ignored, ``/new`` starts over, ``/quit`` ends."""
+def chat_with(url: str, api_key: str | None, system: str | None, temperature: float, max_tokens: int) -> int:
+    """Chat until the end of input. An empty line is ignored, ``/new`` starts over, ``/quit`` ends."""
     console = Console(highlight=False)
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     start = list(messages)
@@ -73,7 +73,8 @@ def talk(url: str, api_key: str | None, system: str | None, temperature: float, 
 
 def _answer(console: Console, url: str, api_key: str | None, body: Json) -> str:
     console.print("[green]model[/]  ", end="")
-    text, began = "", time.monotonic()
+    text = ""
+    began = time.monotonic()
     timings: Json = {}
     first: float | None = None
     for chunk in _chunks(url, api_key, body):

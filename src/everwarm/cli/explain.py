@@ -5,16 +5,30 @@ Parses, compares and prints. Loads a vocabulary, never weights.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
+from rich.text import Text
 
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
+from everwarm.engine.settings import EngineSettings
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file
+from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts
+from everwarm.gateway.explain.server_vocab import source_of
+from everwarm.llama.model import Model
+from everwarm.prompt.tokenizer import Tokenizer
+from everwarm.router.catalog.gguf_header import read_header
+from everwarm.router.catalog.memory_estimate import shape_of
 from everwarm.state.params import CheckpointParams
+
+_MOST_SHOWN = 12
 
 
 def explain(
@@ -30,7 +44,7 @@ def explain(
     max_checkpoints: int = 32,
     json: Annotated[bool, Parameter(name="--json", negative=(), help="print JSON instead of text")] = False,
 ) -> None:
-    """Say what a server that has read the first request reads again of the second, and why.
+    """Tell what a server that has read the first request reads again of the second, and why.
 
     Both files hold a request body: OpenAI chat completions (`messages`) or completions (`prompt`). They are rendered with
     the model's own template and compared token by token. Only a vocabulary is loaded.
@@ -40,7 +54,7 @@ def explain(
     first
         The request that was answered before.
     second
-        The one that was slower than it should have been.
+        The request that was slower than expected.
     model
         The GGUF file whose template and vocabulary to use.
     demo
@@ -48,22 +62,98 @@ def explain(
     url
         Use a running server's model instead, such as http://127.0.0.1:8080.
     api_key
-        The running server's.
+        The running server's API key.
     model_name
-        Which of the running server's models.
+        Which of the running server's models to use.
     checkpoint_every, max_checkpoints
-        As `serve` has them.
+        As for `serve`.
     """
-    # loading libllama takes a moment; --help should not
-    from everwarm.cli.explain_output import facts, show, source_for
-    from everwarm.gateway.explain.explain import explained, read_file
-
     require((model is not None) + demo + (url is not None) == 1, "give --model with a GGUF file, --demo, or --url")
     params = CheckpointParams(max_checkpoints, checkpoint_every)
-    asked = read_file(first), read_file(second)
+    requests = read_file(first), read_file(second)
     with source_for(EMBEDDED_MODEL if demo else model, url, api_key, model_name, params) as source:
-        found = explained(*asked, source)
+        found = explained(*requests, source)
     if json:
         print(msgspec.json.format(msgspec.json.encode(facts(found, source.name))).decode())
     else:
         show(Console(highlight=False), found)
+
+
+@contextlib.contextmanager
+def source_for(
+    path: Path | None, url: str | None, api_key: str | None, name: str | None, params: CheckpointParams
+) -> Iterator[PromptSource]:
+    if path is None:
+        yield source_of(url or "", api_key, name)
+        return
+    with Model(path, vocab_only=True) as opened:
+        vocab = opened.vocab
+        bos, eos = (b"" if token is None else vocab.piece(token) for token in (vocab.bos, vocab.eos))
+        words = bos.decode("utf-8", "replace"), eos.decode("utf-8", "replace")
+        text = opened.chat_template
+        template = None if text is None else ChatTemplate(text, bos=words[0], eos=words[1])
+        plan = _plan(path, params)
+        yield PromptSource(path.name, Tokenizer(vocab), vocab.detokenize, template, words[0], vocab.adds_bos, plan)
+
+
+def _plan(path: Path, params: CheckpointParams) -> ModelFacts:
+    """From the header alone, as the router estimates it."""
+    shape = shape_of(read_header(path), path.stat().st_size, EngineSettings())
+    spacing = params.fitted(
+        state_bytes=shape.state_bytes, kv_bytes_per_token=shape.kv_bytes_per_token, window=shape.n_window > 0
+    )
+    return ModelFacts(spacing, needs_checkpoints=shape.state_bytes > 0 or shape.n_window > 0)
+
+
+def facts(found: Explained, name: str) -> dict[str, Any]:
+    it = found.difference
+    is_same = it.n_common == it.n_first == it.n_second
+    return {
+        "model": name,
+        "first": {"n_tokens": it.n_first, "kept": [{"at": cut.at, "kind": cut.kind.value} for cut in it.kept]},
+        "second": {"n_tokens": it.n_second, "n_cached": it.n_resume, "n_read": it.n_read},
+        "n_common": it.n_common,
+        "checkpoint": None if it.resume is None else {"at": it.resume.at, "kind": it.resume.kind.value},
+        "reason": it.reason.value,
+        "again": None if it.again is None else it.again.value,
+        "diverged": None
+        if is_same
+        else {"at": it.n_common, "before": found.before, "known": found.known, "given": found.given},
+        "hints": found.hints,
+    }
+
+
+def show(console: Console, found: Explained) -> None:
+    it = found.difference
+    console.print(f"first     {it.n_first} tokens", _kept(it), sep="\n")
+    console.print(f"second    {it.n_second} tokens, of which the first {it.n_common} are the same", style="bold")
+    console.print(_continues(it))
+    console.print(f"reads     {it.n_read} tokens: {it.reason.value}, {it.reason.words}")
+    if it.again is not None and it.again is not it.reason:
+        console.print(f"          {it.n_known_read} of them were known: {it.again.value}, {it.again.words}")
+    if found.known or found.given:
+        console.print()
+        console.print("the first difference", style="bold")
+        for label, words, style in (("first", found.known, "red"), ("second", found.given, "green")):
+            line = Text(f"  {label:<8}").append(_line(found.before), "dim").append(_line(words) or "(ends)", style)
+            console.print(line, soft_wrap=True)
+    for hint in found.hints:
+        console.print(Text("• ", "yellow").append(hint, "default"), soft_wrap=True)
+
+
+def _kept(it: Difference) -> str:
+    if not it.kept:
+        return "          kept: its KV; this kind of model, or these settings, keep no checkpoints"
+    shown = ", ".join(f"{cut.at} ({cut.kind.value})" for cut in it.kept[-_MOST_SHOWN:])
+    return f"          kept: {'… ' if len(it.kept) > _MOST_SHOWN else ''}{shown}"
+
+
+def _continues(it: Difference) -> str:
+    if it.n_resume == 0:
+        return "continues from the very beginning"
+    return f"continues from {it.n_resume}" + (f" ({it.resume.kind.value})" if it.resume else "")
+
+
+def _line(text: str) -> str:
+    """On one line, with what would not be seen."""
+    return "".join(c if c.isprintable() else {"\n": "↵", "\t": "⇥"}.get(c, "·") for c in text)

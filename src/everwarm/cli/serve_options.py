@@ -37,21 +37,21 @@ class ServeOptions:
     """The flags of ``serve``; llama-server's short names where it has them."""
 
     host: Annotated[
-        str, Parameter(group=_NETWORK, help="address to listen on; another than loopback needs --api-key or --key-file")
+        str, Parameter(group=_NETWORK, help="address to listen on; any but loopback needs --api-key or --key-file")
     ] = "127.0.0.1"
     port: Annotated[int, Parameter(group=_NETWORK, help="0 takes any free port")] = 8080
     api_key: Annotated[
         str | None,
         Parameter(
             group=_NETWORK,
-            help="required from clients as a Bearer token; without --admin-key and --key-file it may do everything",
+            help="clients must send it as a Bearer token; without --admin-key and --key-file it is also the admin's",
         ),
     ] = None
     admin_key: Annotated[
         str | None,
         Parameter(
             group=_NETWORK,
-            help="needed to load and unload models and to see, pin or drop what others read; default: every client may",
+            help="needed to load and unload models and to see, pin or drop others' cache; default: every client may",
         ),
     ] = None
     key_file: Annotated[
@@ -59,46 +59,48 @@ class ServeOptions:
         Parameter(group=_NETWORK, help="TOML with many keys, each with a namespace and a role; read again on SIGHUP"),
     ] = None
     allowed_host: Annotated[
-        tuple[str, ...], Parameter(group=_NETWORK, help="another name clients may call this server by; repeatable")
+        tuple[str, ...], Parameter(group=_NETWORK, help="another host name that clients may use; repeatable")
     ] = ()
     alias: Annotated[str | None, Parameter(group=_NETWORK, help="the model's name in the API; default: the file's")] = (
         None
     )
     models_max: Annotated[
-        int | None, Parameter(group=_MODELS, help="how many are in memory at once; 0: any number; default: 1")
+        int | None, Parameter(group=_MODELS, help="how many models may be in memory at once; 0: any number; default: 1")
     ] = None
     memory_limit: Annotated[
-        str | None, Parameter(group=_MODELS, help="how much memory they may take together, like 48GiB; default: any")
+        str | None,
+        Parameter(group=_MODELS, help="how much memory all loaded models may take, like 48GiB; default: any"),
     ] = None
     models_default: Annotated[
-        str | None, Parameter(group=_MODELS, help="the one for clients that ask for a name nobody has; default: none")
+        str | None, Parameter(group=_MODELS, help="the model for requests with an unknown name; default: none")
     ] = None
     models_autoload: Annotated[
-        bool, Parameter(group=_MODELS, help="load a model when it is asked for; else only POST /models/load does")
+        bool, Parameter(group=_MODELS, help="load a model on its first request; otherwise only POST /models/load does")
     ] = True
 
     picture_host: Annotated[
-        tuple[str, ...], Parameter(group=_NETWORK, help="host whose pictures may be fetched by https; repeatable")
+        tuple[str, ...], Parameter(group=_NETWORK, help="host from which images may be fetched by https; repeatable")
     ] = ()
     cache_text: Annotated[
-        bool, Parameter(group=_NETWORK, negative=(), help="GET /cache/tree shows the first words of what is kept")
+        bool, Parameter(group=_NETWORK, negative=(), help="GET /cache/tree shows the beginning of cached text")
     ] = False
-    max_requests: Annotated[int, Parameter(group=_NETWORK, help="running and waiting; more get 429")] = 256
+    max_requests: Annotated[int, Parameter(group=_NETWORK, help="requests running and waiting; more get 429")] = 256
     max_connections: Annotated[
-        int, Parameter(group=_NETWORK, help="open at once; when all are in use an idle one is closed for a new one")
+        int,
+        Parameter(group=_NETWORK, help="open at once; when all are in use, an idle one is closed for a new one"),
     ] = 1024
     client_timeout: Annotated[
         float,
-        Parameter(group=_NETWORK, help="seconds a client may send nothing of its body, or read nothing of its answer"),
+        Parameter(group=_NETWORK, help="seconds a client may pause in sending its body or reading its answer"),
     ] = 30.0
-    max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest request, like 32MiB; larger ones get 413")] = (
+    max_body: Annotated[str, Parameter(group=_NETWORK, help="the largest body, like 32MiB; larger ones get 413")] = (
         "32MiB"
     )
     tool_format: Annotated[
         ToolFormat, Parameter(group=_NETWORK, help="how the model writes tool calls; auto: as its template says")
     ] = "auto"
     thinking_tags: Annotated[
-        ThinkingTags, Parameter(group=_NETWORK, help="how it marks its thinking; none: all of a reply is text")
+        ThinkingTags, Parameter(group=_NETWORK, help="how the model marks its thinking; none: the whole reply is text")
     ] = "auto"
     otel_endpoint: Annotated[
         str | None,
@@ -108,18 +110,21 @@ class ServeOptions:
         bool,
         Parameter(
             group=_MEMORY,
-            help="read on idle what the next turn will begin with; it then reads only its message (work after each reply)",
+            help="when idle, read the prefix of the next turn in advance (work after each reply)",
         ),
     ] = True
     canonicalise: Annotated[
-        bool, Parameter(group=_NETWORK, help="leave out lines of system text that are known noise and break prefixes")
+        bool,
+        Parameter(group=_NETWORK, help="leave out lines of system text that are known to change and break prefixes"),
     ] = True
     log_format: Annotated[
         LogFormat | None,
-        Parameter(group=_NETWORK, help="lines of text, or JSON objects; default: EVERWARM_LOG_FORMAT, or text"),
+        Parameter(group=_NETWORK, help="log lines as text or as JSON objects; default: EVERWARM_LOG_FORMAT, or text"),
     ] = None
-    request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds; 0: none")] = 0.0
-    grace: Annotated[float, Parameter(group=_NETWORK, help="seconds to finish what runs after SIGTERM")] = 10.0
+    request_timeout: Annotated[float, Parameter(group=_NETWORK, help="seconds until a request is ended; 0: none")] = 0.0
+    grace: Annotated[float, Parameter(group=_NETWORK, help="seconds that running requests may take after SIGTERM")] = (
+        10.0
+    )
 
     slots: Annotated[int, Parameter(name=["--slots", "--parallel", "-np"], group=_MEMORY, help="requests at once")] = 4
     ctx_size: Annotated[
@@ -133,56 +138,59 @@ class ServeOptions:
     )
     cache_ram: Annotated[
         str | None,
-        Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of what is free"),
+        Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of the free memory"),
     ] = None
     pin_ram: Annotated[
-        PinRam, Parameter(group=_MEMORY, help="copy that RAM to and from a GPU faster; auto: if half of it is free")
+        PinRam,
+        Parameter(group=_MEMORY, help="pin that RAM for faster copies to a GPU; auto: up to half of the free memory"),
     ] = "auto"
     state_dir: Annotated[
-        str, Parameter(group=_MEMORY, help="where conversations are kept across restarts, one folder per model")
+        str, Parameter(group=_MEMORY, help="directory that keeps conversations across restarts, one folder per model")
     ] = dataclasses.field(default_factory=lambda: str(cache_directory() / "states"))
-    disk_cache: Annotated[str, Parameter(group=_MEMORY, help="how much of it, like 64GiB; 0: nothing on disk")] = (
-        "64GiB"
+    disk_cache: Annotated[
+        str, Parameter(group=_MEMORY, help="how large it may become, like 64GiB; 0: nothing on disk")
+    ] = "64GiB"
+    disk_write_budget: Annotated[str, Parameter(group=_MEMORY, help="bytes written to disk per day; 0: any number")] = (
+        "0"
     )
-    disk_write_budget: Annotated[str, Parameter(group=_MEMORY, help="bytes written per day; 0: any number")] = "0"
     namespace_share: Annotated[
-        float, Parameter(group=_MEMORY, help="the most of RAM and disk that one API key and cache_salt may fill")
+        float,
+        Parameter(group=_MEMORY, help="the largest share of RAM and disk that one API key and cache_salt may fill"),
     ] = 1.0
     pin_quota: Annotated[
-        float, Parameter(group=_MEMORY, help="the most of RAM that pins of one namespace may hold; admins pin beyond")
+        float, Parameter(group=_MEMORY, help="the largest share of RAM that one namespace may pin; admins may pin more")
     ] = 0.1
     slot_save_path: Annotated[
-        str | None, Parameter(group=_MEMORY, help="directory for files of POST /slots/N?action=save and restore")
+        str | None, Parameter(group=_MEMORY, help="directory of the files of POST /slots/N?action=save and restore")
     ] = None
     trust_slot_files: Annotated[
         bool,
         Parameter(
             group=_MEMORY,
-            help="restore files of llama-server, which say neither model nor build; nothing that stems from one is kept",
+            help="restore files of llama-server, which name neither model nor build; what is computed from one is not kept",
         ),
     ] = False
     restore_policy: Annotated[
-        RestorePolicy, Parameter(group=_MEMORY, help="auto: read again where that is faster than loading from disk")
+        RestorePolicy, Parameter(group=_MEMORY, help="auto: recompute where that is faster than loading from disk")
     ] = "auto"
     remote: Annotated[
         str | None,
-        Parameter(group=_MEMORY, help="a store that other servers share, like s3://bucket/prefix; default: none"),
+        Parameter(group=_MEMORY, help="a store shared with other servers, like s3://bucket/prefix; default: none"),
     ] = None
     remote_key: Annotated[
         str | None,
-        Parameter(
-            group=_MEMORY, help="file of at least 32 random bytes: states of servers with another key are not used"
-        ),
+        Parameter(group=_MEMORY, help="file of at least 32 random bytes; states written with another key are not used"),
     ] = None
     remote_endpoint: Annotated[
         str | None,
         Parameter(group=_MEMORY, help="URL of an S3-compatible server; default: AWS_ENDPOINT_URL, or AWS's own"),
     ] = None
     remote_wait: Annotated[
-        float, Parameter(group=_MEMORY, help="seconds a request waits for it at most before it goes on without")
+        float, Parameter(group=_MEMORY, help="the most seconds that a request waits for the remote store")
     ] = 0.25
     spares: Annotated[
-        int | None, Parameter(group=_MEMORY, help="checkpoints on the device; default: from the free memory, up to 16")
+        int | None,
+        Parameter(group=_MEMORY, help="checkpoints kept on the device; default: from the free memory, up to 16"),
     ] = None
 
     threads: Annotated[int, Parameter(name=["--threads", "-t"], group=_COMPUTE, help="CPU threads")] = (
@@ -192,8 +200,12 @@ class ServeOptions:
         int, Parameter(name=["--batch-size", "-b"], group=_COMPUTE, help="tokens per decode call")
     ] = 2048
     ubatch_size: Annotated[int, Parameter(name=["--ubatch-size", "-ub"], group=_COMPUTE, help="tokens per step")] = 512
-    n_gpu_layers: Annotated[int, Parameter(name=["--n-gpu-layers", "-ngl"], group=_COMPUTE, help="-1: all")] = -1
-    flash_attn: Annotated[FlashAttention, Parameter(name=["--flash-attn", "-fa"], group=_COMPUTE, help="")] = "auto"
+    n_gpu_layers: Annotated[
+        int, Parameter(name=["--n-gpu-layers", "-ngl"], group=_COMPUTE, help="layers on GPUs; -1: all")
+    ] = -1
+    flash_attn: Annotated[
+        FlashAttention, Parameter(name=["--flash-attn", "-fa"], group=_COMPUTE, help="use flash attention")
+    ] = "auto"
     tensor_split: Annotated[
         tuple[float, ...],
         Parameter(name=["--tensor-split", "-ts"], group=_COMPUTE, help="each GPU's share of the model"),
@@ -202,19 +214,25 @@ class ServeOptions:
         int, Parameter(name=["--n-cpu-moe", "-ncmoe"], group=_COMPUTE, help="layers whose experts stay in host memory")
     ] = 0
     mmproj: Annotated[
-        str | None, Parameter(group=_COMPUTE, help="projector file for pictures; default: mmproj-MODEL.gguf beside it")
+        str | None,
+        Parameter(group=_COMPUTE, help="projector file for images; default: mmproj-MODEL.gguf beside the model"),
     ] = None
     lora: Annotated[
         tuple[str, ...], Parameter(group=_COMPUTE, help="adapter file, or FILE:SCALE; repeatable", negative=())
     ] = ()
     mmap: Annotated[bool, Parameter(group=_COMPUTE, help="map the model file instead of reading it")] = True
 
-    max_checkpoints: Annotated[int, Parameter(group=_CHECKPOINTS, help="per conversation; 0: off")] = 32
+    max_checkpoints: Annotated[int, Parameter(group=_CHECKPOINTS, help="checkpoints per conversation; 0: off")] = 32
     checkpoint_every: Annotated[
-        int | None, Parameter(group=_CHECKPOINTS, help="tokens inside long messages; default: from the model")
+        int | None,
+        Parameter(group=_CHECKPOINTS, help="distance in tokens inside long messages; default: from the model"),
     ] = None
-    checkpoint_min_tokens: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none before; default: 0")] = None
-    checkpoint_min_gap: Annotated[int | None, Parameter(group=_CHECKPOINTS, help="none closer; default: 0")] = None
+    checkpoint_min_tokens: Annotated[
+        int | None, Parameter(group=_CHECKPOINTS, help="no checkpoint before so many tokens; default: 0")
+    ] = None
+    checkpoint_min_gap: Annotated[
+        int | None, Parameter(group=_CHECKPOINTS, help="no two checkpoints closer than so many tokens; default: 0")
+    ] = None
 
     def engine(self) -> EngineSettings:
         return EngineSettings(
@@ -242,7 +260,8 @@ class ServeOptions:
         )
 
     def _store(self) -> StoreSettings | None:
-        disk_bytes, write_bytes = parse_bytes(self.disk_cache), parse_bytes(self.disk_write_budget)
+        disk_bytes = parse_bytes(self.disk_cache)
+        write_bytes = parse_bytes(self.disk_write_budget)
         return StoreSettings(self.state_dir, disk_bytes, write_bytes, self.restore_policy) if disk_bytes else None
 
     def _remote(self) -> RemoteSettings | None:
@@ -253,11 +272,11 @@ class ServeOptions:
             self.remote, self.remote_key, self.remote_endpoint, self.restore_policy, self.remote_wait
         )
         if self.remote_key is not None:
-            read_key(self.remote_key)  # refused here, not by an engine later
+            read_key(self.remote_key)  # a bad key file is refused here, not later by an engine
         return settings
 
     def limits(self, catalog: Catalog) -> PoolLimits:
-        """What was not said here may be said beside the models."""
+        """Limits that are not flags come from the models file."""
         most = self.models_max if self.models_max is not None else catalog.models_max
         memory = self.memory_limit
         n_bytes = parse_bytes(memory) if memory is not None else catalog.memory_limit

@@ -1,4 +1,4 @@
-"""``everwarm simulate``: replay a trace against policies and budgets. Parses, calls one function, prints what it says."""
+"""``everwarm simulate``: replay a trace against policies and budgets. Parses, calls one function, prints the result."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def simulate(
     trace: Path,
     *,
     budget: str = "8GiB",
-    policy: Annotated[str, Parameter(help=f"any of {', '.join(NAMES)}, with commas between")] = ",".join(DEFAULT_NAMES),
+    policy: Annotated[str, Parameter(help=f"any of {', '.join(NAMES)}, separated by commas")] = ",".join(DEFAULT_NAMES),
     curves: Annotated[str, Parameter(help=f"one of {', '.join(KNOWN)}, or a JSON file")] = "27b",
     slots: int = 2,
     most: int | None = None,
     svg: Path | None = None,
     optimum: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Replay a trace of prompts against ways to place and evict checkpoints, and say what each would have read.
+    """Replay a trace of prompts against policies for placing and evicting checkpoints, and show what each would have read.
 
     Parameters
     ----------
     trace
-        JSON lines: our own (token ids or blocks), or Mooncake's (hash_ids of 512-token blocks).
+        JSON lines: Everwarm's format (token ids or blocks), or Mooncake's (hash_ids of 512-token blocks).
     budget
-        RAM for states and KV; several with commas between, like 1GiB,4GiB,16GiB.
+        RAM for states and KV; several separated by commas, like 1GiB,4GiB,16GiB.
     slots
-        Requests that can have their conversation in the context.
+        How many conversations fit into the context.
     most
-        Only the first so many requests.
+        Replay only the first so many requests.
     svg
         Write a chart of the seconds by budget.
     optimum
-        For a few requests only: also the fewest tokens that anybody can read with that many states, the future known.
+        Also show the fewest tokens that any policy could read with that many states; for traces of few requests.
     """
     require(0 < slots <= MAX_SLOTS, f"slots is {slots}; give 1 to {MAX_SLOTS}")
     require(most is None or most > 0, f"most is {most}; give 1 or more")

@@ -23,7 +23,7 @@ def tiny(
     dtype: Literal["f32", "q8_0"] = "f32",
     vision: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Write a small random model with a real architecture: for tests and benchmarks. Same flags, same bytes.
+    """Write a small random model with a real architecture, for tests and benchmarks. The same flags give the same bytes.
 
     Parameters
     ----------
@@ -34,13 +34,13 @@ def tiny(
     width
         Embedding width, a multiple of 64.
     vocab
-        Total vocabulary size; more than the base set only adds unused tokens.
+        Vocabulary size; what exceeds the base set are unused tokens.
     seed
-        Another seed, other weights.
+        Other seeds give other weights.
     dtype
         f32, or q8_0 for large files.
     vision
-        Also write a projector for images beside it, for example mmproj-m.gguf (qwen35 and gemma3).
+        Also write a projector for images, for example mmproj-m.gguf (qwen35 and gemma3).
     """
     spec = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype, vision=vision)
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -20,7 +20,7 @@ from everwarm.errors import EverwarmError
 from everwarm.gateway.client import Client
 from everwarm.types import Json
 
-LOOK_S = 1.0
+REFRESH_S = 1.0
 N_REQUESTS = 12
 BAR_WIDTH = 24
 
@@ -28,37 +28,37 @@ _COLORS = {"running": "yellow", "done": "green", "failed": "red", "cancelled": "
 
 
 def top(server: Client, model: str | None, console: Console) -> int:
-    """Until q or Ctrl-C."""
+    """Show the screen until q or Ctrl-C."""
     with _keys() as wants_to_quit, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(_look(server, model), refresh=True)
-            if wants_to_quit(LOOK_S):
+            if wants_to_quit(REFRESH_S):
                 return 0
 
 
 def print_once(server: Client, model: str | None, console: Console) -> int:
-    console.print(picture(*_asked(server, model)))
+    console.print(screen(*_fetch(server, model)))
     return 0
 
 
 def _look(server: Client, model: str | None) -> RenderableType:
-    """A server that does not answer may answer again."""
+    """The screen, or the error: a server that does not answer now may answer again."""
     try:
-        return picture(*_asked(server, model))
+        return screen(*_fetch(server, model))
     except EverwarmError as error:
         return Text(readable(str(error)), "red")
 
 
-def _asked(server: Client, model: str | None) -> tuple[Json, list[Json], list[Json]]:
+def _fetch(server: Client, model: str | None) -> tuple[Json, list[Json], list[Json]]:
     overview = server.get("/cache", model=model)
     slots = server.get("/slots", model=overview["model"]) if overview["tiers"] is not None else []
     return overview, slots, server.get("/cache/requests", limit=N_REQUESTS)["requests"]
 
 
-# the picture
+# the screen
 
 
-def picture(overview: Json, slots: list[Json], requests: list[Json]) -> Group:
+def screen(overview: Json, slots: list[Json], requests: list[Json]) -> Group:
     parts: list[RenderableType] = [_head(overview), _savings(overview)]
     if overview["tiers"] is not None:
         parts += [_tiers(overview), _slots(slots, overview["engine"]["n_queued"])]
@@ -82,7 +82,7 @@ def _head(overview: Json) -> Text:
 
 def _savings(overview: Json) -> Text:
     tokens = overview["tokens"]
-    said = [
+    parts = [
         f"{overview['hit_rate']:.1%} of {tokens['prompt']:,} prompt tokens reused",
         f"{tokens['reused']:,} reused",
         f"{tokens['read']:,} read",
@@ -90,27 +90,31 @@ def _savings(overview: Json) -> Text:
         f"{overview['requests']['total']:,} requests",
     ]
     lost = {"evicted": overview["evictions"], "quarantined": overview["quarantines"], "read again": tokens["avoidable"]}
-    said += [f"{n:,} {what}" for what, n in lost.items() if n]
-    return Text(" · ".join(said))
+    parts += [f"{n:,} {what}" for what, n in lost.items() if n]
+    return Text(" · ".join(parts))
 
 
 def _tiers(overview: Json) -> Table:
-    tiers, engine = overview["tiers"], overview["engine"]
+    tiers = overview["tiers"]
+    engine = overview["engine"]
     table = _table("tier", "", "used", "of", "holds")
-    n_cells, n_ctx = tiers["device"]["n_cells"], engine["n_ctx"]
+    n_cells = tiers["device"]["n_cells"]
+    n_ctx = engine["n_ctx"]
     table.add_row(
         "device", _bar(n_cells, n_ctx), f"{n_cells:,}", f"{n_ctx:,} cells", f"{tiers['device']['n_states']} states"
     )
-    ram, disk = tiers["ram"], tiers["disk"]
+    ram = tiers["ram"]
+    disk = tiers["disk"]
     held = f"{ram['n_states']} states, {ram['n_segments']} segments"
     table.add_row("ram", *_fill(ram), held)
     if disk is not None:
-        table.add_row("disk", *_fill(disk), _disk_said(disk))
+        table.add_row("disk", *_fill(disk), _disk_status(disk))
     return table
 
 
 def _fill(tier: Json) -> tuple[RenderableType, str, str]:
-    used, most = tier["bytes"], tier["budget_bytes"]
+    used = tier["bytes"]
+    most = tier["budget_bytes"]
     return _bar(used, most), size_text(used), size_text(most)
 
 
@@ -118,17 +122,17 @@ def _slots(slots: list[Json], n_queued: int) -> Table:
     table = _table("slot", "", "tokens", "")
     for slot in slots:
         busy = slot["is_processing"]
-        said = "idle"
+        status = "idle"
         if slot.get("is_others"):
-            said = "busy for others" if busy else "holds others' conversation"
+            status = "busy for others" if busy else "holds others' conversation"
         elif busy:
             n_written = slot["next_token"][0]["n_decoded"]
             n_read = slot["n_prompt_tokens_processed"]
             reused = f"{slot['n_prompt_tokens_cache']:,} reused, {n_read:,} read"
-            said = f"{reused}, {n_written:,} written"
+            status = f"{reused}, {n_written:,} written"
         color = "yellow" if busy else "dim"
         filled = _bar(slot["n_prompt_tokens"], slot["n_ctx"])
-        table.add_row(str(slot["id"]), filled, f"{slot['n_prompt_tokens']:,}", Text(said, color))
+        table.add_row(str(slot["id"]), filled, f"{slot['n_prompt_tokens']:,}", Text(status, color))
     if n_queued:
         table.add_row("", "", "", Text(f"{n_queued} waiting", "yellow"))
     return table
@@ -171,7 +175,7 @@ def _bar(n: float, most: float) -> ProgressBar:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """A question: was q pressed within so many seconds? Where there is no keyboard it only waits."""
+    """A function that waits so many seconds and tells whether q was pressed; without a keyboard it only waits."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -201,5 +205,5 @@ def _was_q_pressed(seconds: float) -> bool:
     return False
 
 
-def _disk_said(disk: dict[str, Any]) -> str:
+def _disk_status(disk: dict[str, Any]) -> str:
     return f"degraded: {disk['reason']}" if disk["degraded"] else f"{disk['n_objects']} objects"

@@ -1,6 +1,6 @@
 """The guided demo: a conversation that loses its slot and comes back, an edit, a branch, a retry, six conversations on two
-slots, a new engine that finds an old one's conversation on disk, and a picture. Everything shown is measured while it
-runs; nothing is scripted but the questions.
+slots, a new engine that loads a conversation from disk, and an image. All numbers are measured while it runs; only the
+questions are scripted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from everwarm.config import GREEDY
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.demo.image_tour import show_pictures
+from everwarm.demo.image_tour import show_images
 from everwarm.demo.story import story
 from everwarm.engine.engine import Engine
 from everwarm.engine.request import Result
@@ -48,13 +48,13 @@ class Turn:
 
     @property
     def regret(self) -> int:
-        """Tokens read again that somebody had read before."""
+        """Tokens read again that had been read before."""
         return max(0, self.result.n_processed - (self.result.n_prompt - self.n_known))
 
 
 @dataclass(slots=True)
-class Talker:
-    """Chats with an engine and remembers everything it ever read, as the yardstick for regret."""
+class DemoClient:
+    """Chats with an engine and remembers everything it ever read, to measure regret."""
 
     engine: Engine
     template: ChatTemplate
@@ -62,7 +62,7 @@ class Talker:
     turns: list[Turn] = field(default_factory=list)
 
     @classmethod
-    def open(cls, model: Path, checkpoints: CheckpointParams, store: StoreSettings | None = None) -> Talker:
+    def open(cls, model: Path, checkpoints: CheckpointParams, store: StoreSettings | None = None) -> DemoClient:
         settings = EngineSettings(n_slots=2, n_ctx=N_CTX, checkpoints=checkpoints, ram_bytes=1 << 30, store=store)
         engine = Engine(model, settings)
         source = engine.model.chat_template
@@ -99,20 +99,21 @@ class Talker:
 
 def run_tour(console: Console, model: Path | None) -> None:
     path = model or EMBEDDED_MODEL
-    warm = Talker.open(path, CheckpointParams())
-    cold = Talker.open(path, CheckpointParams(max_checkpoints=0))
+    warm = DemoClient.open(path, CheckpointParams())
+    cold = DemoClient.open(path, CheckpointParams(max_checkpoints=0))
     with warm.engine, cold.engine:
         _introduce(console, warm.engine)
         speed_up = _lost_slot(console, warm, cold)
-        _changes_of_mind(console, warm)
+        _retry_branch_edit(console, warm)
         _six_on_two(console, warm)
         _new_engine(console, path)
-        show_pictures(console)
+        show_images(console)
         _conclude(console, warm, speed_up)
 
 
 def _introduce(console: Console, engine: Engine) -> None:
-    model, sizes = engine.model, engine.core.sizes
+    model = engine.model
+    sizes = engine.core.sizes
     console.print(
         f"\n[bold]{model.path.name}[/]: {model.n_params / 1e6:.1f} M parameters, {model.memory_kind.value} memory, "
         f"{sizes.shape.state_bytes / 1024:.0f} KiB of recurrent state per point, "
@@ -120,9 +121,9 @@ def _introduce(console: Console, engine: Engine) -> None:
     )
 
 
-def _lost_slot(console: Console, warm: Talker, cold: Talker) -> float:
+def _lost_slot(console: Console, warm: DemoClient, cold: DemoClient) -> float:
     """Returns how much sooner the returning conversation was answered with checkpoints than without."""
-    console.print("\n[bold]A secret, small talk, and the slot given away.[/]\n")
+    console.print("\n[bold]1. A conversation loses its slot and comes back.[/]\n")
     questions = [
         f"My secret code is {SECRET}.",
         f"Here is a text.\n{story(120, seed=1)}",
@@ -130,14 +131,15 @@ def _lost_slot(console: Console, warm: Talker, cold: Talker) -> float:
         "What is the capital of France?",
         "What is my secret code?",
     ]
-    talks: dict[str, Messages] = {"warm": _new_talk(), "cold": _new_talk()}
+    conversations: dict[str, Messages] = {"warm": _new_conversation(), "cold": _new_conversation()}
     rows = []
     for i, question in enumerate(questions):
         if i == len(questions) - 1:
-            for talker in (warm, cold):
-                _take_both_slots(talker)
-            console.print("  [dim](two other conversations read 1,400 tokens each: both slots are theirs now)[/]")
-        with_it, without = warm.reply(talks["warm"], question), cold.reply(talks["cold"], question)
+            for client in (warm, cold):
+                _take_both_slots(client)
+            console.print("  [dim](two other conversations of 1,400 tokens each take both slots)[/]")
+        with_it = warm.reply(conversations["warm"], question)
+        without = cold.reply(conversations["cold"], question)
         console.print(f"  [cyan]you[/]   {_short(question)}")
         console.print(f"  [green]model[/] {with_it.text}")
         rows.append((str(i + 1), with_it, without))
@@ -147,7 +149,7 @@ def _lost_slot(console: Console, warm: Talker, cold: Talker) -> float:
 
 
 def _compare(rows: Iterable[tuple[str, Turn, Turn]]) -> Table:
-    table = Table(title="\nthe same turns with and without checkpoints", title_justify="left")
+    table = Table(title="\nTokens processed in the same turns, with and without checkpoints", title_justify="left")
     for name in ("turn", "prompt", "cached", "processed", "ms", "without", "ms"):
         table.add_column(name, justify="right")
     for name, with_it, without in rows:
@@ -163,21 +165,21 @@ def _compare(rows: Iterable[tuple[str, Turn, Turn]]) -> Table:
     return table
 
 
-def _changes_of_mind(console: Console, warm: Talker) -> None:
-    talk = _new_talk()
+def _retry_branch_edit(console: Console, warm: DemoClient) -> None:
+    conversation = _new_conversation()
     for question in ("My name is Ada.", f"Here is a text.\n{story(120, seed=2)}", "What is 2 + 3?"):
-        warm.reply(talk, question)
+        warm.reply(conversation, question)
     rows = [("first reading", warm.turns[-2]), ("next turn", warm.turns[-1])]
-    retry = talk[:-1]
+    retry = conversation[:-1]
     rows.append(("identical retry", warm.say(retry)))
-    branch = [*talk[:-2], {"role": "user", "content": "What is the capital of Italy?"}]
+    branch = [*conversation[:-2], {"role": "user", "content": "What is the capital of Italy?"}]
     rows.append(("another question (branch)", warm.say(branch)))
-    edited = [*talk]
+    edited = [*conversation]
     edited[1] = {"role": "user", "content": "My name is Grace."}
     rows.append(("first message edited", warm.say(edited[:-1])))
-    edited_late = [*talk[:-2], {"role": "user", "content": "What is 2 + 4?"}]
+    edited_late = [*conversation[:-2], {"role": "user", "content": "What is 2 + 4?"}]
     rows.append(("last message edited", warm.say(edited_late)))
-    table = Table(title="\nchanging one's mind (new: tokens nobody had read before)", title_justify="left")
+    table = Table(title="\n2. Retry, branch and edits (new: tokens that were never read before)", title_justify="left")
     table.add_column("what")
     for name in ("prompt", "cached", "processed", "new", "ms"):
         table.add_column(name, justify="right")
@@ -188,41 +190,41 @@ def _changes_of_mind(console: Console, warm: Talker) -> None:
     console.print(table)
 
 
-def _six_on_two(console: Console, warm: Talker) -> None:
-    talks = [_new_talk() for _ in range(6)]
+def _six_on_two(console: Console, warm: DemoClient) -> None:
+    conversations = [_new_conversation() for _ in range(6)]
     turns: list[Turn] = []
     openers = [f"Here is a text.\n{story(40, seed=10 + i)}" for i in range(6)]
     for question in (None, "What is 1 + 6?", "What is the capital of Spain?"):
-        turns += [warm.reply(talk, question or openers[i]) for i, talk in enumerate(talks)]
+        turns += [warm.reply(conversation, question or openers[i]) for i, conversation in enumerate(conversations)]
     n_prompt = sum(turn.result.n_prompt for turn in turns)
     n_read = sum(turn.result.n_processed for turn in turns)
     regret = sum(turn.regret for turn in turns)
     console.print(
-        f"\n[bold]Six conversations, two slots, taking turns:[/] {len(turns)} requests with {n_prompt:,} prompt tokens; "
+        f"\n[bold]3. Six conversations take turns on two slots:[/] {len(turns)} requests with {n_prompt:,} prompt tokens; "
         f"{n_read:,} processed, {regret} of them again."
     )
 
 
 def _new_engine(console: Console, path: Path) -> None:
-    """An engine is closed and everything in memory with it; the next one has only the disk."""
-    talk = _new_talk()
+    """The first engine is closed with all its memory; the second one has only the disk."""
+    conversation = _new_conversation()
     with tempfile.TemporaryDirectory(prefix="everwarm-demo-") as states:
         store = StoreSettings(states, restore_policy="always")
-        old = Talker.open(path, CheckpointParams(), store)
+        old = DemoClient.open(path, CheckpointParams(), store)
         with old.engine:
             for question in (f"My secret code is {SECRET}.", f"Here is a text.\n{story(120, seed=3)}"):
-                old.reply(talk, question)
-        new = Talker.open(path, CheckpointParams(), store)
+                old.reply(conversation, question)
+        new = DemoClient.open(path, CheckpointParams(), store)
         with new.engine:
-            turn = new.reply(talk, "What is my secret code?")
+            turn = new.reply(conversation, "What is my secret code?")
     result = turn.result
     console.print(
-        f"\n[bold]The engine closed, a new one opened, the secret asked again:[/] {turn.text} "
+        f"\n[bold]4. A new engine loads the conversation from disk and is asked for the secret code:[/] {turn.text} "
         f"({result.n_prompt:,} prompt tokens, {result.n_cached:,} of them from disk, {result.n_processed} processed)"
     )
 
 
-def _conclude(console: Console, warm: Talker, speed_up: float) -> None:
+def _conclude(console: Console, warm: DemoClient, speed_up: float) -> None:
     report = warm.engine.call(compare_with_cold)
     regret = sum(turn.regret for turn in warm.turns)
     n_prompt = sum(turn.result.n_prompt for turn in warm.turns)
@@ -239,17 +241,17 @@ def _verdict(report: ExactReport) -> str:
     if report.is_exact:
         return (
             f"yes ({report.n_compared} kept states equal a cold replay byte for byte; "
-            f"{report.n_controls} wrong ones on purpose all differ)"
+            f"{report.n_controls} deliberately wrong ones all differ)"
         )
     return f"NO ({report.n_different} of {report.n_compared} states differ, {report.n_controls_equal} controls equal)"
 
 
-def _take_both_slots(talker: Talker) -> None:
+def _take_both_slots(client: DemoClient) -> None:
     for seed in (101, 102):
-        talker.say([{"role": "user", "content": f"Read this text: {story(120, seed=seed)}"}], max_tokens=8)
+        client.say([{"role": "user", "content": f"Read this text: {story(120, seed=seed)}"}], max_tokens=8)
 
 
-def _new_talk() -> Messages:
+def _new_conversation() -> Messages:
     return [{"role": "system", "content": SYSTEM}]
 
 

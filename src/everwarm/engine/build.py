@@ -40,7 +40,8 @@ from everwarm.llama.rope import rope_limit_of
 from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.segment_merge import most_joined
-from everwarm.state.store.arena import Arena, memory_file
+from everwarm.state.store.arena import Arena
+from everwarm.state.store.arena_file import memory_file
 from everwarm.state.tree import Tree
 from everwarm.types import SeqId
 

@@ -189,14 +189,14 @@ class Request:
 
     def without_token(self) -> tuple[Finish, EverwarmError | None]:
         """Why no token was picked: none was wanted, or the constraint is complete or cannot be followed."""
-        form = self.sampler.form
-        if form is None or self.ask.max_tokens == 0:
+        matcher = self.sampler.matcher
+        if matcher is None or self.ask.max_tokens == 0:
             return Finish.LENGTH, None
-        return (Finish.STOP, None) if form.error is None else (Finish.ERROR, form.error)
+        return (Finish.STOP, None) if matcher.error is None else (Finish.ERROR, matcher.error)
 
     def end(self) -> Finish | None:
         """Whether the reply ends with the token it has just got, and how."""
-        if self.sampler.form is not None and self.sampler.form.is_complete:
+        if self.sampler.matcher is not None and self.sampler.matcher.is_complete:
             return Finish.STOP
         return Finish.LENGTH if self.is_full else None
 

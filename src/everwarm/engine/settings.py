@@ -9,7 +9,6 @@ from typing import Literal, get_args
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
 from everwarm.engine.fingerprint import state_fingerprint
 from everwarm.state.params import CheckpointParams
-from everwarm.state.remote.bucket import require_bucket
 
 MAX_SLOTS = 64
 MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
@@ -47,6 +46,8 @@ class RemoteSettings:
     wait_s: float = 0.25  # for the first answer to a request, before it goes on without
 
     def __post_init__(self) -> None:
+        from everwarm.state.remote.bucket import require_bucket  # loads asyncio, which only a remote store needs
+
         require_bucket(self.url)
         require(0.0 < self.wait_s <= 60.0, f"remote-wait is {self.wait_s}; give more than 0 and at most 60 seconds")
         require(

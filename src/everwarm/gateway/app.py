@@ -37,7 +37,7 @@ from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool
-from everwarm.state.store.slot_file import sweep_all
+from everwarm.state.store.slot_names import sweep_all
 
 PICTURES = ImageLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
 

@@ -8,12 +8,11 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from everwarm import __version__
 from everwarm.errors import EverwarmError
@@ -73,15 +72,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: socket.socket) -> int:
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(model: str, done: float) -> None:
-            if model not in tasks:
-                tasks[model] = bar.add_task(f"loading {model}", total=1.0)
-            bar.update(tasks[model], completed=done)
-
-        pool.on_loading = show
+    with _loading_bars(console) as pool.on_loading:
         gateway = build_gateway(pool, settings)
         limits = connection_limits(settings)
         config = uvicorn.Config(
@@ -111,6 +102,25 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
     await running
     ready.cancel()
     return code
+
+
+@contextlib.contextmanager
+def _loading_bars(console: Console) -> Iterator[Callable[[str, float], None] | None]:
+    """A progress bar per model that is being loaded, where the console is a terminal."""
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(model: str, done: float) -> None:
+            if model not in tasks:
+                tasks[model] = bar.add_task(f"loading {model}", total=1.0)
+            bar.update(tasks[model], completed=done)
+
+        yield show
 
 
 def connection_limits(settings: ServerSettings) -> ConnectionLimits:

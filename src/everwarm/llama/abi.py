@@ -25,12 +25,19 @@ PROGRESS_CALLBACK = c.CFUNCTYPE(c.c_bool, c.c_float, c.c_void_p)
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-LOAD_MODE_NONE, LOAD_MODE_MMAP = 0, 1
-VOCAB_SPM, VOCAB_BPE = 1, 2
-GGUF_UINT32, GGUF_STRING = 4, 8
+LOAD_MODE_NONE = 0
+LOAD_MODE_MMAP = 1
+VOCAB_SPM = 1
+VOCAB_BPE = 2
+GGUF_UINT32 = 4
+GGUF_STRING = 8
 
-ATTR_UNKNOWN, ATTR_UNUSED, ATTR_CONTROL, ATTR_USER_DEFINED = 1 << 0, 1 << 1, 1 << 3, 1 << 4
-ATTR_LSTRIP, ATTR_RSTRIP = 1 << 7, 1 << 8
+ATTR_UNKNOWN = 1 << 0
+ATTR_UNUSED = 1 << 1
+ATTR_CONTROL = 1 << 3
+ATTR_USER_DEFINED = 1 << 4
+ATTR_LSTRIP = 1 << 7
+ATTR_RSTRIP = 1 << 8
 
 
 class ModelParams(c.Structure):

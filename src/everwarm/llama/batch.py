@@ -55,7 +55,7 @@ class BatchArrays:
         self._wants[stop - 1] = feed.wants_logits
 
     def _put_one(self, at: int, feed: Feed) -> None:
-        """A reply's step: plain stores instead of slices, which cost more than the step's other work together."""
+        """One token of a reply: plain stores, because slices would cost more than the rest of the step."""
         self._token[at] = feed.tokens[0]
         self._pos[at] = feed.start.pos
         self._seq[at] = feed.seq

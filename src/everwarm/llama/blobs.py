@@ -1,4 +1,4 @@
-"""Reading the beginning of libllama's state blobs, because some that it does not like abort the process."""
+"""Checks the headers of libllama's state blobs, because a wrong one can abort the process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describes_cells(blob: Blob, n_cells: int, tail: Blob | None) -> bool:
 
 
 def is_finite(blob: Blob) -> bool:
-    """Whether every float in a state is a number. What is not a float in it is small enough to look like one."""
+    """Whether every float in a state is a number. Other values in it are so small that they look like finite floats."""
     return bool(np.isfinite(_floats(blob)).all())
 
 
@@ -72,9 +72,10 @@ def describes_end(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
 
 
 def with_header(data: Blob, seq: int) -> Blob:
-    """What a file holds of a sequence, as libllama wants it from memory. Whoever left room for the header right before the
-    data spares a copy."""
-    header, room = np.frombuffer(_HEADER.pack(MAGIC, seq), np.uint8), data.base
+    """A sequence from a file, in the layout that libllama reads from memory. Makes no copy if there is room for the
+    header right before the data."""
+    header = np.frombuffer(_HEADER.pack(MAGIC, seq), np.uint8)
+    room = data.base
     if isinstance(room, np.ndarray) and room.dtype == np.uint8 and room.nbytes == HEADER_BYTES + data.nbytes:
         room[:HEADER_BYTES] = header
         return room
@@ -155,7 +156,7 @@ def _is_each_once(data: Blob, n: int, words: int) -> bool:
 
 def _are_cells(data: Blob, n: int, words: int, end: int) -> bool:
     """Whether ``n`` cells follow, each of one sequence and before position ``end``: position, sequences, (more), sequence.
-    libllama never removes a cell before position 0, and whoever gets the sequence next would see it."""
+    libllama never removes a cell before position 0, and the next user of the sequence would see it."""
     if len(data) < 4 * n * words:
         return False
     cells = data[: 4 * n * words].view("<i4").reshape(n, words)

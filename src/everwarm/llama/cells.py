@@ -17,7 +17,7 @@ from dataclasses import dataclass
 class Run:
     """Cells written by one sequence, still growing while only that sequence holds them."""
 
-    clean: bool  # written with nobody else in the cells, after clean runs only
+    clean: bool  # written with no other sequence in the cells, after clean runs only
     n_holders: int = 1
 
 
@@ -105,7 +105,8 @@ class Cells:
             assert all(span.n > 0 for span in spans)
             for span in spans:
                 assert span.run.n_holders == sum(span.run is s.run for held in self._spans for s in held)
-        known, self._used = self.used, None
+        known = self.used
+        self._used = None
         assert known == self.used <= self.n_cells
 
 

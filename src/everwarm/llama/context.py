@@ -55,7 +55,8 @@ class Context(Sequences):
         n, rows = self._fill(feeds)
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
-        files, before = self.model.files, self.model.files.before_use()
+        files = self.model.files
+        before = self.model.files.before_use()
         code = int(self._lib.decode(self._ptr, self._batch.struct(n)))
         if code == 1:
             raise ContextFull(f"libllama found no room for {n} tokens beside {self.cells.used} of {self.n_ctx} cells")
@@ -72,14 +73,16 @@ class Context(Sequences):
             self._advance(feed, alone)
 
     def see(self, seq: SeqId, media: MediaModel, embedding: Embedding, end: Mark, *, wants_logits: bool) -> None:
-        """Append a picture, whole. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
+        """Append a whole image. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
         self._check_seq(seq)
         assert not self._stateless[seq], f"sequence {seq} has KV but no state"
-        n, start = embedding.shape.n_tokens, self._end[seq]
+        n = embedding.shape.n_tokens
+        start = self._end[seq]
         assert end.n_tokens == start.n_tokens + n and end.pos == start.pos + embedding.shape.n_pos
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"a picture of {n} cells does not fit into {self.cells.free}")
-        files, before = self.model.files, self.model.files.before_use()
+        files = self.model.files
+        before = self.model.files.before_use()
         code = decode_image(
             self._lib,
             self.native,
@@ -107,14 +110,15 @@ class Context(Sequences):
         self._end[seq] = end
 
     def _distrust(self, seqs: Sequence[SeqId]) -> None:
-        """Somebody may have written to the weights during a step: nobody sees what came out."""
+        """The weights may have been written to during a step: drop its results."""
         for seq in seqs:
             self.drop(seq)
         raise WeightsTouched(f"a file of {self.model.path.name} was touched during a step")
 
     def _fill(self, feeds: Sequence[Feed]) -> tuple[int, list[int]]:
         """Returns how many tokens there are, and which of them will have logits."""
-        n, rows = 0, []
+        n = 0
+        rows = []
         for feed in feeds:
             self._check_feed(feed)
             size = len(feed.tokens)
@@ -144,7 +148,7 @@ class Context(Sequences):
     def logits(self, row: int) -> Logits:
         """The row of the last decode's ``row``-th feed that wanted logits. A live view: copy it to keep it."""
         address = self._lib.get_logits_ith(self.native, self._rows[row])
-        assert address, "libllama has no logits for a row that was asked for"
+        assert address, "libllama has no logits for a row that should have some"
         view = self._views.get(address)
         if view is None:
             memory = (ctypes.c_float * self.model.vocab.n_tokens).from_address(address)
@@ -159,7 +163,7 @@ class Context(Sequences):
 
     def capture(self, seq: SeqId) -> Blob:
         """The recurrent and sliding-window state at the sequence's end. A window cache is a ring, and its sums depend on
-        where in it the window lies: so it is seated anew right after it was read, as a later restore will seat it."""
+        where in it the window lies: so it is placed anew right after it was read, as a later restore will place it."""
         self._check_seq(seq)
         assert self.kind.needs_checkpoints, "plain attention has no state to capture"
         blob = self._read(seq, abi.STATE_PARTIAL, self.place)
@@ -169,13 +173,13 @@ class Context(Sequences):
         return blob
 
     def is_finite(self, seq: SeqId) -> bool:
-        """Whether the state holds only numbers. One that does not spoils whatever uses its place next: see ``scrub``."""
+        """Whether the state holds only numbers. One with NaN spoils the next user of its cells: see ``scrub``."""
         has_state = self.kind.needs_checkpoints and self._end[seq] != START
         return not has_state or is_finite(self._read(seq, abi.STATE_PARTIAL))
 
     def scrub(self, seq: SeqId) -> None:
         """Drop a sequence whose state is not a number. libllama empties a recurrent cell by multiplying it with 0, and
-        NaN times 0 is NaN: so its numbers are put right before it goes."""
+        NaN times 0 is NaN: so the state is made finite before it is dropped."""
         self._check_seq(seq)
         if self.kind.needs_checkpoints and self._end[seq] != START:
             self._write(seq, without_nan(self._read(seq, abi.STATE_PARTIAL)), abi.STATE_PARTIAL)
@@ -184,13 +188,13 @@ class Context(Sequences):
             self.clear()
 
     def clear(self) -> None:
-        """Empty everything and zero it: NaN in a freed KV cell spoils whoever attends over it, masked or not."""
+        """Empty everything and zero it: NaN in a freed KV cell spoils all that attend over it, masked or not."""
         for seq in range(self.options.n_seq_max):
             self._forget(SeqId(seq))
         self._lib.memory_clear(self._mem, True)
 
     def touch(self, seq: SeqId) -> None:
-        """What capturing does to a sequence, without the copy: nothing, but for a window's seat."""
+        """What capturing changes in a sequence, without the copy: only the place of a sliding window."""
         if self.kind.has_window:
             self.capture(seq)
 
@@ -223,7 +227,8 @@ class Context(Sequences):
         """Put a whole sequence in place of an empty one; returns its bytes. On ``StateRejected`` it is still empty."""
         self._check_seq(seq)
         assert self._end[seq] == START, f"sequence {seq} is not empty"
-        blob, n = with_header(data, seq), 0
+        blob = with_header(data, seq)
+        n = 0
         if begins_sequence(blob, self.kind, mark):
             n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, abi.STATE_FULL))
         if n <= HEADER_BYTES or int(self._lib.memory_seq_pos_max(self._mem, seq)) != mark.last_pos:
@@ -273,15 +278,15 @@ class Context(Sequences):
         self._stateless[seq] = self.kind.needs_checkpoints
 
     def join_segments(self, blobs: Sequence[Blob]) -> Blob:
-        """Segments that follow each other as one, as if it had been captured so."""
+        """Joins consecutive segments into one, with the bytes of one capture."""
         return joined(blobs, self._n_tail, self.place)
 
     def cut_segment(self, blob: Blob, start: Mark, stop: Mark, place: Place = heap) -> Blob:
-        """The part of a segment between two marks, as if only that had been captured."""
+        """The part of a segment between two marks, with the bytes of a capture of only that."""
         return cut(blob, start.pos, stop.pos, self._n_tail, place)
 
     def cut_bytes(self, blob: Blob, start: Mark, stop: Mark) -> int:
-        """What that part takes."""
+        """The bytes that ``cut_segment`` gives."""
         return cut_bytes(blob, stop.n_tokens - start.n_tokens, self._n_tail)
 
     @property

@@ -115,7 +115,8 @@ def _parsed(blob: Blob, words: int, end: int) -> _Source | None:
 
 def _write(sources: Sequence[tuple[_Source, Chosen, int]], n_tail: int, place: Place) -> Blob:
     """The chosen cells of each source, one after the other."""
-    first, n = sources[0][0], sum(n for _, _, n in sources)
+    first = sources[0][0]
+    n = sum(n for _, _, n in sources)
     _require_alike([source for source, _, _ in sources], n_tail)
     out = place(_n_bytes(first, n, n_tail))
     out[:HEADER_BYTES] = first.blob[:HEADER_BYTES]
@@ -126,7 +127,8 @@ def _write(sources: Sequence[tuple[_Source, Chosen, int]], n_tail: int, place: P
     at += LAYERS.size
     for i, layer in enumerate(first.layers):
         out[at : at + layer.n_head] = first.head_of(layer)
-        at, size = at + layer.n_head, layer.n_lines * n * layer.width
+        at = at + layer.n_head
+        size = layer.n_lines * n * layer.width
         lines = out[at : at + size].reshape(layer.n_lines, n, layer.width)
         _fill(lines, [(s.numbers_of(s.layers[i]), chosen, k) for s, chosen, k in sources])
         at += size

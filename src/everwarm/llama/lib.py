@@ -1,7 +1,7 @@
-"""Finding, loading and checking libllama, once per process, and libmtmd when media are asked for.
+"""Finding, loading and checking libllama, once per process, and libmtmd when a model has media.
 
-Refuses any build whose ABI is not the one ``abi`` and ``mtmd_abi`` declare. Keeps the last warnings libllama printed, so
-that an error can say what it said. Knows no models.
+Refuses any build whose ABI is not the one ``abi`` and ``mtmd_abi`` declare. Keeps the last warnings that libllama logged,
+for error messages. Knows no models.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ log = logging.getLogger("everwarm.llama")
 
 ADVICE = f"install {abi.WHEEL}, or point EVERWARM_LIBLLAMA at a libllama built from tag {abi.BUILD}"
 
-_LEVEL_WARN, _LEVEL_ERROR = 3, 4
+_LEVEL_WARN = 3
+_LEVEL_ERROR = 4
 _RECENT_LINES = 64
-_HARMLESS = b"non-consecutive token position"  # said of every M-RoPE image and of the first text behind it
+_HARMLESS = b"non-consecutive token position"  # logged for every M-RoPE image and for the first text after it
 
 
 class Lib:
@@ -137,7 +138,8 @@ def _bind(target: object, cdll: ctypes.CDLL, functions: dict[str, abi.Signature]
             function = getattr(cdll, name)
         except AttributeError:
             raise LibraryMismatch(f"{path.name} has no function {name}: {ADVICE}") from None
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
         setattr(target, name.removeprefix(prefix), function)
 
 

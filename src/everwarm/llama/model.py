@@ -42,7 +42,7 @@ class MemoryKind(enum.Enum):
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether a point can only be returned to where somebody kept a copy."""
+        """Whether a point can only be returned to where a copy of the state was kept."""
         return self is not MemoryKind.ATTENTION
 
     @property
@@ -60,7 +60,7 @@ class MemoryKind(enum.Enum):
 
 class Model(Closing):
     """A loaded model. Use as a context manager; closing it while a context is open is a bug. With ``vocab_only`` there are
-    no weights: it has a vocabulary and a template, in a moment."""
+    no weights: only the vocabulary and the template are read."""
 
     def __init__(
         self,
@@ -168,9 +168,9 @@ def fingerprint_of(path: Path, options: ModelOptions) -> str:
     return _over_files(path, options, file_digest)
 
 
-def _over_files(path: Path, options: ModelOptions, told: Callable[[Path], str]) -> str:
-    parts = "+".join(map(told, parts_of(path)))
-    adapters = "".join(f"-{told(Path(file))}*{scale!r}" for file, scale in options.lora)
+def _over_files(path: Path, options: ModelOptions, name_of: Callable[[Path], str]) -> str:
+    parts = "+".join(map(name_of, parts_of(path)))
+    adapters = "".join(f"-{name_of(Path(file))}*{scale!r}" for file, scale in options.lora)
     return f"{parts}{adapters}-{abi.BUILD}"
 
 
@@ -234,10 +234,10 @@ def _placement(lib: Lib, params: abi.ModelParams, options: ModelOptions) -> list
     return kept
 
 
-def _reason(said: tuple[str, ...]) -> str:
-    """libllama says the cause first ("error loading model: ...") and then only that it failed."""
-    for line in said:
+def _reason(messages: tuple[str, ...]) -> str:
+    """libllama logs the cause first ("error loading model: ...") and then only that it failed."""
+    for line in messages:
         reason = line.partition("error loading model")[2].lstrip(" :")
         if reason and not reason.startswith("failed to load model"):
             return reason
-    return said[0] if said else "libllama gave no reason"
+    return messages[0] if messages else "libllama gave no reason"

@@ -26,7 +26,8 @@ def rope_limit_of(path: Path) -> int | None:
 
 @functools.lru_cache(maxsize=64)
 def _read(path: Path, _identities: tuple[str, ...]) -> int | None:
-    limit, has_factors = None, False
+    limit = None
+    has_factors = False
     for i, part in enumerate(parts_of(path)):
         header = lib().gguf_init_from_file(os.fsencode(part), abi.GgufInitParams(True, None))
         if not header:

@@ -27,7 +27,7 @@ _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never pass
 
 
 class Sampler(Closing):
-    """One request's sampler. ``history`` is what the penalties look back on: the end of the prompt. With a ``form`` only
+    """One request's sampler. ``history`` is what the penalties look back on: the end of the prompt. With a ``matcher`` only
     what it allows is picked, and nothing where it is complete or cannot be followed."""
 
     def __init__(
@@ -35,9 +35,9 @@ class Sampler(Closing):
         model: Model,
         sampling: Sampling,
         history: Sequence[int] | NDArray[np.int32] = (),
-        form: Matcher | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
-        self.form = form
+        self.matcher = matcher
         self._lib = model.lib
         self._n_vocab = model.vocab.n_tokens
         self.seed = secrets.randbelow(_RANDOM_SEED) if sampling.seed is None else min(sampling.seed, _RANDOM_SEED - 1)
@@ -58,7 +58,8 @@ class Sampler(Closing):
         return chain
 
     def _parts(self, sampling: Sampling) -> list[int]:
-        lib, parts = self._lib, []
+        lib = self._lib
+        parts = []
         if sampling.logit_bias:
             pairs = [abi.LogitBias(token, bias) for token, bias in sampling.logit_bias.items()]
             array = (abi.LogitBias * len(pairs))(*pairs)
@@ -80,8 +81,8 @@ class Sampler(Closing):
     def pick(self, context: Context, row: int) -> int | None:
         """The next token after the last decode's ``row``, or ``DecodeFailed`` if the row is not numbers."""
         logits = context.logits(row)
-        if self.form is not None:
-            return self._pick_allowed(self.form, logits)
+        if self.matcher is not None:
+            return self._pick_allowed(self.matcher, logits)
         if self._plain_greedy:
             token = int(logits.argmax())
         else:
@@ -92,22 +93,22 @@ class Sampler(Closing):
 
     def pick_from(self, logits: Logits) -> int | None:
         """The same pick from a kept copy of a row, when nothing had to be decoded."""
-        if self.form is not None:
-            return self._pick_allowed(self.form, logits)
+        if self.matcher is not None:
+            return self._pick_allowed(self.matcher, logits)
         if self._plain_greedy:
             return int(logits.argmax())
         return self._apply(np.arange(self._n_vocab), logits)
 
-    def _pick_allowed(self, form: Matcher, logits: Logits) -> int | None:
-        if not form.look():
+    def _pick_allowed(self, matcher: Matcher, logits: Logits) -> int | None:
+        if not matcher.look():
             return None
         token = int(logits.argmax()) if self._plain_greedy else None
-        if token is None or not form.allows(token):
-            ids = form.allowed()
+        if token is None or not matcher.allows(token):
+            ids = matcher.allowed()
             token = int(ids[logits[ids].argmax()]) if self._plain_greedy else self._apply(ids, logits[ids])
         if logits[token] != logits[token]:
             raise DecodeFailed("the model's numbers overflowed (NaN)")
-        form.accept(token)
+        matcher.accept(token)
         return token
 
     def _apply(self, ids: NDArray[np.intp], logits: Logits) -> int:

@@ -6,12 +6,14 @@ sequence's end is counted here; libllama's own counters are used only to assert.
 
 from __future__ import annotations
 
+import ctypes
+
 from everwarm.config import ContextOptions
-from everwarm.errors import TrimRefused
+from everwarm.errors import ContextTooBig, TrimRefused
+from everwarm.llama import abi
 from everwarm.llama.cells import Cells
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
-from everwarm.llama.opening import open_context
 from everwarm.types import START, Mark, SeqId
 
 
@@ -22,7 +24,7 @@ class Sequences(Closing):
         self.model = model
         self.options = options
         self.kind = model.memory_kind
-        self._has_attention = self.kind.has_attention  # asked for at every step
+        self._has_attention = self.kind.has_attention  # needed at every step
         self._lib = model.lib
         n_seqs = options.n_seq_max + self.kind.has_attention
         self._scratch = options.n_seq_max
@@ -119,7 +121,7 @@ class Sequences(Closing):
         self._stateless[seq] = self.kind.needs_checkpoints
 
     def _disturb_windows(self) -> None:
-        """A guest moves the ring on for everybody, and leaves it so when it goes."""
+        """A sequence that comes and goes moves the ring on for all of them."""
         if self.kind.has_window:
             self._state_clean = [end == START for end in self._end]
 
@@ -142,11 +144,11 @@ class Sequences(Closing):
         self._stateless[seq] = False
 
     def check(self) -> None:
-        """Our counters against libllama's, for tests and for bugs."""
+        """Compare these counters with libllama's, in tests and while debugging."""
         self.cells.check()
         for i, end in enumerate(self._end[: self.options.n_seq_max]):
             seen = int(self._lib.memory_seq_pos_max(self._mem, i))
-            assert self._stateless[i] or seen == end.last_pos, f"sequence {i}: libllama ends at {seen}, we at {end}"
+            assert self._stateless[i] or seen == end.last_pos, f"sequence {i}: libllama ends at {seen}, expected {end}"
 
     # life
 
@@ -154,3 +156,41 @@ class Sequences(Closing):
         if self._ptr:
             self._lib.free(self._ptr)
             self._ptr = self._mem = None
+
+
+def open_context(model: Model, options: ContextOptions, n_seqs: int) -> int:
+    """A C context with unified KV, or a clear refusal."""
+    assert n_seqs <= 256, "one of libllama's 256 sequences is needed inside"
+    params = model.lib.context_default_params()
+    params.n_ctx = options.n_ctx
+    params.n_batch = max(options.n_batch, n_seqs)  # libllama asserts room for one output per sequence
+    params.n_ubatch = max(options.n_ubatch, n_seqs)
+    params.n_seq_max = n_seqs
+    params.n_threads = options.n_threads
+    params.n_threads_batch = options.n_threads_batch
+    params.type_k = abi.GGML_TYPES[options.cache_type_k]
+    params.type_v = abi.GGML_TYPES[options.cache_type_v]
+    params.flash_attn_type = abi.FLASH_ATTENTION[options.flash_attention]
+    params.kv_unified = True
+    params.swa_full = False
+    model.lib.forget_log()
+    ptr: int | None = model.lib.init_from_model(model.ptr, params)
+    if not ptr:
+        raise ContextTooBig(
+            f"a context of {options.n_ctx} tokens and {n_seqs} sequences could not be made "
+            f"({model.lib.last_words()}); give fewer tokens, slots or spares"
+        )
+    n_cells = int(model.lib.n_ctx_seq(ptr))
+    assert n_cells == options.n_cells, f"libllama made {n_cells} cells of {options.n_ctx}, not {options.n_cells}"
+    _apply_adapters(model, ptr)
+    return ptr
+
+
+def _apply_adapters(model: Model, ptr: int) -> None:
+    if model.adapters:
+        n = len(model.adapters)
+        adapters = (ctypes.c_void_p * n)(*(adapter for adapter, _ in model.adapters))
+        scales = (ctypes.c_float * n)(*(scale for _, scale in model.adapters))
+        if int(model.lib.set_adapters_lora(ptr, adapters, n, scales)) != 0:
+            model.lib.free(ptr)
+            raise ContextTooBig(f"the LoRA adapters could not be applied: {model.lib.last_words()}")

@@ -60,7 +60,7 @@ class Vocab:
 
     @property
     def native(self) -> tuple[int, int | None]:
-        """Where the vocabulary and libllama's tokenizer are, for whoever calls it without us."""
+        """Addresses of the vocabulary and of libllama's tokenizer function, for a C library that calls it."""
         return self._ptr, ctypes.cast(self._lib.tokenize, ctypes.c_void_p).value  # type: ignore[arg-type]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> NDArray[np.int32]:

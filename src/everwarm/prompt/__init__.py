@@ -1,1 +1,1 @@
-"""Items, their two counters, and tokenizing. The only room that converts token counts to positions."""
+"""Items, their two counters, and tokenizing. The only folder that converts token counts to positions."""

@@ -128,7 +128,7 @@ class Prompt:
 
     @property
     def cells(self) -> Codes:
-        """The token of every cell; -1 where a picture lies."""
+        """The token of every cell; -1 where an image lies."""
         if not self.media:
             return self.codes
         widths = np.ones(len(self.codes), np.int64)
@@ -147,20 +147,6 @@ class Prompt:
     def common_prefix(self, other: Prompt, start: int = 0) -> ItemCount:
         """How many items both begin with, known to agree up to ``start``."""
         return ItemCount(_first_difference(self, other, start))
-
-    def keep_first_tokens(self, n_tokens: int) -> Prompt:
-        """The longest beginning that takes at most so many cells; never half a picture."""
-        return self.first(self._n_within([int(item.n_tokens) for item in self.media.values()], n_tokens))
-
-    def keep_first_positions(self, n_pos: int) -> Prompt:
-        """The longest beginning that takes at most so many positions; never half a picture."""
-        return self.first(self._n_within([int(item.n_pos) for item in self.media.values()], n_pos))
-
-    def _n_within(self, widths: list[int], most: int) -> int:
-        """How many items fit, if a text token takes 1 and the media items take these."""
-        each = np.ones(len(self.codes), np.int64)
-        each[list(self.media)] = widths
-        return int(np.searchsorted(np.cumsum(each), most, side="right"))
 
     def part(self, start: int, stop: int) -> Prompt:
         """The items from ``start`` to before ``stop``, as far as there are any."""

@@ -24,7 +24,8 @@ from everwarm.prompt.prompt import Prompt
 Tokens = NDArray[np.int32]
 
 _MAX_WORD = 80  # characters; in longer runs without white space anything may be a word
-_MAX_AGAIN, _FREE_CHARS = 4, 256 << 10
+_MAX_AGAIN = 4
+_FREE_CHARS = 256 << 10
 _LAST_WORD = re.compile(r"\s+\S*\Z")
 _STRIPS_NEIGHBOURS = (1 << 7) | (1 << 8)  # attributes: eats white space on its left or right
 
@@ -66,8 +67,8 @@ class Tokenizer:
         self._beginnings: NamespacedLru[_Beginning] = NamespacedLru(memory_bytes, n_beginnings)
 
     def within(self, namespace: str) -> Tokenizer:
-        """The same memory, of which only what this namespace had tokenized is found: else time would tell what others
-        have sent."""
+        """The same memory, of which only what this namespace had tokenized is found: otherwise timing would tell what
+        others have sent."""
         view = copy.copy(self)
         view._namespace = namespace
         return view
@@ -92,7 +93,8 @@ class Tokenizer:
         whole = self.tokenize(text, add_special=add_special)
         shift = int(add_special and self._vocab.adds_bos)
         ends = _EMPTY.ends if self._splitter is None else self._beginning(text, self._splitter).ends
-        left, counts = _MAX_AGAIN * len(text) + _FREE_CHARS, dict[int, int]()
+        left = _MAX_AGAIN * len(text) + _FREE_CHARS
+        counts = dict[int, int]()
         for offset in sorted({max(0, offset) for offset in offsets}, reverse=True):
             n_chars, n_tokens = ends[bisect.bisect_right(ends, (offset, len(whole))) - 1]
             left -= offset - n_chars
@@ -126,11 +128,14 @@ class Tokenizer:
     def _beginning(self, text: str, splitter: re.Pattern[str]) -> _Beginning:
         """The part of ``text`` up to its last control token."""
         known = self._longest_beginning(text)
-        parts, ends = [known.tokens], []
-        n_chars, n_tokens = len(known.text), len(known.tokens)
+        parts = [known.tokens]
+        ends = []
+        n_chars = len(known.text)
+        n_tokens = len(known.tokens)
         for match in splitter.finditer(text, n_chars):
             parts.append(self._fragment(text[n_chars : match.end()]))
-            n_chars, n_tokens = match.end(), n_tokens + len(parts[-1])
+            n_chars = match.end()
+            n_tokens = n_tokens + len(parts[-1])
             ends.append((n_chars, n_tokens))
         if not ends:
             return known

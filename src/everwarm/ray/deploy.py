@@ -1,4 +1,4 @@
-"""From a cluster's settings to Serve's deployments, and how ``everwarm serve --ray`` runs them until it is told to stop."""
+"""Makes Serve deployments from a cluster's settings; ``everwarm serve --ray`` runs them until a signal comes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ NO_ACCESS_LOG = {"enable_access_log": False}  # three lines per request, in thre
 STOP_S = 10.0  # beyond the grace and the putting away
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # ours never blocks, and each thread is two changes more
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # this code never blocks, and a thread costs two switches more
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 
 
 def named(arguments: dict[str, Any]) -> ClusterSettings:
-    """What ``serve run everwarm.ray:app`` was given after the name."""
+    """The arguments of ``serve run everwarm.ray:app``."""
     unknown = arguments.keys() - {"config"}
     require(not unknown, f"unknown argument {', '.join(sorted(unknown))}; give config=FILE")
     return read_cluster(Path(arguments["config"]) if "config" in arguments else None)
@@ -60,7 +60,8 @@ def build(settings: ClusterSettings) -> Any:
 
 
 def _deployment(model: ModelSettings, settings: ClusterSettings) -> Any:
-    table, server = model.replicas, settings.server
+    table = model.replicas
+    server = settings.server
     deployment = serve.deployment(
         Replica,
         name=model.id,
@@ -99,7 +100,7 @@ def _size(table: ReplicasTable, n_slots: int) -> dict[str, Any]:
 
 
 def quiet() -> None:
-    """Ray tells nobody that it runs, and takes the shorter ways. Counts for a cluster that is started from here."""
+    """Turn off Ray's usage statistics and extra threads, in a cluster that is started from here."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -112,8 +113,8 @@ def run(config: Path, address: str | None = None) -> int:
     try:
         start(settings)
         print(f"http://{settings.server.host}:{settings.server.port}/v1", flush=True)
-        _until_told()
-        serve.shutdown()  # replicas put away what they keep before they go
+        _wait_for_signal()
+        serve.shutdown()  # replicas save their caches before they end
     except RuntimeError as error:
         raise EverwarmError(f"the cluster cannot serve: {error}") from None
     finally:
@@ -123,7 +124,8 @@ def run(config: Path, address: str | None = None) -> int:
 
 def start(settings: ClusterSettings) -> None:
     """Serve on a cluster that this process has joined; returns when every replica is ready."""
-    host, port = settings.server.host, settings.server.port
+    host = settings.server.host
+    port = settings.server.port
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port),
@@ -132,8 +134,8 @@ def start(settings: ClusterSettings) -> None:
     serve.run(build(settings), name=APP, route_prefix="/")
 
 
-def _until_told() -> None:
-    told = threading.Event()
+def _wait_for_signal() -> None:
+    stopped = threading.Event()
     for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, lambda *_: told.set())
-    told.wait()
+        signal.signal(sig, lambda *_: stopped.set())
+    stopped.wait()

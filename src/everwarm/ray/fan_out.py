@@ -1,4 +1,4 @@
-"""Questions that no single replica can answer: which models there are, whether all are ready, everybody's numbers."""
+"""Requests that no single replica can answer: the list of models, whether all are ready, the metrics of all."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class FanOut:
         self._models = models
         self._ask = ask
 
-    async def answer(self, asked: ProxiedRequest) -> Response | None:
-        """None: any replica of one model can say it."""
-        if asked.path == "/ready":
-            return await self._ready(asked)
-        if asked.path in LISTS:
-            return await self._listed(asked, LISTS[asked.path])
-        if asked.path == "/metrics" and not asked.replica:
-            return await self._metrics(asked)
+    async def answer(self, request: ProxiedRequest) -> Response | None:
+        """None: a single replica can answer it."""
+        if request.path == "/ready":
+            return await self._ready(request)
+        if request.path in LISTS:
+            return await self._listed(request, LISTS[request.path])
+        if request.path == "/metrics" and not request.replica:
+            return await self._metrics(request)
         return None
 
-    async def _ready(self, asked: ProxiedRequest) -> Response:
-        """When every model has a replica that is."""
+    async def _ready(self, request: ProxiedRequest) -> Response:
+        """Ready when every model has a replica that is ready."""
         missing = [model for model in self._models if not replicas_of(model)]
         for model in self._models:
-            if model not in missing and (await self._ask(asked, model)).status != 200:
+            if model not in missing and (await self._ask(request, model)).status != 200:
                 missing.append(model)
         about = {"status": "starting" if missing else "ready", "models": len(self._models), "missing": missing}
         return json_response(about, 503 if missing else 200, {"retry-after": "1"} if missing else {})
 
-    async def _listed(self, asked: ProxiedRequest, key: str) -> Response:
+    async def _listed(self, request: ProxiedRequest, key: str) -> Response:
         whole: dict[str, Any] = {}
         for model in self._models:
-            answer = await self._ask(asked, model)
+            answer = await self._ask(request, model)
             if answer.status != 200:
                 return Response(answer.body, answer.status, media_type="application/json")
             part = msgspec.json.decode(answer.body)
@@ -62,12 +62,12 @@ class FanOut:
             whole["last_id"] = whole[key][-1]["id"]
         return json_response(whole)
 
-    async def _metrics(self, asked: ProxiedRequest) -> Response:
-        """Every replica's, told apart by labels."""
+    async def _metrics(self, request: ProxiedRequest) -> Response:
+        """The metrics of every replica, with labels for model and replica."""
         texts = {}
         for model in self._models:
             for name in replicas_of(model):
-                answer = await self._ask(dataclasses.replace(asked, replica=name), model)
+                answer = await self._ask(dataclasses.replace(request, replica=name), model)
                 texts[model, name] = answer.body.decode()
         return Response(labelled(texts), media_type=CONTENT_TYPE)
 

@@ -1,6 +1,6 @@
-"""Where clients come in: the guard, which model is meant, what the request begins with, and the way to a replica and back.
+"""The entry of a cluster: checks access, finds the model and the prefixes of a request, and relays it to a replica.
 
-Knows no template, no token and no engine. A replica that dies before it said anything is replaced once, by another one.
+Knows no template, no token and no engine. If a replica dies before it has answered anything, another one is tried, once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from everwarm.ray.settings import ClusterSettings
 
 log = logging.getLogger("everwarm.ray")
 
-MODELS, RESPONSES = "/v1/models/", "/v1/responses/"
+MODELS = "/v1/models/"
+RESPONSES = "/v1/responses/"
 BY_VALUE = {"stream": True, "_by_reference": False}  # straight to the replica, not through Ray's object store
 REQUEST_ID = b"x-request-id"
 _ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
@@ -40,7 +41,7 @@ class Ingress:
         log_to_stderr()
         self._settings = settings
         self._handles = {id: handle.options(**BY_VALUE, method_name="forward") for id, handle in handles.items()}
-        self._everyone = FanOut(list(handles), self._answer)
+        self._fan_out = FanOut(list(handles), self._answer)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return named_by_serve(Guard(self._app, self._settings.server))
@@ -48,70 +49,79 @@ class Ingress:
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await _lifespan(receive, send)
-        path, method = scope["path"], scope["method"]
+        path = scope["path"]
+        method = scope["method"]
         if path in ("/health", "/v1/health"):
             return await json_response({"status": "ok"})(scope, receive, send)
-        asked, model = await self._asked(scope, receive)
-        merged = await self._everyone.answer(asked) if method == "GET" and not model else None
+        request, model = await self._read_request(scope, receive)
+        merged = await self._fan_out.answer(request) if method == "GET" and not model else None
         if merged is not None:
             return await merged(scope, receive, send)
-        await self._relay(asked, self._find(model), scope, send)
+        await self._relay(request, self._find(model), scope, send)
 
-    async def _asked(self, scope: Scope, receive: Receive) -> tuple[ProxiedRequest, str | None]:
-        """The request as a value, and the model that it names anywhere."""
-        raw, path, query = await _whole(receive), scope["path"], scope["query_string"]
+    async def _read_request(self, scope: Scope, receive: Receive) -> tuple[ProxiedRequest, str | None]:
+        """The request as a value, and the model that it names in its body, query or path."""
+        raw = await _whole(receive)
+        path = scope["path"]
+        query = scope["query_string"]
         body = _decoded(raw)
         named = body.get("model") if isinstance(body, dict) else None
         named = named or next(iter(parse_qs(query.decode("latin-1")).get("model", [])), None)
         if path.startswith(MODELS):
             named = unquote(path.removeprefix(MODELS))
-        own = scope["state"]["principal"].namespace(None)  # which replica knows a beginning tells nobody about others
+        # with the namespace in its keys, the choice of a replica tells nothing about other namespaces
+        own = scope["state"]["principal"].namespace(None)
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
         picked = next((value.decode("latin-1") for name, value in headers if name == REPLICA_HEADER), "")
-        asked = ProxiedRequest(
+        request = ProxiedRequest(
             scope["state"]["request_id"], scope["method"], path, query, headers, raw, _prefixes(path, body, own), picked
         )
-        return asked, named if isinstance(named, str) else None
+        return request, named if isinstance(named, str) else None
 
     def _find(self, name: str | None) -> str:
         found = self._settings.find(name)
         if found is None:
             known = ", ".join(sorted(self._handles))
-            told = "no model was named" if not name else f"there is no model {name[:100]!r}"
-            raise ModelNotFound(f"{told}; there are: {known}")
+            problem = "no model was named" if not name else f"there is no model {name[:100]!r}"
+            raise ModelNotFound(f"{problem}; there are: {known}")
         return found.id
 
-    async def _relay(self, asked: ProxiedRequest, model: str, scope: Scope, send: Send) -> None:
+    async def _relay(self, request: ProxiedRequest, model: str, scope: Scope, send: Send) -> None:
         is_stream = began = False
         replica = ""
         try:
-            async with contextlib.aclosing(self._parts(asked, model)) as parts:
+            async with contextlib.aclosing(self._parts(request, model)) as parts:
                 async for part in parts:
                     if isinstance(part, ProxiedHead):
-                        began, is_stream, replica = True, _is_event_stream(part), _replica(part)
+                        began = True
+                        is_stream = _is_event_stream(part)
+                        replica = _replica(part)
                         await send(
                             {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
                         )
                     else:
-                        if (key := kept_response(asked, part)) is not None:
+                        if (key := kept_response(request, part)) is not None:
                             note(model, replica, key)
                         await send({"type": "http.response.body", "body": part, "more_body": True})
         except Died as error:
-            log.warning("a replica of %s died while it answered %s: %s", model, asked.request_id, type(error).__name__)
+            log.warning(
+                "a replica of %s died while it answered %s: %s", model, request.request_id, type(error).__name__
+            )
             died = EngineStopped("the replica died while it answered; try again, what was read before is kept")
             if not began:
                 raise died from None
             if is_stream:
-                told = bytes(error_response(died, asked.request_id, scope["path"]).body)
-                await send({"type": "http.response.body", "body": b"event: error\ndata: " + told + b"\n\n"})
+                data = bytes(error_response(died, request.request_id, scope["path"]).body)
+                await send({"type": "http.response.body", "body": b"event: error\ndata: " + data + b"\n\n"})
                 return
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _parts(self, asked: ProxiedRequest, model: str) -> AsyncGenerator[ProxiedHead | bytes, None]:
-        """From one replica, or, if that died before it said anything, from another."""
+    async def _parts(self, request: ProxiedRequest, model: str) -> AsyncGenerator[ProxiedHead | bytes, None]:
+        """The parts of an answer, from one replica or, if that died before the first part, from another."""
         for is_last in (False, True):
-            began, answer = False, self._handles[model].remote(asked)
+            began = False
+            answer = self._handles[model].remote(request)
             try:
                 async for part in answer:
                     began = True
@@ -120,14 +130,15 @@ class Ingress:
             except Died:
                 if began or is_last:
                     raise
-                log.warning("a replica of %s is gone; %s goes to another one", model, asked.request_id)
+                log.warning("a replica of %s is gone; %s goes to another one", model, request.request_id)
             finally:
-                answer.cancel()  # nothing happens if it is over
+                answer.cancel()  # has no effect after its end
 
-    async def _answer(self, asked: ProxiedRequest, model: str) -> ReplicaAnswer:
-        """A whole answer, for those who put several together."""
-        status, body = 500, b""
-        async with contextlib.aclosing(self._parts(asked, model)) as parts:
+    async def _answer(self, request: ProxiedRequest, model: str) -> ReplicaAnswer:
+        """A whole answer, for ``FanOut``."""
+        status = 500
+        body = b""
+        async with contextlib.aclosing(self._parts(request, model)) as parts:
             async for part in parts:
                 if isinstance(part, ProxiedHead):
                     status = part.status
@@ -143,7 +154,7 @@ def _prefixes(path: str, body: Any, namespace: str) -> Prefixes:
 
 
 def _decoded(raw: bytes) -> Any:
-    """None for what is no JSON: the replica says what is wrong with it."""
+    """None if it is not JSON: the replica then answers with the error."""
     try:
         return msgspec.json.decode(raw) if raw else None
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -172,7 +183,7 @@ def _replica(head: ProxiedHead) -> str:
 
 
 def named_by_serve(app: ASGIApp) -> ASGIApp:
-    """Serve has named the request already, and tells the client; so everybody else uses that name and is silent."""
+    """Use the request id that Serve has given and sends to the client, and send no second one."""
 
     async def named(scope: Scope, receive: Receive, send: Send) -> None:
         given = next((v.decode("latin-1") for k, v in scope.get("headers", ()) if k == REQUEST_ID), "")

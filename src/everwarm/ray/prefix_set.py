@@ -1,4 +1,4 @@
-"""Which prefixes a replica has read, as the keys it tells routers: the last used ones, bounded. Knows no Ray."""
+"""The prefixes that a replica has cached, as keys that it publishes to routers: the last used ones. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PrefixSet:
         return len(self._keys)
 
     def use(self, keys: Iterable[int]) -> None:
-        """A request that begins like this is read here; its deepest keys are the last to be forgotten."""
+        """Add the prefixes of a request that goes to this replica; its longest ones are forgotten last."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -38,5 +38,5 @@ class PrefixSet:
 
 
 def unpacked(data: bytes) -> tuple[int, ...]:
-    """What ``packed`` says. What is no whole number of keys says nothing."""
+    """The keys in ``packed``; none if the data is no whole number of keys."""
     return struct.unpack(f"<{len(data) // 8}Q", data) if len(data) % 8 == 0 else ()

@@ -1,6 +1,6 @@
-"""Ray, as far as it is used here, and the only place that imports it.
+"""What is used of Ray, and the only module that imports it.
 
-Without its types: they are not those that its decorators make, and nobody needs Ray to check the rest.
+Untyped: Ray's decorators return other types than they declare, and this way the type check needs no Ray.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ RequestRouter: Any = import_module("ray.serve.request_router").RequestRouter
 Died: Any = import_module("ray.exceptions").RayActorError  # also: cannot be reached just now
 
 _config: Any = import_module("ray.serve.config")
-AutoscalingConfig, AutoscalingPolicy = _config.AutoscalingConfig, _config.AutoscalingPolicy
-HTTPOptions, ProxyLocation, RequestRouterConfig = (
-    _config.HTTPOptions,
-    _config.ProxyLocation,
-    _config.RequestRouterConfig,
-)
+AutoscalingConfig = _config.AutoscalingConfig
+AutoscalingPolicy = _config.AutoscalingPolicy
+HTTPOptions = _config.HTTPOptions
+ProxyLocation = _config.ProxyLocation
+RequestRouterConfig = _config.RequestRouterConfig

@@ -1,7 +1,7 @@
 """One replica: a whole gateway with its engine process, in an actor of Ray, without a port of its own.
 
 Requests come as values through Serve and pass the same application as anywhere else, so every dialect, stream and error
-is the same. Tells routers what it has read, and the autoscaler what waits. When it must go it puts away first.
+is the same. Publishes its prefixes to routers, and what waits to the autoscaler. Before it ends it saves its cache.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class Replica:
         catalog = _catalog(model)
         self._pool = Pool(lambda: catalog, PoolLimits())
         self._gateway = build_gateway(self._pool, server)
-        self._held = PrefixSet(max_keys)
-        self._unread: dict[str, int] = {}  # bytes that requests brought and nobody had read, by their id
+        self._prefixes = PrefixSet(max_keys)
+        self._unread: dict[str, int] = {}  # bytes of new text, by request id
         self._pool.start()
         self._supervisor = self._pool.find(model.id).supervisor
         if await self._supervisor.until(State.READY) is not State.READY:
             raise EngineStopped(f"{model.id} cannot be served: {self._supervisor.reason}")
 
-    async def forward(self, asked: ProxiedRequest) -> AsyncIterator[ProxiedHead | bytes]:
-        """The parts of an answer as they come. Whoever stops listening has hung up."""
-        if asked.replica not in ("", self.name):  # it was meant for one that is gone
-            gone = ReplicaNotFound(f"there is no replica {asked.replica[:100]!r} any more")
-            answer = error_response(gone, asked.request_id, asked.path)
+    async def forward(self, request: ProxiedRequest) -> AsyncIterator[ProxiedHead | bytes]:
+        """The parts of an answer as they come. A caller that stops listening has hung up."""
+        if request.replica not in ("", self.name):  # it is for a replica that is gone
+            gone = ReplicaNotFound(f"there is no replica {request.replica[:100]!r} any more")
+            answer = error_response(gone, request.request_id, request.path)
             yield ProxiedHead(answer.status_code, tuple(answer.raw_headers))
             yield bytes(answer.body)
             return
-        self._unread[asked.request_id] = self._held.n_new(asked.prefixes.keys, asked.prefixes.ends)
-        self._held.use(asked.prefixes.keys)
-        exchange = Exchange(asked)
+        self._unread[request.request_id] = self._prefixes.n_new(request.prefixes.keys, request.prefixes.ends)
+        self._prefixes.use(request.prefixes.keys)
+        exchange = Exchange(request)
         running = asyncio.create_task(self._run(exchange))
         try:
             async for part in exchange.parts():
@@ -72,11 +72,11 @@ class Replica:
                     head = (*part.headers, (REPLICA_HEADER, self.name.encode()))
                     yield ProxiedHead(part.status, head)
                 else:
-                    if (key := kept_response(asked, part)) is not None:
-                        self._held.use([key])
+                    if (key := kept_response(request, part)) is not None:
+                        self._prefixes.use([key])
                     yield part
         finally:
-            self._unread.pop(asked.request_id, None)
+            self._unread.pop(request.request_id, None)
             exchange.hang_up()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(running, HANGUP_S)
@@ -87,15 +87,15 @@ class Replica:
         finally:
             exchange.end()
 
-    # what Serve asks
+    # called by Serve
 
     async def record_routing_stats(self) -> dict[str, Any]:
         info = self._supervisor.info
         sizes = {} if info is None else {"n_slots": info.n_slots}
-        return {"keys": self._held.packed(), "unread_bytes": self._n_unread_bytes(), **sizes, **self._measured()}
+        return {"keys": self._prefixes.packed(), "unread_bytes": self._n_unread_bytes(), **sizes, **self._measured()}
 
     def _n_unread_bytes(self) -> int:
-        """What waits to be read: of whoever has no token yet."""
+        """New text of the requests that have no token yet."""
         written = {row.caller.id for row in self._gateway.service.recent.rows(MOST_KEPT) if row.first_at is not None}
         return sum(n for id, n in self._unread.items() if id not in written)
 
@@ -120,7 +120,7 @@ class Replica:
         return dict(await self._supervisor.ask(m.AskStats))
 
     async def __del__(self) -> None:
-        """Serve calls it before the actor goes: what runs may finish, then everything worth keeping is put away."""
+        """Serve calls it before the actor ends: running requests may finish, then the cache is saved."""
         await self._gateway.drain()
         log.info("replica %s has put away what it kept", self.name)
 
@@ -128,32 +128,32 @@ class Replica:
 class Exchange:
     """One request through an ASGI application, as values."""
 
-    def __init__(self, asked: ProxiedRequest) -> None:
-        self._asked = asked
+    def __init__(self, request: ProxiedRequest) -> None:
+        self._request = request
         self._outbox: asyncio.Queue[ProxiedHead | bytes | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._has_body_gone = False
 
     def scope(self) -> dict[str, Any]:
-        asked = self._asked
+        request = self._request
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "scheme": "http",
-            "method": asked.method,
-            "path": asked.path,
-            "raw_path": asked.path.encode(),
+            "method": request.method,
+            "path": request.path,
+            "raw_path": request.path.encode(),
             "root_path": "",
-            "query_string": asked.query,
-            "headers": list(asked.headers),
-            "state": {"request_id": asked.request_id},
+            "query_string": request.query,
+            "headers": list(request.headers),
+            "state": {"request_id": request.request_id},
         }
 
     async def receive(self) -> Message:
         if not self._has_body_gone:
             self._has_body_gone = True
-            return {"type": "http.request", "body": self._asked.body, "more_body": False}
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
@@ -172,12 +172,13 @@ class Exchange:
         self._gone.set()
 
     async def parts(self) -> AsyncIterator[ProxiedHead | bytes]:
-        """What was sent, until the end; pieces of the body that lie ready go together."""
+        """What was sent, until the end; body parts that are ready are joined."""
         while (part := await self._outbox.get()) is not None:
             if isinstance(part, ProxiedHead):
                 yield part
                 continue
-            pieces, is_over = [part], False
+            pieces = [part]
+            is_over = False
             while not self._outbox.empty() and not is_over:
                 piece = self._outbox.get_nowait()
                 if isinstance(piece, bytes):
@@ -205,5 +206,5 @@ def _catalog(model: ModelSettings) -> Catalog:
 
 
 def _rounded(value: float) -> float:
-    """So that routers are not told of every little change."""
+    """So that small changes are not published."""
     return float(f"{value:.2g}")

@@ -1,4 +1,4 @@
-"""The routers of this process, by deployment: whoever asks every replica needs their names.
+"""The routers of this process, by deployment: asking every replica takes their names.
 
 A module of its own, because Serve copies a router's class together with everything in its module.
 """
@@ -23,7 +23,7 @@ def replicas_of(deployment: str) -> list[str]:
 
 
 def note(deployment: str, replica: str, key: int) -> None:
-    """A replica has something now; sooner than it can publish it."""
+    """Tell the router that a replica has this prefix, sooner than the replica publishes it."""
     router = ROUTERS.get(deployment)
     if router is not None:
         router.note(replica, (key,))

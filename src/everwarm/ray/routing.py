@@ -1,8 +1,8 @@
-"""Ray Serve's door to ``router.replica_score``: which replica a request goes to, by what replicas say they have read.
+"""A request router for Ray Serve that chooses replicas by their cached prefixes, with ``router.replica_score``.
 
-Replicas publish their keys every second or so, and what they have not read yet; what this router has sent since is known
-at once. Waiting is known from both (reading that cannot be over) and from Serve's own count of running requests. Several
-ingresses each have a router; they learn of each other through what replicas publish.
+Replicas publish their keys every second or so, and how much they have not read yet; what this router has sent since then
+is known at once. Waiting times come from both and from Serve's own count of running requests. Several ingresses each have
+a router; they learn of each other through what replicas publish.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
 
 TRUSTED_S = 30.0  # what was sent somewhere counts as held there for so long, published or not
 MAX_PLACED = 4096
-UNMEASURED = {"seconds_per_byte": 1e-4, "reply_s": 1.0}  # until a replica has served somebody
+UNMEASURED = {"seconds_per_byte": 1e-4, "reply_s": 1.0}  # until a replica has served a request
 
 
 @dataclass(slots=True)
@@ -50,11 +50,13 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)
-        now, names = time.monotonic(), set()
+        now = time.monotonic()
+        names = set()
         for replica in replicas:
             name = name_of(replica.replica_id)
             names.add(name)
-            seen, stats = self._seen.setdefault(name, ReplicaPrefixes()), replica.routing_stats or {}
+            seen = self._seen.setdefault(name, ReplicaPrefixes())
+            stats = replica.routing_stats or {}
             if stats != seen.stats:
                 seen.stats = stats
                 seen.busy_until = now + stats.get("unread_bytes", 0) * _seconds_per_byte(stats)
@@ -64,13 +66,13 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
             self._holdings.drop(name)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        asked = None if pending_request is None or not pending_request.args else pending_request.args[0]
-        if not candidate_replicas or not isinstance(asked, ProxiedRequest):
+        request = None if pending_request is None or not pending_request.args else pending_request.args[0]
+        if not candidate_replicas or not isinstance(request, ProxiedRequest):
             return [candidate_replicas]
         names = [name_of(replica.replica_id) for replica in candidate_replicas]
-        if asked.replica in names:
-            return [[candidate_replicas[names.index(asked.replica)]]]
-        prefixes = asked.prefixes
+        if request.replica in names:
+            return [[candidate_replicas[names.index(request.replica)]]]
+        prefixes = request.prefixes
         if prefixes.bound is not None:
             holders = self._holdings.holders(prefixes.bound)
             bound = [r for r, name in zip(candidate_replicas, names, strict=True) if name in holders]
@@ -83,12 +85,14 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         return [[best], [replica for replica in candidate_replicas if replica is not best]]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, _result: Any) -> None:
-        """What goes there is read there: the next turn, and whoever else begins like this, will find it."""
-        asked, name = pending_request.args[0] if pending_request.args else None, name_of(replica_id)
+        """Note the prefixes of the request: the replica will have them cached for the next requests."""
+        request = pending_request.args[0] if pending_request.args else None
+        name = name_of(replica_id)
         seen = self._seen.get(name)
-        if seen is None or not isinstance(asked, ProxiedRequest) or not asked.prefixes.keys:
+        if seen is None or not isinstance(request, ProxiedRequest) or not request.prefixes.keys:
             return
-        now, prefixes = time.monotonic(), asked.prefixes
+        now = time.monotonic()
+        prefixes = request.prefixes
         (n_reusable,) = self._holdings.reach(prefixes.keys, prefixes.ends, [name])
         read_s = (prefixes.n_bytes - n_reusable) * _seconds_per_byte(seen.stats)
         seen.busy_until = max(now, seen.busy_until) + read_s

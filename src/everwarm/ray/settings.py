@@ -123,7 +123,7 @@ DEMO: Mapping[str, dict[str, Any]] = {"everwarm-tiny": {"path": EMBEDDED}}
 
 
 def read_cluster(path: Path | None) -> ClusterSettings:
-    """Whatever is wrong with the file is a ``BadRequest`` that names the place. None: the embedded model, one replica."""
+    """Raises ``BadRequest`` with the place of a fault in the file. None: the embedded model, one replica."""
     if path is None:
         return _cluster(ClusterFile(models=dict(DEMO)), Path("demo"))
     return _cluster(convert(parsed(path), ClusterFile, f"{path.name}:"), path)
@@ -140,7 +140,8 @@ def _cluster(file: ClusterFile, path: Path) -> ClusterSettings:
     require(twice is None, f"{path.name}: {twice!r} is the name of two models")
     if file.default is not None:
         require(file.default in named, f"{path.name}: default is {file.default!r}; {did_you_mean(file.default, named)}")
-    server, default = file.server, next((m.id for m in models if file.default in (m.id, *m.aliases)), None)
+    server = file.server
+    default = next((m.id for m in models if file.default in (m.id, *m.aliases)), None)
     with speaking_of(f"{path.name}: [server]"):
         return ClusterSettings(
             models, _server(server, path), default, server.ingresses, server.max_keys, server.stats_every
@@ -149,13 +150,16 @@ def _cluster(file: ClusterFile, path: Path) -> ClusterSettings:
 
 def _model(path: Path, name: str, fields: dict[str, Any], defaults: EngineSettings) -> ModelSettings:
     where = place(path, name)
-    said = convert(fields.get("replicas", {}), ReplicasTable, f"{where} replicas:")
+    replicas = convert(fields.get("replicas", {}), ReplicasTable, f"{where} replicas:")
     table = convert({key: value for key, value in fields.items() if key != "replicas"}, ModelTable, where)
     with speaking_of(where):
         require(table.hf is None, "has hf; replicas open a path that every machine has")
         require(table.path is not None, f"has no path; give the GGUF file, or {EMBEDDED!r} for the embedded model")
-        require(said.count is None or said.least is said.most is None, "replicas: give count, or least and most")
-        low, high = said.least or 1, said.most or said.least or 1
+        require(
+            replicas.count is None or replicas.least is replicas.most is None, "replicas: give count, or least and most"
+        )
+        low = replicas.least or 1
+        high = replicas.most or replicas.least or 1
         require(low <= high, f"replicas: least is {low} and most is {high}; give least up to most")
         given = table.path or ""
         file = EMBEDDED_MODEL if given == EMBEDDED else below(path.parent, given)
@@ -163,7 +167,7 @@ def _model(path: Path, name: str, fields: dict[str, Any], defaults: EngineSettin
         engine = _settings(table, defaults, path)
         mmproj = table.mmproj and str(below(path.parent, table.mmproj))
         return ModelSettings(
-            name, str(file), replace(engine, mmproj=mmproj or engine.mmproj), said, table.aliases, template
+            name, str(file), replace(engine, mmproj=mmproj or engine.mmproj), replicas, table.aliases, template
         )
 
 

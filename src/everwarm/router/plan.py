@@ -1,20 +1,21 @@
-"""Which models are in memory, and whose turn it is. Pure: events in, effects out; time comes with the events.
+"""Which models are in memory, and which waiting request is served next. Pure: events in, effects out; time comes with the
+events.
 
-It knows no process, file or clock: ``router.pool`` feeds it what happened and carries out what it says. The rules:
+It knows no process, file or clock: ``router.pool`` feeds it what happened and carries out the effects. The rules:
 
-- A request borrows a model: a lease. A model nobody borrows is idle. Whatever has a process counts against the limits, from
-  ``Load`` until ``Stopped`` or ``LoadFailed`` says that its memory is free.
-- Who needs a model that is asleep waits; all who wait for it share one load and are served together when it is there. The
-  models that are waited for take turns, the oldest wish first. A younger wish passes an older one only into room that the
-  older one does not need.
-- Room is made by stopping what is idle, used longest ago first, and nothing that does not help; and nothing before
-  everything that must go is idle, so that no model is unloaded for a turn that cannot come yet. A leased model is never
-  stopped, a pinned one only when asked to. Where room can never be made, who waits is refused with the reason.
-- A model that is there serves newcomers at once, until somebody has waited ``patience_s`` for its place. Then it drains:
-  its leases go on, newcomers wait, and it is stopped when it is idle. Their turn comes after the other's, in the same
-  way. So two busy models alternate in batches and nobody starves.
-- Draining is called off when nobody needs the place any more or an idle model can give it. Only ``Unload`` is final.
-- A load that failed is tried again when somebody asks again, or when the pool says so and there is room.
+- A request borrows a model: a lease. A model without leases is idle. A process counts against the limits from ``Load``
+  until ``Stopped`` or ``LoadFailed`` tells that its memory is free.
+- A request for a model that is asleep waits. All requests that wait for it share one load and are served together when
+  it is ready. Models that are waited for take turns, the one waited for longest first. A younger one passes an older one
+  only into room that the older one does not need.
+- Room is made by stopping idle models, least recently used first, and only those that help; and none before everything
+  that must go is idle, so that no model is unloaded for a turn that cannot come yet. A leased model is never stopped, a
+  pinned one only on request. Where room can never be made, waiting requests are refused with the reason.
+- A loaded model serves new requests at once, until a request has waited ``patience_s`` for its place. Then it drains: its
+  leases go on, new requests wait, and it is stopped when it is idle. Their turn comes after the other's, in the same way.
+  So two busy models alternate in batches and no request starves.
+- Draining is called off when the place is not needed any more or an idle model can give it. Only ``Unload`` is final.
+- A failed load is tried again with the next request, or when the pool asks for it and there is room.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ RefusalCode: TypeAlias = Literal["model_not_found", "model_too_large", "no_room"
 
 
 class Phase(enum.Enum):
-    ASLEEP = "asleep"  # no process; a ``reason`` says why the last wish for it failed
+    ASLEEP = "asleep"  # no process; a ``reason`` tells why the last load failed
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"  # its leases go on, newcomers wait
-    STOPPING = "stopping"  # told to stop; its memory is not free yet
+    DRAINING = "draining"  # its leases go on, new requests wait
+    STOPPING = "stopping"  # its memory is not free yet
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A configured model, as far as planning cares."""
+    """What planning needs to know of a configured model."""
 
     id: str
     n_bytes: int
@@ -75,7 +76,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Gone:
-    """A request is over, whether it waited or held a lease. Of one that was refused nothing is known any more."""
+    """A request is over, whether it waited or held a lease. A refused one is not known any more."""
 
     request_id: int
     at: float
@@ -87,20 +88,20 @@ class _ModelEvent:
     at: float
 
 
-class LoadAsked(_ModelEvent):
+class LoadRequested(_ModelEvent):
     """Load it without a lease, again if it is on its way out. If there can be no room, its status has the reason."""
 
 
-class RetryAsked(_ModelEvent):
-    """Load it again after it failed, if there is room and nobody waits for it: it has no claim to anybody's place."""
+class RetryRequested(_ModelEvent):
+    """Load it again after it failed, if there is free room that no waiting request needs."""
 
 
-class UnloadAsked(_ModelEvent):
-    """Stop it when its leases have ended. Who waits for it then has it loaded again."""
+class UnloadRequested(_ModelEvent):
+    """Stop it when its leases have ended. Requests that still wait for it then have it loaded again."""
 
 
 class Removed(_ModelEvent):
-    """It is configured no more: nobody gets it, and it stops when its leases have ended."""
+    """It is no longer configured: it is not lent any more, and stops when its leases have ended."""
 
 
 class Loaded(_ModelEvent):
@@ -108,7 +109,7 @@ class Loaded(_ModelEvent):
 
 
 class Stopped(_ModelEvent):
-    """What ``Unload`` asked for: the process has ended and its memory is free."""
+    """After ``Unload``: the process has ended and its memory is free."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Load(_ModelEffect):
 
 
 class Unload(_ModelEffect):
-    """End its engine, which nobody uses; ends in ``Stopped``."""
+    """Stop its engine, which is idle; ends in ``Stopped``."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Refuse:
     message: str
 
 
-Order: TypeAlias = LoadAsked | RetryAsked | UnloadAsked | Removed
+Order: TypeAlias = LoadRequested | RetryRequested | UnloadRequested | Removed
 Event: TypeAlias = Wanted | Gone | Order | Loaded | Stopped | LoadFailed | Added | Tick
 Effect: TypeAlias = Load | Unload | GrantLease | Refuse
 
@@ -170,7 +171,7 @@ class _Model:
     phase: Phase = Phase.ASLEEP
     held_bytes: int = 0  # what its process counts for
     leases: set[int] = field(default_factory=set)
-    waiting: dict[int, float] = field(default_factory=dict)  # who, since when
+    waiting: dict[int, float] = field(default_factory=dict)  # request ids, since when
     load_asked: float | None = None
     must_go: bool = False  # stopped as soon as it is idle, whether or not its place is needed
     is_removed: bool = False
@@ -200,13 +201,14 @@ class Planner:
     def __init__(self, limits: PoolLimits, models: Sequence[ModelPlan]) -> None:
         self._limits = limits
         self._models = {plan.id: _Model(plan) for plan in models}
-        self._requests: dict[int, _Model] = {}  # who waits for or borrows what
+        self._requests: dict[int, _Model] = {}  # the model that a request waits for or borrows
         self._now = 0.0
         self._effects: list[Effect] = []
 
     def on(self, event: Event) -> list[Effect]:
         """What is to be done now, in this order."""
-        self._now, self._effects = event.at, []
+        self._now = event.at
+        self._effects = []
         match event:
             case Wanted(request_id, id):
                 self._want(request_id, id)
@@ -217,7 +219,7 @@ class Planner:
             case Added(plan):
                 model = self._models.setdefault(plan.id, _Model(plan))
                 model.plan, model.is_removed = plan, False  # a removed one still goes: it runs with the old settings
-            case LoadAsked(id) | RetryAsked(id) | UnloadAsked(id) | Removed(id):
+            case LoadRequested(id) | RetryRequested(id) | UnloadRequested(id) | Removed(id):
                 if (known := self._known(id)) is not None:
                     self._on_order(event, known)
             case Loaded(id) | LoadFailed(id) | Stopped(id):
@@ -232,19 +234,21 @@ class Planner:
 
     def check(self) -> None:
         """What always holds between two events."""
-        models, held = self._models.values(), self._held()
+        models = self._models.values()
+        held = self._held()
         assert self._fit(held, []), "more is in memory than allowed"
         for m in models:
-            is_there, name = m.phase in (Phase.READY, Phase.DRAINING), m.plan.id
+            is_there = m.phase in (Phase.READY, Phase.DRAINING)
+            name = m.plan.id
             assert is_there or not m.leases, f"{name} is {m.phase.value} and leased"
-            assert m.phase is not Phase.READY or not m.waiting, f"{name} is ready and somebody waits for it"
+            assert m.phase is not Phase.READY or not m.waiting, f"{name} is ready and a request waits for it"
             assert m in held or not (m.must_go or m.held_bytes or m.is_removed), f"{name} sleeps and counts"
             assert not (m.must_go and m.is_idle), f"{name} should have been stopped"
             assert m.phase is not Phase.DRAINING or m.must_go or not m.plan.pinned, f"{name} is pinned and drains"
-        everybody = [(request_id, m) for m in models for request_id in (*m.leases, *m.waiting)]
-        assert len(everybody) == len(self._requests) and dict(everybody) == self._requests, "a request is lost"
+        pairs = [(request_id, m) for m in models for request_id in (*m.leases, *m.waiting)]
+        assert len(pairs) == len(self._requests) and dict(pairs) == self._requests, "a request is lost"
         moves = any(m.leases or m.phase in (Phase.LOADING, Phase.STOPPING) for m in models)
-        assert moves or all(m.wanted_since is None for m in models), "somebody waits and nothing moves"
+        assert moves or all(m.wanted_since is None for m in models), "a request waits and nothing moves"
 
     # what happened
 
@@ -274,12 +278,13 @@ class Planner:
                 self._stop(model)
 
     def _on_order(self, order: Order, model: _Model) -> None:
-        if isinstance(order, LoadAsked | RetryAsked):
-            may = isinstance(order, LoadAsked) or self._has_room_for(model)
+        if isinstance(order, LoadRequested | RetryRequested):
+            may = isinstance(order, LoadRequested) or self._has_room_for(model)
             if may and not model.stays and model.load_asked is None:
                 model.load_asked = self._now
             return
-        model.must_go, model.load_asked = model.phase is not Phase.ASLEEP, None
+        model.must_go = model.phase is not Phase.ASLEEP
+        model.load_asked = None
         if isinstance(order, Removed):
             model.is_removed = True
             self._refuse(model, "model_not_found", f"the model {model.plan.id!r} was removed")
@@ -289,7 +294,7 @@ class Planner:
             case Loaded():
                 assert model.phase is Phase.LOADING, f"{event}, but it is {model.phase.value}"
                 model.phase, model.last_used = Phase.READY, self._now
-                self._grant(model)  # before others ask for its place: this is the turn that was waited for
+                self._grant(model)  # first, before others take its place: this is the turn that was waited for
             case Stopped():
                 assert model.phase is Phase.STOPPING, f"{event}, but it is {model.phase.value}"
                 self._end(model)
@@ -332,7 +337,7 @@ class Planner:
                 continue
             coming.append(model)
             if victims is None:
-                continue  # it needs what older wishes need
+                continue  # it needs room that older ones need
             going.update(victims)
             if all(victim.is_idle for victim in victims):
                 for victim in victims:
@@ -361,7 +366,8 @@ class Planner:
 
     def _refuse_if_hopeless(self, model: _Model) -> bool:
         """Whether there can be no room for it, even if everything goes that may."""
-        name, pinned = model.plan.id, [m for m in self._held() if m.stays and m.plan.pinned]
+        name = model.plan.id
+        pinned = [m for m in self._held() if m.stays and m.plan.pinned]
         if self._fit(pinned, [model]):
             return False
         if self._fit([], [model]):
@@ -393,16 +399,19 @@ class Planner:
             model.last_used = self._now
 
     def _refuse(self, model: _Model, code: RefusalCode, message: str) -> None:
-        """Everybody who wants it; the reason stays until it is loaded again."""
+        """Refuse all that wait for it; the reason stays until it is loaded again."""
         for request_id in model.waiting:
             del self._requests[request_id]
             self._effects.append(Refuse(request_id, code, message))
         model.waiting.clear()
-        model.load_asked, model.reason = None, message
+        model.load_asked = None
+        model.reason = message
 
     def _stop(self, model: _Model) -> None:
         model.phase = Phase.STOPPING
         self._effects.append(Unload(model.plan.id))
 
     def _end(self, model: _Model) -> None:
-        model.phase, model.held_bytes, model.must_go = Phase.ASLEEP, 0, False
+        model.phase = Phase.ASLEEP
+        model.held_bytes = 0
+        model.must_go = False

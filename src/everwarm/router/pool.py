@@ -1,7 +1,7 @@
-"""Many models behind one address: whoever needs one borrows it, and it is loaded, waited for or made room for.
+"""Many models behind one address: requests borrow them, and they are loaded and unloaded as needed.
 
-Carries out what ``plan`` decides, with one supervisor per model. A supervisor stays when its engine is put to sleep, and so
-does its RAM tier: a model that comes back finds every conversation as it left it. Knows no HTTP.
+Carries out what ``plan`` decides, with one supervisor per model. When an engine is stopped, its supervisor stays and keeps
+the RAM tier, so a model that is loaded again still has its conversations cached. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ REFRESH_S = 1.0  # the catalog is not read again sooner
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A model failed: when it is tried again by itself (None: only when somebody asks), and when a request may first have
-    it tried. Clock times are monotonic ones."""
+    """When a failed model is tried again automatically (None: only on request), and when a request may first try it. Clock
+    times are monotonic ones."""
 
     at: float | None
     not_before: float
@@ -63,7 +63,7 @@ class Served:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The right to use a model until it is given back. First it must be waited for."""
+    """The right to use a model until the lease ends. Wait for ``ready`` first."""
 
     _pool: Pool
     _id: str
@@ -71,7 +71,7 @@ class Lease:
 
     @property
     def served(self) -> Served:
-        """What the model is now: it may have been replaced while it was waited for."""
+        """The model as it is now: it may have been replaced during the wait."""
         return self._pool._served[self._id]
 
     async def ready(self) -> Served:
@@ -79,7 +79,7 @@ class Lease:
         return self.served
 
     async def waiting(self, every_s: float) -> AsyncIterator[float]:
-        """How far the model is loaded, from time to time, until it can be used."""
+        """How much of the model is loaded, every so often until it is ready."""
         while not self._granted.done():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._granted), every_s)
@@ -90,7 +90,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a list of models says about one."""
+    """One model in the list of models."""
 
     spec: ModelSpec
     status: ModelStatus
@@ -100,7 +100,7 @@ class Standing:
 
     @property
     def retry_in_s(self) -> float | None:
-        """Until it is tried again by itself; None: it is not waiting for that."""
+        """Seconds until it is tried again automatically; None: it is not."""
         at = None if self.retry is None else self.retry.at
         return None if at is None else max(0.0, at - time.monotonic())
 
@@ -109,8 +109,8 @@ class Standing:
 class Pool:
     read_catalog: Callable[[], Catalog]
     limits: PoolLimits
-    autoload: bool = True  # else only orders load
-    patience: RestartLimits | None = None
+    autoload: bool = True  # False: only POST /models/load loads
+    restart_limits: RestartLimits | None = None
     on_loading: Callable[[str, float], None] | None = None
     catalog: Catalog = field(init=False)
     _served: dict[str, Served] = field(init=False, default_factory=dict)
@@ -128,24 +128,24 @@ class Pool:
         self._planner = Planner(self.limits, [_planned(spec) for spec in self.catalog.specs.values()])
 
     def _new(self, spec: ModelSpec) -> Served:
-        def told(done: float) -> None:
+        def report(done: float) -> None:
             if self.on_loading is not None:
                 self.on_loading(spec.id, done)
 
         settings = spec.settings
         if settings.mmproj is None and spec.mmproj is not None:
             settings = replace(settings, mmproj=str(spec.mmproj))
-        return Served(spec, Supervisor(str(spec.path), settings, patience=self.patience, on_loading=told))
+        return Served(spec, Supervisor(str(spec.path), settings, limits=self.restart_limits, on_loading=report))
 
     def start(self) -> None:
         self._spawn(self._tick())
         for spec in self.catalog.specs.values():
             if spec.load_on_start:
-                self._feed(plan.LoadAsked(spec.id, time.monotonic()))
+                self._feed(plan.LoadRequested(spec.id, time.monotonic()))
         self.has_started = True
 
     async def stop(self, grace_s: float) -> None:
-        """Let what runs finish within ``grace_s``; then every engine puts away what is worth keeping and ends."""
+        """Let running requests finish within ``grace_s``; then every engine saves what is worth keeping and ends."""
         self.is_stopping = True
         for lease in list(self._leases.values()):
             if not lease._granted.done():
@@ -161,14 +161,15 @@ class Pool:
 
     @contextlib.contextmanager
     def lease(self, name: str | None) -> Iterator[Lease]:
-        """Ask for a model by any name it has; leaving gives it back, whether or not it had come."""
+        """Borrow a model by any of its names; leaving ends the lease, also one that was still waiting."""
         served = self.find(name)
         self._require_tried(served)
         if self.is_stopping:
             raise EngineStopped("the server is stopping")
         if not self.autoload and not self._is_there(served.id):
             raise BadRequest(f"the model {served.id!r} is not loaded; load it with POST /models/load")
-        id, lease = next(self._ids), Lease(self, served.id, asyncio.get_running_loop().create_future())
+        id = next(self._ids)
+        lease = Lease(self, served.id, asyncio.get_running_loop().create_future())
         self._leases[id] = lease
         self._feed(plan.Wanted(id, served.id, time.monotonic()))
         try:
@@ -179,8 +180,9 @@ class Pool:
             self._feed(plan.Gone(id, time.monotonic()))
 
     def _require_tried(self, served: Served) -> None:
-        """A request has a model that failed tried at once, unless that was done a moment ago."""
-        now, retry = time.monotonic(), served.retry
+        """A request may start a failed model, unless that was tried a moment ago."""
+        now = time.monotonic()
+        retry = served.retry
         if retry is not None and now < retry.not_before and not served.supervisor.is_running:
             wait_s = math.ceil(min(retry.not_before, retry.at or retry.not_before) - now)
             raise EngineStopped(f"{served.reason}; it is tried again in {max(1, wait_s)} s")
@@ -191,18 +193,18 @@ class Pool:
         return status is not None and status.phase in (Phase.LOADING, Phase.READY)
 
     def find(self, name: str | None) -> Served:
-        """The model of that name. A name nobody knows may be that of a file that has just come."""
+        """The model of that name. An unknown name may be that of a new file, so the catalog is read again."""
         if self.catalog.find(name) is None:
             self.refresh()
         return self.look(name)
 
     def look(self, name: str | None) -> Served:
-        """The same among the models that are known: looking changes nothing."""
+        """The same without reading the catalog again."""
         spec = self.catalog.find(name)
         if spec is None:
             names = ", ".join(sorted(self.catalog.specs)) or "none"
-            told = "no model was named" if not name else f"there is no model {name[:100]!r}"
-            raise ModelNotFound(f"{told}; there are: {names}{self._broken(name)}")
+            problem = "no model was named" if not name else f"there is no model {name[:100]!r}"
+            raise ModelNotFound(f"{problem}; there are: {names}{self._broken(name)}")
         return self._served[spec.id]
 
     def _broken(self, name: str | None) -> str:
@@ -220,7 +222,7 @@ class Pool:
         return found
 
     def backlogs(self) -> list[Backlog]:
-        """What is ahead of a new request, of every engine that has said so."""
+        """What a new request would wait for, of every engine that has reported it."""
         loads = (served.supervisor.load for served in self._served.values())
         return [load.backlog for load in loads if load is not None and load.backlog is not None]
 
@@ -228,15 +230,15 @@ class Pool:
         served = self.find(name)
         served.retry = None
         served.supervisor.deaths.forgive()
-        self._feed(plan.LoadAsked(served.id, time.monotonic()))
+        self._feed(plan.LoadRequested(served.id, time.monotonic()))
 
     def unload(self, name: str) -> None:
         served = self.find(name)
-        served.retry = None  # nobody wants it any more
-        self._feed(plan.UnloadAsked(served.id, time.monotonic()))
+        served.retry = None  # it is not wanted any more
+        self._feed(plan.UnloadRequested(served.id, time.monotonic()))
 
     def refresh(self, *, now: bool = False) -> bool:
-        """Read the catalog again, unless that was done a moment ago: files come and go while we serve."""
+        """Read the catalog again, unless that was done a moment ago: files may come and go."""
         if not now and time.monotonic() - self._read_at < REFRESH_S:
             return False
         self._read_at = time.monotonic()
@@ -255,17 +257,18 @@ class Pool:
         return True
 
     def _replace(self, id: str, spec: ModelSpec) -> None:
-        """A model that is new, or whose file or settings changed: what runs of the old one ends when nobody uses it."""
+        """A model that is new, or whose file or settings changed. The old engine stops when it is idle."""
         before = self._served.get(id)
         if before is None or not before.supervisor.is_running:
             self._renew(id)
         else:
-            self._feed(plan.UnloadAsked(id, time.monotonic()))  # who waits for it then gets the new one
+            self._feed(plan.UnloadRequested(id, time.monotonic()))  # requests that wait for it get the new one
         self._feed(plan.Added(_planned(spec), time.monotonic()))
 
     def _renew(self, id: str) -> None:
-        """What is not running takes the place that the catalog gives it now; its old RAM tier is of no use."""
-        before, spec = self._served.pop(id, None), self.catalog.specs.get(id)
+        """Replace a stopped model by what the catalog has now; its old RAM tier is useless."""
+        before = self._served.pop(id, None)
+        spec = self.catalog.specs.get(id)
         if before is not None:
             before.supervisor.forget()
         if spec is not None:
@@ -294,11 +297,12 @@ class Pool:
                 lease = self._leases.get(id)
                 if lease is not None and not lease._granted.done():
                     lease._granted.set_exception(_refusal(code, message))
-                    lease._granted.exception()  # perhaps nobody looks
+                    lease._granted.exception()  # marks it as retrieved, in case the request is gone
 
     async def _live(self, served: Served) -> None:
-        """One engine from its start to its end. Crashes on the way are its supervisor's business."""
-        supervisor, began = served.supervisor, time.monotonic()
+        """Follow one engine from its start until it is stopped or given up. Crashes in between are the supervisor's."""
+        supervisor = served.supervisor
+        began = time.monotonic()
         served.n_loads += 1
         life = served.n_loads
         state = await supervisor.until(State.READY)
@@ -311,7 +315,7 @@ class Pool:
         if state is State.UNHEALTHY:
             await supervisor.ended()
             if supervisor.state is not State.UNHEALTHY or served.n_loads != life:
-                return  # somebody has stopped it meanwhile, and says so
+                return  # it was stopped meanwhile, and that is reported elsewhere
             reason = served.reason or "unknown"
             self._renew_if_changed(served)
             self._plan_retry(served, by_itself=was_ready or served.spec.pinned or served.spec.load_on_start)
@@ -320,11 +324,12 @@ class Pool:
     # models that failed
 
     def _plan_retry(self, failed: Served, *, by_itself: bool) -> None:
-        """What was wanted when it failed is tried again for ever, after longer and longer waits; what somebody asked for in
-        vain is tried when somebody asks again."""
-        now, deaths = time.monotonic(), failed.supervisor.deaths
+        """A model that was in use or is to stay loaded is tried again for ever, after longer and longer waits; any other
+        one with the next request."""
+        now = time.monotonic()
+        deaths = failed.supervisor.deaths
         wait_s = deaths.retry_s(random.random())
-        gap_s = min(wait_s, deaths.request_gap_s(said_why=failed.supervisor.said_why))
+        gap_s = min(wait_s, deaths.request_gap_s(gave_reason=failed.supervisor.gave_reason))
         served = self._served.get(failed.id)  # it may have been renewed
         if served is not None:
             served.retry = Retry(None, now + gap_s)
@@ -334,18 +339,20 @@ class Pool:
 
     async def _retry_later(self, served: Served, retry: Retry, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
-        status, id = self._planner.status(served.id), served.id
+        status = self._planner.status(served.id)
+        id = served.id
         is_current = self._served.get(id) is served and served.retry is retry
         if not is_current or status is None or status.phase is not Phase.ASLEEP or self.is_stopping:
             return
         log.warning("%s is tried again (try %d)", id, served.supervisor.deaths.n_given_up)
-        now, ttl_s = time.monotonic(), served.spec.ttl_s
+        now = time.monotonic()
+        ttl_s = served.spec.ttl_s
         if served.spec.pinned:
-            self._feed(plan.LoadAsked(id, now))
+            self._feed(plan.LoadRequested(id, now))
         elif ttl_s == 0.0 or now - status.last_used < ttl_s:
-            self._feed(plan.RetryAsked(id, now))
+            self._feed(plan.RetryRequested(id, now))
         if served.retry is retry and not self._is_there(id):
-            served.retry = None  # others have its place, or it would sleep by now: it comes back when it is asked for
+            served.retry = None  # others have its place, or its time to live is over: the next request loads it
 
     async def _put_to_sleep(self, served: Served) -> None:
         began = time.monotonic()
@@ -374,7 +381,7 @@ def _planned(spec: ModelSpec) -> ModelPlan:
 
 
 def _without_paths(reason: str, spec: ModelSpec) -> str:
-    """Clients learn which file it is, not where it lies."""
+    """Clients see the name of a file, not its folder."""
     files = [spec.path, *(Path(name) for name, _ in spec.settings.model.lora), *filter(None, (spec.mmproj,))]
     for path in files:
         reason = reason.replace(str(path), path.name).replace(str(path.absolute()), path.name)

@@ -1,8 +1,9 @@
-"""Which of many replicas is asked: what each need not read again, in seconds, against how long one would wait there.
+"""Chooses a replica for a request: the seconds that its cache saves, against the seconds of waiting there. Pure.
 
-A replica that has the beginning of a prompt saves reading it; one that is busy costs waiting. Both are seconds, so a
-popular beginning does not pile up on one replica: when its queue costs more than reading, another one reads it, and then
-two have it. Where nobody has anything, the emptier of two drawn ones is asked. Pure: whoever asks brings the dice.
+A replica that has cached the prefix of a prompt saves prefilling it; a busy one costs waiting. Both are seconds, so a
+popular prefix does not pile up on one replica: when its queue costs more than the prefill, another one prefills it, and
+then two have it. Where no replica has a prefix, the emptier of two random ones is chosen. The caller passes the random
+numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ReplicaLoad:
 
     @property
     def wait_s(self) -> float:
-        """Reading goes one after the other; beyond the slots somebody must finish first."""
+        """Prefills run one after the other; beyond the slots, a running request must finish first."""
         n_ahead = max(0, self.n_running + 1 - self.n_slots)
         return self.busy_s + n_ahead * self.reply_s / self.n_slots
 
@@ -74,7 +75,8 @@ class Holdings:
         return set(self._bits)
 
     def add(self, name: str, keys: Iterable[int]) -> None:
-        bit, held = self._bit(name), self._held[name]
+        bit = self._bit(name)
+        held = self._held[name]
         for key in keys:
             if key not in held:
                 held.add(key)
@@ -100,7 +102,8 @@ class Holdings:
     def reach(self, keys: Sequence[int], ends: Sequence[int], names: Sequence[str]) -> list[int]:
         """How many bytes of a request each replica has read before: the end of the longest prefix it has."""
         places = {self._bits[name]: i for i, name in enumerate(names) if name in self._bits}
-        left, found = sum(places), [0] * len(names)
+        left = sum(places)
+        found = [0] * len(names)
         for key, end in zip(reversed(keys), reversed(ends), strict=True):
             hit = self._masks.get(key, 0) & left
             left &= ~hit
@@ -121,12 +124,13 @@ class Holdings:
     def _bit(self, name: str) -> int:
         if name not in self._bits:
             taken = sum(self._bits.values())
-            self._bits[name] = ~taken & (taken + 1)  # the lowest that nobody has
+            self._bits[name] = ~taken & (taken + 1)  # the lowest that is free
             self._held[name] = set()
         return self._bits[name]
 
     def _take(self, name: str, keys: set[int]) -> None:
-        bit, held = self._bits[name], self._held[name]
+        bit = self._bits[name]
+        held = self._held[name]
         for key in keys:
             mask = self._masks[key] & ~bit
             if mask:

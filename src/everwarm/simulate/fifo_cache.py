@@ -3,7 +3,7 @@
 They are taken where messages of the user begin (the last one, and others 8192 tokens after the one before) and near the
 prompt's end. When a request starts, the other slots' prompts are copied to a cache of whole prompts, oldest out first, each
 with all its KV, and so is one that loses its slot; one that was taken out of there is in there no more. Nothing outlives
-the process. Read off build b11549; that there is no checkpoint right after a picture is left out here.
+the process. Read off build b11549; that there is no checkpoint right after an image is left out here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from everwarm.simulate.curves import Curves
 from everwarm.simulate.simulated_cache import HeldState, Outcome
 from everwarm.simulate.trace import TraceTurn
 
-MAX_CHECKPOINTS, MIN_STEP = 32, 8192
-N_BATCH, N_UBATCH, NEAR_END = 2048, 512, 4
-SIMILAR, WORTH_KEEPING, WORTH_LOADING = 0.1, 0.5, 0.25
+MAX_CHECKPOINTS = 32
+MIN_STEP = 8192
+N_BATCH = 2048
+N_UBATCH = 512
+NEAR_END = 4
+SIMILAR = 0.1
+WORTH_KEEPING = 0.5
+WORTH_LOADING = 0.25
 _EMPTY = Prompt.of_tokens([])
 
 
@@ -29,7 +34,8 @@ class _FifoSlot:
     used_at: float = -1.0
 
     def clear(self) -> None:
-        self.prompt, self.points = _EMPTY, []
+        self.prompt = _EMPTY
+        self.points = []
 
 
 class FifoMemory:
@@ -56,7 +62,8 @@ class FifoMemory:
     def serve(self, turn: TraceTurn) -> Outcome:
         self._request += 1
         if turn.before:
-            self._slots, self._cache = [_FifoSlot() for _ in self._slots], []
+            self._slots = [_FifoSlot() for _ in self._slots]
+            self._cache = []
         slot, loaded = self._slot_for(turn.prompt)
         for other in self._slots:
             if other is not slot:
@@ -95,12 +102,15 @@ class FifoMemory:
     def _take_out(self, slot: _FifoSlot, prompt: Prompt) -> int:
         """Load the cached prompt that is most like this one, if it beats what the slot holds; returns its bytes."""
         keep = _common(slot, prompt) / len(slot.prompt) if len(slot.prompt) else -1.0
-        like, best = _common(slot, prompt) / len(prompt), None
+        like = _common(slot, prompt) / len(prompt)
+        best = None
         for each in self._cache:
             n = _common(each, prompt)
             share = n / len(each.prompt)
             if share >= WORTH_LOADING and share > keep and n / len(prompt) > like:
-                keep, like, best = share, n / len(prompt), each
+                keep = share
+                like = n / len(prompt)
+                best = each
         if best is None:
             return 0  # what the slot holds is used as far as it goes
         self._cache.remove(best)
@@ -112,7 +122,8 @@ class FifoMemory:
     def _restore(self, slot: _FifoSlot, prompt: Prompt) -> tuple[int, bool]:
         """Where reading starts, and whether a checkpoint was needed for it."""
         n = _common(slot, prompt)
-        n_past, from_point = n, False
+        n_past = n
+        from_point = False
         if n and (n < len(slot.prompt) or n == len(prompt)):
             n_past = max((at for at, _ in slot.points if at <= n and at < len(prompt)), default=0)
             from_point = n_past > 0
@@ -120,7 +131,8 @@ class FifoMemory:
         return n_past, from_point
 
     def _read(self, slot: _FifoSlot, turn: TraceTurn, n_past: int) -> None:
-        n, start = len(turn.prompt), n_past
+        n = len(turn.prompt)
+        start = n_past
         last_user = max(turn.users, default=None)
         while start < turn.n_stop:
             stop = self._next_stop(slot, turn, start, last_user)

@@ -1,4 +1,4 @@
-"""Many replicas without any: who would be asked, what would be read there, and how long a first token would take.
+"""Simulates many replicas: which one a request goes to, what is read there, and how long the first token takes.
 
 A replica reads one prompt at a time and writes as many replies as it has slots; it forgets what was unused for longest
 when its memory is full. What routers know of replicas is as old as the last publication, except for what they sent
@@ -33,7 +33,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What every replica is. ``memory_tokens``: how many tokens it can keep, in whatever tier it has."""
+    """What every replica is. ``memory_tokens``: how many tokens it can keep, in all its tiers."""
 
     seconds_per_token: float = 3.5e-4
     n_slots: int = 8
@@ -107,7 +107,8 @@ def simulate(
     firsts = []
     for i, arrival in enumerate(arrivals):
         reused, first_s = replicas[picks[i % n_routers](arrival)].serve(arrival)
-        n_tokens, n_reused = n_tokens + arrival.ends[-1], n_reused + reused
+        n_tokens = n_tokens + arrival.ends[-1]
+        n_reused = n_reused + reused
         firsts.append(first_s)
     reading = [replica.read_s for replica in replicas]
     imbalance = max(reading) / max(1e-9, sum(reading) / n_replicas)
@@ -122,7 +123,8 @@ def simulate(
 
 
 def _pick(routing: str, replicas: list[SimulatedReplica], dice: np.random.Generator) -> Pick:
-    n, turn = len(replicas), [0]
+    n = len(replicas)
+    turn = [0]
 
     def next_one(_arrival: Arrival) -> int:
         turn[0] += 1

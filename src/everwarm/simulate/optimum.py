@@ -1,4 +1,4 @@
-"""What nobody can beat: the fewest tokens that must be read with so many states, the whole future known. Small cases only.
+"""The optimum: the fewest tokens that any policy must read with so many states, with the future known. Small cases only.
 
 KV is free here and states may lie anywhere, so no policy under the same number of states can do better. Pure.
 """
@@ -12,35 +12,8 @@ from itertools import combinations
 from everwarm.config import require
 from everwarm.simulate.trace import TraceTurn
 
-MAX_TURNS, MAX_POINTS = 12, 14
-
-
-def best_placement(wanted: Sequence[int], n_checkpoints: int) -> tuple[int, ...]:
-    """Where to put so many checkpoints on one path, if prompts will leave it at the points ``wanted``.
-
-    The last checkpoint at or before such a point is what its prompt starts from. There is a best choice among the points
-    themselves, so a table over them finds it.
-    """
-    points = sorted(wanted)
-    n = len(points)
-    total = [0]
-    for point in points:
-        total.append(total[-1] + point)
-
-    def read(start: int, stop: int, base: int) -> int:
-        return total[stop] - total[start] - base * (stop - start)
-
-    @cache
-    def best(first: int, left: int, base: int) -> tuple[int, tuple[int, ...]]:
-        """The fewest tokens for the points from ``first`` on, after a checkpoint at ``base``."""
-        found: tuple[int, tuple[int, ...]] = (read(first, n, base), ())
-        for i in range(first, n) if left else ():
-            tokens, rest = best(i, left - 1, points[i])
-            found = min(found, (read(first, i, base) + tokens, (points[i], *rest)))
-        return found
-
-    chosen = best(0, n_checkpoints, 0)[1]
-    return tuple(sorted(set(chosen)))
+MAX_TURNS = 12
+MAX_POINTS = 14
 
 
 def fewest_tokens(turns: Sequence[TraceTurn], n_states: int) -> int:
@@ -90,9 +63,11 @@ def _points(
                 names[key] = len(names)
                 depths.append(later.prompt.n_tokens(n))
                 ends.append(n)
-    made, usable = [], []
+    made = []
+    usable = []
     for turn in turns:
-        path, prompt = turn.path.codes, turn.prompt.codes
+        path = turn.path.codes
+        prompt = turn.prompt.codes
         made.append(frozenset(p for key, p in names.items() if path[: ends[p]].tobytes() == key))
         usable.append(frozenset(p for p in made[-1] if ends[p] < len(prompt)))
     return list(names), made, usable, depths

@@ -1,4 +1,4 @@
-"""The infinite cache: every prefix that was ever read or written is free. What it reads nobody could avoid.
+"""The infinite cache: every prefix that was ever read or written is free. What it reads is unavoidable.
 
 A radix tree of plain arrays that shares no code with the real one, so that the two can be compared.
 """
@@ -35,19 +35,21 @@ class Known:
         edge.children[int(path.codes[at])] = _Edge(path, len(path))
 
     def n_shared(self, prompt: Prompt) -> int:
-        """How many items of the prompt somebody has read before."""
+        """How many items of the prompt were read before."""
         return self._find(prompt)[1]
 
     def _find(self, prompt: Prompt) -> tuple[_Edge, int]:
-        edge, at = self._root, 0
+        edge = self._root
+        at = 0
         while at < len(prompt):
             child = edge.children.get(int(prompt.codes[at]))
             if child is None:
                 break
             n_agree = min(int(prompt.common_prefix(child.path, at)), child.stop)
             if n_agree == at:
-                break  # two pictures whose codes agree
-            edge, at = child, n_agree
+                break  # two images whose codes agree
+            edge = child
+            at = n_agree
             if at < edge.stop:
                 break
         return edge, at
@@ -55,14 +57,15 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Tokens of one request that are read: those somebody could avoid, and those nobody could."""
+    """Tokens that one request reads: avoidable ones, and unavoidable ones."""
 
     n_avoidable: int
     n_unavoidable: int
 
 
 def shares(turns: Iterable[TraceTurn]) -> list[SharedPrefix]:
-    known, found = Known(), []
+    known = Known()
+    found = []
     for turn in turns:
         n_shared = min(known.n_shared(turn.prompt), turn.n_stop)
         n_free = turn.prompt.n_tokens(n_shared)

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 720, 420
-LEFT, RIGHT, TOP, BOTTOM = 80, 150, 40, 60
+WIDTH = 720
+HEIGHT = 420
+LEFT = 80
+RIGHT = 150
+TOP = 40
+BOTTOM = 60
 COLOURS = ("#0b7285", "#d9480f", "#5f3dc4", "#2b8a3e", "#a61e4d", "#495057", "#1864ab", "#e67700")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -53,7 +57,8 @@ def _scale(values: Sequence[float], is_log: bool, low: float, high: float) -> Ca
         raise ValueError("a logarithmic axis has only values above 0")
     place = math.log if is_log else float
     placed = [place(value) for value in values] or [0.0]
-    first, span = min(placed), (max(placed) - min(placed)) or 1.0
+    first = min(placed)
+    span = (max(placed) - min(placed)) or 1.0
     return lambda value: low + (place(value) - first) / span * (high - low)
 
 
@@ -89,7 +94,8 @@ def _ticks(values: Sequence[float], is_log: bool) -> list[float]:
 
 
 def _line(series: Series, number: int, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> list[str]:
-    colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+    colour = COLOURS[number % len(COLOURS)]
+    dash = DASHES[number // len(COLOURS) % len(DASHES)]
     path = " ".join(f"{to_x(a):.1f},{to_y(b):.1f}" for a, b in series.points)
     style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
     dots = [f'<circle cx="{to_x(a):.1f}" cy="{to_y(b):.1f}" r="3" fill="{colour}"/>' for a, b in series.points]

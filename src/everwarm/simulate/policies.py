@@ -1,6 +1,6 @@
 """Policies to compare: where each stops to take a checkpoint, and what it gives up when memory is full. Pure.
 
-``ours`` is made of the very functions the engine uses. The others stand for what else is done.
+``ours`` uses the very functions of the engine. The others stand for what other servers do.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def even_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing)
 
 
 def branch_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
-    """Where a prompt leaves what is known, and its end: nothing is kept before somebody came back once."""
+    """Where a prompt leaves the known prefixes, and its end: nothing is kept before a prefix was used twice."""
     n = len(turn.prompt)
     near = n - min(NEAR_END, n - 1)
     branch = [Cut(n_shared, CutKind.BRANCH)] if n_restored < n_shared < near else []
@@ -85,7 +85,7 @@ def oldest(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> list
 
 
 def smallest_hole(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> list[int]:  # noqa: ARG001
-    """What leaves the smallest hole goes first, however long ago it was used: what remains is spread evenly."""
+    """Evicts what leaves the smallest gap, so that the rest stays evenly spread."""
     return _first(sorted(entries, key=lambda e: (not e.stranded, e.seconds_saved, -e.age_s, e.key)), bytes_to_free)
 
 
@@ -106,7 +106,8 @@ def _kv_bytes(entry: Entry, curves: Curves) -> float:
 
 
 def _first(entries: Sequence[Entry], bytes_to_free: int) -> list[int]:
-    chosen, freed = [], 0
+    chosen = []
+    freed = 0
     for entry in entries:
         if freed >= bytes_to_free:
             break

@@ -1,4 +1,4 @@
-"""Running a trace through policies and budgets, and adding up what it cost. Pure but for the work it does."""
+"""Runs a trace through policies and budgets, and sums the cost. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SimulatedStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a trace cost under one policy and one budget. ``n_regret``: tokens read that nobody had to read."""
+    """The cost of a trace under one policy and budget. ``n_regret``: tokens that an infinite cache would not have read."""
 
     policy: str
     budget_bytes: int
@@ -65,7 +65,7 @@ def replay(
     n_slots: int = 2,
     known: Sequence[SharedPrefix] | None = None,
 ) -> Cost:
-    """``known``: what ``shares`` says of the same turns, to save asking again."""
+    """``known``: the result of ``shares`` for the same turns, to compute it once."""
     store = store_for(policy, curves, budget, n_slots)
     known = shares(turns) if known is None else known
     reads: list[int] = []
@@ -91,7 +91,8 @@ def replay(
 def sweep(
     turns: Sequence[TraceTurn], policies: Iterable[str], curves: Curves, budgets: Iterable[int], n_slots: int = 2
 ) -> list[Cost]:
-    known, sizes = shares(turns), list(budgets)
+    known = shares(turns)
+    sizes = list(budgets)
     return [replay(turns, name, curves, size, n_slots, known) for name in policies for size in sizes]
 
 
@@ -120,5 +121,6 @@ def _row(cost: Cost) -> tuple[str, ...]:
 def size_text(n_bytes: float) -> str:
     unit = 0
     while n_bytes >= 1024 and unit < len(_UNITS) - 1:
-        n_bytes, unit = n_bytes / 1024, unit + 1
+        n_bytes = n_bytes / 1024
+        unit = unit + 1
     return f"{n_bytes:.4g} {_UNITS[unit]}"

@@ -121,7 +121,7 @@ class SimulatedCache:
         slot.node = node
 
     def _limit_idle(self, running: _Slot) -> None:
-        """Conversations that merely stay keep few cells: the longest unused go first."""
+        """Idle conversations keep few cells: the least recently used ones are evicted."""
         used = sum(slot.n_fed for slot in self._slots)
         for slot in sorted((s for s in self._slots if s is not running and s.n_fed), key=lambda s: s.used_at):
             if used <= running.n_fed + IDLE_CELLS:
@@ -132,12 +132,14 @@ class SimulatedCache:
     def _vacate(self, slot: _Slot) -> None:
         self._save(slot)
         self._seat(slot, self.tree.root(""))
-        slot.n_fed, slot.items = 0, _EMPTY
+        slot.n_fed = 0
+        slot.items = _EMPTY
 
     # reading
 
     def _read(self, slot: _Slot, turn: TraceTurn, match: Match, n_items: int) -> None:
-        stop, path = turn.n_stop, turn.path_from(n_items)
+        stop = turn.n_stop
+        path = turn.path_from(n_items)
         for cut in self._policy.cuts(turn, n_items, match.n_shared, self._spacing):
             if n_items < cut.at <= stop:
                 self._take(slot, path, cut.at, cut.kind)
@@ -146,7 +148,8 @@ class SimulatedCache:
             self._take(slot, path, n_end, CutKind.CANCEL if turn.stop_at is not None else CutKind.REPLY)
         else:
             self._mark(slot, path, n_end)
-        slot.items, slot.n_fed = path, n_end
+        slot.items = path
+        slot.n_fed = n_end
 
     def _mark(self, slot: _Slot, path: Prompt, n_items: int) -> Node:
         node = self.tree.grow(slot.node, path, n_items) if n_items > slot.node.n_items else slot.node
@@ -179,7 +182,7 @@ class SimulatedCache:
     # keeping
 
     def _save(self, slot: _Slot) -> None:
-        """Copy to RAM the KV of a slot that somebody can come back to."""
+        """Copy to RAM the KV of a slot that a later request can use."""
         lineage = slot.node.lineage()
         while lineage and not any(n.checkpoint is not None for n in lineage[-1].below()):
             lineage.pop()

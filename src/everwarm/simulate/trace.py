@@ -1,8 +1,8 @@
 """A trace: requests in the order of their arrival, read from JSON lines and written to them.
 
-Two formats, told apart by their fields. Our own: ``tokens`` (ids) or ``blocks`` (pairs of an id and a length), with hints,
-pictures and what happened. Mooncake's: ``timestamp`` in milliseconds and ``hash_ids``, each the hash of a prefix that ends
-with a block of 512 tokens. Every number from a file is bounded.
+Two formats, distinguished by their fields. Everwarm's: ``tokens`` (ids) or ``blocks`` (pairs of an id and a length), with
+hints, images and what happened. Mooncake's: ``timestamp`` in milliseconds and ``hash_ids``, each the hash of a prefix that
+ends with a block of 512 tokens. Every number from a file is bounded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TraceTurn:
         return self.path_from(0)
 
     def path_from(self, n_restored: int) -> Prompt:
-        """The same, if reading began with so many items: nobody hangs up before that."""
+        """The same, if prefill starts after so many items: a request is not cancelled before that."""
         if self.stop_at is not None:
             return self.prompt.first(max(self.n_stop, n_restored))
         if len(self.reply) < 2:
@@ -163,19 +163,20 @@ def _picture(media: _Media, n_items: int) -> MediaItem:
 
 
 def _of_mooncake(line: _Mooncake, number: int) -> TraceTurn:
-    n, n_blocks = line.input_length, len(line.hash_ids)
+    n = line.input_length
+    n_blocks = len(line.hash_ids)
     require(0 < n <= MAX_ITEMS, f"input_length is {n}; give 1 to {MAX_ITEMS}")
     require(0 <= line.output_length <= MAX_ITEMS, f"output_length is {line.output_length}; give 0 to {MAX_ITEMS}")
     need = -(-n // MOONCAKE_BLOCK)
     require(n_blocks == need, f"{n_blocks} hash_ids for {n} tokens; {need} blocks of {MOONCAKE_BLOCK} are needed")
     require(0 <= line.timestamp < 1e15, f"timestamp is {line.timestamp:g}; give milliseconds from 0 on")
     codes = np.repeat(_codes(line.hash_ids), MOONCAKE_BLOCK)[:n]
-    reply = np.full(line.output_length, MAX_CODE - number % (1 << 24), np.int32)  # nobody says what it was
+    reply = np.full(line.output_length, MAX_CODE - number % (1 << 24), np.int32)  # the trace does not contain it
     return TraceTurn(f"line {number}", Prompt(codes), reply, line.timestamp / 1e3)
 
 
 def to_line(turn: TraceTurn) -> bytes:
-    """A turn as one line of our own format."""
+    """A turn as one line of Everwarm's format."""
     rows = [_Media(i, d.hex(), n, p) for i, d, n, p, _ in turn.prompt.rows(0, len(turn.prompt))]
     line = _Line(
         conversation=turn.conversation,

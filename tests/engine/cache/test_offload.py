@@ -19,7 +19,7 @@ from everwarm.engine.process.request_handler import RequestHandler
 from everwarm.engine.request import Event, Finish, Finished, NewToken
 from everwarm.engine.settings import StoreSettings
 from everwarm.state.namespace import unverified
-from everwarm.state.store.arena import memory_file
+from everwarm.state.store.arena_file import memory_file
 from support.drive import EVERY_KIND, GUARD, check, open_core, record_logits, run, submit, text
 
 HISTORY, NEW, STABLE = text(1, 600), text(2, 40), 590

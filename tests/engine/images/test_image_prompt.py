@@ -18,7 +18,7 @@ from everwarm.engine.slotfile import slot_io
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import BadRequest, PixelsMissing
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.store.arena import memory_file
+from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.object import Damaged
 from everwarm.state.store.slot_file import Claim
 from support.drive import GUARD, check, drain, run, text, tidy

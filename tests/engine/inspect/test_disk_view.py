@@ -15,7 +15,8 @@ from everwarm.engine.cache import drop
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.cache_commands import CacheCommands
 from everwarm.engine.inspect.cache_view import CacheView, turn_page
-from everwarm.engine.inspect.read_reason import Reason, Why
+from everwarm.engine.inspect.read_reason import Why
+from everwarm.engine.inspect.reasons import Reason
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings

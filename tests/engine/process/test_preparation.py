@@ -97,13 +97,13 @@ class Posted:
 @pytest.fixture
 def held(monkeypatch) -> Iterator[threading.Event]:
     """Trials of forms last until this is set."""
-    gate, compiled = threading.Event(), ConstraintCompiler._compiled
+    gate, compiled = threading.Event(), ConstraintCompiler._compile
 
     def slowly(forms: ConstraintCompiler, form: Constraint, trial: object) -> object:
         gate.wait(PATIENCE_S)
         return compiled(forms, form, trial)
 
-    monkeypatch.setattr(ConstraintCompiler, "_compiled", slowly)
+    monkeypatch.setattr(ConstraintCompiler, "_compile", slowly)
     yield gate
     gate.set()
 
@@ -135,8 +135,8 @@ def test_a_form_that_takes_long_keeps_nobody_waiting(held):
 def test_a_form_that_was_refused_is_refused_again_without_a_trial(monkeypatch):
     with open_core() as core, ConstraintCompiler(core.model.vocab) as forms:
         wrong, n_trials = Constraint("lark", "start: nowhere"), []
-        compiled = ConstraintCompiler._compiled
-        monkeypatch.setattr(ConstraintCompiler, "_compiled", lambda *args: (n_trials.append(1), compiled(*args))[1])
+        compiled = ConstraintCompiler._compile
+        monkeypatch.setattr(ConstraintCompiler, "_compile", lambda *args: (n_trials.append(1), compiled(*args))[1])
         assert not forms.is_settled(wrong)
         for _ in range(3):
             with pytest.raises(BadRequest, match="cannot be used"):

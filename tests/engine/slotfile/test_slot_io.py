@@ -15,7 +15,8 @@ from everwarm.llama import blobs
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.store.object import Damaged, ObjectReader
-from everwarm.state.store.slot_file import COMPANION, VERSION, Claim, checked_name, read_main
+from everwarm.state.store.slot_file import VERSION, Claim, read_main
+from everwarm.state.store.slot_names import COMPANION, checked_name
 from everwarm.types import token_mark
 from support.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
 

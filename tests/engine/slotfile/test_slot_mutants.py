@@ -14,7 +14,7 @@ from engine.slotfile.test_slot_origin import MINE, conversation
 from everwarm.engine.slotfile import slot_io
 from everwarm.errors import EverwarmError
 from everwarm.state.store.object import Damaged
-from everwarm.state.store.slot_file import COMPANION
+from everwarm.state.store.slot_names import COMPANION
 from support.crash_writer import in_memory
 
 N_MUTANTS = 100_000 if os.environ.get("EVERWARM_CAMPAIGN") else 300

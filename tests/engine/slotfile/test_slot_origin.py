@@ -24,10 +24,11 @@ from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import is_unverified, owner_of, unverified
 from everwarm.state.store import slot_file
-from everwarm.state.store.arena import memory_file
+from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.files import LEFT_S, TEMPORARY, Files, sweep
 from everwarm.state.store.object import Damaged, ObjectReader, encode
-from everwarm.state.store.slot_file import COMPANION, NO_FILE, Claim, UnknownOrigin, namespace_folder, sweep_all
+from everwarm.state.store.slot_file import NO_FILE, Claim, UnknownOrigin
+from everwarm.state.store.slot_names import COMPANION, namespace_folder, sweep_all
 from support.drive import EVERY_KIND, check, drain, open_core, run, text, tidy
 from support.models import tiny_model
 

@@ -15,7 +15,8 @@ from everwarm.engine.tiers import pinned_arena as module
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.errors import BadRequest
 from everwarm.llama.system.pinned_memory import Runtime
-from everwarm.state.store.arena import Arena, memory_file
+from everwarm.state.store.arena import Arena
+from everwarm.state.store.arena_file import memory_file
 from llama.system.test_pinned_memory import FakeCuda
 from support.drive import open_core, run, text, tidy
 

@@ -17,7 +17,7 @@ from everwarm.gateway.access.limits import AdmissionLimits, Place
 from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.chat.generate import events
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.supervise.supervisor import (
+from everwarm.router.supervise.pending import (
     MAX_ALL_UNREAD_BYTES,
     MAX_UNREAD_BYTES,
     Pending,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everwarm.config import MAX_FORM_CHARS
+from everwarm.config import MAX_CONSTRAINT_CHARS
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import allowed_types, used_definitions, value_schema
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
@@ -102,8 +102,8 @@ def test_so_are_the_rules_of_calls_or_there_are_none(shape: Callable[[int], dict
         size = len(json.dumps(root))
         Counted.n_looks = 0
         with contextlib.suppress(BadRequest):
-            assert len(call_rules(format, "<tool_call>", [tool(root)], many=True).text) <= MAX_FORM_CHARS
-        assert Counted.n_looks <= 12 * (size + 4 * MAX_FORM_CHARS)
+            assert len(call_rules(format, "<tool_call>", [tool(root)], many=True).text) <= MAX_CONSTRAINT_CHARS
+        assert Counted.n_looks <= 12 * (size + 4 * MAX_CONSTRAINT_CHARS)
 
 
 def test_types_are_found_through_circles_and_from_every_place_in_them():
@@ -141,7 +141,7 @@ def test_definitions_are_not_copied_for_every_argument(format: str):
     assert len(call_rules(format, "", [tool(one)], many=False).text) < 300_000
     lists = {name: {"type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": i} for i, name in enumerate(names)}
     each = {"$defs": defs, "properties": lists}
-    with pytest.raises(BadRequest, match=f"more than {MAX_FORM_CHARS:,} characters"):
+    with pytest.raises(BadRequest, match=f"more than {MAX_CONSTRAINT_CHARS:,} characters"):
         call_rules(format, "", [tool(each)], many=False)
 
 
@@ -156,6 +156,6 @@ def test_what_kind_a_grammar_is_is_told_in_one_pass(grammar: str):
 
 
 def test_a_grammar_that_is_too_long_is_refused_unread():
-    body = ChatBody(messages=[{"role": "user", "content": "a"}], grammar="x" * (MAX_FORM_CHARS + 1))
-    with pytest.raises(BadRequest, match=f"has {MAX_FORM_CHARS + 1} characters"):
+    body = ChatBody(messages=[{"role": "user", "content": "a"}], grammar="x" * (MAX_CONSTRAINT_CHARS + 1))
+    with pytest.raises(BadRequest, match=f"has {MAX_CONSTRAINT_CHARS + 1} characters"):
         chat_constraint(body, ModelSyntax(""), "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from everwarm.cli.explain_output import source_for
+from everwarm.cli.explain import source_for
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.explain.explain import explained, read_file
 from everwarm.state.params import CheckpointParams

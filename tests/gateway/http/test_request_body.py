@@ -18,17 +18,10 @@ from everwarm.errors import BadRequest, Forbidden, Overloaded
 from everwarm.gateway.chat import jinja_template
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.stable_points import common_prefix
-from everwarm.gateway.http import request_body
-from everwarm.gateway.http.request_body import (
-    LARGE_BYTES,
-    MAX_WEIGHT,
-    SMALL_BYTES,
-    BodyReader,
-    Weight,
-    check_weight,
-    most_weight,
-    weights,
-)
+from everwarm.gateway.http import json_scan, request_body
+from everwarm.gateway.http.json_scan import check_weight, weights
+from everwarm.gateway.http.json_weight import MAX_WEIGHT, Weight, most_weight
+from everwarm.gateway.http.request_body import LARGE_BYTES, SMALL_BYTES, BodyReader
 from everwarm.gateway.ollama.schema import Call, Function, OllamaMessage, messages_of
 from everwarm.gateway.openai.schema import ChatBody, read
 from everwarm.gateway.responses.schema import ReasoningItem, chat_messages
@@ -52,7 +45,7 @@ def chat(content: bytes) -> bytes:
 def test_what_stands_in_strings_is_only_text(value: Any, ascii: bool, slice_bytes: int):
     data = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_body, "SLICE_BYTES", slice_bytes)
+        patch.setattr(json_scan, "SLICE_BYTES", slice_bytes)
         weight = sum(weights(data), Weight())
     outside = STRING.sub(b"", data)
     n_containers = outside.count(b"{") + outside.count(b"[")
@@ -95,7 +88,7 @@ def test_absurd_bodies_are_refused_unparsed_at_little_cost(kind: str):
     try:
         with pytest.raises(BadRequest, match="the body"):
             check_weight(data)
-        assert tracemalloc.get_traced_memory()[1] < 160 * request_body.SLICE_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 160 * json_scan.SLICE_BYTES
     finally:
         tracemalloc.stop()
 

@@ -176,7 +176,7 @@ async def test_many_choices_bring_a_picture_once_and_another_namespace_brings_it
             assert await ask("b", 1, "what?") == 1 and pictures.n_decoded == 2 and await n_encoded() == 2
             assert await ask("a", 3, "and now?") == 0 and pictures.n_decoded == 2, "the control: its own is known"
             assert await n_encoded() == 2 and pictures.lending.n_bytes == 0
-            assert all(pending.frame for pending in supervisor._pending.values()) and not supervisor._pending
+            assert all(pending.frame for pending in supervisor._pending) and not supervisor._pending
     finally:
         await supervisor.stop(0.0)
         supervisor.forget()

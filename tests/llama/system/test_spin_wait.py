@@ -18,8 +18,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="schedst
 
 
 def test_one_busy_look_is_enough_and_calm_takes_a_while():
-    verdict = spin_wait.SpinVerdict(n_calm_needed=3)
-    seen = [verdict.look(share) for share in (0.0, 0.34, 0.36, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0)]
+    verdict = spin_wait.Contention(n_calm_needed=3)
+    seen = [verdict.sample(share) for share in (0.0, 0.34, 0.36, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0)]
     assert seen == [False, False, True, True, True, True, True, True, False, False]
 
 
@@ -38,11 +38,11 @@ def _until(condition) -> bool:
 def test_the_second_team_comes_once_and_goes():
     team = spin_wait.SecondTeam(ctypes.CDLL(str(lib().path)))
     before = _tasks()
-    team.gather()
-    team.gather()
+    team.start()
+    team.start()
     n_team = (os.cpu_count() or 1) + 1
     assert _until(lambda: _tasks() == before + n_team)
-    team.dismiss()
+    team.stop()
     assert _until(lambda: _tasks() == before)
 
 
@@ -68,7 +68,7 @@ def test_waiting_for_a_core_is_seen():
 def test_a_chosen_policy_is_kept_and_ours_is_not_passed_on(chosen):
     code = (
         "import os, threading\nfrom everwarm.llama.lib import lib\nlib()\n"
-        "print(os.environ.get('GOMP_SPINCOUNT'), any(t.name == 'everwarm-crowding' for t in threading.enumerate()))"
+        "print(os.environ.get('GOMP_SPINCOUNT'), any(t.name == 'everwarm-spin-guard' for t in threading.enumerate()))"
     )
     env = {k: v for k, v in os.environ.items() if k not in spin_wait.POLICY} | chosen
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)

@@ -84,12 +84,12 @@ def test_a_request_has_it_tried_sooner_but_makes_no_storm():
     deaths = RestartHistory(PATIENCE)
     for _ in range(50):
         deaths.give_up()
-        gap_s = deaths.request_gap_s(said_why=False)
+        gap_s = deaths.request_gap_s(gave_reason=False)
         assert 0.0 < gap_s <= min(MOST_REQUEST_GAP_S, deaths.retry_s(0.5))
-    assert gap_s == MOST_REQUEST_GAP_S == deaths.request_gap_s(said_why=True)
+    assert gap_s == MOST_REQUEST_GAP_S == deaths.request_gap_s(gave_reason=True)
     first = RestartHistory(PATIENCE)
     first.give_up()
-    assert first.request_gap_s(said_why=True) == 0.0, "whoever put a file right need not wait"
+    assert first.request_gap_s(gave_reason=True) == 0.0, "whoever put a file right need not wait"
 
 
 GROUP = MemoryLimit("the cgroup's memory.max", 220 << 20, 0)

@@ -17,9 +17,10 @@ from everwarm.config import GREEDY
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, Refused
-from everwarm.router.supervise import supervisor as supervisors
+from everwarm.router.supervise import engine_process
+from everwarm.router.supervise.pending import Pending
 from everwarm.router.supervise.restart_policy import MAX_DEATHS, Cause, RestartLimits
-from everwarm.router.supervise.supervisor import Pending, State, Supervisor
+from everwarm.router.supervise.supervisor import State, Supervisor
 from support.models import EMBEDDED
 from support.server import children, is_alive
 
@@ -34,8 +35,8 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def supervised(patience: RestartLimits = QUICK, model: str = str(EMBEDDED)) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(model, SETTINGS, patience=patience)
+async def supervised(limits: RestartLimits = QUICK, model: str = str(EMBEDDED)) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(model, SETTINGS, limits=limits)
     supervisor.start()
     try:
         await asyncio.wait_for(supervisor.wait_ready(), PATIENCE_S)
@@ -193,7 +194,7 @@ def test_a_request_that_was_begun_is_replayed_only_once():
             waiting = asyncio.create_task(everything(supervisor, long_prompt(1), max_tokens=8))
             for _ in range(2):
                 await until(lambda: supervisor.state is State.READY, "the engine is up")
-                await until(lambda: all(pending.has_begun for pending in supervisor._pending.values()), "it is read")
+                await until(lambda: all(pending.has_begun for pending in supervisor._pending), "it is read")
                 dead = kill(supervisor)
                 await until(lambda dead=dead: not is_alive(dead), "it is dead")
                 await until(lambda: supervisor.state is not State.READY, "its death is noticed")
@@ -260,8 +261,8 @@ def test_a_request_that_had_streamed_is_told_so_with_503():
 
 def test_a_hung_engine_is_not_ready_soon_then_killed_and_back():
     async def test() -> None:
-        patience = RestartLimits(stalled_s=1.0, silent_s=2.5, first_back_off_s=0.01)
-        async with supervised(patience) as supervisor:
+        limits = RestartLimits(stalled_s=1.0, silent_s=2.5, first_back_off_s=0.01)
+        async with supervised(limits) as supervisor:
             golden = await answer(supervisor)
             dead = kill(supervisor, signal.SIGSTOP)
             await until(lambda: not supervisor.is_ready, "it is not ready", 2)
@@ -277,12 +278,12 @@ def test_a_hung_engine_is_not_ready_soon_then_killed_and_back():
 WATCHED = """
 import asyncio, sys
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.supervise.restart_policy import Patience
+from everwarm.router.supervise.restart_policy import RestartLimits
 from everwarm.router.supervise.supervisor import Supervisor
 
 async def main():
     settings = EngineSettings(n_slots=2, n_ctx=1024, n_threads=1, ram_bytes=1 << 26)
-    supervisor = Supervisor(sys.argv[1], settings, patience=Patience(silent_s=1.2))
+    supervisor = Supervisor(sys.argv[1], settings, limits=RestartLimits(silent_s=1.2))
     supervisor.start()
     await supervisor.wait_ready()
     while True:
@@ -344,7 +345,7 @@ class Kernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_kills = 0
-        monkeypatch.setattr(supervisors, "n_oom_kills", lambda: self.n_kills)
+        monkeypatch.setattr(engine_process, "n_oom_kills", lambda: self.n_kills)
 
     def kill(self, supervisor: Supervisor) -> int:
         self.n_kills += 1
@@ -379,7 +380,7 @@ def test_where_half_is_not_enough_the_ram_tier_begins_empty(monkeypatch):
             await until(lambda: is_settled(supervisor), "it is in RAM")
             dead = kernel.kill(supervisor)
             await until(lambda: supervisor.pid != dead and supervisor.state is State.RESTARTING, "another is started")
-            assert os.fstat(supervisor._memory).st_blocks > 0, "this test could not fail"
+            assert os.fstat(supervisor._memory.fd).st_blocks > 0, "this test could not fail"
             await back(supervisor, kernel.kill(supervisor))
             again = (await everything(supervisor, long_prompt(3, 600), max_tokens=2))[-1]
             assert isinstance(again, m.Done) and again.n_cached == 0
@@ -401,7 +402,7 @@ def test_a_model_file_that_is_none_is_said_at_once(tmp_path):
     async def test() -> None:
         path = tmp_path / "not-a-model.gguf"
         path.write_bytes(b"GGUF" + bytes(100))
-        supervisor = Supervisor(str(path), SETTINGS, patience=QUICK)
+        supervisor = Supervisor(str(path), SETTINGS, limits=QUICK)
         supervisor.start()
         with pytest.raises(EngineStopped) as stopped:
             await asyncio.wait_for(supervisor.wait_ready(), PATIENCE_S)

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from everwarm.state.store import arena as module
-from everwarm.state.store.arena import ALIGN, N_ROWS, PAGE, Arena, memory_file
+from everwarm.state.store import arena_file
+from everwarm.state.store.arena import ALIGN, Arena
+from everwarm.state.store.arena_file import N_ROWS, PAGE, memory_file
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 MIB = 1 << 20
@@ -91,7 +93,7 @@ def test_an_arena_of_something_else_is_emptied(memory, what, monkeypatch):
     blob = filled(arena, 1)
     assert arena.keep(blob, b"kept")
     if what == "version":
-        monkeypatch.setattr(module, "VERSION", 2)
+        monkeypatch.setattr(arena_file, "VERSION", 2)
     found = left(memory, "you" if what == "owner" else "me", 8 * MIB if what == "budget" else 4 * MIB)
     assert found == {}
 
@@ -113,11 +115,11 @@ def test_with_a_smaller_budget_what_lies_in_the_rest_of_the_file_is_found(memory
         assert arena.keep(blob, b"about %d" % i)
     whole = {b"about %d" % i: blob.tobytes() for i, blob in enumerate(blobs)}
     size = os.fstat(memory).st_size
-    assert module.budget_in(memory) == 8 * MIB
+    assert arena_file.budget_in(memory) == 8 * MIB
     arena.close()
     found = left(memory, budget=4 * MIB)
     assert found and found.items() < whole.items()
-    assert module.budget_in(memory) == 4 * MIB and os.fstat(memory).st_size < size
+    assert arena_file.budget_in(memory) == 4 * MIB and os.fstat(memory).st_size < size
 
 
 def test_trimming_gives_back_what_an_earlier_process_left_lying(memory):

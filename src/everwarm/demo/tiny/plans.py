@@ -92,7 +92,8 @@ def _attention_hyper(s: _Sizes, n_kv_heads: int | tuple[int, ...]) -> Hyper:
 
 
 def _attention(i: int, s: _Sizes, query_factor: int = 1) -> tuple[Tensor, ...]:
-    queries, keys = s.head * s.n_heads, s.head * s.n_kv_heads
+    queries = s.head * s.n_heads
+    keys = s.head * s.n_kv_heads
     return _layer(
         i,
         ("attn_q.weight", (s.width, queries * query_factor), "matrix"),
@@ -133,7 +134,8 @@ def _mamba2_hyper(s: _Sizes, n_groups: int) -> Hyper:
 
 
 def _mamba2(i: int, s: _Sizes, n_groups: int) -> tuple[Tensor, ...]:
-    n_heads, n_conv = s.inner // s.head, s.inner + 2 * n_groups * _MAMBA2_STATE
+    n_heads = s.inner // s.head
+    n_conv = s.inner + 2 * n_groups * _MAMBA2_STATE
     return _layer(
         i,
         ("ssm_in.weight", (s.width, s.inner + n_conv + n_heads), "matrix"),

@@ -1,4 +1,4 @@
-"""What a tiny model is asked to be, checked once.
+"""The options of a tiny model, checked once.
 
 Knows the limits of each architecture. Does not know tensors or files.
 """

@@ -28,7 +28,7 @@ _Parts = tuple[tuple[str, tuple[int, ...], Kind], ...]
 
 
 def projector_path(model: Path) -> Path:
-    """Where the projector of a model lies: beside it, under a name that says whose it is."""
+    """The path of a model's projector: beside the model, with its name."""
     return model.with_name(f"mmproj-{model.name}")
 
 

@@ -1,7 +1,7 @@
 """A vocabulary of exactly one token per byte, plus the control tokens of a ChatML conversation.
 
 Knows token texts, types and ids. Does not know models or files. One exception to "one token per byte" is real behaviour
-of libllama: user-defined tokens (`<think>`, `</think>`) are recognised in any text, control tokens only when asked for.
+of libllama: user-defined tokens (`<think>`, `</think>`) are recognised in any text, control tokens only on request.
 """
 
 from dataclasses import dataclass

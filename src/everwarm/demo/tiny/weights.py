@@ -72,7 +72,8 @@ def _draw_uniform(rng: np.random.Generator, tensor: Tensor) -> Chunk:
 
 def _draw_rows(rng: np.random.Generator, tensor: Tensor) -> Iterator[tuple[Chunk, Chunk]]:
     """Whole rows of steps from -127 to 127, and the size of a step in each row."""
-    n_in, n_rows = prod(tensor.shape[:-1]), tensor.shape[-1]
+    n_in = prod(tensor.shape[:-1])
+    n_rows = tensor.shape[-1]
     step_size = _deviation(tensor) / _STEPS_PER_DEVIATION
     rows_per_chunk = max(1, _CHUNK_ELEMENTS // n_in)
     for first in range(0, n_rows, rows_per_chunk):

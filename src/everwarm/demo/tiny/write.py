@@ -24,9 +24,9 @@ Progress = Callable[[int, int], None]
 
 
 def write_tiny(path: Path, spec: TinySpec, progress: Progress | None = None) -> int:
-    """Write the model and return its size in bytes. `progress` is told the bytes of tensor data done and in all.
+    """Write the model and return its size in bytes. `progress` gets the bytes of tensor data written and in all.
 
-    The file appears under its name only when complete; a failure leaves whatever was there before.
+    The file appears under its name only when complete; a failure leaves the file that was there before.
     """
     plan = plan_tiny(spec)
     with whole_or_nothing(path) as unfinished:
@@ -95,7 +95,8 @@ def finish_header(writer: GGUFWriter, tensors: Sequence[Tensor], dtype: DType) -
 def append_tensors(
     path: Path, tensors: Sequence[Tensor], dtype: DType, seed: int, progress: Progress | None = None
 ) -> None:
-    n_total, n_done = sum(size_bytes(tensor, dtype) for tensor in tensors), 0
+    n_total = sum(size_bytes(tensor, dtype) for tensor in tensors)
+    n_done = 0
     with path.open("ab") as file:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))

@@ -35,12 +35,9 @@ from everwarm.state.store.arena import Arena
 from everwarm.state.store.files import Files, sweep
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, SlotPoint, encode
 from everwarm.state.store.slot_file import (
-    COMPANION,
-    NAMESPACE,
     NO_FILE,
     Claim,
     UnknownOrigin,
-    companion_of,
     encode_main,
     main_digest,
     open_pair,
@@ -48,6 +45,7 @@ from everwarm.state.store.slot_file import (
     publish,
     read_open_main,
 )
+from everwarm.state.store.slot_names import COMPANION, NAMESPACE, companion_of
 from everwarm.state.tree import Checkpoint
 from everwarm.types import Blob, Place, heap
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everwarm.gateway.http.request_body import check_weight
+from everwarm.gateway.http.json_weight import is_surely_light
 
 Message = Mapping[str, Any]
 
@@ -40,11 +40,18 @@ def _with_object(call: Any) -> Any:
         return call
     text = function["arguments"] or "{}"
     try:
-        check_weight(text.encode("utf-8", "surrogatepass"))
+        _check_weight(text.encode("utf-8", "surrogatepass"))
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_weight(data: bytes) -> None:
+    if not is_surely_light(data):
+        from everwarm.gateway.http.json_scan import check_weight  # loads numpy, which few servers ever need
+
+        check_weight(data)
 
 
 # breakpoints: the end of a prefix that a client means to use again

@@ -10,7 +10,8 @@ from typing import Any
 
 from everwarm.engine.process import messages as m
 from everwarm.gateway.admin.request_log import RequestTracker, TrackedRequest
-from everwarm.router.supervise.supervisor import Lend, Supervisor, failure
+from everwarm.router.supervise.pending import failure
+from everwarm.router.supervise.supervisor import Lend, Supervisor
 
 Heard = m.Begun | m.PromptRead | m.TextPiece | m.Done
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everwarm.config import MAX_FORM_CHARS, Constraint, Thought, require
+from everwarm.config import MAX_CONSTRAINT_CHARS, Constraint, Thought, require
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.tool_grammar import CallRules, call_rules
@@ -71,7 +71,10 @@ def _answer(schema: Any, *, strict: bool) -> Constraint:
 
 
 def _grammar(text: str) -> Constraint:
-    require(len(text) <= MAX_FORM_CHARS, f"the grammar has {len(text)} characters; give at most {MAX_FORM_CHARS}")
+    require(
+        len(text) <= MAX_CONSTRAINT_CHARS,
+        f"the grammar has {len(text)} characters; give at most {MAX_CONSTRAINT_CHARS}",
+    )
     if _LARK.search(text):
         return Constraint("lark", text)
     if "::=" in text:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everwarm.config import MAX_FORM_CHARS
+from everwarm.config import MAX_CONSTRAINT_CHARS
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import referred, value_schema
 from everwarm.gateway.parsing.tool_parser import kinds_of, name_and_schema
@@ -23,7 +23,7 @@ _MAX_REFERENCES = 8
 _NAME = re.compile(r"[\w.:/@-]{1,128}")
 _XML_KEY = re.compile(r"[^<>\r\n]{1,256}")
 _PYTHON_KEY = re.compile(r"[-.\w]{1,256}")
-_MAX_MADE_CHARS = 4 * MAX_FORM_CHARS  # of schemas that are written down, also where two turn out to be the same
+_MAX_MADE_CHARS = 4 * MAX_CONSTRAINT_CHARS  # of schemas that are written down, also where two turn out to be the same
 _ANYTHING: Mapping[str, Any] = {}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SAY_MORE = ("$ref", "allOf", "anyOf", "oneOf")
@@ -89,8 +89,8 @@ _FRAMES = {
 
 @dataclass(slots=True)
 class _Rules:
-    """Rules as they are made, each under a name of its own, up to ``MAX_FORM_CHARS`` together. Schemas that say the same
-    share a rule, and a schema that many arguments refer to is looked at once."""
+    """Rules as they are made, each under a name of its own, up to ``MAX_CONSTRAINT_CHARS`` together. Equal schemas share a
+    rule, and a schema that many arguments refer to is looked at once."""
 
     lines: list[str] = field(default_factory=list)
     n_chars: int = 0
@@ -112,7 +112,7 @@ class _Rules:
 
     def _add(self, line: str) -> None:
         self.n_chars += len(line) + 1
-        _check_size(self.n_chars, MAX_FORM_CHARS)
+        _check_size(self.n_chars, MAX_CONSTRAINT_CHARS)
         self.lines.append(line)
 
     def once(self, line: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everwarm.engine.inspect.read_reason import Reason
+from everwarm.engine.inspect.reasons import Reason
 from everwarm.engine.process import messages as m
 from everwarm.types import Json
 

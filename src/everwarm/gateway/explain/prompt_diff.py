@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everwarm.engine.inspect.read_reason import N_SHOWN, Reason
+from everwarm.engine.inspect.reasons import N_SHOWN, Reason
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.params import Spacing

@@ -27,7 +27,7 @@ from everwarm.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeB
 from everwarm.gateway.service import Service
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Served
-from everwarm.state.store.slot_file import COMPANION, checked_name, namespace_folder
+from everwarm.state.store.slot_names import COMPANION, checked_name, namespace_folder
 from everwarm.types import Json
 
 _TEXT_ONLY = {"vision": False, "audio": False, "video": False}

@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.state.store.disk import make_folder
-from everwarm.state.store.files import Files
+from everwarm.state.store.files import Files, make_folder
 from everwarm.types import Json
 
 log = logging.getLogger("everwarm.responses")

@@ -1,3 +1,2 @@
-"""Constrained decoding with llguidance: a constraint as a grammar, compiled and matched, tried out in a process of its
-own.
-"""
+"""Constrained decoding with llguidance: ``trial`` and its child ``trial_worker`` try a constraint, ``grammar`` writes it as
+one grammar, ``matcher`` compiles it and follows a reply through it."""

@@ -1,6 +1,7 @@
-"""Forms that bind a reply while it is written: compiled once by llguidance, followed by one matcher per request.
+"""Constraints on a reply while it is generated: llguidance compiles each once, and one matcher per request follows it.
 
-Compiling is for any thread but the loop's. Knows tokens and masks; knows no requests and no logits.
+Compiling is for any thread but the loop's. Knows tokens and masks; knows no requests and no logits. llguidance is loaded
+with the first constraint, because most engines never see one.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from everwarm.config import Constraint
 from everwarm.errors import BadRequest, ConstraintFailed
 from everwarm.llama import abi
-from everwarm.llama.constraints.grammar import Words
-from everwarm.llama.constraints.trial import LIMITS, STACK_BYTES, Trial
+from everwarm.llama.constraints.trial import STACK_BYTES, NamedTokens, Trial
 from everwarm.llama.lib import Closing
 from everwarm.llama.vocab import Vocab
 from everwarm.lru import NamespacedLru
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 _MAX_KNOWN = 32
 _STARTING = threading.Lock()
@@ -29,7 +32,7 @@ _SPECIAL = b"\xff"  # llguidance's mark of a token that no text matches
 
 
 class Matcher:
-    """One reply's way through a form."""
+    """Follows one reply through its constraint."""
 
     def __init__(self, native: LLMatcher, n_tokens: int, banned: NDArray[np.int32]) -> None:
         self._native = native
@@ -40,7 +43,7 @@ class Matcher:
         self.error: ConstraintFailed | None = None
 
     def look(self) -> bool:
-        """Finds out what may come next. False: nothing, because the form is complete or cannot be followed."""
+        """Computes what may come next. False: nothing, because the constraint is complete or cannot be followed."""
         self._native.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._failed():
             return False
@@ -64,14 +67,14 @@ class Matcher:
     def _failed(self) -> bool:
         if self._native.is_error():
             self.error = ConstraintFailed(
-                f"the reply cannot be kept to its form any longer: {self._native.get_error()[:300]}"
+                f"the reply can no longer be kept to its schema or grammar: {self._native.get_error()[:300]}"
             )
         return self.error is not None
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledConstraint:
-    """A form that any number of replies can be kept to."""
+    """A constraint that is ready for any number of replies."""
 
     _native: LLMatcher
     _vocab: Vocab
@@ -82,41 +85,41 @@ class CompiledConstraint:
 
 
 class ConstraintCompiler(Closing):
-    """Everything about a vocabulary's forms. The first one costs a look at every token.
+    """Compiles constraints for a vocabulary and keeps the last ones. The first one costs a look at every token.
 
-    For any number of threads: each that compiles has a trial of its own, and whoever asks for what is known waits for
+    For any number of threads: each that compiles has a trial of its own, and a request for a known constraint waits for
     none of them."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._known: NamespacedLru[CompiledConstraint | str] = NamespacedLru(_MAX_KNOWN)  # or why not
+        self._known: NamespacedLru[CompiledConstraint | str] = NamespacedLru(_MAX_KNOWN)  # or why it was refused
         self._lock = threading.Lock()
         self._idle: list[Trial] = []
         self._trials: list[Trial] = []
 
-    def is_settled(self, form: Constraint, namespace: str = "") -> bool:
+    def is_settled(self, constraint: Constraint, namespace: str = "") -> bool:
         """Whether ``compile`` answers at once."""
         with self._lock:
-            return self._known.get(namespace, form) is not None
+            return self._known.get(namespace, constraint) is not None
 
-    def compile(self, form: Constraint, namespace: str = "") -> CompiledConstraint:
-        """Or BadRequest, in the library's words. What was refused is refused again without another trial. Each namespace
-        has its own: else time would tell what others ask for."""
+    def compile(self, constraint: Constraint, namespace: str = "") -> CompiledConstraint:
+        """Raises BadRequest with llguidance's message. What was refused is refused again without another trial. Each
+        namespace has constraints of its own: otherwise the time taken would tell what others use."""
         with self._lock:
-            known = self._known.get(namespace, form)
+            known = self._known.get(namespace, constraint)
         if known is None:
-            known = self._tried(form)
+            known = self._compile_or_error(constraint)
             with self._lock:
-                self._known.put(namespace, form, known, 1)
+                self._known.put(namespace, constraint, known, 1)
         if isinstance(known, str):
             raise BadRequest(known)
         return known
 
-    def _tried(self, form: Constraint) -> CompiledConstraint | str:
+    def _compile_or_error(self, constraint: Constraint) -> CompiledConstraint | str:
         with self._lock:
             trial = self._idle.pop() if self._idle else self._new_trial()
         try:
-            return self._compiled(form, trial)
+            return self._compile(constraint, trial)
         except BadRequest as error:
             return str(error)
         finally:
@@ -124,11 +127,15 @@ class ConstraintCompiler(Closing):
                 self._idle.append(trial)
 
     def _new_trial(self) -> Trial:
-        self._trials.append(Trial(self._words))
+        self._trials.append(Trial(self._named_tokens))
         return self._trials[-1]
 
-    def _compiled(self, form: Constraint, trial: Trial) -> CompiledConstraint:
-        grammar = trial.grammar(form)
+    def _compile(self, constraint: Constraint, trial: Trial) -> CompiledConstraint:
+        from llguidance import LLMatcher
+
+        from everwarm.llama.constraints.grammar import LIMITS
+
+        grammar = trial.grammar(constraint)
         native = _with_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
         native.compute_bitmask()
         if native.is_error():
@@ -136,11 +143,11 @@ class ConstraintCompiler(Closing):
         return CompiledConstraint(native, self._vocab)
 
     @functools.cached_property
-    def _words(self) -> Words:
+    def _named_tokens(self) -> NamedTokens:
         special = self._vocab.special.items()
         control = {text: token for token, (text, kind) in special if kind & abi.ATTR_CONTROL}
         defined = {text: token for token, (text, kind) in special if kind & abi.ATTR_USER_DEFINED}
-        return Words(self._vocab.n_tokens, control, defined, self._eog)
+        return NamedTokens(self._vocab.n_tokens, control, defined, self._eog)
 
     @property
     def _eog(self) -> list[int]:
@@ -149,8 +156,10 @@ class ConstraintCompiler(Closing):
 
     @functools.cached_property
     def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
         tokens = [self._vocab.written(token) for token in range(self._vocab.n_tokens)]
-        for token in self._words.control.values():
+        for token in self._named_tokens.control.values():
             tokens[token] = _SPECIAL + self._vocab.piece(token)
         vocab, function = self._vocab.native
         build: Callable[..., LLTokenizer] = LLTokenizer.from_llamacpp  # type: ignore[attr-defined]
@@ -163,10 +172,10 @@ class ConstraintCompiler(Closing):
 
 
 def _with_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
-    """On a thread with more stack than the trial had."""
+    """On a thread with more stack than the trial had, so that what passed there passes here."""
     made: list[LLMatcher] = []
-    thread = threading.Thread(target=lambda: made.append(make()), name="everwarm-form")
-    with _STARTING:  # the size holds for whatever thread is started next
+    thread = threading.Thread(target=lambda: made.append(make()), name="everwarm-constraint")
+    with _STARTING:  # the size holds for the next thread that is started
         before = threading.stack_size(2 * STACK_BYTES)
         thread.start()
         threading.stack_size(before)

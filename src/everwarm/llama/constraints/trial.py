@@ -1,41 +1,43 @@
-"""A form tried out in a process of its own, before the engine compiles it: ``python -m everwarm.llama.constraints.trial``.
+"""Tries a constraint in a child process before the engine compiles it. The child is ``trial_worker``.
 
 Some schemas and grammars of a few hundred bytes take llguidance minutes, gigabytes or more stack than there is. Here they
-cost a child that is killed. Whatever passes takes the engine no longer than it took here. Knows no model: a vocabulary is
-its size, its control tokens and the single bytes.
+cost a child that is killed. What passes takes the engine no longer than it took the child.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import select
-import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
-from typing import Final
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from everwarm.config import Constraint
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.llama.constraints.grammar import Words, grammar_of
 
-LIMITS: Final = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
-TRIAL_S, START_S = 1.5, 30.0
-STACK_BYTES, MEMORY_BYTES = 8 << 20, 3 << 30
-_MAX_WORDS = 600
-_HEADER = struct.Struct("<I")
-# A child is given no secret of ours.
+STACK_BYTES = 8 << 20
+TRIAL_S = 1.5
+START_S = 30.0
+WORKER = "everwarm.llama.constraints.trial_worker"
+HEADER = struct.Struct("<I")
+# The child gets no secret from the environment.
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 
-class Tried(msgspec.Struct, frozen=True):
+class NamedTokens(msgspec.Struct, frozen=True):
+    """The tokens of a vocabulary that a grammar can name."""
+
+    n_tokens: int
+    control: dict[str, int]  # tokens that match no text
+    defined: dict[str, int]  # tokens that the tokenizer finds in any text
+    eog: list[int]  # any of them ends a reply; the first is the main one
+
+
+class TrialResult(msgspec.Struct, frozen=True):
     """``error`` is empty where the grammar can be used."""
 
     grammar: str = ""
@@ -43,26 +45,26 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class Trial:
-    """The child, as the engine sees it: started when it is first needed, and again when it had to be killed."""
+    """The child as the engine sees it: started when it is first needed, and again after it was killed."""
 
-    def __init__(self, words: Words) -> None:
-        self._words = words
+    def __init__(self, names: NamedTokens) -> None:
+        self._names = names
         self._child: subprocess.Popen[bytes] | None = None
 
-    def grammar(self, form: Constraint) -> str:
-        """The form's grammar, or BadRequest with the reason. Not for two threads at once."""
+    def grammar(self, constraint: Constraint) -> str:
+        """The constraint's grammar, or BadRequest with the reason. For one thread at a time."""
         child = self._running()
         try:
-            _send(child, msgspec.msgpack.encode(form))
-            tried = msgspec.msgpack.decode(_receive(child, TRIAL_S), type=Tried)
+            _send(child, msgspec.msgpack.encode(constraint))
+            result = msgspec.msgpack.decode(_receive(child, TRIAL_S), type=TrialResult)
         except (OSError, EOFError, TimeoutError):
             self.close()
             raise BadRequest(
                 "the schema or grammar is too complex to be forced; make it smaller or less nested"
             ) from None
-        if tried.error:
-            raise BadRequest(f"the schema or grammar cannot be used: {tried.error}")
-        return tried.grammar
+        if result.error:
+            raise BadRequest(f"the schema or grammar cannot be used: {result.error}")
+        return result.grammar
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
@@ -71,11 +73,11 @@ class Trial:
         return self._child
 
     def _started(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", __name__]
+        command = [sys.executable, "-m", WORKER]
         env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=env)
         try:
-            _send(child, msgspec.msgpack.encode(self._words))
+            _send(child, msgspec.msgpack.encode(self._names))
             _receive(child, START_S)
         except (OSError, EOFError, TimeoutError):
             _end(child)
@@ -90,14 +92,14 @@ class Trial:
 
 def _send(child: subprocess.Popen[bytes], data: bytes) -> None:
     assert child.stdin is not None
-    view = memoryview(_HEADER.pack(len(data)) + data)
+    view = memoryview(HEADER.pack(len(data)) + data)
     while view:
         view = view[child.stdin.write(view) :]
 
 
 def _receive(child: subprocess.Popen[bytes], patience_s: float) -> bytes:
     deadline = time.monotonic() + patience_s
-    (size,) = _HEADER.unpack(_read(child, _HEADER.size, deadline))
+    (size,) = HEADER.unpack(_read(child, HEADER.size, deadline))
     return _read(child, size, deadline)
 
 
@@ -121,62 +123,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
-
-
-# in the child
-
-
-class _Bytes:
-    """A tokenizer of control tokens and single bytes: enough to find out whether a grammar can be used."""
-
-    bos_token_id = None
-
-    def __init__(self, words: Words) -> None:
-        named = {token: text.encode() for text, token in (words.control | words.defined).items()}
-        self.tokens = [named.get(token, b"") for token in range(words.n_tokens)] + [bytes([i]) for i in range(256)]
-        self.special_token_ids = sorted(words.control.values())
-        self.eos_token_id = words.eog[0]
-        self._n_named = words.n_tokens
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [self._n_named + byte for byte in text]
-
-
-def try_out(form: Constraint, words: Words, tokenizer: LLTokenizer) -> Tried:
-    try:
-        grammar = grammar_of(form, words)
-    except Exception as error:  # noqa: BLE001 - whatever a text does to a parser, it is the text that is wrong
-        return Tried(error=f"{type(error).__name__ if not str(error) else error}"[:_MAX_WORDS])
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    matcher.compute_bitmask()  # some only fail at the first token
-    return Tried(grammar, matcher.get_error()[:_MAX_WORDS])
-
-
-def _answer(words: Words, tokenizer: LLTokenizer) -> None:
-    while header := sys.stdin.buffer.read(_HEADER.size):
-        body = sys.stdin.buffer.read(*_HEADER.unpack(header))
-        signal.alarm(int(TRIAL_S) + 3)  # if nobody is there any more to kill it
-        _say(msgspec.msgpack.encode(try_out(msgspec.msgpack.decode(body, type=Constraint), words, tokenizer)))
-        signal.alarm(0)
-    os._exit(0)
-
-
-def _say(data: bytes) -> None:
-    sys.stdout.buffer.write(_HEADER.pack(len(data)) + data)
-    sys.stdout.buffer.flush()
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    (size,) = _HEADER.unpack(sys.stdin.buffer.read(_HEADER.size))
-    words = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=Words)
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(words)), eos_token=words.eog, slices=[])
-    _say(b"ready")
-    threading.stack_size(STACK_BYTES)
-    threading.Thread(target=_answer, args=(words, tokenizer)).start()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Images for a model: an open projector (libmtmd), what an image takes, its embeddings, and their way into a sequence.
 
-A projector is opened beside its text model. ``shape`` and ``encode`` take pixels that somebody else unpacked; an image is
-one chunk of cells, and whatever libmtmd would cut into several is refused. Everything that libmtmd or libllama would
+A projector is opened beside its text model. ``shape`` and ``encode`` take decoded pixels; an image is
+one chunk of cells, and one that libmtmd would split into several is refused. Everything that libmtmd or libllama would
 answer with the end of the process is refused before they see it. Knows no sequences' contents and no prompts.
 
 Encoding may run on another thread than decoding; one image at a time.
@@ -58,7 +58,8 @@ class MediaShape:
         index = np.arange(self.n_tokens, dtype=np.int32)
         if not uses_mrope:
             return (start + index)[None]
-        t, z = np.full_like(index, start), np.zeros_like(index)
+        t = np.full_like(index, start)
+        z = np.zeros_like(index)
         return np.stack([t, start + index // self.nx, start + index % self.nx, z])
 
 
@@ -100,7 +101,9 @@ class MediaModel(Closing):
 
     def _open(self, n_threads: int, use_gpu: bool) -> int:
         params = self._mtmd.context_params_default()
-        params.use_gpu, params.n_threads, params.print_timings = use_gpu, n_threads, False
+        params.use_gpu = use_gpu
+        params.n_threads = n_threads
+        params.print_timings = False
         self._model.lib.forget_log()
         ptr: int | None = self._mtmd.init_from_file(os.fsencode(self.path), self._model.ptr, params)
         if not ptr:
@@ -130,18 +133,19 @@ class MediaModel(Closing):
 
     def _probe(self, prefix: str) -> MediaShape:
         """What an image takes behind this text, and on the way what the projector's own rule puts around it."""
-        said = self._model.vocab.tokenize(prefix, add_special=False, parse_special=True).tolist()
+        expected = self._model.vocab.tokenize(prefix, add_special=False, parse_special=True).tolist()
         with self._chunks(_PROBE, _PROBE, None, prefix.encode()) as chunks:
             before, image, after = self._parts(chunks)
-            if list(before[: len(said)]) != said:
-                raise self._unfit(f"changes the text before an image ({before} instead of {said})")
-            self._before, self._after = before[len(said) :], after
+            if list(before[: len(expected)]) != expected:
+                raise self._unfit(f"changes the text before an image ({before} instead of {expected})")
+            self._before = before[len(expected) :]
+            self._after = after
             shape = self._shape_of(image)
             tokens = self._mtmd.input_chunk_get_tokens_image(image)
             cells = [self._mtmd.image_tokens_get_decoder_pos(tokens, _PROBE_POS, i) for i in range(shape.n_tokens)]
-            told = np.array([[cell.t, cell.y, cell.x, cell.z] for cell in cells], np.int32).T
+            positions = np.array([[cell.t, cell.y, cell.x, cell.z] for cell in cells], np.int32).T
             planes = shape.positions(_PROBE_POS, uses_mrope=self.uses_mrope)
-            if not np.array_equal(told[: len(planes)], planes):
+            if not np.array_equal(positions[: len(planes)], planes):
                 raise self._unfit("numbers the cells of an image in a way Everwarm does not know")
         return shape
 
@@ -168,7 +172,7 @@ class MediaModel(Closing):
     # images
 
     def shape(self, width: int, height: int) -> MediaShape:
-        """What an image of so many pixels takes, without looking at it. May be asked on any thread."""
+        """What an image of this size takes, without its pixels. For any thread."""
         _check_size(width, height)
         with self._chunks(width, height, None) as chunks:
             return self._shape_of(self._only_image(chunks, width, height))
@@ -181,7 +185,8 @@ class MediaModel(Closing):
             raise BadRequest(f"an image of {width}×{height} pixels has {3 * width * height} bytes, not {len(pixels)}")
         with self._encoding, self._chunks(width, height, pixels.ctypes.data) as chunks:
             image = self._only_image(chunks, width, height)
-            shape, before = self._shape_of(image), self.files.before_use()
+            shape = self._shape_of(image)
+            before = self.files.before_use()
             if self._mtmd.encode_chunk(self._ptr, image) != 0:
                 reason = self._model.lib.last_words()
                 raise ModelError(f"an image of {width}×{height} pixels could not be encoded: {reason}")
@@ -189,7 +194,7 @@ class MediaModel(Closing):
             values = np.ctypeslib.as_array(address, (shape.n_tokens, self.n_embd)).copy()  # the next one overwrites it
         if self.files.look() != before:
             raise WeightsTouched(f"{self.path.name} was touched while it encoded an image")
-        if not np.isfinite(values).all():  # as KV they would spoil whoever comes near
+        if not np.isfinite(values).all():  # as KV, NaN would spoil every sequence that attends to it
             raise ModelError(f"{self.path.name} gave no numbers for an image of {width}×{height} pixels (NaN)")
         return Embedding(shape, values)
 
@@ -197,8 +202,8 @@ class MediaModel(Closing):
     def _chunks(self, width: int, height: int, pixels: int | None, prefix: bytes = b"") -> Iterator[int]:
         """What libmtmd makes of one image behind ``prefix``; without pixels it only counts."""
         assert self._ptr is not None, "the projector is closed"
-        said = prefix + mtmd_abi.MARKER
-        text = mtmd_abi.InputText(said, len(said), False, True)
+        marked = prefix + mtmd_abi.MARKER
+        text = mtmd_abi.InputText(marked, len(marked), False, True)
         bitmap = self._mtmd.bitmap_init(width, height, pixels)
         chunks = self._mtmd.input_chunks_init()
         try:
@@ -235,7 +240,8 @@ class MediaModel(Closing):
         return tuple(tokens[: n.value])
 
     def _shape_of(self, image: int) -> MediaShape:
-        mtmd, tokens = self._mtmd, self._mtmd.input_chunk_get_tokens_image(image)
+        mtmd = self._mtmd
+        tokens = self._mtmd.input_chunk_get_tokens_image(image)
         if not tokens:
             raise ModelError(f"{self.path.name} made something else than an image of an image")
         shape = MediaShape(
@@ -276,7 +282,8 @@ def decode_image(
     dropped. The logits wanted are those of the last cell, libllama's row -1. Without causal attention every cell sees all
     the others: such an image must fit into one ubatch and is refused, before anything is changed, if it does not.
     """
-    shape, values = embedding.shape, embedding.values
+    shape = embedding.shape
+    values = embedding.values
     n_embd = int(lib.model_n_embd_inp(lib.get_model(ctx_ptr)))
     assert values.shape == (shape.n_tokens, n_embd), f"{values.shape} numbers for {shape} in a width of {n_embd}"
     assert values.dtype == np.float32 and values.flags.c_contiguous and shape.nx * shape.ny == shape.n_tokens
@@ -302,7 +309,8 @@ def _decode_parts(
 ) -> int:
     """Cells see only those before them, so they may come in parts. No room for a later one is not "nothing changed"."""
     for start in range(0, len(values), n_batch):
-        part, is_last = slice(start, start + n_batch), start + n_batch >= len(values)
+        part = slice(start, start + n_batch)
+        is_last = start + n_batch >= len(values)
         code = _decode_cells(lib, ctx_ptr, seq, values[part], planes[:, part], wants_logits and is_last)
         if code != 0:
             return LOST if code == 1 and start > 0 else code
@@ -312,7 +320,9 @@ def _decode_parts(
 def _decode_cells(lib: Lib, ctx_ptr: int, seq: int, values: Values, planes: Positions, wants_logits: bool) -> int:
     n = len(values)
     positions = np.ascontiguousarray(planes).ravel()  # plane by plane, of these cells alone
-    seqs, ones, wants = np.full(n, seq, np.int32), np.ones(n, np.int32), np.zeros(n, np.int8)
+    seqs = np.full(n, seq, np.int32)
+    ones = np.ones(n, np.int32)
+    wants = np.zeros(n, np.int8)
     wants[-1] = wants_logits
     pointers = seqs.ctypes.data + 4 * np.arange(n, dtype=np.uint64)
     batch = abi.Batch(
@@ -345,9 +355,9 @@ def _flat(rgb: bytes | memoryview) -> NDArray[np.uint8]:
         raise BadRequest("an image's bytes must lie one behind the other, and there must be some") from None
 
 
-def _reason(said: tuple[str, ...]) -> str:
+def _reason(messages: tuple[str, ...]) -> str:
     """The first line of libmtmd's that is an error; it also gives advice and repeats itself."""
-    for line in said:
+    for line in messages:
         if "failed" in line or "error" in line:
             return " ".join(line.split())
     return "libmtmd gave no reason"

@@ -1,10 +1,10 @@
-"""The header of a projector file (an *mmproj*): its keys and tensors, read with bounds before libmtmd sees the file.
+"""Checks a projector file (an *mmproj*) before libmtmd opens it: first its header, then what its kind of projector needs.
 
-Every tensor is known to lie inside the file afterwards. Reads no tensor's numbers and does not know what a projector
-needs; ``projector_rules`` does.
+``Projector`` reads keys and tensors with bounds; afterwards every tensor is known to lie inside the file. It reads no
+tensor's numbers.
 
-libmtmd asks for some tensors and uses others without asking, and it insists on the type of every key it reads. The
-rules know all that the Qwen3-VL and Gemma 3 styles need, and of other styles only what nearly every one does.
+``check`` has the rules. libmtmd tests for some tensors and uses others unchecked, and it aborts where a key has another
+type than it expects. The rules cover all that the Qwen3-VL and Gemma 3 styles need, and what nearly all others need.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class Projector:
         return found
 
     def need(self, name: str, shape: tuple[int, ...], formats: frozenset[int] | None = None) -> None:
-        """A tensor of this shape: a vector in f32 and a matrix in any format of weights, unless said otherwise."""
-        tensor, shape = self.tensors.get(name), _trimmed(shape)
+        """A tensor of this shape: a vector in f32 and a matrix in any format of weights, unless a type is given."""
+        tensor = self.tensors.get(name)
+        shape = _trimmed(shape)
         if tensor is None:
             raise self.bad(f"lacks the tensor {name}")
         if tensor.shape != shape:
@@ -105,7 +106,8 @@ class Projector:
         version = self._one("I")
         if version not in (2, 3):
             raise self.bad(f"has GGUF version {version}; versions 2 and 3 can be read")
-        n_tensors, n_keys = self._one("Q"), self._one("Q")
+        n_tensors = self._one("Q")
+        n_keys = self._one("Q")
         if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
             raise self.bad(f"claims {n_tensors} tensors and {n_keys} keys; {MAX_TENSORS} and {MAX_KEYS} are believed")
         for _ in range(n_keys):
@@ -114,7 +116,8 @@ class Projector:
         self._check_places(places)
 
     def _read_pair(self) -> None:
-        key, kind = self._text(), self._one("I")
+        key = self._text()
+        kind = self._one("I")
         if key in self.kinds:
             raise self.bad(f"has the key {key} twice")
         self.kinds[key] = kind
@@ -135,13 +138,15 @@ class Projector:
 
     def _read_tensor(self) -> tuple[str, int, int]:
         """Its name, where it lies and how many bytes it has."""
-        name, n_dimensions = self._text(), self._one("I")
+        name = self._text()
+        n_dimensions = self._one("I")
         if name in self.tensors:
             raise self.bad(f"has the tensor {name} twice")
         if not 1 <= n_dimensions <= 4:
             raise self.bad(f"has {name} with {n_dimensions} dimensions; 1 to 4 exist")
         shape = tuple(int(n) for n in self._unpack("Q", n_dimensions))
-        number_format, offset = self._one("i"), self._one("Q")
+        number_format = self._one("i")
+        offset = self._one("Q")
         n_per_block, n_bytes = self._size_of(number_format) if 0 <= number_format < _N_FORMATS else (0, 0)
         if n_per_block < 1 or min(shape) < 1 or shape[0] % n_per_block:
             raise self.bad(f"has {name} with the shape {shape} in the number format {number_format}: there is no such")
@@ -152,7 +157,8 @@ class Projector:
         step = self.values.get("general.alignment", _ALIGNMENT)
         if not isinstance(step, int) or step < 1 or step & (step - 1):
             raise self.bad(f"has the alignment {step}; it must be a power of two")
-        begin, expected = _rounded_up(self._at, step), 0
+        begin = _rounded_up(self._at, step)
+        expected = 0
         for name, offset, n_bytes in places:
             if offset != expected:
                 raise self.bad(f"has {name} at {offset} of its data, where {expected} is next")
@@ -257,7 +263,8 @@ def check(file: Projector) -> None:
 
 
 def _check_numbers(file: Projector) -> None:
-    n_blocks, patch = file.number("block_count"), file.number("patch_size")
+    n_blocks = file.number("block_count")
+    patch = file.number("patch_size")
     if not 1 <= n_blocks <= len(file.tensors):
         raise file.bad(f"claims {n_blocks} blocks, with {len(file.tensors)} tensors in all")
     if not 1 <= patch <= MAX_PATCH:
@@ -281,7 +288,8 @@ def _check_any(file: Projector) -> None:
 
 
 def _check_qwen3vl(file: Projector) -> None:
-    width, patch = file.number("embedding_length"), file.number("patch_size")
+    width = file.number("embedding_length")
+    patch = file.number("patch_size")
     _check_heads(file, width, step=4)
     if file.number("spatial_merge_size", 2) != 2:
         raise file.bad(f"merges {file.number('spatial_merge_size')} patches per side; this style merges 2")
@@ -296,7 +304,8 @@ def _check_qwen3vl(file: Projector) -> None:
     _check_norm(file, "v.post_ln", width)
     n_out = _check_merger(file, "mm.0", "mm.2", width)
     for i in range(file.number("block_count")):
-        block, deep = f"v.blk.{i}", f"v.deepstack.{i}"
+        block = f"v.blk.{i}"
+        deep = f"v.deepstack.{i}"
         file.need(f"{block}.attn_qkv.weight", (width, 3 * width))
         file.need(f"{block}.attn_qkv.bias", (3 * width,))
         _check_block(file, block, width, f"{block}.ffn_up", f"{block}.ffn_down")
@@ -307,7 +316,9 @@ def _check_qwen3vl(file: Projector) -> None:
 
 
 def _check_gemma3(file: Projector) -> None:
-    width, patch, image = file.number("embedding_length"), file.number("patch_size"), file.number("image_size")
+    width = file.number("embedding_length")
+    patch = file.number("patch_size")
+    image = file.number("image_size")
     merged = file.number("projector.scale_factor", 4)
     _check_heads(file, width, step=1)
     if merged < 1 or image < 1 or image % (patch * merged):
@@ -320,7 +331,8 @@ def _check_gemma3(file: Projector) -> None:
     for i in range(file.number("block_count")):
         block = f"v.blk.{i}"
         _check_attention(file, block, width)
-        up, down = f"{block}.ffn_up", f"{block}.ffn_down"
+        up = f"{block}.ffn_up"
+        down = f"{block}.ffn_down"
         if _first(file, f"{down}.weight") == width:  # named the wrong way round by an old converter: libmtmd swaps them
             up, down = down, up
         _check_block(file, block, width, up, down)
@@ -364,7 +376,8 @@ def _check_block(file: Projector, block: str, width: int, up: str, down: str) ->
 
 def _check_merger(file: Projector, first: str, second: str, width: int) -> int:
     """Two matrices behind four patches side by side; returns the width of what comes out."""
-    inner, n_out = _second(file, f"{first}.weight"), _second(file, f"{second}.weight")
+    inner = _second(file, f"{first}.weight")
+    n_out = _second(file, f"{second}.weight")
     file.need(f"{first}.weight", (4 * width, inner))
     file.may(f"{first}.bias", (inner,))
     file.need(f"{second}.weight", (inner, n_out))

@@ -1,7 +1,8 @@
-"""What a model file is: its identity (path, inode, times and size), and its digest, computed once and remembered by that.
+"""A model file's identity (path, inode, times and size), and its digest, computed once per identity and remembered.
 
-Reading 28 GB takes seconds; reading it at every start would be felt. The memory is a small JSON file in the user's cache
-directory and may be deleted at any time. A file is read, not mapped: one that is cut short meanwhile ends nobody.
+Reading 28 GB takes seconds, which is too long for every start. The digests are remembered in a small JSON file in the
+user's cache directory, which may be deleted at any time. A file is read, not mapped: one that is truncated meanwhile causes
+no SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def file_identity(path: Path) -> str:
-    """Another whenever the file is another."""
+    """Changes whenever the file changes."""
     return identity_text(path.resolve(), path.stat())
 
 
@@ -50,7 +51,7 @@ def file_digest(path: Path, memory: Path | None = None) -> str:
 
 
 def open_file_digest(fd: int, resolved: Path, memory: Path | None = None) -> str:
-    """The digest of a file that is open, whatever its name leads to now. One that changes meanwhile is not remembered."""
+    """The digest of an open file, even if its name leads elsewhere now. Not remembered if the file changes meanwhile."""
     memory = memory or cache_directory() / "digests.json"
     found = remembered(identity_text(resolved, os.fstat(fd)), memory)
     if found is not None:
@@ -73,7 +74,8 @@ def wait_settled(fd: int) -> None:
 
 
 def read_digest(fd: int) -> str:
-    hasher, at = blake3.blake3(max_threads=blake3.blake3.AUTO), 0
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    at = 0
     buffer = memoryview(bytearray(min(_CHUNK, max(1, os.fstat(fd).st_size))))
     while n := os.preadv(fd, [buffer], at):
         hasher.update(buffer[:n])
@@ -102,7 +104,7 @@ def _read(memory: Path) -> dict[str, object]:
 
 
 def _write(memory: Path, known: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):  # a read-only home costs time at the next start, nothing else
+    with contextlib.suppress(OSError):  # with a read-only home directory, only the next start takes longer
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile("w", dir=memory.parent, delete=False) as file:
             json.dump(known, file)

@@ -1,12 +1,12 @@
-"""Files that somebody may write to while they are in use: whether what was computed with them is what they say.
+"""Watches model files that may be written to while they are in use, and tells whether results computed with them are right.
 
-Weights are mapped: who overwrites a model file in place changes the numbers of the next step. Every write changes a file's
+Weights are mapped: overwriting a model file in place changes the numbers of the next step. Every write changes a file's
 times before its bytes, so a step is right if ``look`` says the same before and after it. Once something has changed, a
-thread reads the files again. The same digests: they were only touched, linked or renamed, and all goes on from there.
-Others, or nothing to compare with: ``is_changed``, for good, and whoever uses the files should open them anew.
+thread reads the files again. If the digests are the same, the files were only touched, linked or renamed, and work goes on.
+If they differ, or there is nothing to compare with, ``is_changed`` stays true and the files must be opened anew.
 
-What was computed may leave the process when ``is_right`` says so afterwards: then nothing had changed until that moment, or
-was proved to be the same.
+Results may leave the process when ``is_right`` says so afterwards: then nothing had changed until that moment, or every
+change was proved harmless.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from everwarm.llama.system.file_digest import (
 log = logging.getLogger("everwarm.files")
 
 MAX_TRIES = 5  # to read files that are written to all the time
-STILL_S, STILL_STEP_S = 0.5, 0.05  # so long nothing may happen before a file is taken to be written
+STILL_S, STILL_STEP_S = 0.5, 0.05  # a file counts as completely written after so long without a change
 
 Stats = tuple[os.stat_result, ...]
 
 
 class FileMark(NamedTuple):
-    """What a write changes: ``written_ns`` can be set by anybody, ``changed_ns`` by the system only."""
+    """What a write changes: any program can set ``written_ns``, only the kernel sets ``changed_ns``."""
 
     device: int
     inode: int
@@ -59,7 +59,7 @@ class _Verdict(enum.Enum):
 
 
 class FileWatch(Closing):
-    """Make it before anybody else opens the files, and ask ``require_same_names`` when they have."""
+    """Make it before the files are opened elsewhere, and call ``require_same_names`` after that."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(dict.fromkeys(paths))
@@ -82,7 +82,7 @@ class FileWatch(Closing):
         self._used_in_doubt = False
         self._is_decided = threading.Event()
         self.reason = ""  # of a change
-        self.on_same: Callable[[], None] = lambda: None  # hears that they were touched and are the same
+        self.on_same: Callable[[], None] = lambda: None  # called when they were touched and are the same
 
     # what they are
 
@@ -101,7 +101,8 @@ class FileWatch(Closing):
         return self._digests[self.paths.index(path)]
 
     def require_same_names(self) -> None:
-        """Whoever opened the files by their names since this was made has read these, as they were then."""
+        """Raise ModelChanged unless the names still lead to the watched files, unchanged: then what was opened by name
+        since this was made is the same."""
         try:
             named = _marks(tuple(path.stat() for path in self.paths))
         except OSError as error:
@@ -116,20 +117,20 @@ class FileWatch(Closing):
             return self._look()
 
     def before_use(self) -> Marks:
-        """What was seen last, by somebody who computes with them now. What comes out is right if ``look`` says the same
-        afterwards: one look for each step is enough."""
+        """The marks seen last, for a computation that starts now. Its result is right if ``look`` returns the same
+        afterwards: one look per step is enough."""
         with self._lock:
             self._used_in_doubt |= self._verdict is _Verdict.DOUBTED
             return self._seen
 
     @property
     def is_changed(self) -> bool:
-        """As far as anybody has looked."""
+        """As of the last look."""
         return self._verdict is _Verdict.CHANGED
 
     @property
     def may_be_used(self) -> bool:
-        """While it is not known whether they changed: only if nobody seems to have written to them."""
+        """While it is unknown whether they changed: true only if sizes and modification times are the same."""
         if self._verdict is not _Verdict.DOUBTED:
             return self._verdict is _Verdict.RIGHT
         pairs = zip(self._seen, self._right, strict=True)
@@ -149,15 +150,17 @@ class FileWatch(Closing):
             self._is_decided.wait(seconds)
 
     def wait_still(self, seconds: float) -> None:
-        """Until nobody has written to what their names lead to for a moment."""
+        """Wait until the files behind the names were not written to for ``STILL_S``, at most ``seconds``."""
         now = time.monotonic()
-        until, still_until = now + seconds, now + STILL_S
+        until = now + seconds
+        still_until = now + STILL_S
         before = self._named()
         while (now := time.monotonic()) < min(until, still_until):
             time.sleep(STILL_STEP_S)
             after = self._named()
             if after != before:
-                before, still_until = after, time.monotonic() + STILL_S
+                before = after
+                still_until = time.monotonic() + STILL_S
 
     def _named(self) -> list[FileMark | None]:
         found: list[FileMark | None] = []
@@ -192,18 +195,20 @@ class FileWatch(Closing):
         if self._verdict is _Verdict.RIGHT:
             self._verdict = _Verdict.DOUBTED
             self._is_decided.clear()
-            log.warning("somebody has touched %s: nothing is kept until it is known whether it changed", names)
+            log.warning("%s was touched: nothing is kept until it is known whether it changed", names)
             threading.Thread(target=self._examine, name="everwarm-files", daemon=True).start()
 
     def _decide(self, verdict: _Verdict, reason: str = "") -> None:
-        self._verdict, self.reason, self._used_in_doubt = verdict, reason, False
+        self._verdict = verdict
+        self.reason = reason
+        self._used_in_doubt = False
         self._is_decided.set()
 
     # the thread
 
     def _examine(self) -> None:
         with self._lock:
-            fds = [os.dup(fd) for fd in self._fds]  # else a number could be another file's once we are closed
+            fds = [os.dup(fd) for fd in self._fds]  # otherwise, after close, a number could be another file's
         try:
             before = self._known_digests()
             if before is None:
@@ -214,17 +219,19 @@ class FileWatch(Closing):
                 if self._is_examined(fds, before):
                     return
             self._give_up("is written to all the time")
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - threads that wait for the verdict must get one
             self._give_up(f"cannot be read again ({error})")
         finally:
             for fd in fds:
                 os.close(fd)
 
     def _only_names_changed(self) -> bool:
-        """Without a digest of what they were: whether names came or went and nobody wrote. A removed file serves on."""
+        """Without known digests: whether only links were added or removed and nothing was written. A removed file stays
+        usable."""
         with self._lock:
             stats = self._stats() if self._fds else ()
-            now, n_links = _marks(stats), [stat.st_nlink for stat in stats]
+            now = _marks(stats)
+            n_links = [stat.st_nlink for stat in stats]
             changed = [i for i, (a, b) in enumerate(zip(now, self._right, strict=False)) if a != b]
             is_written = any(now[i][:4] != self._right[i][:4] for i in changed)
             if is_written or any(n_links[i] == self._n_links[i] for i in changed) or self._verdict is _Verdict.CHANGED:
@@ -245,7 +252,7 @@ class FileWatch(Closing):
         return [digest for digest in known if digest is not None] if None not in known else None
 
     def _is_examined(self, fds: list[int], before: list[str]) -> bool:
-        """False: somebody has touched them again meanwhile."""
+        """False: they were touched again meanwhile."""
         for fd in fds:
             wait_settled(fd)
         target = self.look()
@@ -271,8 +278,8 @@ class FileWatch(Closing):
                 self._decide(_Verdict.CHANGED, f"{', '.join(path.name for path in self.paths)} {what}")
 
     def close(self) -> None:
-        """Nobody asks any more."""
-        fds, self._fds = self._fds, []
+        fds = self._fds
+        self._fds = []
         for fd in fds:
             os.close(fd)
 

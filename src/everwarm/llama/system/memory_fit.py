@@ -56,7 +56,7 @@ def measure(model: Model, options: ContextOptions) -> MemoryShape:
 
 
 def require_fit(model: Model, options: ContextOptions) -> None:
-    """Refuse a context that this machine cannot hold, before the kernel does it the hard way."""
+    """Refuse a context that this machine cannot hold, before the kernel kills the process."""
     needed = measure(model, options).context_bytes(options.n_ctx, options.n_seq_max + 1)
     free = free_bytes(model)
     if needed > free:
@@ -79,7 +79,7 @@ def is_on_gpu(model: Model) -> bool:
 
 
 def mapped_bytes(model: Model) -> int:
-    """Weights that lie in the page cache: nobody's by the kernel's count, but every step reads them."""
+    """Weights that lie in the page cache: the kernel counts them for no process, but every step reads them."""
     return model.size_bytes if model.options.use_mmap and not is_on_gpu(model) else 0
 
 
@@ -107,7 +107,8 @@ def gpu_free_bytes(lib: Lib) -> int:
     for i in range(int(lib.ggml_backend_dev_count())):
         device = lib.ggml_backend_dev_get(i)
         if int(lib.ggml_backend_dev_type(device)) == _DEVICE_GPU:
-            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            free = ctypes.c_size_t()
+            total = ctypes.c_size_t()
             lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
             total_free += free.value
     return total_free

@@ -1,7 +1,7 @@
 """Memory that a CUDA device copies to and from at the speed of its bus: registered with the CUDA runtime, page by page.
 
 Finds the runtime that libllama brought along and knows three of its functions. Knows nothing of what lies in the memory.
-Copies go to physical pages: whoever registers memory must not give any of its pages back before it is released.
+Copies go to physical pages: no page of registered memory may be given back before it is released.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everwarm.types import Blob
 _PORTABLE = 1  # for every device, not only the current one
 _RUNTIME = re.compile(r"/\S*/libcudart[^/\s]*\.so[.\d]*$")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap does not name
-_PIECE = 64 << 20  # so much is asked of the system at once
+_PIECE = 64 << 20  # is committed at once
 
 
 class NotPinned(Exception):
@@ -53,7 +53,9 @@ def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> Runtime | None:
 
 def runtime_of(cdll: Any) -> Runtime:
     """By the names that the CUDA runtime has for them."""
-    register, unregister, last_error = cdll.cudaHostRegister, cdll.cudaHostUnregister, cdll.cudaGetLastError
+    register = cdll.cudaHostRegister
+    unregister = cdll.cudaHostUnregister
+    last_error = cdll.cudaGetLastError
     register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint], ctypes.c_int
     unregister.argtypes, unregister.restype = [ctypes.c_void_p], ctypes.c_int
     last_error.argtypes, last_error.restype = [], ctypes.c_int
@@ -70,16 +72,17 @@ class Pinned:
         self._memory: Blob | None = memory
         self.size_bytes = memory.nbytes
         began = time.monotonic()
-        _commit(memory, is_stopped)  # before: the runtime lets nobody else at the device while it registers
+        _commit(memory, is_stopped)  # first: while the runtime registers memory, the device is blocked for others
         self.committed_s = time.monotonic() - began
         code = int(runtime.register(memory.ctypes.data, memory.nbytes, _PORTABLE))
         self.registered_s = time.monotonic() - began - self.committed_s
         if code:
-            runtime.last_error()  # or the next one who asks takes it for his own
+            runtime.last_error()  # clears it; otherwise the next call would report it
             raise NotPinned(f"the CUDA runtime refused {memory.nbytes} bytes (error {code})")
 
     def close(self) -> None:
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is not None and self._runtime.unregister(memory.ctypes.data):
             self._runtime.last_error()
 

@@ -1,4 +1,4 @@
-"""How the engine process behaves as a process: it dies with its parent, and collects its garbage rarely."""
+"""Process settings of an engine: it dies with its parent, and collects garbage rarely."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Linux kills this process when its parent ends, however it ends. Elsewhere the closed socket tells."""
+    """Have Linux kill this process when its parent ends, however that ends. Elsewhere the closed socket tells it."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
+    if os.getppid() != parent_pid:  # it ended before this was set
         os._exit(1)
 
 

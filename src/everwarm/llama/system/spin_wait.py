@@ -1,10 +1,10 @@
-"""Waiting long for each other on a quiet machine, briefly on a busy one.
+"""How long libllama's threads spin while they wait for each other: long on a quiet machine, briefly on a busy one.
 
-libllama's OpenMP threads meet hundreds of times per token. A long spin at each meeting is fastest while they have the cores
-to themselves; when others want the cores too it is a hundred times too slow, because a thread spins for one that is not
-running. libgomp reads its spin count once, but falls back to a brief one while it manages more threads than there are
-cores. So a guard looks at how long our threads were kept from running, and while that is long it holds a second team of
-threads, asleep: nothing but their number matters. Linux and libgomp only; elsewhere nothing happens.
+libllama's OpenMP threads synchronise hundreds of times per token. A long spin at each barrier is fastest while they have
+the cores to themselves. When other processes need the cores, too, it is a hundred times too slow, because a thread spins
+for one that is not running. libgomp reads its spin count once, but uses a brief one while it manages more threads than
+there are cores. So a guard measures how long the threads of this process wait for a core, and while that is long it keeps
+a second team of threads asleep: only their number matters. Linux and libgomp only; elsewhere nothing happens.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Half a millisecond; and a brief spin is 1,000 turns if the policy is active, else only 100, which is too brief.
+# Half a millisecond. The brief spin is 1,000 iterations if the policy is active, and otherwise 100, which is too brief.
 POLICY = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
-_LOOK_S = 0.2
+_SAMPLE_S = 0.2
 _TASKS = "/proc/self/task"
 
 
 @dataclass(slots=True)
-class SpinVerdict:
-    """Crowded from the first busy look on, until it has been calm for a while. Pure."""
+class Contention:
+    """Whether the cores are contended: from the first busy sample on, until enough calm samples follow. Pure."""
 
-    crowded_share: float = 0.35  # of the time, in which threads that could run did not; our own gateway causes 0.2
+    busy_share: float = 0.35  # of the time that runnable threads did not run; this server's gateway alone causes 0.2
     n_calm_needed: int = 25
-    is_crowded: bool = False
+    is_contended: bool = False
     _n_calm: int = 0
 
-    def look(self, waited_share: float) -> bool:
-        busy = waited_share > self.crowded_share
+    def sample(self, waited_share: float) -> bool:
+        busy = waited_share > self.busy_share
         self._n_calm = 0 if busy else self._n_calm + 1
-        self.is_crowded = busy or (self.is_crowded and self._n_calm < self.n_calm_needed)
-        return self.is_crowded
+        self.is_contended = busy or (self.is_contended and self._n_calm < self.n_calm_needed)
+        return self.is_contended
 
 
 class SecondTeam:
-    """As many OpenMP threads as there are cores, asleep from ``gather`` until ``dismiss``."""
+    """One OpenMP thread more than there are cores, asleep from ``start`` until ``stop``."""
 
     def __init__(self, cdll: ctypes.CDLL) -> None:
         self._parallel = cdll.GOMP_parallel  # AttributeError: another OpenMP
@@ -50,14 +50,14 @@ class SecondTeam:
         self._nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # what they do: free(NULL)
         self._over: threading.Event | None = None
 
-    def gather(self) -> None:
+    def start(self) -> None:
         if self._over is None:
             self._over = threading.Event()
-            threading.Thread(target=self._hold, args=(self._over,), name="everwarm-crowd", daemon=True).start()
+            threading.Thread(target=self._hold, args=(self._over,), name="everwarm-second-team", daemon=True).start()
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         if self._over is not None:
-            self._over.set()  # a team ends with the thread that leads it
+            self._over.set()  # a team ends with the thread that started it
             self._over = None
 
     def _hold(self, over: threading.Event) -> None:
@@ -67,7 +67,7 @@ class SecondTeam:
 
 @contextmanager
 def long_spin() -> Iterator[bool]:
-    """While libgomp is loaded inside, it reads our spin count. False: somebody has chosen a policy, which is kept."""
+    """Load libgomp inside: it then reads this spin count. False: the environment sets a policy already, which is kept."""
     if POLICY.keys() & os.environ.keys():
         yield False
         return
@@ -75,33 +75,38 @@ def long_spin() -> Iterator[bool]:
     try:
         yield True
     finally:
-        for name in POLICY:  # not for the processes we start
+        for name in POLICY:  # child processes must not inherit it
             del os.environ[name]
 
 
 def guard(cdll: ctypes.CDLL) -> None:
-    """Watch this process for as long as it lives."""
+    """Watch for contention for as long as this process lives."""
     try:
         waited_s()
         team = SecondTeam(cdll)
     except (OSError, AttributeError):
         return
-    threading.Thread(target=_watch, args=(team,), name="everwarm-crowding", daemon=True).start()
+    threading.Thread(target=_watch, args=(team,), name="everwarm-spin-guard", daemon=True).start()
 
 
 def _watch(team: SecondTeam) -> None:
-    verdict, waited, at = SpinVerdict(), waited_s(), time.monotonic()
+    contention = Contention()
+    waited = waited_s()
+    at = time.monotonic()
     while True:
-        time.sleep(_LOOK_S)
-        waited_before, waited, at_before, at = waited, waited_s(), at, time.monotonic()
-        if verdict.look((waited - waited_before) / (at - at_before)):
-            team.gather()
+        time.sleep(_SAMPLE_S)
+        waited_before = waited
+        at_before = at
+        waited = waited_s()
+        at = time.monotonic()
+        if contention.sample((waited - waited_before) / (at - at_before)):
+            team.start()
         else:
-            team.dismiss()
+            team.stop()
 
 
 def waited_s() -> float:
-    """How long this process's threads have waited for a core, all together, since they began."""
+    """How long the threads of this process have waited for a core, summed, since they started."""
     total = 0
     for task in os.listdir(_TASKS):
         try:

@@ -1,8 +1,8 @@
 """Every model a server can offer, as values: from a folder, a TOML file, one GGUF file or the Hugging Face Hub.
 
-Looks at files and settings and says what there is; loads nothing and keeps nothing. ``discover`` is cheap enough to be
-asked again and again: headers that have not changed are not read a second time. Whatever is wrong with one model is said of
-that model; whatever is wrong with the configuration is a ``BadRequest``.
+Looks at files and settings and lists the models; loads nothing and keeps nothing. ``discover`` is cheap enough to be called
+again and again: headers that have not changed are not read a second time. A fault of one model is reported with that model;
+a fault of the configuration is a ``BadRequest``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """``default`` serves whoever asks for a model by a name nobody knows. ``None`` for a limit: it was not given."""
+    """``default`` serves requests for an unknown name. ``None`` for a limit: it was not given."""
 
     specs: Mapping[str, ModelSpec] = field(default_factory=dict)
     broken: tuple[UnusableFile, ...] = ()
@@ -63,7 +63,7 @@ class Catalog:
     def find(self, name: str | None) -> ModelSpec | None:
         """By id, by alias, else the default; a model that is there and broken is never replaced by another.
 
-        Who names none gets the default, or the only one there is.
+        Without a name: the default, or the only one there is.
         """
         if name is None and self.default is None:
             return next(iter(self.specs.values())) if len(self.specs) == 1 else None
@@ -86,7 +86,7 @@ class Catalog:
 
 
 def only(path: Path, settings: EngineSettings, id: str, *, mmproj: Path | None = None) -> Catalog:
-    """One model that is loaded at the start, stays, and is served under any name. What is wrong with it, loading says."""
+    """One model that is loaded at the start, stays, and is served under any name. Its faults show when it is loaded."""
     beside = (path.with_name(name) for name in (f"mmproj-{path.name}", f"{path.stem}.mmproj.gguf"))
     mmproj = mmproj or next((file for file in beside if file.is_file()), None)
     spec = ModelSpec(
@@ -105,7 +105,7 @@ def discover(
 ) -> Catalog:
     """What there is in a folder, a ``.toml``, a GGUF file, ``hf:owner/repo[:quant]``, or with ``hf:`` in the Hub's cache.
 
-    ``resolve`` brings models from the Hub; unless told otherwise only those that are in its local cache. ``state_dir`` is
+    ``resolve`` finds models of the Hub; by default only those in its local cache. ``state_dir`` is
     where a model keeps states that has a disk cache of its own while the server has none.
     """
     found = _found(source, defaults, resolve, state_dir or str(cache_directory() / "states"))
@@ -124,7 +124,8 @@ def _found(source: str | Path, defaults: EngineSettings, resolve: Resolve, state
         return _from_hub(source, defaults, resolve)
     path = Path(source).expanduser()
     if path.is_dir():
-        listing, shelf = scan.scan(path), _Shelf()
+        listing = scan.scan(path)
+        shelf = _Shelf()
         shelf.put_all(listing.models, defaults)
         return Catalog(shelf.specs, (*shelf.broken, *listing.broken), notes=listing.notes)
     require(path.exists(), f"{path} does not exist; give a folder, a .toml file, a GGUF file or hf:owner/repo")
@@ -167,7 +168,7 @@ def _spec(file: ModelFile, settings: EngineSettings, source: Source) -> ModelSpe
 
 
 class _Shelf:
-    """Models and those that are broken, sorted as they come."""
+    """Collects usable and broken models in the order they are found."""
 
     def __init__(self) -> None:
         self.specs: dict[str, ModelSpec] = {}

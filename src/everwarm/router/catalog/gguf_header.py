@@ -1,4 +1,4 @@
-"""The metadata at the front of a GGUF file, read with bounds: the files are somebody else's, and may be anything.
+"""Reads the metadata at the front of a GGUF file, with bounds: the file is untrusted.
 
 Reads numbers, texts and lists of numbers, walks over the vocabulary without keeping it, and checks that the file is long
 enough for the tensors it announces. Never maps or reads a tensor. Does not know what the numbers mean.
@@ -23,14 +23,15 @@ MAX_PAIRS = 1 << 12
 MAX_TENSORS = 1 << 18
 MAX_KEY_BYTES = 1 << 10
 MAX_TEXT_BYTES = 1 << 12  # longer ones (templates, licences) are walked over
-MAX_LONG_TEXT_BYTES = 1 << 20  # of one that is asked for by its name
+MAX_LONG_TEXT_BYTES = 1 << 20  # of one that is requested by its name
 MAX_LIST = 1 << 10  # one number per layer, at most; longer ones are walked over
 MAX_KEPT = 1 << 17  # characters and numbers, of all values together
 MAX_ELEMENTS = 1 << 21  # of all lists of texts together: vocabularies and merges
 MAX_BYTES = 1 << 28  # of the whole header
 MAX_DIMENSIONS = 4
 
-_TEXT, _LIST = 8, 9
+_TEXT = 8
+_LIST = 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _CHUNK = 1 << 16
 
@@ -82,7 +83,7 @@ def read_text(path: Path, key: str) -> str | None:
 def _read_checked(path: Path, read: Callable[[Path, int, int, int], T]) -> T:
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody to write
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
             raise _Unreadable("is not a file")
         return read(path, found.st_size, found.st_mtime_ns, found.st_ino)
     except _Unreadable as error:
@@ -130,7 +131,8 @@ class _Reader:
         version = self._number("I")
         if version not in VERSIONS:
             raise _Unreadable(f"has GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} can be read")
-        n_tensors, n_pairs = self._count("tensors", MAX_TENSORS), self._count("metadata keys", MAX_PAIRS)
+        n_tensors = self._count("tensors", MAX_TENSORS)
+        n_pairs = self._count("metadata keys", MAX_PAIRS)
         values: dict[str, Value] = {}
         lengths: dict[str, int] = {}
         for _ in range(n_pairs):
@@ -160,7 +162,8 @@ class _Reader:
             raise _Unreadable(f"has more than {MAX_KEPT} characters and numbers of metadata")
 
     def _list(self) -> tuple[tuple[int | float | bool, ...] | None, int]:
-        kind, length = self._number("I"), self._number("Q")
+        kind = self._number("I")
+        length = self._number("Q")
         if kind == _TEXT:
             self._skip_texts(length)
             return None, length
@@ -174,12 +177,15 @@ class _Reader:
         self._n_elements += length
         if self._n_elements > MAX_ELEMENTS:
             raise _Unreadable(f"has lists of more than {MAX_ELEMENTS} texts")
-        unpack, buffer, at = struct.Struct("<Q").unpack_from, self._buffer, self._at
+        unpack = struct.Struct("<Q").unpack_from
+        buffer = self._buffer
+        at = self._at
         for _ in range(length):
             if at + 8 > len(buffer):
                 self._skip(at - self._at)
                 self._need(8)
-                buffer, at = self._buffer, self._at
+                buffer = self._buffer
+                at = self._at
             at += 8 + unpack(buffer, at)[0]
         self._skip(at - self._at)
 
@@ -237,7 +243,8 @@ class _Reader:
         self._require(here + length)
         self._file.seek(here)
         self._buffer = self._file.read(max(length, _CHUNK))
-        self._start, self._at = here, 0
+        self._start = here
+        self._at = 0
         if len(self._buffer) < length:
             self._require(self._n_bytes + 1)  # it became shorter while it was read
 
@@ -245,7 +252,9 @@ class _Reader:
         self._require(self._start + self._at + length)
         self._at += length
         if self._at > len(self._buffer):
-            self._start, self._at, self._buffer = self._start + self._at, 0, b""
+            self._start = self._start + self._at
+            self._at = 0
+            self._buffer = b""
 
     def _require(self, end: int) -> None:
         if end > self._n_bytes:

@@ -1,4 +1,4 @@
-"""What the names of GGUF files say: which are parts of one model, which quantisation it is, which projector is whose.
+"""What the names of GGUF files say: which are parts of one model, which quantisation it is, which projector belongs to it.
 
 Pure: works on names alone, wherever they were listed.
 """
@@ -97,7 +97,7 @@ def tagged(id: str) -> str:
 
 
 def choose(candidates: Sequence[Group], quant: str | None) -> Group | None:
-    """The version that was asked for by the end of its name; without a wish, the usual one."""
+    """The version whose name ends with the wanted text; without one, the usual version."""
     for wish in _QUANT_PREFERENCE if quant is None else (quant.lower(),):
         fitting = [group for group in candidates if _ends_with(group.stem.lower(), wish)]
         if fitting:
@@ -115,7 +115,8 @@ def projector_for(group: Group, projectors: Iterable[str], *, is_alone: bool) ->
     ranked = []
     for name in projectors:
         bare = _PROJECTOR.sub("-", posixpath.basename(name)[: -len(".gguf")]).strip("-._").lower()
-        is_exact, is_own = bare == group.stem.lower(), bool({bare, without_quant(bare)} & wanted)
+        is_exact = bare == group.stem.lower()
+        is_own = bool({bare, without_quant(bare)} & wanted)
         if is_own or is_alone:
             quant = "" if is_exact else (quant_of(bare) or "").lower()
             order = _PROJECTOR_PREFERENCE.index(quant) if quant in _PROJECTOR_PREFERENCE else len(_PROJECTOR_PREFERENCE)

@@ -1,6 +1,6 @@
 """Models by name from the Hugging Face Hub: found in the local cache first, else downloaded into it.
 
-Knows names, the layout of that cache and how downloads fail. huggingface_hub does the talking and is loaded only when it
+Knows names, the layout of that cache and how downloads fail. huggingface_hub does the requests and is loaded only when it
 is needed. Neither tokens nor addresses reach a log or an error: signed addresses are secrets, too.
 """
 
@@ -26,7 +26,7 @@ from everwarm.router.catalog.gguf_names import Group, choose, groups, is_gguf, i
 
 log = logging.getLogger("everwarm.router")
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all; whatever it raises ends the download
+Progress = Callable[[int, int], None]  # bytes done, bytes in all; an exception ends the download
 
 PREFIX = "hf:"
 ANSWER_S = 30.0
@@ -74,7 +74,8 @@ def resolve(
     cache: Path | None = None,
 ) -> HubModel:
     """The model in the cache; it is downloaded if it is not there and ``offline`` does not forbid it."""
-    wanted, cache = parse_name(name), cache or cache_directory()
+    wanted = parse_name(name)
+    cache = cache or cache_directory()
     for snapshot in _snapshots(cache / _folder(wanted.repo)):
         found = _in_snapshot(wanted, snapshot)
         if found is not None:
@@ -170,7 +171,7 @@ def _instead(wanted: HubName, cache: Path) -> str:
 
 
 class _Download:
-    """One model on its way into the cache. What is half there when it ends is gone on with the next time."""
+    """Downloads one model into the cache. The next download continues a partial file."""
 
     def __init__(self, wanted: HubName, endpoint: str | None, cache: Path, progress: Progress) -> None:
         self._wanted = wanted
@@ -208,7 +209,8 @@ class _Download:
             info = HfApi(endpoint=self._endpoint).model_info(self._wanted.repo, files_metadata=True, timeout=ANSWER_S)
             sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
         except (ValueError, TypeError, KeyError, AttributeError):
-            sizes, info = {}, None
+            sizes = {}
+            info = None
         if info is None or not _COMMIT.fullmatch(str(info.sha)):
             raise ModelFileError(
                 f"cannot look up {self._wanted}: what answers is not the Hub; check HF_ENDPOINT and the network's proxy"
@@ -238,11 +240,12 @@ class _Download:
     def _fetch(self, commit: str, name: str) -> None:
         """Bring the contents to where the cache expects them; huggingface_hub then finds them there and links them.
 
-        It would download them itself, but begin anew whenever the process that does it ends.
+        It could download them itself, but would start again from zero after an interruption.
         """
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-        repo, endpoint = self._wanted.repo, self._endpoint
+        repo = self._wanted.repo
+        endpoint = self._endpoint
         if not (self._folder / "snapshots" / commit / name).exists():
             url = hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
             facts = get_hf_file_metadata(url, endpoint=endpoint)
@@ -258,7 +261,7 @@ class _Download:
         blob.parent.mkdir(parents=True, exist_ok=True)
         unfinished = blob.with_name(blob.name + _UNFINISHED)
         with unfinished.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # somebody else may be at it; then it is there when they are done
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may be downloading it; then it is there after the wait
             if blob.exists():
                 unfinished.unlink(missing_ok=True)
                 return
@@ -321,7 +324,7 @@ def _quiet() -> None:
 
 @contextlib.contextmanager
 def _explained(wanted: HubName) -> Iterator[None]:
-    """Every way a download fails, in our words: the originals carry addresses."""
+    """Translates every way a download fails: the original messages contain addresses."""
     import httpx2
     from huggingface_hub import errors
 

@@ -85,7 +85,8 @@ def n_sequences(shape: ModelShape, settings: EngineSettings) -> int:
 
 
 def shape_of(header: GgufHeader, n_file_bytes: int, settings: EngineSettings) -> ModelShape:
-    n_layers, width = _known(header, "block_count", MOST_LAYERS), _known(header, "embedding_length", MOST_WIDTH)
+    n_layers = _known(header, "block_count", MOST_LAYERS)
+    width = _known(header, "embedding_length", MOST_WIDTH)
     if n_layers is None or width is None:
         return ModelShape(UNKNOWN_TOKEN_BYTES, state_bytes=n_file_bytes // 8)
     n_layers -= min(n_layers, header.number("nextn_predict_layers") or 0)
@@ -110,7 +111,8 @@ def _token_bytes(header: GgufHeader, width: int, n_heads: int, settings: EngineS
     natural = width // n_heads if n_heads else 0
     key = _known(header, "attention.key_length", MOST_WIDTH)
     value = _known(header, "attention.value_length", MOST_WIDTH)
-    key, value = natural if key is None else key, natural if value is None else value
+    key = natural if key is None else key
+    value = natural if value is None else value
     return key * _TYPE_BYTES[settings.cache_type_k] + value * _TYPE_BYTES[settings.cache_type_v]
 
 
@@ -127,7 +129,8 @@ def _recurrent_width(header: GgufHeader, width: int, n_heads: int) -> int:
     kernel = max(1, known("ssm.conv_kernel")) - 1
     if (head := known("kda.head_dim")) > 0:
         return 3 * (kernel or 3) * n_heads * head + head * head * n_heads
-    inner, state = known("ssm.inner_size"), known("ssm.state_size")
+    inner = known("ssm.inner_size")
+    state = known("ssm.state_size")
     if inner or state:
         return kernel * (inner + 2 * known("ssm.group_count") * state) + inner * state
     if header.number("full_attention_interval") or header.architecture in _ATTENTION_INTERVAL:

@@ -29,7 +29,7 @@ Size = Annotated[int, msgspec.Meta(ge=0)] | str
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 _SHOWN = 60
-_WORDS = {  # how msgspec says what it expected, and how we do
+_WORDS = {  # msgspec's names of types, and the ones shown to the user
     r"\bint\b": "a whole number",
     r"\bfloat\b": "a number",
     r"\bstr\b": "a text",
@@ -150,7 +150,7 @@ class ModelsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
 
 
 def read_models_file(path: Path) -> tuple[ModelsFile, dict[str, ModelTable]]:
-    """The file and its tables. Whatever is wrong with them is a ``BadRequest``."""
+    """The file and its tables. Raises ``BadRequest`` for every fault in them."""
     whole = convert(parsed(path), ModelsFile, f"{path.name}:")
     with speaking_of(f"{path.name}:"):
         _ = whole.memory_bytes
@@ -177,7 +177,7 @@ def place(path: Path, name: str) -> str:
 
 @contextlib.contextmanager
 def speaking_of(where: str) -> Iterator[None]:
-    """Whatever is refused inside is said with the place, and in the words of the file."""
+    """Adds the place to every refusal inside, and uses the key names of the file."""
     try:
         yield
     except BadRequest as error:
@@ -186,7 +186,7 @@ def speaking_of(where: str) -> Iterator[None]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a word that nobody knows."""
+    """The end of a sentence about an unknown word."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"there is {', '.join(names) or 'nothing'}"

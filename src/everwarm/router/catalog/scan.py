@@ -48,7 +48,7 @@ class UnusableFile:
 class Listing:
     models: tuple[ModelFile, ...] = ()
     broken: tuple[UnusableFile, ...] = ()
-    notes: tuple[str, ...] = ()  # what somebody should know who wonders where a file went
+    notes: tuple[str, ...] = ()  # why files are not listed, for the user
 
 
 def scan(root: Path) -> Listing:
@@ -75,7 +75,7 @@ def scan(root: Path) -> Listing:
 
 
 def one_file(path: Path) -> ModelFile:
-    """The model that this file is, or is a part of, whatever lies beside it."""
+    """The model that this file is, or is a part of."""
     try:
         beside = [entry.name for entry in os.scandir(path.parent) if is_gguf(entry.name) and _is_text(entry.name)]
     except OSError:
@@ -106,7 +106,8 @@ def _open(root: Path, group: Group, model_id: str, found: list[Group], names: li
     siblings = [other for other in found if other.folder == group.folder]
     mmproj = _projector(root, group, siblings, names)
     facts = [_stat(part) for part in parts]
-    n_bytes, changed_ns = sum(fact.st_size for fact in facts), max(fact.st_mtime_ns for fact in facts)
+    n_bytes = sum(fact.st_size for fact in facts)
+    changed_ns = max(fact.st_mtime_ns for fact in facts)
     return ModelFile(model_id, parts[0], headers[0], n_bytes, changed_ns, mmproj)
 
 
@@ -162,7 +163,8 @@ def _ids(found: list[Group], notes: list[str]) -> list[str]:
 
 def _gguf_files(root: Path, notes: list[str]) -> Iterator[str]:
     """Their paths below the folder. Links are followed, but no folder is visited twice."""
-    todo, seen = [("", 0)], set()
+    todo = [("", 0)]
+    seen = set()
     while todo:
         below, depth = todo.pop()
         try:

@@ -2,8 +2,8 @@
 
     dies → again at once, then after longer and longer waits → five deaths in a row: given up → a try after each wait
 
-Deaths count only while they say something about the engine: a request that was answered, or a minute of being ready, and
-they are forgotten. A try after giving up is one life, not five, and there is always a next one.
+Deaths are forgotten after an answered request or a minute of being ready. A try after giving up is one start, not five,
+and there is always a next one.
 
 The heartbeat counts how long an engine has been silent. A watcher that was stopped (SIGSTOP, ``docker pause``, a
 suspended laptop) or whose event loop was busy cannot tell whether the engine spoke meanwhile. So time counts in ticks
@@ -20,8 +20,8 @@ from everwarm.memory_limits import ADDRESS_SPACE, MemoryLimit
 
 MAX_DEATHS = 5
 JITTER = 0.25  # of a wait: servers that failed together do not all try at once
-MOST_REQUEST_GAP_S = 5.0  # a request has a model that failed tried at once, but not more often than this
-FREE_TRIES = 3  # of a model that said itself why it cannot be served: whoever asks has it tried again without a wait
+MOST_REQUEST_GAP_S = 5.0  # a request starts a failed model at once, but not more often than this
+FREE_TRIES = 3  # of a model whose engine told why it cannot be served: a request starts it again without a wait
 _MIB = 1 << 20
 _MOST_DOUBLINGS = 16
 
@@ -45,7 +45,7 @@ class RestartLimits:
 class RestartHistory:
     """Counts an engine's deaths in a row, and the tries since it was given up."""
 
-    patience: RestartLimits
+    limits: RestartLimits
     n_in_row: int = 0
     n_given_up: int = 0
     _ready_at: float | None = None
@@ -54,11 +54,11 @@ class RestartHistory:
         self._ready_at = at
 
     def forgive(self) -> None:
-        """A request was answered, or somebody says that all is well now."""
+        """Forget the deaths: a request was answered, or an admin asks for another try."""
         self.n_in_row = self.n_given_up = 0
 
     def died(self, at: float) -> None:
-        if self._ready_at is not None and at - self._ready_at >= self.patience.steady_s:
+        if self._ready_at is not None and at - self._ready_at >= self.limits.steady_s:
             self.forgive()
         self._ready_at = None
         self.n_in_row += 1
@@ -70,7 +70,7 @@ class RestartHistory:
     @property
     def back_off_s(self) -> float:
         """Until the next life; the first one comes soon."""
-        return _doubled(self.patience.first_back_off_s, self.n_in_row, self.patience.most_back_off_s)
+        return _doubled(self.limits.first_back_off_s, self.n_in_row, self.limits.most_back_off_s)
 
     def give_up(self) -> None:
         self.n_given_up += 1
@@ -78,13 +78,13 @@ class RestartHistory:
 
     def retry_s(self, chance: float) -> float:
         """Until the next try after giving up; ``chance`` from 0 to 1 spreads it."""
-        wait_s = _doubled(self.patience.first_retry_s, self.n_given_up, self.patience.most_retry_s)
-        return min(self.patience.most_retry_s, wait_s * (1 + JITTER * (2 * chance - 1)))
+        wait_s = _doubled(self.limits.first_retry_s, self.n_given_up, self.limits.most_retry_s)
+        return min(self.limits.most_retry_s, wait_s * (1 + JITTER * (2 * chance - 1)))
 
-    def request_gap_s(self, *, said_why: bool) -> float:
-        """How soon after giving up a request may have it tried again. ``said_why``: it refused in words and did not die."""
-        wait_s = _doubled(self.patience.first_retry_s, self.n_given_up, self.patience.most_retry_s)
-        return 0.0 if said_why and self.n_given_up <= FREE_TRIES else min(MOST_REQUEST_GAP_S, wait_s / 2)
+    def request_gap_s(self, *, gave_reason: bool) -> float:
+        """How soon after giving up a request may start it again. ``gave_reason``: the engine did not crash but refused."""
+        wait_s = _doubled(self.limits.first_retry_s, self.n_given_up, self.limits.most_retry_s)
+        return 0.0 if gave_reason and self.n_given_up <= FREE_TRIES else min(MOST_REQUEST_GAP_S, wait_s / 2)
 
 
 def _doubled(first_s: float, n: int, most_s: float) -> float:
@@ -168,12 +168,12 @@ def explained(ending: Ending) -> str:
 
 def memory_advice(limit: MemoryLimit | None, needed_bytes: int) -> str:
     """What there is, what is needed, and what would be right."""
-    said = [f"the limit is {limit}" if limit is not None else "this machine has no more"]
+    parts = [f"the limit is {limit}" if limit is not None else "this machine has no more"]
     if limit is not None and limit.name == ADDRESS_SPACE:
-        said.append("which counts what is mapped, touched or not: about 1 GiB for the libraries alone")
+        parts.append("which counts what is mapped, touched or not: about 1 GiB for the libraries alone")
     if needed_bytes:
-        said.append(f"and model and context need about {needed_bytes / _MIB:,.0f} MiB beside --cache-ram")
-    return f"{', '.join(said)}; raise the limit, or give a smaller --ctx-size, --cache-ram or model"
+        parts.append(f"and model and context need about {needed_bytes / _MIB:,.0f} MiB beside --cache-ram")
+    return f"{', '.join(parts)}; raise the limit, or give a smaller --ctx-size, --cache-ram or model"
 
 
 def _named(code: int) -> str:
@@ -200,11 +200,14 @@ class Heartbeat:
     _step_age_s: float | None = None
 
     def heard(self) -> None:
-        self.silent_s, self._n_late, self.has_spoken = 0.0, 0, True
+        self.silent_s = 0.0
+        self._n_late = 0
+        self.has_spoken = True
 
     def tick(self, at: float, step_age_s: float | None) -> None:
-        """Some time has passed; the running step's age is what the engine last said of it."""
-        passed_s, self.at = at - self.at, at
+        """Count the time since the last tick. ``step_age_s``: the running step's age as the engine last reported it."""
+        passed_s = at - self.at
+        self.at = at
         is_late = passed_s > LATE_S
         self._n_late += is_late
         if is_late and self._n_late <= MOST_LATE:

@@ -19,28 +19,22 @@ import contextlib
 import mmap
 import os
 import re
-import struct
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import blake3
 import numpy as np
 
+from everwarm.state.store.arena_file import FIRST_EXTENT, N_ROWS, PAGE, ROW_BYTES, Super, read_super, write_super
 from everwarm.types import Blob, heap
 
-MAGIC, VERSION = b"EWARENA\0", 1
-PAGE = 4096
 ALIGN = 256
-N_ROWS = 1 << 15
 MAX_ABOUT = 64 << 20  # bytes of an object's description: its items, mostly
 SLACK = 64 << 20  # extents do not lie tightly, and what is being written to disk outlives its eviction
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SUPER = struct.Struct("<8sQQQ32s")
 _KEPT = 1
 _ROW = np.dtype(
     [
@@ -54,37 +48,7 @@ _ROW = np.dtype(
         ("unused", "u1", 24),
     ]
 )
-_FIRST = PAGE + N_ROWS * _ROW.itemsize  # where extents begin
-
-
-def memory_file() -> int:
-    """A file without a name, in memory where the system can; it is gone when the last process lets go of it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("everwarm", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def budget_in(fd: int) -> int | None:
-    """The budget of the arena that a process left in this file; None: there is none."""
-    found = _read_super(fd)
-    return None if found is None else found.budget_bytes
-
-
-class _Super(NamedTuple):
-    size: int
-    budget_bytes: int
-    owner: bytes
-
-
-def _read_super(fd: int) -> _Super | None:
-    data = os.pread(fd, _SUPER.size, 0)
-    if len(data) < _SUPER.size:
-        return None
-    magic, version, size, budget, owner = _SUPER.unpack(data)
-    if (magic, version) != (MAGIC, VERSION) or size != os.fstat(fd).st_size or size <= _FIRST:
-        return None
-    return _Super(size, budget, owner)
+assert _ROW.itemsize == ROW_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +97,7 @@ class Arena:
             size = _size_for(self.budget_bytes)
             os.ftruncate(fd, 0)  # whatever was there is gone
         os.ftruncate(fd, size)
-        self._fence = min(_paged(_FIRST + self.budget_bytes), size)
+        self._fence = min(_paged(FIRST_EXTENT + self.budget_bytes), size)
         self._map = mmap.mmap(fd, size)
         self._base = np.frombuffer(self._map, np.uint8).ctypes.data
         self._rows = np.frombuffer(self._map, _ROW, N_ROWS, PAGE)
@@ -141,11 +105,11 @@ class Arena:
         taken = {extent.row for extent in self._alive.values()}
         self._empty_rows = collections.deque(row for row in range(N_ROWS) if row not in taken)
         self._lay_out_free(size)
-        _SUPER.pack_into(self._map, 0, MAGIC, VERSION, size, self.budget_bytes, name)
+        write_super(self._map, Super(size, self.budget_bytes, name))
 
     def hand_to(self, owner: str) -> None:
         """What is kept here is recognised by another name from now on."""
-        _SUPER.pack_into(self._map, 0, MAGIC, VERSION, len(self._map), self.budget_bytes, _name_of(owner))
+        write_super(self._map, Super(len(self._map), self.budget_bytes, _name_of(owner)))
 
     @classmethod
     def is_left(cls, fd: int, owner: str, budget_bytes: int | None) -> bool:
@@ -153,8 +117,8 @@ class Arena:
         return cls._read_left(fd, _name_of(owner), budget_bytes) is not None
 
     @staticmethod
-    def _read_left(fd: int, name: bytes, budget_bytes: int | None) -> _Super | None:
-        found = _read_super(fd)
+    def _read_left(fd: int, name: bytes, budget_bytes: int | None) -> Super | None:
+        found = read_super(fd)
         if found is None or found.owner != name:
             return None
         return found if budget_bytes is None or budget_bytes <= found.budget_bytes else None
@@ -285,7 +249,7 @@ class Arena:
         about_at, n_about = int(kept["about_at"]), int(kept["about_size"])
         extents = [(at, _room(n_bytes)), (about_at, _room(n_about))]
         sane = int(kept["state"]) == _KEPT and n_bytes > 0 and 0 < n_about <= MAX_ABOUT
-        if not sane or any(start < _FIRST or start % ALIGN or start + room > size for start, room in extents):
+        if not sane or any(start < FIRST_EXTENT or start % ALIGN or start + room > size for start, room in extents):
             return None
         if any(start < self._fence < start + room for start, room in extents):
             return None
@@ -299,7 +263,7 @@ class Arena:
 
     def _lay_out_free(self, size: int) -> None:
         spans = [span for e in self._alive.values() for span in ((e.at, e.room), e.about) if span is not None]
-        at = _FIRST
+        at = FIRST_EXTENT
         for start, room in sorted([*spans, (self._fence, 0), (size - size % ALIGN, 0)]):
             if start > at:
                 self._free.append((at, start - at))
@@ -393,7 +357,7 @@ class Arena:
         with self._lock:
             self._reap()
             spans = [span for e in self._alive.values() for span in ((e.at, e.room), e.about) if span is not None]
-            at = _FIRST
+            at = FIRST_EXTENT
             for start, room in sorted(spans + self._free):
                 assert not start < self._fence < start + room, f"{start} to {start + room} lies across the fence"
                 assert start == at, f"{at} to {start} belongs to no extent or to two"
@@ -402,7 +366,7 @@ class Arena:
 
 
 def _size_for(budget_bytes: int) -> int:
-    return _paged(_FIRST + 2 * budget_bytes + SLACK)
+    return _paged(FIRST_EXTENT + 2 * budget_bytes + SLACK)
 
 
 def _name_of(owner: str) -> bytes:

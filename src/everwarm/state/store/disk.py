@@ -25,7 +25,7 @@ from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import DiskLimits, EvictionCandidates, candidates, ranked
 from everwarm.state.lineage import keys, point_of
-from everwarm.state.store.files import TEMPORARY, Files
+from everwarm.state.store.files import TEMPORARY, Files, make_folder
 from everwarm.state.store.index import INDEX, Index, IndexedObject
 from everwarm.state.store.object import (
     SUFFIX,
@@ -499,16 +499,6 @@ class Disk:
 def _kept(head: ObjectHeader, size: int, used_at: float, hits: int = 0) -> IndexedObject:
     span = (head.kind, head.key, head.n_items, size, head.needs)
     return IndexedObject(name_of(head), *span, used_at, hits, head.space, head.reaches)
-
-
-def make_folder(directory: Path, files: Files) -> None:
-    """For the owner alone, and there after a crash."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if missing:
-        os.chmod(directory, 0o700)
-    for path in missing:
-        files.sync_directory(path.parent)
 
 
 def hold(directory: Path) -> int:

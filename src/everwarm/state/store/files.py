@@ -155,3 +155,13 @@ def _try_lock(fd: int, how: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def make_folder(directory: Path, files: Files) -> None:
+    """For the owner alone, and there after a crash."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if missing:
+        os.chmod(directory, 0o700)
+    for path in missing:
+        files.sync_directory(path.parent)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import struct
 from collections.abc import Iterator
@@ -25,25 +24,17 @@ import numpy as np
 
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
-from everwarm.state.store.files import Aside, Files, locked, sweep
+from everwarm.state.store.files import Aside, Files, locked
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, fill
+from everwarm.state.store.slot_names import companion_of
 from everwarm.types import Blob, Place, heap
 
 MAGIC, VERSION = 0x67677371, 4
-COMPANION = ".checkpoints"
-NAMESPACE = ".ns-"
 NO_FILE = "there is no file of that name that you have saved"  # the same for a file of another namespace
 
 _HEAD = struct.Struct("<III")
 _PACKED = struct.Struct("<iII")  # −1, version, tokens
 _PACKED_VERSION = 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def checked_name(name: str) -> str:
-    if not _NAME.fullmatch(name) or name.endswith(COMPANION):
-        raise BadRequest("filename must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit")
-    return name
 
 
 def encode_main(tokens: Codes, state: Blob) -> Iterator[bytes | memoryview]:
@@ -56,21 +47,6 @@ def main_digest(tokens: Codes, state: Blob) -> str:
     """By which a companion knows the file it belongs to."""
     hasher = blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
     return str(hasher.update(state.data).hexdigest())
-
-
-def companion_of(path: Path) -> Path:
-    return path.with_name(path.name + COMPANION)
-
-
-def namespace_folder(namespace: str) -> str:
-    """Where the files of a namespace lie: no name that a client gives leads there."""
-    return NAMESPACE + blake3.blake3(b"slot files of\0" + namespace.encode()).hexdigest()[:32]
-
-
-def sweep_all(directory: Path) -> int:
-    """Remove what a crash left in a directory of slot files, and in the folders of namespaces."""
-    folders = [path for path in directory.glob(f"{NAMESPACE}*") if path.is_dir() and not path.is_symlink()]
-    return sum(map(sweep, (directory, *folders)))
 
 
 class UnknownOrigin(Damaged):

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.errors import BadRequest
-from everwarm.state.store.disk import make_folder
-from everwarm.state.store.files import Files
+from everwarm.state.store.files import Files, make_folder
 from everwarm.state.store.folder_meta import (
     ABOUT,
     MAX_ABOUT,

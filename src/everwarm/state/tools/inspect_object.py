@@ -9,7 +9,8 @@ from pathlib import Path
 from everwarm.errors import BadRequest
 from everwarm.state.store.files import Files
 from everwarm.state.store.object import OBJECT_NAME, Damaged, ObjectHeader, ObjectReader, Section
-from everwarm.state.store.slot_file import COMPANION, main_digest, read_main
+from everwarm.state.store.slot_file import main_digest, read_main
+from everwarm.state.store.slot_names import COMPANION
 from everwarm.state.tools.inventory import check_digests
 
 

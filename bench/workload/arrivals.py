@@ -13,7 +13,7 @@ N_KINDS = 12  # of system prompts with tools
 FAN_OUT = 48  # requests that share a long document, all at once
 
 
-def crowd(n_replicas: int, seed: int, *, minutes: float = 30.0, sessions_per_replica: int = 60) -> list[Arrival]:
+def arrivals_of(n_replicas: int, seed: int, *, minutes: float = 30.0, sessions_per_replica: int = 60) -> list[Arrival]:
     """As many sessions per replica whatever the size, so that all sizes are equally busy."""
     rng = np.random.default_rng([seed, n_replicas])
     kinds = [(_key(rng), int(rng.integers(3_000, 12_000))) for _ in range(N_KINDS)]

@@ -1,0 +1,163 @@
+"""One engine process from its start to its end: its socket, its standard error, its heartbeat, and how it ended.
+
+Knows frames and signals. Knows no requests, and does not decide whether another process follows: the supervisor does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from everwarm.engine.process import messages as m
+from everwarm.errors import ModelFileError
+from everwarm.memory_limits import address_space_limit, cgroup_limits, n_oom_kills
+from everwarm.router.catalog.gguf_header import read_header
+from everwarm.router.catalog.memory_estimate import loaded_bytes
+from everwarm.router.supervise.engine_stderr import Stderr
+from everwarm.router.supervise.restart_policy import TICK_S, Ending, Heartbeat, RestartLimits
+
+log = logging.getLogger("everwarm.router")
+
+LAST_WORDS_S = 0.5  # for reading an engine's last lines
+
+OnMessage = Callable[[m.ToGateway], Awaitable[None]]
+
+
+class EngineProcess:
+    """Lives once: ``start`` it, then ``run`` it. ``send`` and ``kill`` do nothing before and after that."""
+
+    def __init__(self, limits: RestartLimits) -> None:
+        self.started_at = time.monotonic()
+        self.heartbeat = Heartbeat(self.started_at)
+        self._limits = limits
+        self._n_oom_kills = n_oom_kills()  # before it is started
+        self._stderr = Stderr()
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._step_age_s: float | None = None  # of the running step, as the engine last told it
+        self._kill_reason = ""
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self, memory: int) -> None:
+        """Start the process. ``memory`` is the RAM tier's file."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            try:
+                self._process = await _spawn(theirs.fileno(), memory, self._stderr)
+            finally:
+                self._stderr.close_theirs()
+            undo.pop_all()
+        self._socket = ours
+
+    async def run(self, opening: m.Open, on_message: OnMessage) -> Ending:
+        """Have the started process open a model, pass its messages on, and tell how it ended."""
+        assert self._process is not None and self._socket is not None, "start it first"
+        with self._socket:
+            reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 20)
+            self.started_at = time.monotonic()
+            self.heartbeat = Heartbeat(self.started_at)
+            self.send(opening)
+            watch = asyncio.create_task(self._watch())
+            try:
+                killed_for = await self._listen(reader, on_message)
+            finally:
+                watch.cancel()
+                self._writer.close()
+                self._writer = None
+                self.kill(self._kill_reason or "its connection ended")
+            code = await self._process.wait()
+        last_words = await asyncio.to_thread(self._stderr.last_words, LAST_WORDS_S)
+        return _ending(opening, code, killed_for, last_words, was_oom_killed=n_oom_kills() > self._n_oom_kills)
+
+    def send(self, message: m.Message) -> None:
+        self.write(m.frame(message))
+
+    def write(self, frame: m.Frame) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            for part in frame.parts:
+                self._writer.write(part)
+
+    def kill(self, reason: str) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._kill_reason = reason
+            with contextlib.suppress(ProcessLookupError):
+                # not by its transport, which would reap it: then the exit code is lost
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    async def stop(self, wait_s: float) -> None:
+        """Wait for a process that was told to stop, then kill it."""
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), wait_s)
+            self.kill("it did not stop when told to")
+
+    async def _listen(self, reader: asyncio.StreamReader, on_message: OnMessage) -> str:
+        """Messages until the connection ends; returns a reason if one is known."""
+        frames = m.FrameBuffer()
+        try:
+            while data := await reader.read(1 << 16):
+                for body in frames.feed(data):
+                    if isinstance(body, m.Failed):
+                        log.error("the engine's answer to %d is skipped: %s", body.id, body.message)
+                    message = body if isinstance(body, m.Failed) else m.read_to_gateway(body)
+                    self.heartbeat.heard()
+                    if isinstance(message, m.Beat):
+                        self._step_age_s = message.step_age_s
+                    await on_message(message)
+        except ConnectionError:
+            pass
+        except (ValueError, msgspec.MsgspecError) as error:
+            return f"it sent a frame that cannot be read: {error}"
+        return self._kill_reason
+
+    async def _watch(self) -> None:
+        """Kill the process when it neither beats nor finishes a step. Time counts only while this process was awake."""
+        heartbeat = self.heartbeat
+        while True:
+            await asyncio.sleep(TICK_S)
+            heartbeat.tick(time.monotonic(), self._step_age_s)
+            if heartbeat.silent_s > (self._limits.silent_s if heartbeat.has_spoken else self._limits.start_s):
+                return self.kill(f"no sign of life for {heartbeat.silent_s:.1f} s")
+            if heartbeat.step_s > self._limits.step_s:
+                return self.kill(f"one step has been running for {heartbeat.step_s:.0f} s")
+
+
+async def _spawn(socket_fd: int, memory: int, stderr: Stderr) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "everwarm.engine.process.worker",
+        str(socket_fd),
+        str(memory),
+        str(os.getpid()),
+        pass_fds=(socket_fd, memory),
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=stderr.fd,
+        env=os.environ | {"GGML_NO_BACKTRACE": "1"},  # otherwise an abort waits for a debugger
+    )
+
+
+def _ending(opening: m.Open, code: int, killed_for: str, last_words: str, *, was_oom_killed: bool) -> Ending:
+    limit = min(cgroup_limits(), key=lambda each: each.limit_bytes, default=None)
+    if not was_oom_killed:
+        limit = address_space_limit() or limit
+    needed = 0
+    with contextlib.suppress(ModelFileError, OSError):
+        path = Path(opening.model)
+        needed = loaded_bytes(read_header(path), path.stat().st_size, opening.settings)
+    return Ending(code, killed_for, last_words, was_oom_killed, limit, needed)
