@@ -1,4 +1,4 @@
-"""Which prefixes a replica has read, as the keys it tells routers: the last used ones, bounded. Knows no Ray."""
+"""Which prefixes a replica has read, as the keys it tells routers: the last used ones, bounded. Pure: knows no Ray."""
 
 from __future__ import annotations
 

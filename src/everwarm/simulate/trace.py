@@ -2,7 +2,7 @@
 
 Two formats, told apart by their fields. Our own: ``tokens`` (ids) or ``blocks`` (pairs of an id and a length), with hints,
 pictures and what happened. Mooncake's: ``timestamp`` in milliseconds and ``hash_ids``, each the hash of a prefix that ends
-with a block of 512 tokens. Every number from a file is bounded.
+with a block of 512 tokens. Every number from a file is bounded. Pure: text in, requests out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weighing everything in RAM for eviction: one pass down the tree, one pass up. Asks the tree, changes nothing."""
+"""Weighing everything in RAM for eviction: one pass down the tree, one pass up. Pure: asks the tree, changes nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What was read once and is not in the tree any more: enough to say so, nothing to go on from.
 
-Items only, no bytes, a bounded number of them, the latest first to be kept. Knows no tree.
+Items only, no bytes, a bounded number of them, the latest first to be kept. Pure: knows no tree.
 """
 
 from __future__ import annotations

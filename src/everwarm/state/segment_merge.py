@@ -1,5 +1,5 @@
-"""Which neighbouring segments of a lineage become one, so that coming back does not get dearer with every turn. Asks the
-tree, changes nothing.
+"""Which neighbouring segments of a lineage become one, so that coming back does not get dearer with every turn. Pure:
+asks the tree, changes nothing.
 
 A turn leaves two or three nodes behind, and libllama looks at all cells of a context for each segment that it gets. What a
 turn adds is saved in few segments; later, segments of like size are joined, so that their number grows with the logarithm

@@ -1,4 +1,4 @@
-"""What goes when the disk tier is over its budget: values in, names out. No clock, no files."""
+"""What goes when the disk tier is over its budget: Pure: values in, names out; no clock, no files."""
 
 from __future__ import annotations
 
