@@ -41,7 +41,12 @@ FOLDERS = {
 }
 
 # The engine is another process: what the gateway and the router know of it are its messages, its settings and its reasons.
-OF_THE_ENGINE = {"engine.process.messages", "engine.settings", "engine.inspect.read_reason"}
+OF_THE_ENGINE = {
+    "engine.process.messages",
+    "engine.process.cut_hints",
+    "engine.settings",
+    "engine.inspect.read_reason",
+}
 OUTSIDE = BASE | {"prompt", "state"}
 INSIDE = {
     "gateway.parsing": BASE | {"gateway.constraints.json_schema"},
@@ -51,7 +56,7 @@ INSIDE = {
     "gateway": OUTSIDE | OF_THE_ENGINE | {"router"},
     "router": OUTSIDE | OF_THE_ENGINE,
     "router.supervise": OUTSIDE | OF_THE_ENGINE | {"router.catalog"},
-    "engine.process.messages": BASE | {"engine.settings"},
+    "engine.process.messages": BASE | {"engine.settings", "engine.process.cut_hints"},
 }
 # Every dialect is translated into OpenAI's chat body and uses some of its JSON. They share nothing else.
 DIALECTS = ("gateway.openai", "gateway.responses", "gateway.anthropic", "gateway.ollama", "gateway.llamaserver")
