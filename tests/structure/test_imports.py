@@ -46,6 +46,7 @@ OF_THE_ENGINE = {
     "engine.process.cut_hints",
     "engine.settings",
     "engine.inspect.read_reason",
+    "engine.inspect.reasons",
 }
 OUTSIDE = BASE | {"prompt", "state"}
 INSIDE = {

@@ -2,12 +2,15 @@
 
 Reads files once (``read``); everything after that is computed from the trees. Knows nothing of Everwarm in particular:
 ``tests/structure`` states the rules, and tries each on a made-up package that breaks it.
+
+``cd tests && python -m support.source_tree ../src/everwarm`` prints how large and how tangled a package is.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -342,10 +345,51 @@ def _mentions(tree: ast.AST) -> Iterator[str]:
 
 def long_functions(module: Module, most: int) -> list[str]:
     """``name: n lines`` for each function that has more lines than that."""
-    found = []
-    for node in ast.walk(module.tree):
-        if isinstance(node, Function):
-            n_lines = (node.end_lineno or 0) - node.lineno + 1
-            if n_lines > most:
-                found.append(f"{module.name}.{node.name}: {n_lines} lines")
-    return found
+    functions = (node for node in ast.walk(module.tree) if isinstance(node, Function))
+    return [f"{module.name}.{node.name}: {_n_lines(node)} lines" for node in functions if _n_lines(node) > most]
+
+
+def counts(package: Package) -> dict[str, int]:
+    """How large and how tangled a package is, to compare two versions of it."""
+    trees = [module.tree for module in package.modules.values()]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = sorted(_n_lines(node) for node in nodes if isinstance(node, Function))
+    ternaries = [node for node in nodes if isinstance(node, ast.IfExp)]
+    groups = cycles(package)
+    return {
+        "folders": sum(module.is_folder for module in package.modules.values()),
+        "modules": sum(not module.is_folder for module in package.modules.values()),
+        "most modules in a folder": max(modules_per_folder(package).values()),
+        "lines": sum(len(module.path.read_text().splitlines()) for module in package.modules.values()),
+        "classes": sum(isinstance(node, ast.ClassDef) for node in nodes),
+        "class names used twice": len(repeated_classes(package)),
+        "module names used twice": len(repeated_modules(package)),
+        "functions": len(functions),
+        "lines of a function, median": functions[len(functions) // 2],
+        "lines of a function, p95": functions[len(functions) * 95 // 100],
+        "import cycles": len(groups),
+        "modules in a cycle": sum(map(len, groups)),
+        "parallel assignments": sum(map(_is_parallel, nodes)),
+        "ternaries": len(ternaries),
+        "ternaries in ternaries": sum(any(isinstance(x, ast.IfExp) for x in _inside(node)) for node in ternaries),
+    }
+
+
+def _n_lines(node: Function) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def _is_parallel(node: ast.AST) -> bool:
+    """``a, b = x, y``."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    return any(isinstance(target, ast.Tuple) for target in node.targets)
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    return (inner for inner in ast.walk(node) if inner is not node)
+
+
+if __name__ == "__main__":
+    for name, n in counts(read(Path(sys.argv[1]).resolve())).items():
+        print(f"{n:8,}  {name}")
