@@ -31,7 +31,6 @@ MUST_BE_PURE = (
     "state.eviction",
     "state.lineage",
     "state.policy",
-    "state.store.disk_eviction",
 )
 EXCEPTIONS = {
     "gateway.parsing.tool_parser": {"secrets"},  # a call that the model left without an id gets a random one
