@@ -44,7 +44,8 @@ class Context(Sequences):
         self._batch = BatchArrays(self.n_batch)
         self._rows: list[int] = []
         self._views: dict[int, Logits] = {}
-        self._empty_tail = self._read(SeqId(0), abi.STATE_PARTIAL)[HEADER_BYTES:]
+        self._empty_state = self._read(SeqId(0), abi.STATE_PARTIAL)
+        self._empty_tail = self._empty_state[HEADER_BYTES:]
 
     # decoding
 
@@ -296,13 +297,10 @@ class Context(Sequences):
         return written
 
     def _strip_state_of_scratch(self) -> None:
-        """A range copy of a hybrid sequence carries its newest recurrent state along. Copying *nothing* over it from an
-        empty sequence takes it off again; without an empty one at hand ``_without_tail`` cuts it off the blob."""
-        if self.kind is not MemoryKind.HYBRID:
-            return
-        empty = next((i for i, end in enumerate(self._end[: self._scratch]) if end == START), None)
-        if empty is not None:
-            self._lib.memory_seq_cp(self._mem, empty, self._scratch, -1, -1)
+        """A range copy of a hybrid sequence carries its newest recurrent state along. The state of an empty sequence, put
+        over it, takes it off again before it is read."""
+        if self.kind is MemoryKind.HYBRID:
+            self._write(SeqId(self._scratch), self._empty_state, abi.STATE_PARTIAL)
 
     def _without_tail(self, blob: Blob) -> Blob:
         """A full blob is [header][attention][recurrent or window]; put an empty tail in place of the last part."""

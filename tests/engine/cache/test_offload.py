@@ -204,6 +204,20 @@ def test_a_turn_that_ends_with_its_prompt_is_kept_as_well(memory, n_reply):
             assert run(after, HISTORY).n_processed <= GUARD
 
 
+def test_a_turn_that_ends_is_kept_although_all_of_ram_was_used_a_moment_ago(memory):
+    """What others left less than a minute ago is protected, and the state before a reply is not: it must stay all the
+    same."""
+    with open_core(memory=memory, n_spares=3) as core:
+        finish(core, text(20, 600), 30, stable=STABLE)
+        core.keeper.ram_budget = 3 * core.tree.ram_bytes // 2
+        for seed in range(21, 27):
+            ended = finish(core, text(seed, 600), 30, boundaries=(580,))
+            assert core.tree.ram_bytes <= core.keeper.ram_budget
+            assert where(core, ended) is Where.RAM
+            with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
+                assert run(after, text(seed, 600)).n_processed <= GUARD
+
+
 def without_room(core: Core) -> None:
     core.ram.arena._take = lambda _n, _stop=None: None
 

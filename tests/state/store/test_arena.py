@@ -338,3 +338,17 @@ def test_what_passes_through_is_lent_of_the_held_part_or_not_of_the_arena_at_all
     gc.collect()
     assert arena._extent(arena.lend(3 * MIB)) is not None
     arena.check()
+
+
+def test_in_the_held_part_small_arrays_leave_large_holes_large(memory):
+    arena = opened(memory, budget=8 * MIB)
+    large, between, small, last = (arena.place(n) for n in (2 * MIB, MIB, MIB, MIB))
+    holes = [blob.ctypes.data for blob in (large, small)]
+    arena.hold()
+    del large, small
+    gc.collect()
+    tight = arena.place(MIB)
+    again = arena.place(2 * MIB)
+    assert [again.ctypes.data, tight.ctypes.data] == holes, "the first that fits would have been the large one"
+    arena.check()
+    del between, last

@@ -101,14 +101,16 @@ class Offload:
     # at the end of a turn
 
     def finish(self, slot: Slot, n_prompt: int, ended_at: float) -> Receipt:
-        """Copies what is left of the turn that ended in this slot. What has no room in the arena is offered to the disk."""
+        """Copies what is left of the turn that ended in this slot; others' go for it. What has no room in the arena all the
+        same is offered to the disk."""
         on_disk = None
-        with self.keeper.over_budget():
+        with self.keeper.tree.pinned(slot.node), self.keeper.over_budget():
             points = self._copy_rest(slot, n_prompt)
             if self.archive is not None and points:
                 self.archive.note_end(slot, ended_at)
                 if self.keeper.is_over_budget or not self._has_room(points):
                     on_disk = self.archive.offer_ended(slot)
+        self.keeper.enforce_budget()  # a turn that is larger than all of the RAM tier stays nowhere in it
         notes = self._notes(points)
         blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
         return Receipt(ended_at, notes, blobs, on_disk)

@@ -339,17 +339,25 @@ class Arena:
     # room
 
     def _take(self, n_bytes: int, stop: int | None = None) -> int | None:
-        """First fit: what lies low was used before, and the system has memory there already."""
         room = _room(n_bytes)
-        for i, (at, size) in enumerate(self._free):
-            if stop is not None and at >= stop:
-                return None
-            if size >= room:
-                self._free[i : i + 1] = [(at + room, size - room)] if size > room else []
-                self.n_used += room
-                self._n_warm -= min(self._n_warm, room)
-                return at
-        return None
+        i = self._hole(room, stop)
+        if i is None:
+            return None
+        at, size = self._free[i]
+        self._free[i : i + 1] = [(at + room, size - room)] if size > room else []
+        self.n_used += room
+        self._n_warm -= min(self._n_warm, room)
+        return at
+
+    def _hole(self, room: int, stop: int | None = None) -> int | None:
+        """Where so much fits: the tightest hole of the part that is held, so that large ones stay large, else the first.
+        What lies low was used before, and the system has memory there already."""
+        if self._is_held:
+            inside = [(size, i) for i, (at, size) in enumerate(self._free) if at < self._fence and size >= room]
+            if inside:
+                return min(inside)[1]
+        fits = (i for i, (at, size) in enumerate(self._free) if size >= room and (stop is None or at < stop))
+        return next(fits, None)
 
     def _reap(self) -> None:
         while self._dead:
