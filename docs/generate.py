@@ -1,4 +1,4 @@
-"""Write what can be written from the code: the pages of docs/reference and the pictures of docs/diagrams.
+"""Write what can be written from the code: the pages of docs/reference and the drawings of docs/diagrams.
 
 ``python docs/generate.py`` writes them; with ``--check`` nothing is written, and what is out of date is named and makes the
 exit status 1. Needs everwarm and nothing else.

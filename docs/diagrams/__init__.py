@@ -1,1 +1,1 @@
-"""The pictures of the documentation, drawn from a few lines of text each."""
+"""The drawings of the documentation, drawn from a few lines of text each."""

@@ -1,6 +1,6 @@
 """A few shapes as SVG text: enough for boxes, arrows and dots with words. Pure.
 
-Colours are fixed and the ground is light, so that a picture looks the same on every page.
+Colours are fixed and the ground is light, so that a drawing looks the same on every page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FILLS = {"plain": "#ffffff", "warm": "#fde3d3", "cool": "#d8ebf2", "grey": "#e8e
 
 
 @dataclass
-class Picture:
+class Drawing:
     width: int
     height: int
     title: str

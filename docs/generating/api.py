@@ -70,7 +70,7 @@ def page() -> str:
         "# Routes and fields\n",
         "Every route of the server, and every field that it looks at. Other fields are ignored. A value of the wrong type or out of "
         "bounds is a 400 that names the field. `POST` needs `Content-Type: application/json`. With `--api-key` everything needs the key "
-        f"but {', '.join(code(path) for path in sorted(OPEN_PATHS))}. Who may call is said by [role](../operating.md#keys-and-roles): "
+        f"but {', '.join(code(path) for path in sorted(OPEN_PATHS))}. Who may call depends on the [role](../operating.md#keys-and-roles): "
         "users reach what is of their own namespace.\n",
     ]
     shown: dict[type, str] = {}

@@ -42,20 +42,20 @@ class Flag:
     def row(self) -> list[str]:
         names = ", ".join(map(code, (*self.names, *self.negatives)))
         picked = f" One of {', '.join(map(code, self.choices))}." if self.choices else ""
-        said = self.help.rstrip(".") + "." if self.help else ""
-        return [names, self.default, said + picked]
+        text = self.help.rstrip(".") + "." if self.help else ""
+        return [names, self.default, text + picked]
 
 
 def flags(command: App) -> Iterator[Flag]:
     """Of one command, in the order in which they were written down."""
-    told = {p.arg_name: p.description or "" for p in parse(inspect.getdoc(command.default_command) or "").params}
+    described = {p.arg_name: p.description or "" for p in parse(inspect.getdoc(command.default_command) or "").params}
     for argument in command.assemble_argument_collection():
         if not argument.show or argument.name == "*":
             continue
         negatives = tuple(name for name in argument.negatives if not name.startswith("--empty-"))
         names = tuple(dict.fromkeys(name for name in argument.names if name not in argument.negatives))
-        said = argument.parameter.help or told.get(argument.field_info.name, "")
-        help = " ".join(said.split()) or _UNSAID.get(names[0], "")
+        text = argument.parameter.help or described.get(argument.field_info.name, "")
+        help = " ".join(text.split()) or _UNSAID.get(names[0], "")
         if argument.field_info.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             names = (names[0].removeprefix("--").upper(), *names)
         groups = argument.parameter.group
@@ -95,7 +95,7 @@ def serve_page() -> str:
         "1. on the command line: `--ctx-size 65536`;\n"
         "2. in the environment: `EVERWARM_SERVE_CTX_SIZE=65536`;\n"
         "3. in the TOML file that `EVERWARM_CONFIG` names: `ctx-size = 65536` in the table `[serve]`.\n",
-        "`everwarm config` prints what holds. Sizes are numbers like `8GiB` or `500MB`. An empty default means: not said, and the "
+        "`everwarm config` prints what holds. Sizes are numbers like `8GiB` or `500MB`. An empty default means: not set, and the "
         "text says what happens then. Other variables are [below](#other-variables). What to change for which model is in the "
         "[tuning guide](../tuning.md).\n",
     ]

@@ -29,7 +29,7 @@ def page() -> str:
             "- **last bits**: the same sums in another order or by other kernels. A state is another *reading* of the same tokens: usable, "
             "and `everwarm cache verify` knows in which ways engines of a folder opened the model.\n"
             "- **harmless**: no number depends on it.\n"
-            "- **fixed**: nobody can set it.\n",
+            "- **fixed**: it cannot be set.\n",
             *(part for title, rows in SECTIONS for part in (f"## {title}\n", _rows(rows))),
         ]
     )

@@ -1,4 +1,4 @@
-"""What /metrics says, asked of the handler itself with a stand-in for the engine that knows every count."""
+"""The metrics of /metrics, from the handler itself with a stand-in engine that has every count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _HELP = re.compile(r"^# HELP (\S+) (.*)\n# TYPE \S+ (\S+)$", re.MULTILINE)
 
 def families() -> list[tuple[str, str, str]]:
     """Name as queries spell it, type, help."""
-    return [(name, kind, said) for name, said, kind in _HELP.findall(_text()) if not name.endswith("_created")]
+    return [
+        (name, kind, help_text) for name, help_text, kind in _HELP.findall(_text()) if not name.endswith("_created")
+    ]
 
 
 def _text() -> str:
@@ -55,7 +57,7 @@ def _labels() -> dict[str, str]:
 
 def page() -> str:
     labels = _labels()
-    rows = [[code(name), kind, code(labels.get(name, "")), said] for name, kind, said in families()]
+    rows = [[code(name), kind, code(labels.get(name, "")), help_text] for name, kind, help_text in families()]
     ours, theirs = ([row for row in rows if row[0].startswith("`llamacpp") is is_theirs] for is_theirs in (False, True))
     head = ["name", "type", "by", "meaning"]
     return "\n".join(

@@ -9,7 +9,7 @@ from generating.markdown import code, table, written_by
 from generating.types import type_text
 
 _WHOLE = {
-    "default": "the model for clients that ask for a name nobody has",
+    "default": "the model for clients that name one that does not exist",
     "directory": "a folder beside this file; every GGUF in it is served, too",
     "models-max": "as `--models-max`",
     "memory-limit": "as `--memory-limit`",
@@ -19,7 +19,7 @@ _ONE = {
     "path": "the GGUF file; this or `hf`",
     "hf": "`owner/repo:quant` of the Hugging Face Hub",
     "alias": "other names it answers to",
-    "mmproj": "its projector for pictures",
+    "mmproj": "its projector for images",
     "template": "a file with another chat template",
     "pinned": "never put to sleep to make room",
     "load-on-start": "loaded before anybody asks",

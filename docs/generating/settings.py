@@ -69,9 +69,9 @@ def page() -> str:
     ]
     for kind, module in _SHOWN:
         parts.append(f"## `{kind.__name__}`\n")
-        said = prose((inspect.getdoc(kind) or "").split("\n\n")[0])
-        is_written = said and not said.startswith(f"{kind.__name__}(")
-        parts.append(f"From `{module}`." + (f" {said}" if is_written else "") + "\n")
+        text = prose((inspect.getdoc(kind) or "").split("\n\n")[0])
+        is_written = text and not text.startswith(f"{kind.__name__}(")
+        parts.append(f"From `{module}`." + (f" {text}" if is_written else "") + "\n")
         comments = comments_of(kind)
         rows = [[code(f.name), _type(f), _default(f), comments.get(f.name, "")] for f in dataclasses.fields(kind)]
         parts.append(table(["field", "type", "default", "meaning"], rows))

@@ -1,4 +1,4 @@
-"""How a msgspec type is said in a table: JSON's words, bounds, choices. Pure."""
+"""A msgspec type as text for a table: JSON types, bounds, choices. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _WORDS: dict[type, str] = {
 
 
 def type_text(hint: Any) -> str:
-    return _said(mi.type_info(hint))
+    return _described(mi.type_info(hint))
 
 
-def _said(kind: mi.Type) -> str:
+def _described(kind: mi.Type) -> str:
     if isinstance(kind, mi.UnionType):
-        parts = [_said(one) for one in kind.types if not isinstance(one, mi.NoneType)]
+        parts = [_described(one) for one in kind.types if not isinstance(one, mi.NoneType)]
         return " or ".join(dict.fromkeys(parts))
     if isinstance(kind, mi.LiteralType):
         return ", ".join(f"`{value}`" for value in kind.values)
     if isinstance(kind, mi.ListType | mi.VarTupleType):
         most = f", at most {kind.max_length:,}" if kind.max_length is not None else ""
-        return f"list of {_said(kind.item_type)}{most}"
+        return f"list of {_described(kind.item_type)}{most}"
     if isinstance(kind, mi.TupleType):
-        return "pair of " + " and ".join(map(_said, kind.item_types))
+        return "pair of " + " and ".join(map(_described, kind.item_types))
     if isinstance(kind, mi.StructType):
         return f"object {_fields(kind)}" if kind.tag is None else f"`{kind.tag}` block"
     if isinstance(kind, mi.IntType | mi.FloatType):

@@ -21,6 +21,9 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 MACHINE_PATH = re.compile(r"(?<![\w.~])/(root|home|work|tmp|opt|mnt|Users)/\w")
+REPO_PATH = re.compile(r"`((?:src|tests|bench|docs|deploy|tools)/[\w./-]*)`")
+TEST_NAME = re.compile(r"`(test_\w+\.py)`")
+MADE_UP = "cohere"  # the new dialect of docs/contributing/first-change.md
 COMMAND = re.compile(r"^everwarm (\w+)(.*)$", re.MULTILINE)
 
 
@@ -61,6 +64,26 @@ def test_dead_links_are_noticed(tmp_path: Path) -> None:
     assert list(dead_links(page)) == []
     page.write_text(f"# Home\n\n{good} [x](c.md) [y](b.md#not-a-heading) [z](#gone)\n")
     assert list(dead_links(page)) == ["c.md", "b.md#not-a-heading", "#gone"]
+
+
+def missing_files(text: str, root: Path) -> list[str]:
+    """Files of the project that a text names in backticks, by their path or as ``test_x.py``, and that are not there."""
+    paths = [path for path in REPO_PATH.findall(text) if not (root / path).exists()]
+    tests = {path.name for path in (root / "tests").rglob("test_*.py")}
+    return paths + [name for name in TEST_NAME.findall(text) if name not in tests]
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    if page.name != "log.md":  # which tells of the past
+        assert [path for path in missing_files(page.read_text(), ROOT) if MADE_UP not in path] == []
+
+
+def test_files_that_are_not_there_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").touch()
+    text = "`tests/test_a.py`, `test_a.py`, `tests/`, `src/gone.py`, `test_gone.py`, tests/not_quoted.py"
+    assert missing_files(text, tmp_path) == ["src/gone.py", "test_gone.py"]
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)

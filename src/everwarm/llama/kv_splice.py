@@ -1,5 +1,5 @@
 """Joining and cutting KV inside of libllama's blobs, cell by cell: the bytes are those that libllama would write for the
-same cells. Without libllama, so that no sequence has to hold them."""
+same cells. Without libllama, so that no sequence has to hold them. Pure."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An item is a text token, or one media chunk as a whole. Items are compared as integer codes: a token is its own id, a media
 item a negative number drawn from its digest, and where codes agree the digests themselves decide. This is the only module
-that turns a count of items into token counts and positions.
+that turns a count of items into token counts and positions. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The prefixes that a replica has cached, as keys that it publishes to routers: the last used ones. Knows no Ray."""
+"""The prefixes that a replica has cached, as keys that it publishes to routers: the last used ones. Pure: knows no Ray."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 They are taken where messages of the user begin (the last one, and others 8192 tokens after the one before) and near the
 prompt's end. When a request starts, the other slots' prompts are copied to a cache of whole prompts, oldest out first, each
 with all its KV, and so is one that loses its slot; one that was taken out of there is in there no more. Nothing outlives
-the process. Read off build b11549; that there is no checkpoint right after an image is left out here.
+the process. Read off build b11549; that there is no checkpoint right after an image is left out here. Pure.
 """
 
 from __future__ import annotations

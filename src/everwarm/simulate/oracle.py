@@ -1,6 +1,6 @@
 """The infinite cache: every prefix that was ever read or written is free. What it reads is unavoidable.
 
-A radix tree of plain arrays that shares no code with the real one, so that the two can be compared.
+A radix tree of plain arrays that shares no code with the real one, so that the two can be compared. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One tree of states and KV under a budget, driven by a policy: what an engine does with a trace, without the engine.
 
 Uses the real tree and the real weighing, with blobs that weigh what they would and take no memory. Requests run one after
-the other; between two of them everything worth keeping is copied to RAM. No spares: every checkpoint lies in RAM.
+the other; between two of them everything worth keeping is copied to RAM. No spares: every checkpoint lies in RAM. Pure.
 """
 
 from __future__ import annotations

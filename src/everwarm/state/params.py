@@ -1,4 +1,4 @@
-"""How densely checkpoints are taken and how many are kept. The defaults need no tuning."""
+"""How densely checkpoints are taken and how many are kept. The defaults need no tuning. Pure."""
 
 from __future__ import annotations
 

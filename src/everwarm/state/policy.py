@@ -1,6 +1,6 @@
-"""What to keep, as pure functions: where to cut a prompt, which checkpoints to thin, what to evict.
+"""What to keep: where to cut a prompt, which checkpoints to thin, what to evict.
 
-Values in, values out: no clock, no disk, no logging. Counts are items of the prompt.
+Pure: values in, values out; no clock, no disk, no logging. Counts are items of the prompt.
 """
 
 from __future__ import annotations

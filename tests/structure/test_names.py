@@ -1,0 +1,109 @@
+"""Every public name is used, and no two classes or modules share one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+from support.source_tree import Package, complaints, repeated_classes, repeated_modules, unused_names
+
+ROOT = Path(__file__).parents[2]
+MakePackage = Callable[[dict[str, str]], Package]
+
+# Names that nothing in src, bench, docs or tools mentions, and why they are there.
+USED_ELSEWHERE = {
+    "cli.tiny.tiny": "cli.app registers the commands of some modules by their name",
+    "ray.replica.Replica.check_health": "Ray Serve calls it",
+    "ray.replica.Replica.forward": "the ingress calls it by name, through Ray",
+    "ray.replica.Replica.record_autoscaling_stats": "Ray Serve calls it",
+    "ray.replica.Replica.record_routing_stats": "Ray Serve calls it",
+    **{
+        f"state.params.CheckpointParams.with_{field}": "for use as a library: docs/checkpoints.md"
+        for field in ("every_n_tokens", "max_checkpoints", "min_gap", "min_tokens")
+    },
+    "gateway.images.image_loader.ImageLoader.child_pids": "tests kill decoders",
+    "simulate.optimum.best_placement": "the brute force with which tests compare the optimum",
+}
+# Only tests use these: to be deleted, or moved to the tests.
+LEFT_OVER = {
+    "prompt.prompt.Prompt.keep_first_positions",
+    "prompt.prompt.Prompt.keep_first_tokens",
+    "prompt.prompt.Prompt.of_items",
+    "ray.replica_messages.Headers",
+    "types.Token",
+}
+# The same idea in several folders: the dialects are built alike, and each process has its settings.
+SHARED_MODULE_NAMES = {
+    "app": "cli.app reads the command line, gateway.app builds the ASGI application",
+    "encode": "one per dialect: replies as JSON",
+    "explain": "the command and what it does",
+    "routes": "one per dialect: paths and their handlers",
+    "schema": "one per dialect: request bodies",
+    "settings": "one per process",
+    "vocab": "llama.vocab asks libllama, demo.tiny.vocab makes up a vocabulary",
+}
+SHARED_CLASS_NAMES: dict[str, str] = {}
+
+
+def trees_outside_of_src() -> list[ast.Module]:
+    return [
+        ast.parse(path.read_text()) for folder in ("bench", "docs", "tools") for path in (ROOT / folder).rglob("*.py")
+    ]
+
+
+def test_every_public_name_is_used(everwarm: Package) -> None:
+    assert complaints(unused_names(everwarm, trees_outside_of_src()), USED_ELSEWHERE.keys() | LEFT_OVER) == []
+
+
+def test_unused_names_are_noticed(make_package: MakePackage) -> None:
+    made = make_package(
+        {
+            "a.py": """
+                import app, foreign
+                from made.b import used, imported_only
+                UNUSED = 1
+                ENTRY = "made.b:Entered"
+                def recursive(): recursive()
+                @app.command
+                def registered(): used(ENTRY)
+                class Unused: ...
+                class Child(foreign.Base):
+                    def overridden(self): ...
+            """,
+            "b.py": """
+                from made.a import Child
+                def used(_): Child()
+                def imported_only(): ...
+                def _private(): ...
+                class Entered:
+                    field: int = 0
+                    def called(self): ...
+                    def uncalled(self): self.called()
+                    @property
+                    def unread(self): ...
+            """,
+        }
+    )
+    expected = ["a.UNUSED", "a.Unused", "a.recursive", "b.Entered.uncalled", "b.Entered.unread", "b.imported_only"]
+    assert unused_names(made) == expected
+    assert (
+        unused_names(made, [ast.parse("import made.a\nmade.a.recursive(made.a.UNUSED)")])
+        == expected[1:2] + expected[3:]
+    )
+
+
+def test_no_class_name_is_used_twice(everwarm: Package) -> None:
+    assert complaints(repeated_classes(everwarm), SHARED_CLASS_NAMES) == []
+
+
+def test_no_module_name_is_used_twice(everwarm: Package) -> None:
+    assert complaints(repeated_modules(everwarm), SHARED_MODULE_NAMES) == []
+
+
+def test_names_that_are_used_twice_are_noticed(make_package: MakePackage) -> None:
+    made = make_package(
+        {"a/x.py": "class One: ...", "b/x.py": "class One: ...\nclass _Own: ...", "b/y.py": "class _Own: ..."}
+    )
+    assert repeated_classes(made) == {"One": ["a.x", "b.x"]}
+    assert repeated_modules(made) == {"x": ["a.x", "b.x"]}
