@@ -29,7 +29,7 @@ NEAR_TIE = 0.02  # of logits; a reply to another prompt is worse by 2 and more
 
 
 @contextmanager
-def open_core(arch: str = "qwen35", *, width: int = 128, path=None, memory=None, **settings) -> Iterator[Core]:
+def open_core(arch: str = "qwen35", *, width: int = 64, path=None, memory=None, **settings) -> Iterator[Core]:
     """``memory``: the file of the RAM tier, which stays open."""
     wanted = {"n_slots": 2, "n_ctx": 2048, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20} | settings
     given = None if memory is None else os.dup(memory)

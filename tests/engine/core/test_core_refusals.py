@@ -6,7 +6,8 @@ from everwarm.engine.core import Core
 from everwarm.engine.recovery import MAX_ATTEMPTS
 from everwarm.engine.request import Finish, NewToken
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
-from support.drive import assert_greedy, check, drain, open_core, run, step_until, submit, text
+from support.campaign import crossed
+from support.drive import EVERY_KIND, assert_greedy, check, drain, open_core, run, step_until, submit, text
 
 ALWAYS = 10**9
 PROMPT = text(1, 250)
@@ -205,9 +206,7 @@ def test_a_window_that_cannot_be_seated_anew_does_not_stop_the_engine():
 # decoding
 
 
-@pytest.mark.parametrize("n_spares", [0, 4])
-@pytest.mark.parametrize("skip", [0, 1, 2, 4])
-@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3", "llama"])
+@pytest.mark.parametrize(("arch", "skip", "n_spares"), crossed(EVERY_KIND, (0, 1, 2, 4), (0, 4)))
 def test_a_batch_that_fails_once_is_started_over(arch, skip, n_spares):
     with open_core(arch, n_spares=n_spares) as core:
         failed = fail_decodes(core, skip=skip)

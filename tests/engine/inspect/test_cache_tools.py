@@ -550,9 +550,9 @@ def test_times_and_sizes_are_numbers_with_units():
 def test_only_verify_loads_libllama(tmp_path):
     kept(tmp_path)
     code = (
-        "import sys\nfrom everwarm import cli\nfile = sys.argv[2]\n"
+        "import sys\nfrom everwarm.cli.app import app\nfile = sys.argv[2]\n"
         "for a in (['ls'], ['show', 'state'], ['export', file], ['import', file], ['prune', '--keep', '0']):\n"
-        "    try: cli.app(['cache', *a, '--state-dir', sys.argv[1]])\n"
+        "    try: app(['cache', *a, '--state-dir', sys.argv[1]])\n"
         "    except SystemExit as ended: assert not ended.code, a\n"
         "assert not [name for name in sys.modules if name.startswith('everwarm.llama')], 'libllama'\n"
     )

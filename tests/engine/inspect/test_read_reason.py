@@ -274,7 +274,7 @@ def test_what_was_erased_is_not_remembered():
         assert run(core, HISTORY).why == Why(Reason.NEW, n_kv=0)
 
 
-@pytest.mark.parametrize("ram_bytes", [0, 1 << 20, 64 << 20])
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 19, 64 << 20])
 def test_whatever_happens_nothing_is_claimed_that_was_not_read(ram_bytes):
     """Random edits and extensions in two namespaces; everything that was ever read is the oracle."""
     rng = np.random.default_rng(ram_bytes)

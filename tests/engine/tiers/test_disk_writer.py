@@ -302,12 +302,12 @@ def test_many_states_on_disk_are_searched_away_from_the_steps(tmp_path, monkeypa
 
 
 def test_a_small_disk_keeps_within_its_budget_and_what_is_left_is_right(tmp_path):
-    with kept_core(tmp_path, disk_bytes=2 << 20) as core:
+    with kept_core(tmp_path, disk_bytes=1 << 20) as core:
         for seed in range(8):
             run(core, text(seed, 400), stable=380)
             put_away(core)
             disk = core.archive.disk
-            assert disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 2 << 20
+            assert disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 1 << 20
         assert disk.counts.n_evicted > 0
     with kept_core(tmp_path, n_slots=1) as core:
         warm = [run(core, [*text(seed, 400)[:380], *NEW]).n_cached for seed in range(8)]

@@ -11,6 +11,7 @@ import pytest
 from engine.tiers.test_disk_writer import HISTORY, NEW, STABLE, fingerprint_of_slot
 from everwarm.engine.core import Core
 from everwarm.engine.settings import RemoteSettings, StoreSettings
+from support.campaign import crossed
 from support.drive import EVERY_KIND, GUARD, check, open_core, run, submit, text
 
 NEXT = [*HISTORY[:STABLE], *NEW]
@@ -84,9 +85,7 @@ def test_where_conversations_part_is_shared(url):
         assert run(core, [*HISTORY[:400], *text(9, 60)], boundaries=(100, 400)).n_cached == 400
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 1e9])
-@pytest.mark.parametrize("n_spares", [0, 4])
-@pytest.mark.parametrize("arch", EVERY_KIND)
+@pytest.mark.parametrize(("arch", "n_spares", "wait_s"), crossed(EVERY_KIND, (0, 4), (0.0, 1e9)))
 def test_a_turn_is_shared_while_others_run(url, arch, n_spares, wait_s, monkeypatch):
     monkeypatch.setattr("everwarm.engine.tiers.disk_writer.OVERDUE_S", wait_s)
     with sharing(url, arch, n_spares=n_spares) as core:
