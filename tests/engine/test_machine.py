@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.test_core_refusals import fail_decodes, refuse_restores, refuse_splices
 from everwarm.engine.request import Finish, Finished, Request, Result, Started
 from support.drive import check, memory_of, open_core, regrets, replay, submit, tidy
+from support.refusals import fail_decodes, refuse_restores, refuse_splices
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 NEAR_TIE = 0.02

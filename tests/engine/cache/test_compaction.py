@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.tiers.test_disk_writer import files, kept_core, put_away
 from everwarm.engine.cache import provenance
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
@@ -31,6 +30,7 @@ from support.drive import (
     text,
     tidy,
 )
+from support.kept_cores import files, kept_core, put_away
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 KINDS = ("qwen35", "gemma3", "llama")  # with a recurrent state, with a window, with nothing but attention

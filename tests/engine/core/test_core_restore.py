@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from engine.core.test_core_refusals import refuse_restores, refuse_splices
 from everwarm.engine.core import Core
 from everwarm.engine.request import NewToken
 from support.drive import (
@@ -17,6 +16,7 @@ from support.drive import (
     submit,
     text,
 )
+from support.refusals import refuse_restores, refuse_splices
 
 FIRST, SECOND = text(1, 150), text(2, 200)
 

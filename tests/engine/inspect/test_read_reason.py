@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.tiers.test_disk_writer import HISTORY, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.read_reason import N_SHOWN, ReadFacts, Reason, Why, explain
 from everwarm.errors import StateRejected
@@ -17,6 +16,7 @@ from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Segment, Tree
 from everwarm.types import Position, TokenCount
 from support.drive import EVERY_KIND, GUARD, open_core, run, text, tidy
+from support.kept_cores import HISTORY, STABLE, kept_core, put_away
 
 KNOWN = text(1, 100)
 OTHER = text(2, 60)

@@ -7,22 +7,13 @@ import os
 import numpy as np
 import pytest
 
-from engine.tiers.test_disk_writer import fingerprint_of_slot
-from everwarm.engine.core import Core
 from support.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text, tidy
+from support.kept_cores import die, fingerprint_of_slot
 from support.models import tiny_model
 
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
 HISTORY, NEW, STABLE = text(1, 600), text(2, 40), 580
 NEXT = [*HISTORY[:STABLE], *NEW]
-
-
-def die(core: Core) -> None:
-    """All that an engine has done when it is killed a moment after its last turn."""
-    tidy(core)
-    core.ram.flush()
-    check(core)
-    core.ram.arena.check()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 
-from engine.tiers.test_disk_writer import HISTORY, NEW, STABLE, fingerprint_of_slot
-from everwarm.engine.core import Core
-from everwarm.engine.settings import RemoteSettings, StoreSettings
 from support.campaign import crossed
-from support.drive import EVERY_KIND, GUARD, check, open_core, run, submit, text
+from support.drive import EVERY_KIND, GUARD, check, run, submit, text
+from support.kept_cores import HISTORY, NEW, STABLE, fingerprint_of_slot, put_away, sharing
 
 NEXT = [*HISTORY[:STABLE], *NEW]
-_fresh = itertools.count()
-
-
-@pytest.fixture
-def url() -> str:
-    return f"memory://shared-{next(_fresh)}"
-
-
-@contextmanager
-def sharing(url: str, arch: str = "qwen35", *, store: Path | None = None, key: Path | None = None, **settings):
-    remote = RemoteSettings(url, None if key is None else str(key), restore_policy="always", wait_s=10.0)
-    disk = None if store is None else StoreSettings(str(store), 1 << 30, restore_policy="always")
-    with open_core(arch, store=disk, remote=remote, **settings) as core:
-        assert core.archive is not None and core.archive.remote is not None
-        yield core
-
-
-def put_away(core: Core) -> None:
-    core.put_away()
-    check(core)
 
 
 @pytest.mark.parametrize("arch", EVERY_KIND)
