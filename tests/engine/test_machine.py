@@ -209,13 +209,13 @@ class ExactMachine(ConversationMachine):
 
 
 def how_long(short: int) -> settings:
-    n = 60 * short if CAMPAIGN else short
+    n = 120 * short if CAMPAIGN else short
     return settings(max_examples=n, stateful_step_count=25, deadline=None, derandomize=not CAMPAIGN)
 
 
-ConversationMachine.TestCase.settings = how_long(40)
-CrowdedMachine.TestCase.settings = how_long(40)
-ExactMachine.TestCase.settings = how_long(25)
+ConversationMachine.TestCase.settings = how_long(20)
+CrowdedMachine.TestCase.settings = how_long(20)
+ExactMachine.TestCase.settings = how_long(13)
 
 TestConversations = ConversationMachine.TestCase
 TestCrowded = CrowdedMachine.TestCase

@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import settings
+
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 
 
@@ -25,3 +27,8 @@ def crossed(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def _pairs(row: tuple[Any, ...]) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(enumerate(row), 2))
+
+
+def by_chance(short: int, long: int) -> settings:
+    """So many examples by Hypothesis, and so many in a campaign."""
+    return settings(max_examples=long if CAMPAIGN else short, deadline=None)
