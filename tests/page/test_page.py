@@ -71,7 +71,13 @@ def test_files_are_served_by_name_only(server):
     script = server.get("/page/main.js")
     assert script.status == 200 and script.headers["content-type"] == "text/javascript; charset=utf-8"
     assert "default-src 'none'" in script.headers["content-security-policy"]
-    for path in ("/page/", "/page/nothing.js", "/page/..%2fhome.py", "/page/%2e%2e/app.py", "/page/index.html"):
+    for path in (
+        "/page/",
+        "/page/nothing.js",
+        "/page/..%2fcache_api.py",
+        "/page/%2e%2e/%2e%2e/app.py",
+        "/page/index.html",
+    ):
         assert server.get(path).status == 404, path
     assert server.post("/page/main.js", {}).status == 405
 

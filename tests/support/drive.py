@@ -14,7 +14,6 @@ from everwarm.engine.request import Ask, Event, Finished, NewToken, Request, Res
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.verify.cold_replay import replay as read_cold
-from everwarm.llama import abi
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -150,7 +149,7 @@ def record_logits(core: Core) -> list[np.ndarray]:
 
 def memory_of(context: Context, seq: int) -> bytes:
     """Everything a sequence is made of, without the header that names it."""
-    return context._read(seq, abi.STATE_FULL)[8:].tobytes()
+    return context.capture_sequence(seq).tobytes()
 
 
 def replay(core: Core, slot: Slot, tokens: Sequence[int] | None = None) -> bytes:
