@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support import campaign
 
 TESTS = Path(__file__).parents[1]
 MODULES = sorted(TESTS.rglob("*.py"))
@@ -35,3 +38,15 @@ def test_no_module_imports_a_test_module(path: Path) -> None:
 )
 def test_such_an_import_would_be_seen(line: str) -> None:
     assert among_tests(imported(line))
+
+
+@pytest.mark.parametrize("columns", [("ab", "cd"), ("abc", "de", "fg"), ("abcdefghi", "jk", "lm", "nop")])
+def test_in_crossed_rows_every_two_values_meet(columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    every = list(itertools.product(*columns))
+    monkeypatch.setattr(campaign, "CAMPAIGN", False)
+    rows = campaign.crossed(*columns)
+    for (i, one), (j, other) in itertools.combinations(enumerate(columns), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(one, other))
+    assert set(rows) <= set(every) and (len(columns) < 3 or len(rows) < len(every))
+    monkeypatch.setattr(campaign, "CAMPAIGN", True)
+    assert campaign.crossed(*columns) == every

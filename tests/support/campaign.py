@@ -16,7 +16,7 @@ def crossed(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
     rows = list(itertools.product(*columns))
     if CAMPAIGN:
         return rows
-    missing = set().union(*map(_pairs, rows))
+    missing: set[tuple[Any, ...]] = set().union(*map(_pairs, rows))
     chosen = []
     while missing:
         best = max(rows, key=lambda row: len(_pairs(row) & missing))
