@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from agents.test_recorded import HERE, n_common
-from gateway.responses.test_responses import rendered
+from support.prompts import n_common, responses_tokens
 from support.recording import Exchange, compare, neutral, recorded, shortened
 from support.server import GUARD, Server, metric, serving
 
@@ -69,7 +68,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     (tmp_path / "script.json").write_text(json.dumps(script()))
     monkeypatch.setenv("EVERWARM_SCRIPT", str(tmp_path / "script.json"))
     monkeypatch.setenv("EVERWARM_TEST_HOOK", "support.scripted_hook:install")
-    paths = (str(HERE.parent), os.environ.get("PYTHONPATH"))
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
     with serving(n_ctx=24576) as server:
         yield server
@@ -108,7 +107,7 @@ def test_codex_reads_only_what_is_new(server, tmp_path, work):
     assert second.body["input"][: len(first.body["input"])] == first.body["input"]
     assert n_read(first) > 5000
     for before, turn in ((first, with_result), (with_result, second)):
-        prompts = [rendered(server, exchange.body, []) for exchange in (before, turn)]
+        prompts = [responses_tokens(server, exchange.body, []) for exchange in (before, turn)]
         assert n_read(turn) <= len(prompts[1]) - n_common(*prompts) + GUARD < 1000
     assert metric(server.get("/metrics").data.decode(), "everwarm_full_rereads_total") == 0
     compare("codex", exchanges, lambda: _kept(exchanges, work))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from support.campaign import crossed
 from support.loops import Anthropic, Chat, Ollama, Previous, Responses, Said, Talk, talking
 from support.server import GUARD, Server, metric, serving
 from support.shown import Shown
@@ -21,10 +22,8 @@ CITIES = (
 SKIES = ("sunny", "rain", "fog", "snow")
 ALLOWED = 0.005  # of the prompts' tokens
 LOOPS = [
-    (dialect, think, stream)
-    for dialect in (Chat, Responses, Previous, Anthropic, Ollama)
-    for think in ((True,) if dialect is Previous else (False, True))
-    for stream in (False, True)
+    *crossed((Chat, Responses, Anthropic, Ollama), (False, True), (False, True)),
+    *((Previous, True, stream) for stream in (False, True)),
 ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agents.test_recorded import HERE, n_new
+from support.prompts import n_new
 from support.recording import Exchange, compare, neutral, recorded
 from support.server import GUARD, Server, metric, serving
 
@@ -54,7 +54,7 @@ def server(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     (tmp_path / "script.json").write_text(json.dumps(script(work / "note.txt")))
     monkeypatch.setenv("EVERWARM_SCRIPT", str(tmp_path / "script.json"))
     monkeypatch.setenv("EVERWARM_TEST_HOOK", "support.scripted_hook:install")
-    paths = (str(HERE.parent), os.environ.get("PYTHONPATH"))
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
     with serving(n_ctx=16384) as server:
         yield server

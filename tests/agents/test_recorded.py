@@ -12,34 +12,18 @@ from typing import Any
 
 import pytest
 
-from gateway.anthropic import test_anthropic
-from gateway.responses import test_responses
+from support.prompts import anthropic_tokens, chat_tokens, n_common, responses_tokens
 from support.server import GUARD, Server, metric, serving
 
-HERE = Path(__file__).parents[1] / "support"
-FILES = sorted((HERE / "recorded").glob("*.json"))
+RECORDED = Path(__file__).parents[1] / "support" / "recorded"
+FILES = sorted(RECORDED.glob("*.json"))
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def tokens_of(server: Server, body: dict[str, Any]) -> list[int]:
-    rendered = server.rendered(body["messages"], tools=body.get("tools"))
-    return [int(token) for token in server.ask("/tokenize", {"content": rendered})["tokens"]]
-
-
-def n_common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def n_new(server: Server, before: dict[str, Any], body: dict[str, Any]) -> int:
-    """Tokens of a chat that the one before did not have."""
-    tokens = tokens_of(server, body)
-    return len(tokens) - n_common(tokens, tokens_of(server, before))
-
-
 RENDERED = {
-    "/v1/chat/completions": tokens_of,
-    "/v1/messages?beta=true": test_anthropic.tokens_of,
-    "/v1/responses": lambda server, body: test_responses.rendered(server, body, []),
+    "/v1/chat/completions": chat_tokens,
+    "/v1/messages?beta=true": anthropic_tokens,
+    "/v1/responses": lambda server, body: responses_tokens(server, body, []),
 }
 
 
@@ -94,11 +78,11 @@ def test_a_recorded_client_reads_only_what_is_new(path):
 
 def test_the_same_request_of_somebody_else_is_read_as_a_whole():
     """The control: what is measured above is reuse."""
-    recording = json.loads((HERE / "recorded" / "opencode.json").read_text())
+    recording = json.loads((RECORDED / "opencode.json").read_text())
     with serving() as server:
         replay = Replay(server, recording)
         title = recording["requests"][0]["body"]
-        n_prompt = len(tokens_of(server, title))
+        n_prompt = len(chat_tokens(server, title))
         assert n_prompt > 500
         assert replay.send(0)[0] == n_prompt
         assert replay.send(0)[0] <= GUARD

@@ -1,4 +1,4 @@
-"""A bare ctypes look at libllama: `python _raw.py probe MODEL` or `python _raw.py tokenize MODEL < texts.json`.
+"""A bare ctypes look at libllama: `python _raw.py probe MODEL`, `decodes MODEL` or `tokenize MODEL < texts.json`.
 
 A separate process, because libllama aborts on a model it dislikes. Knows only the calls these tests need; the product's
 boundary is elsewhere.
@@ -110,7 +110,7 @@ class Session:
     def __init__(self, model: int) -> None:
         params = context_defaults()
         params.n_ctx, params.n_ubatch, params.n_seq_max, params.kv_unified = N_CTX, 128, 1, True
-        params.n_threads = params.n_threads_batch = 2
+        params.n_threads = params.n_threads_batch = 1
         self.ctx = init(model, params)
         assert self.ctx, "no context"
         self.memory, self.batch = get_memory(self.ctx), batch_init(N_CTX, 0, 1)
@@ -179,6 +179,13 @@ def probe(path: str) -> dict[str, object]:
     return report
 
 
+def decodes(path: str) -> bool:
+    """Whether it loads and gives numbers."""
+    model = load(path.encode(), model_defaults())
+    assert model, f"{path} does not load"
+    return bool(np.isfinite(Session(model).cold(list(range(20)))).all())
+
+
 def _distance(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
     return float(np.abs(a - b).max())
 
@@ -201,6 +208,8 @@ def main() -> None:
     command, path = sys.argv[1:]
     if command == "probe":
         print(json.dumps(probe(path)))
+    elif command == "decodes":
+        print(json.dumps(decodes(path)))
     else:
         print(json.dumps(tokenize_all(path, json.load(sys.stdin), parse_special=command == "tokenize-special")))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -16,3 +17,12 @@ def memory() -> Iterator[int]:
     fd = memory_file()
     yield fd
     os.close(fd)
+
+
+_fresh = itertools.count()
+
+
+@pytest.fixture
+def url() -> str:
+    """A remote store in this process's memory that only this test uses."""
+    return f"memory://shared-{next(_fresh)}"

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.images.test_image_prompt import ask, picture, seeing_core
-from engine.tiers.test_remote_store import sharing
-from engine.tiers.test_tier_writer import kept_core, put_away
 from everwarm.config import ModelOptions
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
@@ -19,8 +16,10 @@ from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.errors import ModelChanged
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state.store.arena_file import memory_file
-from llama.test_adapters import WIDTH, write_lora
 from support.drive import check, drain, open_core, run, submit, text
+from support.image_cores import ask, picture, seeing_core
+from support.kept_cores import kept_core, put_away, sharing
+from support.lora import WIDTH, write_lora
 from support.models import tiny_model, tiny_vision
 
 PROMPT, NEXT = text(1, 300), text(2, 20)

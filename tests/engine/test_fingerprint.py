@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.tiers.test_tier_writer import kept_core, put_away
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.engine import fingerprint as table
 from everwarm.engine.fingerprint import Decision, ParameterRow, decided, state_fingerprint
@@ -27,6 +26,7 @@ from everwarm.llama.rope import rope_limit_of
 from everwarm.llama.sequences import open_context
 from everwarm.state.tools.inventory import folders, read_folder
 from support.drive import open_core, run, text
+from support.kept_cores import kept_core, put_away
 from support.models import tiny_model
 
 LIMIT = 1024

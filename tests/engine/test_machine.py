@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.test_core_refusals import fail_decodes, refuse_restores, refuse_splices
 from everwarm.engine.request import Finish, Finished, Request, Result, Started
 from support.drive import check, memory_of, open_core, regrets, replay, submit, tidy
+from support.refusals import fail_decodes, refuse_restores, refuse_splices
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 NEAR_TIE = 0.02
@@ -209,13 +209,13 @@ class ExactMachine(ConversationMachine):
 
 
 def how_long(short: int) -> settings:
-    n = 60 * short if CAMPAIGN else short
+    n = 120 * short if CAMPAIGN else short
     return settings(max_examples=n, stateful_step_count=25, deadline=None, derandomize=not CAMPAIGN)
 
 
-ConversationMachine.TestCase.settings = how_long(40)
-CrowdedMachine.TestCase.settings = how_long(40)
-ExactMachine.TestCase.settings = how_long(25)
+ConversationMachine.TestCase.settings = how_long(20)
+CrowdedMachine.TestCase.settings = how_long(20)
+ExactMachine.TestCase.settings = how_long(13)
 
 TestConversations = ConversationMachine.TestCase
 TestCrowded = CrowdedMachine.TestCase

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gateway.images.test_image_chat import url as picture_url
 from support.browser import Tab, launched, opened
+from support.image_files import data_url
 from support.models import tiny_model, tiny_vision
 from support.server import Server, frozen, serving, serving_models, until, words
 
@@ -71,7 +71,13 @@ def test_files_are_served_by_name_only(server):
     script = server.get("/page/main.js")
     assert script.status == 200 and script.headers["content-type"] == "text/javascript; charset=utf-8"
     assert "default-src 'none'" in script.headers["content-security-policy"]
-    for path in ("/page/", "/page/nothing.js", "/page/..%2fhome.py", "/page/%2e%2e/app.py", "/page/index.html"):
+    for path in (
+        "/page/",
+        "/page/nothing.js",
+        "/page/..%2fcache_api.py",
+        "/page/%2e%2e/%2e%2e/app.py",
+        "/page/index.html",
+    ):
         assert server.get(path).status == 404, path
     assert server.post("/page/main.js", {}).status == 405
 
@@ -200,7 +206,7 @@ def test_pictures_can_be_shown_to_a_model_that_sees(browser, tmp_path):
     model, mmproj = tiny_vision("qwen35")
     with serving("--mmproj", str(mmproj), model=model) as server, opened(browser, server.url, setup=setup("")) as tab:
         tab.page.wait_for_selector("#attach")
-        kind, data = picture_url(1).split(",")
+        kind, data = data_url(1).split(",")
         file = {"name": "a.png", "mimeType": kind[5:].split(";")[0], "buffer": base64.b64decode(data)}
         tab.page.set_input_files("input[type=file]", file)
         tab.page.wait_for_selector(".attached img")

@@ -16,7 +16,7 @@ from everwarm.state.remote.circuit_breaker import CircuitBreaker
 from everwarm.state.remote.pointer import Mac
 from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.object import Damaged
-from state.remote.test_remote_tier import KEY, MODEL, N, fetch, find, parcel, stored
+from support.parcels import KEY, MODEL, N, fetch, find, parcel, stored
 from support.proxy import FAULTS, Proxy, proxied
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))

@@ -11,9 +11,6 @@ import collections
 import contextlib
 import os
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +22,10 @@ import pytest
 
 from everwarm.llama.blobs import with_header
 from everwarm.llama.model import Model
+from support.fork_server import fork_server
 from support.hostile_hook import DIRECTORY, MUTATIONS, ORDER, Order, read_log
 from support.models import tiny_model
-from support.server import Reply, Server, _end, _listen, metric, until
+from support.server import Reply, Server, listening, metric
 from support.steps import SLOT, open_context, read
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -95,17 +93,9 @@ def answer(server: Server, prompt: Tokens, **more: Any) -> Answer:
 
 @contextlib.contextmanager
 def serving_model(model: Path, *flags: str, **env: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "everwarm", "serve", str(model), "--port", "0", *SIZE, *flags]
-    server = Server("", subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | env))
-    listener = threading.Thread(target=_listen, args=(server,), daemon=True)
-    listener.start()
-    try:
-        until(lambda: bool(server.url) or not listener.is_alive(), "the server has started")
-        assert server.url, f"the server did not start: {server.log}"
+    process = fork_server().start("serve", str(model), "--port", "0", *SIZE, *flags, **env)
+    with listening(process) as server:
         yield server
-    finally:
-        _end(server.process)
-        listener.join()
 
 
 @contextlib.contextmanager

@@ -37,6 +37,13 @@ def server(folder) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def roomy(folder) -> Iterator[Server]:
+    """Of the same models, which need not make room for each other."""
+    with serving_models(folder, "--models-max", "0") as server:
+        yield server
+
+
 def post(server: Server, model: str | None, **more: Any) -> Reply:
     return server.post("/completion", {"model": model, "prompt": TOKENS, "n_predict": 4} | more)
 
@@ -132,16 +139,16 @@ def test_looking_loads_and_unloads_nothing(server, folder):
 # files that come, go and are bad
 
 
-def test_a_file_that_comes_later_is_found(server, folder):
+def test_a_file_that_comes_later_is_found(roomy, folder):
     shutil.copy(SMALL, folder / "later.gguf")
-    assert "later" not in rows(server) and "later" in rows(server, "/models?reload=1")
-    assert post(server, "later").status == 200
+    assert "later" not in rows(roomy) and "later" in rows(roomy, "/models?reload=1")
+    assert post(roomy, "later").status == 200
     shutil.copy(SMALL, folder / "latest.gguf")
-    until(lambda: post(server, "latest").status == 200, "it is found without being told", 5)
+    until(lambda: post(roomy, "latest").status == 200, "it is found without being told", 5)
     for name in ("later", "latest"):
         (folder / f"{name}.gguf").unlink()
-    assert "later" not in rows(server, "/models?reload=1") and post(server, "later").status == 404
-    assert others_serve(server)
+    assert "later" not in rows(roomy, "/models?reload=1") and post(roomy, "later").status == 404
+    assert others_serve(roomy)
 
 
 def test_a_file_that_is_deleted_serves_until_it_is_unloaded(server, folder):
@@ -158,36 +165,36 @@ def test_a_file_that_is_deleted_serves_until_it_is_unloaded(server, folder):
     assert "brief" not in rows(server, "/models?reload=1")
 
 
-def test_a_file_that_is_no_model_is_a_404_with_the_reason(server):
-    reply = post(server, "junk")
-    assert reply.status == 404 and "not a GGUF file" in message(reply) and others_serve(server)
+def test_a_file_that_is_no_model_is_a_404_with_the_reason(roomy):
+    reply = post(roomy, "junk")
+    assert reply.status == 404 and "not a GGUF file" in message(reply) and others_serve(roomy)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_load_that_fails_is_told_and_tried_again(server, folder, stream):
+def test_a_load_that_fails_is_told_and_tried_again(roomy, folder, stream):
     name = f"cut-{stream}"
     path = folder / f"{name}.gguf"
     path.write_bytes(cut_off(SMALL))
-    assert rows(server, "/models?reload=1")[name] == {"value": "unloaded"}, "its header is whole"
+    assert rows(roomy, "/models?reload=1")[name] == {"value": "unloaded"}, "its header is whole"
     for _ in range(2):
-        reply = post(server, name, stream=stream)
+        reply = post(roomy, name, stream=stream)
         told = reply.events[-1] if stream and reply.status == 200 else reply.json  # a stream may have begun to wait
         assert (reply.status == 503 or stream) and "not within the file bounds" in told["error"]["message"]
-    assert "not within the file bounds" in server.listed(name)["status"]["reason"] and others_serve(server)
+    assert "not within the file bounds" in roomy.listed(name)["status"]["reason"] and others_serve(roomy)
     shutil.copy(SMALL, path)
-    assert post(server, name).status == 200 and server.listed(name)["status"] == {"value": "loaded"}
+    assert post(roomy, name).status == 200 and roomy.listed(name)["status"] == {"value": "loaded"}
     path.unlink()
-    server.get("/models?reload=1")
+    roomy.get("/models?reload=1")
 
 
-def test_all_who_wait_for_a_load_that_fails_are_told(server, folder):
+def test_all_who_wait_for_a_load_that_fails_are_told(roomy, folder):
     (folder / "cut.gguf").write_bytes(cut_off(SMALL))
-    server.get("/models?reload=1")
-    order(server, "unload", "small")
-    replies = _at_once(lambda: post(server, "cut"), 4)
-    assert [reply.status for reply in replies] == [503] * 4 and others_serve(server)
+    roomy.get("/models?reload=1")
+    order(roomy, "unload", "small")
+    replies = _at_once(lambda: post(roomy, "cut"), 4)
+    assert [reply.status for reply in replies] == [503] * 4 and others_serve(roomy)
     (folder / "cut.gguf").unlink()
-    server.get("/models?reload=1")
+    roomy.get("/models?reload=1")
 
 
 def _at_once(ask: Callable[[], Reply], n: int) -> list[Reply]:
@@ -200,15 +207,15 @@ def _at_once(ask: Callable[[], Reply], n: int) -> list[Reply]:
     return replies
 
 
-def test_what_clients_are_told_names_no_folder(server, folder):
+def test_what_clients_are_told_names_no_folder(roomy, folder):
     (folder / "cut.gguf").write_bytes(cut_off(SMALL))
-    server.get("/models?reload=1")
+    roomy.get("/models?reload=1")
     try:
-        told = post(server, "cut").data + server.get("/v1/models").data
+        told = post(roomy, "cut").data + roomy.get("/v1/models").data
         assert str(folder).encode() not in told
     finally:
         (folder / "cut.gguf").unlink()
-        server.get("/models?reload=1")
+        roomy.get("/models?reload=1")
 
 
 def test_a_file_that_changed_is_loaded_again_for_whoever_asks_next(server, folder):

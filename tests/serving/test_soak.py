@@ -65,10 +65,10 @@ def test_a_secret_shown_to_another_would_be_noticed() -> None:
     """The negative control."""
     soak = Soak(None, 1)  # type: ignore[arg-type]
     mine, other, *_ = secrets()
-    soak._told = {mine: 1, other: 1}
-    soak._judge(f"Your secret code is {mine}.", mine, asked=True)
+    soak.told = {mine: 1, other: 1}
+    soak.judge(f"Your secret code is {mine}.", mine, asked=True)
     assert soak.seen.leaks == [] and soak.seen.n_recalled == 1
-    soak._judge(f"Your secret code is {other}.", mine, asked=True)
+    soak.judge(f"Your secret code is {other}.", mine, asked=True)
     assert soak.seen.leaks == [f"{mine} was shown {other}"]
     soak.seen.errors.append((100.0, "503"))
     assert len(soak.seen.unplanned()) == 1

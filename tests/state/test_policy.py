@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from everwarm.state.params import Spacing
@@ -23,6 +23,7 @@ from everwarm.state.policy import (
     thin,
     victims,
 )
+from support.campaign import by_chance
 
 DENSE = Spacing(max_checkpoints=32, every_n_tokens=100, min_tokens=0, min_gap=0)
 END_KINDS = (CutKind.NEAR_END, CutKind.STABLE)
@@ -57,7 +58,7 @@ def places(found: tuple[Cut, ...]) -> list[int]:
 # cuts
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(prompts(), spacings)
 def test_cuts_lie_inside_the_prompt_and_ascend_without_repeating(prompt, spacing):
     found = places(cuts(spacing=spacing, **prompt))
@@ -65,21 +66,21 @@ def test_cuts_lie_inside_the_prompt_and_ascend_without_repeating(prompt, spacing
     assert all(a < b for a, b in pairwise(found))
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(prompts(min_size=2), spacings)
 def test_an_identical_prompt_always_finds_a_cut_near_its_end(prompt, spacing):
     found = places(cuts(spacing=spacing, **prompt))
     assert found and prompt["n_items"] - found[-1] <= GUARD
 
 
-@settings(max_examples=100, deadline=None)
+@by_chance(40, 1000)
 @given(prompts(), spacings)
 def test_zero_checkpoints_means_no_cuts_at_all(prompt, spacing):
     off = Spacing(0, spacing.every_n_tokens, spacing.min_tokens, spacing.min_gap)
     assert cuts(spacing=off, **prompt) == ()
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(prompts(), spacings, st.integers(0, 300), st.lists(st.integers(0, 300), max_size=8), st.data())
 def test_extending_a_prompt_never_moves_an_earlier_cut(prompt, spacing, n_more, more, data):
     assume(spacing.every_n_tokens > 0)
@@ -101,7 +102,7 @@ def steady(found: tuple[Cut, ...], below: int) -> set[int]:
     return {cut.at for cut in found if cut.at < below and cut.kind in (CutKind.EVERY, CutKind.BOUNDARY)}
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(prompts(), spacings)
 def test_the_first_checkpoint_and_the_gaps_are_honoured_by_all_but_the_end_cuts(prompt, spacing):
     found = cuts(spacing=spacing, **(prompt | {"branch": None}))
@@ -110,7 +111,7 @@ def test_the_first_checkpoint_and_the_gaps_are_honoured_by_all_but_the_end_cuts(
     assert all(b - a >= spacing.min_gap for a, b in pairwise([0, *inner]))
 
 
-@settings(max_examples=200, deadline=None)
+@by_chance(70, 2000)
 @given(prompts(), spacings)
 def test_a_branch_is_not_taken_before_the_first_allowed_token(prompt, spacing):
     found = cuts(spacing=spacing, **prompt)
@@ -123,7 +124,7 @@ def test_a_branch_is_not_taken_closer_than_the_gap_to_the_cut_before_it():
     assert 110 not in places(found)
 
 
-@settings(max_examples=200, deadline=None)
+@by_chance(70, 2000)
 @given(prompts(min_size=2), spacings)
 def test_without_spacing_only_the_end_the_stable_point_and_the_branch_remain(prompt, spacing):
     sparse = Spacing(spacing.max_checkpoints, 0, spacing.min_tokens, spacing.min_gap)
@@ -156,7 +157,7 @@ def test_every_stable_point_is_kept_and_the_last_one_may_guard_the_end():
     assert found == tuple(Cut(at, CutKind.STABLE) for at in (90, 100, 395))
 
 
-@settings(max_examples=200, deadline=None)
+@by_chance(70, 2000)
 @given(prompts(), spacings, st.lists(st.integers(-3, 703), max_size=40))
 def test_breakpoints_are_taken_wherever_they_are_and_the_last_ones_count(prompt, spacing, breakpoints):
     n = prompt["n_items"]
@@ -203,7 +204,7 @@ def paths(draw) -> list[KeptCheckpoint]:
     return [KeptCheckpoint(end, draw(kinds)) for end in ends]
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(paths(), st.integers(1, 40))
 def test_thinning_leaves_exactly_the_allowed_number(path, most):
     given_up = thin(path, most)
@@ -211,7 +212,7 @@ def test_thinning_leaves_exactly_the_allowed_number(path, most):
     assert set(given_up) <= {kept.n_items for kept in path}
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(paths(), st.integers(1, 40))
 def test_thinning_never_takes_the_newest_two_nor_the_last_one(path, most):
     given_up = thin(path, most)
@@ -219,7 +220,7 @@ def test_thinning_never_takes_the_newest_two_nor_the_last_one(path, most):
     assert not set(newest) & set(given_up)
 
 
-@settings(max_examples=200, deadline=None)
+@by_chance(70, 2000)
 @given(paths(), st.integers(2, 40))
 def test_boundaries_outlive_evenly_spaced_ones(path, most):
     given_up = set(thin(path, most))
@@ -270,7 +271,7 @@ entries = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(entries, st.integers(0, 20_000))
 def test_victims_free_enough_or_everything(listed, wanted):
     by_key = {e.key: e for e in listed}
@@ -282,7 +283,7 @@ def test_victims_free_enough_or_everything(listed, wanted):
         assert freed - by_key[chosen[-1]].size_bytes < max(wanted, 1)
 
 
-@settings(max_examples=300, deadline=None)
+@by_chance(100, 3000)
 @given(entries, st.integers(0, 20_000))
 def test_stranded_entries_go_first_and_protected_ones_last(listed, wanted):
     chosen = set(victims(listed, wanted))
@@ -294,7 +295,7 @@ def test_stranded_entries_go_first_and_protected_ones_last(listed, wanted):
         assert not any(e.protected and not e.stranded for e in gone)
 
 
-@settings(max_examples=200, deadline=None)
+@by_chance(70, 2000)
 @given(entries, st.integers(0, 20_000))
 def test_within_a_class_nobody_dies_for_one_worth_less(listed, wanted):
     chosen = set(victims(listed, wanted))

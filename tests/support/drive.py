@@ -14,7 +14,6 @@ from everwarm.engine.request import Ask, Event, Finished, NewToken, Request, Res
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.verify.cold_replay import replay as read_cold
-from everwarm.llama import abi
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -29,7 +28,7 @@ NEAR_TIE = 0.02  # of logits; a reply to another prompt is worse by 2 and more
 
 
 @contextmanager
-def open_core(arch: str = "qwen35", *, width: int = 128, path=None, memory=None, **settings) -> Iterator[Core]:
+def open_core(arch: str = "qwen35", *, width: int = 64, path=None, memory=None, **settings) -> Iterator[Core]:
     """``memory``: the file of the RAM tier, which stays open."""
     wanted = {"n_slots": 2, "n_ctx": 2048, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20} | settings
     given = None if memory is None else os.dup(memory)
@@ -151,7 +150,7 @@ def record_logits(core: Core) -> list[np.ndarray]:
 
 def memory_of(context: Context, seq: int) -> bytes:
     """Everything a sequence is made of, without the header that names it."""
-    return context._read(seq, abi.STATE_FULL)[8:].tobytes()
+    return context.capture_sequence(seq).tobytes()
 
 
 def replay(core: Core, slot: Slot, tokens: Sequence[int] | None = None) -> bytes:

@@ -1,5 +1,6 @@
 """Pictures as files, made by hand where Pillow would not write them: depths, interlacing, sizes that lie, bombs."""
 
+import base64
 import io
 import random
 import struct
@@ -7,6 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6
@@ -177,3 +179,11 @@ def with_right_sums(data: bytes) -> bytes:
         out += struct.pack(">I", zlib.crc32(data[at + 4 : at + 8] + body))
         at += 12 + n
     return bytes(out + data[at:])
+
+
+def data_url(seed: int, width: int = 160, height: int = 96, form: str = "PNG") -> str:
+    """An image of noise, as chats carry it."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"

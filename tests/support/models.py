@@ -15,7 +15,7 @@ EMBEDDED = Path(everwarm.__file__).parent / "demo" / "everwarm-tiny.gguf"
 
 
 def tiny_model(arch: str, **spec: Any) -> Path:
-    """A model of this architecture, 8 layers and 128 wide unless asked otherwise. Do not write to it: it is shared."""
+    """A model of this architecture, 8 layers and 64 wide unless asked otherwise. Do not write to it: it is shared."""
     wanted = _spec(arch, **spec)
     name = hashlib.blake2b(f"{everwarm.__version__} {_writer_digest()} {wanted}".encode(), digest_size=12).hexdigest()
     path = _cache_dir() / f"{arch}-{name}.gguf"
@@ -34,7 +34,7 @@ def tiny_vision(arch: str, **spec: Any) -> tuple[Path, Path]:
 
 
 def _spec(arch: str, **spec: Any) -> TinySpec:
-    return TinySpec(arch=arch, **({"n_layers": 8, "width": 128} | spec))
+    return TinySpec(arch=arch, **({"n_layers": 8, "width": 64} | spec))
 
 
 def _cache_dir() -> Path:

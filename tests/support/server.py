@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from support.fork_server import ForkedProcess, fork_server
+
+Process = subprocess.Popen[str] | ForkedProcess
 GUARD = 16
 ENTER = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.argv[2], sys.argv[2:])"
 PATIENCE_S = 30.0
@@ -43,7 +46,7 @@ class Reply:
 @dataclass
 class Server:
     url: str
-    process: subprocess.Popen[str]
+    process: Process
     said: list[str] = field(default_factory=list)
 
     @property
@@ -178,10 +181,13 @@ def _started(*flags: str, n_ctx: int, cgroup: Path | None = None) -> Iterator[Se
     disk = () if "--disk-cache" in flags else ("--disk-cache", "0")
     given = (*flags, *(("--cache-ram",) if cgroup is not None else ()))
     size = [part for pair in zip(SIZE[::2], SIZE[1::2], strict=True) if pair[0] not in given for part in pair]
-    command = [sys.executable, "-m", "everwarm", "serve", *where, *size, *disk, *flags]
-    if cgroup is not None:
-        command = [sys.executable, "-c", ENTER, str(cgroup / "cgroup.procs"), *command]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with listening(_process(cgroup, "serve", *where, *size, *disk, *flags)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def listening(process: Process) -> Iterator[Server]:
+    """The server that this process becomes, which is told to stop at the end."""
     server = Server("", process)
     listener = threading.Thread(target=_listen, args=(server,), daemon=True)
     listener.start()
@@ -190,11 +196,19 @@ def _started(*flags: str, n_ctx: int, cgroup: Path | None = None) -> Iterator[Se
         assert server.url, f"the server did not start: {server.log}"
         yield server
     finally:
-        _end(process)
+        end(server.process)
         listener.join(PATIENCE_S)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _process(cgroup: Path | None, *arguments: str) -> Process:
+    """A fresh interpreter where the fork server's would not do: inside a cgroup, and with a file that is read at import."""
+    if cgroup is None and "EVERWARM_CONFIG" not in os.environ:
+        return fork_server().start(*arguments)
+    enter = [] if cgroup is None else [sys.executable, "-c", ENTER, str(cgroup / "cgroup.procs")]
+    return subprocess.Popen([*enter, sys.executable, "-m", "everwarm", *arguments], stderr=subprocess.PIPE, text=True)
+
+
+def end(process: Process) -> None:
     process.terminate()
     try:
         process.wait(PATIENCE_S)

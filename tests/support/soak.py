@@ -56,7 +56,7 @@ class Soak:
     def __init__(self, server: Server, n_clients: int, share_leaving: float = 0.1, seed: int = 0) -> None:
         self._server, self._n_clients, self._leaving = server, n_clients, share_leaving
         self._codes = secrets()
-        self._told: dict[str, int] = {}
+        self.told: dict[str, int] = {}
         self._rng = random.Random(seed)
         self.seen = Seen()
 
@@ -83,22 +83,22 @@ class Soak:
 
     async def _conversation(self, rng: random.Random, code: str, salt: str, end: float) -> None:
         talk = [{"role": "user", "content": f"My secret code is {code}."}]
-        self._told[code] = self._told.get(code, 0) + 1
+        self.told[code] = self.told.get(code, 0) + 1
         for turn in range(N_TURNS):
             if time.monotonic() > end:
                 return
             text = await self._ask(rng, talk, salt)
             if text is None:
                 return
-            self._judge(text, code, asked=talk[-1]["content"].endswith("secret code?"))
+            self.judge(text, code, asked=talk[-1]["content"].endswith("secret code?"))
             talk.append({"role": "assistant", "content": text})
             asks = turn % 2 == 0
             talk.append({"role": "user", "content": "What is my secret code?" if asks else rng.choice(SMALL_TALK)})
 
-    def _judge(self, text: str, code: str, asked: bool) -> None:
+    def judge(self, text: str, code: str, asked: bool) -> None:
         self.seen.n_done += 1
         found = re.findall(r"\d{5}", text)
-        self.seen.leaks += [f"{code} was shown {other}" for other in found if other != code and other in self._told]
+        self.seen.leaks += [f"{code} was shown {other}" for other in found if other != code and other in self.told]
         self.seen.n_asked += asked
         self.seen.n_recalled += asked and code in found
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.tiers.test_tier_writer import files, kept_core, put_away
 from everwarm.engine.cache import provenance
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
@@ -31,6 +30,7 @@ from support.drive import (
     text,
     tidy,
 )
+from support.kept_cores import files, kept_core, put_away
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 KINDS = ("qwen35", "gemma3", "llama")  # with a recurrent state, with a window, with nothing but attention
@@ -385,7 +385,7 @@ def test_an_object_that_the_disk_gave_up_is_written_again_by_itself(tmp_path: Pa
         assert run(core, talk.prompt).n_cached > len(talk.prompt) - 100
 
 
-@pytest.mark.parametrize("kib", [0, 300, 900, 2500] if CAMPAIGN else [300, 900])
+@pytest.mark.parametrize("kib", [0, 150, 450, 1250] if CAMPAIGN else [150, 450])
 @pytest.mark.parametrize("arch", KINDS)
 def test_within_a_small_budget_every_byte_is_accounted_for(arch, kib):
     with open_core(arch, n_slots=2, n_ctx=2048, ram_bytes=kib << 10) as core:
@@ -400,7 +400,7 @@ def test_within_a_small_budget_every_byte_is_accounted_for(arch, kib):
         check(core)
         core.ram.flush()
         core.ram.arena.check()
-        assert any(s.n_users > 3 for s in segments(core)) or kib < 2500
+        assert any(s.n_users > 3 for s in segments(core)) or kib < 1250
 
 
 def test_where_the_arena_is_full_nothing_is_joined(monkeypatch):

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from engine.tiers.test_remote_store import put_away, sharing, url
 from everwarm.engine.cache import ram_writer, restore
 from everwarm.engine.core import Core
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from support.drive import check, memory_of, open_core, record_logits, replay, run, text, tidy
-
-__all__ = ["url"]
+from support.kept_cores import put_away, sharing
 
 KINDS = ["qwen35", "jamba", "mamba2", "gemma3"]
 OPENING = [7, 8, 9, 10, 11]  # of a reply, as templates write it: the next turn shares a part of it

@@ -10,6 +10,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest
 from everwarm.state.params import CheckpointParams
 from everwarm.state.tree import Node
+from support.campaign import crossed
 from support.drive import EVERY_KIND, assert_greedy, check, checkpoints, drain, open_core, run, submit, text, tidy
 
 KIB = 1024
@@ -26,9 +27,7 @@ def most_on_a_path(core: Core) -> int:
 # per path
 
 
-@pytest.mark.parametrize("n_spares", [0, 4])
-@pytest.mark.parametrize("most", [1, 2, 5])
-@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3"])
+@pytest.mark.parametrize(("arch", "most", "n_spares"), crossed(("qwen35", "mamba2", "gemma3"), (1, 2, 5), (0, 4)))
 def test_no_path_holds_more_checkpoints_than_allowed(arch, most, n_spares):
     params = CheckpointParams(max_checkpoints=most, every_n_tokens=20, min_gap=0, min_tokens=0)
     history = text(1, 120)
@@ -73,9 +72,9 @@ def test_wide_spacing_takes_few_and_dense_spacing_many():
 # bytes
 
 
-@pytest.mark.parametrize("n_spares", [0, 4])
-@pytest.mark.parametrize("budget", [0, 300 * KIB, 600 * KIB, 1500 * KIB])
-@pytest.mark.parametrize("arch", EVERY_KIND)
+@pytest.mark.parametrize(
+    ("arch", "budget", "n_spares"), crossed(EVERY_KIND, (0, 150 * KIB, 300 * KIB, 750 * KIB), (0, 4))
+)
 def test_a_small_budget_is_never_exceeded_and_the_answers_stay_right(arch, budget, n_spares):
     with open_core(arch, n_spares=n_spares, ram_bytes=budget, n_ctx=1024) as core:
         ask_around(core)
@@ -131,7 +130,7 @@ def test_idle_work_ends_and_changes_no_answer(arch):
 
 
 def test_conversations_running_together_within_a_small_budget_stay_right():
-    with open_core(ram_bytes=500 * KIB, n_ctx=512, n_slots=3, n_spares=2) as core:
+    with open_core(ram_bytes=250 * KIB, n_ctx=512, n_slots=3, n_spares=2) as core:
         for turn in range(2):
             prompts = {submit(core, p, 8).id: p for p in ([*text(s, 90), *text(turn, 20)] for s in range(1, 6))}
             for request_id, result in drain(core).items():

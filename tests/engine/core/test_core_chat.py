@@ -6,7 +6,9 @@ from everwarm.config import Sampling
 from everwarm.engine.request import Finish, NewToken
 from everwarm.state.params import CheckpointParams
 from everwarm.state.policy import CutKind
+from support.campaign import crossed
 from support.drive import (
+    EVERY_KIND,
     GUARD,
     HYBRIDS,
     STATEFUL,
@@ -50,9 +52,7 @@ def test_with_checkpoints_off_the_same_chat_is_read_from_the_start():
         assert run(core, second).n_cached == 0
 
 
-@SPARES
-@pytest.mark.parametrize("arch", [*STATEFUL, "gemma3", "llama"])
-@pytest.mark.parametrize("n", [2, 3, 17, 100])
+@pytest.mark.parametrize(("arch", "n_spares", "n"), crossed((*STATEFUL, "gemma3", "llama"), (0, 4), (2, 3, 17, 100)))
 def test_an_identical_prompt_is_hardly_read_and_answers_the_same(arch, n_spares, n):
     prompt = text(3, n)
     with open_core(arch, n_spares=n_spares) as core:
@@ -110,10 +110,7 @@ def test_an_identical_prompt_is_found_again_after_idle_work(n_spares):
         assert run(core, text(3, 90), 6).tokens == first.tokens
 
 
-@SPARES
-@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3", "llama"])
-@pytest.mark.parametrize("max_tokens", [0, 1, 3])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("arch", "n_spares", "n", "max_tokens"), crossed(EVERY_KIND, (0, 4), (1, 2), (0, 1, 3)))
 def test_the_shortest_prompts_never_spin(arch, n_spares, n, max_tokens):
     prompt = text(4, n)
     with open_core(arch, n_spares=n_spares) as core:

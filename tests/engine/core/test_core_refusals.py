@@ -6,53 +6,14 @@ from everwarm.engine.core import Core
 from everwarm.engine.recovery import MAX_ATTEMPTS
 from everwarm.engine.request import Finish, NewToken
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
-from support.drive import assert_greedy, check, drain, open_core, run, step_until, submit, text
+from support.campaign import crossed
+from support.drive import EVERY_KIND, assert_greedy, check, drain, open_core, run, step_until, submit, text
+from support.refusals import Refusals, fail_decodes, refuse_restores, refuse_splices
 
 ALWAYS = 10**9
 PROMPT = text(1, 250)
 AGAIN = [*PROMPT, *text(2, 20)]
 CUTS = (80, 160)
-
-
-class Refusals:
-    """Wraps a method of the context so that its next calls are refused the way libllama refuses them."""
-
-    def __init__(self, core: Core, name: str, refuse, times: int = 1, skip: int = 0) -> None:
-        self.n_refused, self.n_calls = 0, 0
-        original = getattr(core.context, name)
-
-        def wrapped(*args, **kwargs):
-            self.n_calls += 1
-            if skip < self.n_calls and self.n_refused < times:
-                self.n_refused += 1
-                refuse(*args)
-            return original(*args, **kwargs)
-
-        setattr(core.context, name, wrapped)
-
-
-def refuse_restores(core: Core, times: int = 1) -> Refusals:
-    def refuse(seq, *_):
-        core.context._stateless[seq] = True  # the KV stays, the state is gone
-        raise StateRejected("injected")
-
-    return Refusals(core, "restore", refuse, times)
-
-
-def refuse_splices(core: Core, times: int = 1, skip: int = 0) -> Refusals:
-    def refuse(*_):
-        raise StateRejected("injected")
-
-    return Refusals(core, "splice_segment", refuse, times, skip)
-
-
-def fail_decodes(core: Core, times: int = 1, skip: int = 0) -> Refusals:
-    def refuse(feeds):
-        for feed in feeds:
-            core.context.drop(feed.seq)
-        raise DecodeFailed("injected")
-
-    return Refusals(core, "decode", refuse, times, skip)
 
 
 def fill_decodes(core: Core, times: int = 1, skip: int = 0) -> Refusals:
@@ -205,9 +166,7 @@ def test_a_window_that_cannot_be_seated_anew_does_not_stop_the_engine():
 # decoding
 
 
-@pytest.mark.parametrize("n_spares", [0, 4])
-@pytest.mark.parametrize("skip", [0, 1, 2, 4])
-@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3", "llama"])
+@pytest.mark.parametrize(("arch", "skip", "n_spares"), crossed(EVERY_KIND, (0, 1, 2, 4), (0, 4)))
 def test_a_batch_that_fails_once_is_started_over(arch, skip, n_spares):
     with open_core(arch, n_spares=n_spares) as core:
         failed = fail_decodes(core, skip=skip)

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from engine.core.test_core_refusals import refuse_restores, refuse_splices
 from everwarm.engine.core import Core
 from everwarm.engine.request import NewToken
 from support.drive import (
@@ -17,6 +16,7 @@ from support.drive import (
     submit,
     text,
 )
+from support.refusals import refuse_restores, refuse_splices
 
 FIRST, SECOND = text(1, 150), text(2, 200)
 
@@ -45,9 +45,9 @@ def test_kv_of_one_conversation_is_never_kept_for_another():
     with open_core(n_slots=1, n_spares=1, n_ctx=256) as core:
         crowded(core)
         refuse_restores(core)
-        run(core, [*SECOND, *text(3, 10)])
+        assert run(core, [*SECOND, *text(3, 10)]).n_cached == 60, "the point before the one that was refused"
         rows = record_logits(core)
-        run(core, following)
+        assert run(core, following).n_cached == 146
     with open_core(n_slots=1) as fresh:
         cold_rows = record_logits(fresh)
         run(fresh, following)
@@ -58,7 +58,7 @@ def test_the_control_without_a_crowd_both_come_back_and_agree_with_a_cold_run():
     following = [*FIRST, *text(4, 10)]
     with open_core(n_slots=1, n_spares=1, n_ctx=1024) as core:
         crowded(core)
-        run(core, [*SECOND, *text(3, 10)])
+        assert run(core, [*SECOND, *text(3, 10)]).n_cached == 196
         rows = record_logits(core)
         assert run(core, following).n_cached == 146
     with open_core(n_slots=1) as fresh:
@@ -80,8 +80,8 @@ def test_a_second_attempt_does_not_count_on_what_the_first_moved_out():
         assert_greedy(core, [*prompt, *text(4, 20)], result)
 
 
-def test_a_segment_that_does_not_fit_beside_a_running_request_leads_to_the_point_before_it():
-    """No refusal needed: the checkpoint at 120 lies inside a segment of 96 cells, and fewer are free."""
+def test_a_branch_inside_a_segment_is_brought_back_beside_a_running_request():
+    """The checkpoint at 120 lies inside a segment of 96 cells."""
     prompt = text(1, 200)
     branch, again = [*prompt[:120], *text(9, 30)], [*prompt[:120], *text(10, 5)]
     with open_core(n_spares=2, n_ctx=256) as core:
@@ -93,7 +93,9 @@ def test_a_segment_that_does_not_fit_beside_a_running_request_leads_to_the_point
         for _ in range(10):
             step_until(core, NewToken)
         request = submit(core, again)
-        assert_greedy(core, again, drain(core)[request.id])
+        result = drain(core)[request.id]
+        assert result.n_cached == 120
+        assert_greedy(core, again, result)
 
 
 def test_saving_the_old_conversation_does_not_evict_the_one_being_brought_back():
@@ -104,5 +106,6 @@ def test_saving_the_old_conversation_does_not_evict_the_one_being_brought_back()
         per_token = core.tree.ram_bytes / 103
         core.ram_budget.n_bytes = int(per_token * 250)  # room for one and a half of them
         result = run(core, [*short, *text(3, 10)])
+        assert result.n_cached == 100
         assert_greedy(core, [*short, *text(3, 10)], result)
         check(core)

@@ -6,6 +6,7 @@ from everwarm.config import Sampling
 from everwarm.engine.request import Finish, NewToken, Progress
 from everwarm.errors import BadRequest, PromptTooLong
 from everwarm.state.params import CheckpointParams
+from support.campaign import crossed
 from support.drive import (
     EVERY_KIND,
     GUARD,
@@ -43,10 +44,7 @@ class Chat:
         return self.history
 
 
-@SPARES
-@pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("drops", [0, 3])
-@pytest.mark.parametrize("arch", EVERY_KIND)
+@pytest.mark.parametrize(("arch", "n_spares", "idle", "drops"), crossed(EVERY_KIND, (0, 4), (False, True), (0, 3)))
 def test_six_conversations_in_two_slots_never_read_their_history_again(arch, n_spares, idle, drops):
     chats = [Chat(seed, drops) for seed in range(1, 7)]
     with open_core(arch, n_spares=n_spares, n_ctx=1024) as core:
@@ -187,9 +185,9 @@ def test_the_longest_prompt_that_fits_is_answered(arch):
         assert len(run(core, text(1, n), 50).tokens) == 1
 
 
-@SPARES
-@pytest.mark.parametrize("n_checkpoints", [0, 32])
-@pytest.mark.parametrize("arch", [*STATEFUL, "gemma3", "llama"])
+@pytest.mark.parametrize(
+    ("arch", "n_spares", "n_checkpoints"), crossed((*STATEFUL, "gemma3", "llama"), (0, 4), (0, 32))
+)
 def test_two_requests_that_do_not_fit_together_both_finish_whole(arch, n_spares, n_checkpoints):
     params = CheckpointParams(max_checkpoints=n_checkpoints)
     prompts = [text(1, 60), text(2, 60)]

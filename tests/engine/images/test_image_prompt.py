@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 
-import blake3
 import numpy as np
 import pytest
 
@@ -22,41 +20,11 @@ from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.object import Damaged
 from everwarm.state.store.slot_file import Claim
 from support.drive import GUARD, check, drain, run, text, tidy
+from support.image_cores import ask, picture, seeing_core
 from support.models import tiny_vision
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 SEEING = ("qwen35", "gemma3")
-
-
-@contextmanager
-def seeing_core(arch="qwen35", *, memory=None, **settings):
-    model, mmproj = tiny_vision(arch)
-    wanted = {"n_slots": 2, "n_ctx": 4096, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20} | settings
-    given = None if memory is None else os.dup(memory)
-    core = assemble(model, EngineSettings(mmproj=str(mmproj), **wanted), memory=given)
-    try:
-        yield core
-    finally:
-        core.close()
-
-
-def picture(seed: int, width: int = 96, height: int = 64) -> Pixels:
-    rgb = np.random.default_rng(seed).integers(0, 256, 3 * width * height, np.uint8).tobytes()
-    return Pixels(blake3.blake3(rgb + bytes([width % 256, height % 256])).digest(), width, height, rgb)
-
-
-def ask(core, parts: list, *, max_tokens: int = 4, with_pixels: bool = True, **more):
-    """``parts`` are token lists and pictures."""
-    items, pictures = [], {}
-    for part in parts:
-        if isinstance(part, Pixels):
-            item = core.images.item(part)
-            pictures[item.digest] = part if with_pixels else Pixels(part.digest, part.width, part.height)
-            items.append(item)
-        else:
-            items += part
-    options = {"sampling": GREEDY, "ignore_eos": True} | more
-    return core.submit(Ask(Prompt.of_items(items), max_tokens=max_tokens, pictures=pictures, **options))
 
 
 def look(core, parts: list, **more) -> Result:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.tiers.test_tier_writer import HISTORY, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
 from everwarm.engine.inspect.reasons import N_SHOWN, Reason
@@ -18,6 +17,7 @@ from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Segment, Tree
 from everwarm.types import Position, TokenCount
 from support.drive import EVERY_KIND, GUARD, open_core, run, text, tidy
+from support.kept_cores import HISTORY, STABLE, kept_core, put_away
 
 KNOWN = text(1, 100)
 OTHER = text(2, 60)
@@ -275,7 +275,7 @@ def test_what_was_erased_is_not_remembered():
         assert run(core, HISTORY).why == Why(Reason.NEW, n_kv=0)
 
 
-@pytest.mark.parametrize("ram_bytes", [0, 1 << 20, 64 << 20])
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 19, 64 << 20])
 def test_whatever_happens_nothing_is_claimed_that_was_not_read(ram_bytes):
     """Random edits and extensions in two namespaces; everything that was ever read is the oracle."""
     rng = np.random.default_rng(ram_bytes)

@@ -1,10 +1,11 @@
 """Who may decode how many tokens: replies first, then prompts, evenly."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, next_to_suspend, plan
+from support.campaign import by_chance
 
 readers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 3000), is_writing=st.just(False))
 writers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 5), is_writing=st.just(True))
@@ -18,7 +19,7 @@ def sizes(grants: list[Grant]) -> dict[int, int]:
     return {grant.slot: grant.n_tokens for grant in grants}
 
 
-@settings(max_examples=400, deadline=None)
+@by_chance(100, 4000)
 @given(lanes, budgets)
 def test_grants_stay_within_the_budget_and_within_what_is_wanted(found, budget):
     grants = sizes(plan(found, budget))
@@ -29,7 +30,7 @@ def test_grants_stay_within_the_budget_and_within_what_is_wanted(found, budget):
         assert sum(grants.get(lane.slot, 0) for lane in found if not lane.is_writing) <= budget.n_beside
 
 
-@settings(max_examples=400, deadline=None)
+@by_chance(100, 4000)
 @given(lanes, budgets)
 def test_every_reply_gets_exactly_one_token_and_comes_first(found, budget):
     writing = [lane.slot for lane in found if lane.is_writing][: budget.n_step]
@@ -37,13 +38,13 @@ def test_every_reply_gets_exactly_one_token_and_comes_first(found, budget):
     assert [(grant.slot, grant.n_tokens) for grant in grants[: len(writing)]] == [(slot, 1) for slot in writing]
 
 
-@settings(max_examples=400, deadline=None)
+@by_chance(100, 4000)
 @given(lanes, budgets)
 def test_somebody_always_moves(found, budget):
     assert bool(plan(found, budget)) == bool(found)
 
 
-@settings(max_examples=400, deadline=None)
+@by_chance(100, 4000)
 @given(lanes, budgets)
 def test_no_prompt_starves_where_there_is_a_token_for_everybody(found, budget):
     reading = [lane for lane in found if not lane.is_writing]
@@ -54,7 +55,7 @@ def test_no_prompt_starves_where_there_is_a_token_for_everybody(found, budget):
         assert all(lane.slot in grants for lane in reading)
 
 
-@settings(max_examples=400, deadline=None)
+@by_chance(100, 4000)
 @given(lanes, budgets)
 def test_prompts_share_evenly_and_nothing_wanted_is_left_lying(found, budget):
     reading = [lane for lane in found if not lane.is_writing]
@@ -68,7 +69,7 @@ def test_prompts_share_evenly_and_nothing_wanted_is_left_lying(found, budget):
     assert not cut_short or max(given_out.values()) - min(cut_short) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@by_chance(30, 1000)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=8), budgets)
 def test_every_prompt_is_read_in_the_end(prompts, budget):
     left = dict(enumerate(prompts))
@@ -103,7 +104,7 @@ def test_no_lanes_no_grants():
 # the rule that keeps the engine moving
 
 
-@settings(max_examples=400, deadline=None)
+@by_chance(100, 4000)
 @given(lanes.filter(bool), budgets, st.data())
 def test_the_oldest_gets_a_token_however_few_there_are(found, budget, data):
     oldest = data.draw(st.sampled_from(found)).slot
@@ -113,7 +114,7 @@ def test_the_oldest_gets_a_token_however_few_there_are(found, budget, data):
     assert all(1 <= n <= wanted[slot] for slot, n in grants.items())
 
 
-@settings(max_examples=400, deadline=None)
+@by_chance(100, 4000)
 @given(lanes.filter(bool), budgets, st.integers(0, 3000), st.randoms(use_true_random=False))
 def test_what_fits_begins_with_the_oldest_and_leaves_no_cell_that_somebody_wants(found, budget, n_free, rng):
     order = [lane.slot for lane in found]

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.slotfile.test_slot_origin import MINE, conversation
 from everwarm.engine.slotfile import slot_io
 from everwarm.errors import EverwarmError
 from everwarm.state.store.object import Damaged
 from everwarm.state.store.slot_names import COMPANION
 from support.crash_writer import in_memory
+from support.slot_files import MINE, conversation
 
 N_MUTANTS = 100_000 if os.environ.get("EVERWARM_CAMPAIGN") else 300
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from everwarm.engine.request import Ask
@@ -31,16 +30,10 @@ from everwarm.state.store.slot_file import NO_FILE, Claim, UnknownOrigin
 from everwarm.state.store.slot_names import COMPANION, namespace_folder, sweep_all
 from support.drive import EVERY_KIND, check, drain, open_core, run, text, tidy
 from support.models import tiny_model
+from support.slot_files import MINE, conversation
 
 HISTORY, NEW = text(1, 300), text(2, 30)
-MINE = Claim("model", "mine")
 TRUSTING = replace(MINE, trusts_origin=True)
-
-
-def conversation(n: int = 40, seed: int = 3) -> slot_io.Saved:
-    """What a slot file holds, without a model that it could be of."""
-    rng = np.random.default_rng(seed)
-    return slot_io.Saved(Prompt.of_tokens(rng.integers(0, 250, n)), rng.integers(0, 256, 5000).astype(np.uint8))
 
 
 def read(path: Path, claim: Claim = MINE) -> slot_io.Saved:

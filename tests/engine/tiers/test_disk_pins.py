@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.inspect.test_disk_view import NAMESPACE, on_disk, order, pages, talk
-from engine.tiers.test_ram import die
-from engine.tiers.test_tier_writer import files, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.state.store.index import INDEX
 from everwarm.state.tree import Node
+from support.cache_orders import NAMESPACE, on_disk, order, pages, talk
 from support.drive import EVERY_KIND, check, open_core, run, text, tidy
+from support.kept_cores import die, files, kept_core, put_away
 
 MORE = text(9, 30)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from engine.tiers.test_tier_writer import HISTORY, NEW, STABLE, kept_core, put_away
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken
 from everwarm.state.store.object import Damaged
 from support.drive import check, drain, run, submit, text
+from support.kept_cores import HISTORY, NEW, STABLE, kept_core, put_away
 
 NEXT = [*HISTORY[:STABLE], *NEW]
 

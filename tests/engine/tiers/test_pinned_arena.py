@@ -17,8 +17,8 @@ from everwarm.errors import BadRequest
 from everwarm.llama.system.pinned_memory import Runtime
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.arena_file import memory_file
-from llama.system.test_pinned_memory import FakeCuda
 from support.drive import open_core, run, text, tidy
+from support.fake_cuda import FakeCuda
 
 MIB = 1 << 20
 FACTS = {"is_on_gpu": True, "n_bytes": 8 * MIB, "free_bytes": 16 * MIB}

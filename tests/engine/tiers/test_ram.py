@@ -7,22 +7,13 @@ import os
 import numpy as np
 import pytest
 
-from engine.tiers.test_tier_writer import fingerprint_of_slot
-from everwarm.engine.core import Core
 from support.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text, tidy
+from support.kept_cores import die, fingerprint_of_slot
 from support.models import tiny_model
 
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
 HISTORY, NEW, STABLE = text(1, 600), text(2, 40), 580
 NEXT = [*HISTORY[:STABLE], *NEW]
-
-
-def die(core: Core) -> None:
-    """All that an engine has done when it is killed a moment after its last turn."""
-    tidy(core)
-    core.ram.flush()
-    check(core)
-    core.ram.arena.check()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -115,7 +106,7 @@ def test_another_file_or_another_setting_finds_nothing(memory, tmp_path):
 def test_an_engine_with_a_smaller_budget_keeps_what_is_worth_most(memory):
     """It drops the rest before it asks for its context, and the memory goes back at once."""
     conversations = [text(30 + i, 400) for i in range(6)]
-    with open_core(memory=memory) as core:
+    with open_core(width=128, memory=memory) as core:
         for conversation in conversations:
             run(core, conversation, stable=380)
         run(core, HISTORY, stable=STABLE)
@@ -123,7 +114,7 @@ def test_an_engine_with_a_smaller_budget_keeps_what_is_worth_most(memory):
         die(core)
         n_before = core.tree.ram_bytes
     budget = n_before // 3
-    with open_core(memory=memory, ram_bytes=budget) as core:
+    with open_core(width=128, memory=memory, ram_bytes=budget) as core:
         assert core.ram.n_adopted > 0 and 0 < core.tree.ram_bytes <= budget == core.ram_budget.n_bytes
         assert os.fstat(memory).st_blocks * 512 < n_before
         check(core)

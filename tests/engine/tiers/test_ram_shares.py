@@ -25,20 +25,20 @@ def kept(core: Core, namespace: str) -> int:
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_loud_neighbour_takes_no_more_than_its_share_of_ram(share):
-    with open_core(ram_bytes=8 * MIB, namespace_share=share) as core:
+    with open_core(ram_bytes=4 * MIB, namespace_share=share) as core:
         run(core, QUIET, stable=580, namespace="quiet")
         tidy(core)
         for seed in range(10, 24):
             one_turn(core, seed, "loud")
             check(core)
-            assert kept(core, "loud") <= share * 8 * MIB and core.tree.ram_bytes <= 8 * MIB
+            assert kept(core, "loud") <= share * 4 * MIB and core.tree.ram_bytes <= 4 * MIB
         n_cached = run(core, NEXT, namespace="quiet").n_cached
     assert n_cached == (580 if share < 1 else 0), "with no shares the loud one must win, or this test could not fail"
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_loud_neighbour_takes_no_more_than_its_share_of_the_disk(tmp_path, share):
-    store = StoreSettings(str(tmp_path / "states"), 8 * MIB, restore_policy="always")
+    store = StoreSettings(str(tmp_path / "states"), 4 * MIB, restore_policy="always")
     with open_core(store=store, namespace_share=share) as core:
         run(core, QUIET, stable=580, namespace="quiet")
         core.put_away()
@@ -46,7 +46,7 @@ def test_a_loud_neighbour_takes_no_more_than_its_share_of_the_disk(tmp_path, sha
             one_turn(core, seed, "loud")
         core.put_away()
         assert core.tier_writer.disk.is_on
-        assert core.tier_writer.disk.n_bytes <= 8 * MIB
+        assert core.tier_writer.disk.n_bytes <= 4 * MIB
     with open_core(store=store, namespace_share=share) as core:
         n_cached = run(core, NEXT, namespace="quiet").n_cached
     assert n_cached == (580 if share < 1 else 0), "with no shares the loud one must win, or this test could not fail"

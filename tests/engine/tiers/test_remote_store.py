@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 
-from engine.tiers.test_tier_writer import HISTORY, NEW, STABLE, fingerprint_of_slot
-from everwarm.engine.core import Core
-from everwarm.engine.settings import RemoteSettings, StoreSettings
-from support.drive import EVERY_KIND, GUARD, check, open_core, run, submit, text
+from support.campaign import crossed
+from support.drive import EVERY_KIND, GUARD, check, run, submit, text
+from support.kept_cores import HISTORY, NEW, STABLE, fingerprint_of_slot, put_away, sharing
 
 NEXT = [*HISTORY[:STABLE], *NEW]
-_fresh = itertools.count()
-
-
-@pytest.fixture
-def url() -> str:
-    return f"memory://shared-{next(_fresh)}"
-
-
-@contextmanager
-def sharing(url: str, arch: str = "qwen35", *, store: Path | None = None, key: Path | None = None, **settings):
-    remote = RemoteSettings(url, None if key is None else str(key), restore_policy="always", wait_s=10.0)
-    disk = None if store is None else StoreSettings(str(store), 1 << 30, restore_policy="always")
-    with open_core(arch, store=disk, remote=remote, **settings) as core:
-        assert core.tier_writer.remote.is_on
-        yield core
-
-
-def put_away(core: Core) -> None:
-    core.put_away()
-    check(core)
 
 
 @pytest.mark.parametrize("arch", EVERY_KIND)
@@ -84,9 +59,7 @@ def test_where_conversations_part_is_shared(url):
         assert run(core, [*HISTORY[:400], *text(9, 60)], boundaries=(100, 400)).n_cached == 400
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 1e9])
-@pytest.mark.parametrize("n_spares", [0, 4])
-@pytest.mark.parametrize("arch", EVERY_KIND)
+@pytest.mark.parametrize(("arch", "n_spares", "wait_s"), crossed(EVERY_KIND, (0, 4), (0.0, 1e9)))
 def test_a_turn_is_shared_while_others_run(url, arch, n_spares, wait_s, monkeypatch):
     monkeypatch.setattr("everwarm.engine.tiers.tier_writer.OVERDUE_S", wait_s)
     with sharing(url, arch, n_spares=n_spares) as core:

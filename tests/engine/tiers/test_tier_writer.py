@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,39 +17,11 @@ from everwarm.engine.settings import StoreSettings
 from everwarm.engine.tiers import loader as fetch_module
 from everwarm.engine.tiers import tier_writer as writer_module
 from everwarm.engine.tiers.tier_writer import TierWriter
-from everwarm.state.tree import START
 from support.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text
+from support.kept_cores import HISTORY, NEW, STABLE, files, fingerprint_of_slot, kept_core, put_away
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
-HISTORY, NEW = text(1, 600), text(2, 40)
-STABLE = 580
-
-
-@contextmanager
-def kept_core(tmp_path: Path, arch: str = "qwen35", *, policy: str = "always", disk_bytes: int = 1 << 30, **settings):
-    store = StoreSettings(str(tmp_path / "states"), disk_bytes, restore_policy=policy)
-    with open_core(arch, store=store, **settings) as core:
-        assert core.tier_writer.disk.is_on
-        yield core
-
-
-def put_away(core: Core) -> None:
-    core.put_away()
-    check(core)
-
-
-def files(tmp_path: Path, kind: str = "") -> list[Path]:
-    return sorted(path for path in (tmp_path / "states").rglob("*.ew") if path.name.startswith(kind))
-
-
-def fingerprint_of_slot(core: Core, n_tokens: int) -> tuple[bytes, bytes]:
-    """Everything libllama holds of the sequence that ends there: its state and its KV."""
-    slot = next(slot for slot in core.slots if slot.n_fed == n_tokens)
-    kind, end = core.context.kind, core.context.end(slot.seq)
-    kv = core.context.capture_segment(slot.seq, START, end).tobytes() if kind.has_attention else b""
-    state = core.context.capture(slot.seq).tobytes() if kind.needs_checkpoints else b""
-    return state, kv
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -305,12 +276,12 @@ def test_many_states_on_disk_are_searched_away_from_the_steps(tmp_path, monkeypa
 
 
 def test_a_small_disk_keeps_within_its_budget_and_what_is_left_is_right(tmp_path):
-    with kept_core(tmp_path, disk_bytes=2 << 20) as core:
+    with kept_core(tmp_path, disk_bytes=1 << 20) as core:
         for seed in range(8):
             run(core, text(seed, 400), stable=380)
             put_away(core)
             disk = core.tier_writer.disk
-            assert disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 2 << 20
+            assert disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 1 << 20
         assert disk.counts.n_evicted > 0
     with kept_core(tmp_path, n_slots=1) as core:
         warm = [run(core, [*text(seed, 400)[:380], *NEW]).n_cached for seed in range(8)]

@@ -15,6 +15,7 @@ import pytest
 from everwarm.gateway.anthropic.schema import CountBody, read_body
 from everwarm.gateway.anthropic.to_chat import chat_body
 from support.models import EMBEDDED, tiny_vision
+from support.prompts import anthropic_tokens, n_common
 from support.server import GUARD, Server, frozen, serving, serving_models, words
 
 KEY = "a-key-of-some-length"
@@ -167,17 +168,6 @@ def test_usage_tells_new_and_old_apart(client):
 
 
 # a tool and its result
-
-
-def tokens_of(server: Server, body: dict[str, Any]) -> list[int]:
-    chat = chat_body(read_body(json.dumps(body).encode(), CountBody))
-    more = {"tools": chat.tools, "chat_template_kwargs": chat.chat_template_kwargs}
-    text = server.rendered(chat.messages, **more)
-    return [int(token) for token in server.ask("/tokenize", {"content": text})["tokens"]]
-
-
-def n_common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def test_an_answer_comes_from_the_result(client):
@@ -349,7 +339,7 @@ def two_turns(server: Server) -> tuple[int, int]:
     reply, usage = claude_call(server, one)
     assert usage["cache_creation_input_tokens"] > 400 and usage["input_tokens"] <= GUARD
     two = claude_code(2, second_turn(reply))
-    prompts = [tokens_of(server, body) for body in (one, two)]
+    prompts = [anthropic_tokens(server, body) for body in (one, two)]
     _, usage = claude_call(server, two)
     n_new = len(prompts[1]) - n_common(*prompts)
     assert sum(usage.values()) - usage["output_tokens"] == len(prompts[1])

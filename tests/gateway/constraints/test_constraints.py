@@ -16,12 +16,13 @@ from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
+from support.campaign import CAMPAIGN
 from support.constraint_cases import SCHEMA, SCHEMAS, TOOLS, WEATHER, WORDS_OF, obeys
 from support.server import Server, serving, serving_models
 
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
-N_SEEDS = 32
+N_SEEDS = 32 if CAMPAIGN else 16
 
 TEMPLATE = (
     "{#- %s -#}{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%% endfor %%}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import shutil
 import signal
@@ -11,20 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
-from PIL import Image
 
+from support.image_files import data_url
 from support.models import tiny_model, tiny_vision
 from support.server import GUARD, Server, serving, serving_models, until
-
-
-def url(seed: int, width: int = 160, height: int = 96, form: str = "PNG") -> str:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(pixels).save(data, form)
-    return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def shown(text: str, *pictures: str) -> dict[str, Any]:
@@ -48,8 +38,12 @@ def text_of(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-TALK = [shown("Look at this", url(1)), {"role": "assistant", "content": "I see."}, {"role": "user", "content": "What?"}]
-EDIT = [shown("See this", url(1)), *TALK[1:]]
+TALK = [
+    shown("Look at this", data_url(1)),
+    {"role": "assistant", "content": "I see."},
+    {"role": "user", "content": "What?"},
+]
+EDIT = [shown("See this", data_url(1)), *TALK[1:]]
 NEW = 60  # a reply, a short question, and what the template puts around them
 
 
@@ -75,7 +69,7 @@ def test_the_next_turn_reads_only_what_is_new(server):
     assert n_read <= n_prompt - first + GUARD <= NEW + GUARD
     n_prompt, n_read = read(say(server, TALK))
     assert n_read <= GUARD, "the same again"
-    n_prompt, n_read = read(say(server, [shown("Look at this", url(2)), *TALK[1:]]))
+    n_prompt, n_read = read(say(server, [shown("Look at this", data_url(2)), *TALK[1:]]))
     assert n_prompt > n_read > 60, "another picture is another conversation from there on"
 
 
@@ -91,9 +85,9 @@ def test_the_real_client_shows_pictures_streaming_and_not(server):
 
 
 def test_every_kind_of_file_is_the_same_picture_where_its_pixels_are(server):
-    first = say(server, [shown("A form", url(5, form="PNG"))])
-    assert read(say(server, [shown("A form", url(5, form="GIF"))]))[0] == read(first)[0]
-    again = say(server, [shown("A form", url(5, form="PNG").replace("image/png", "image/jpeg"))])
+    first = say(server, [shown("A form", data_url(5, form="PNG"))])
+    assert read(say(server, [shown("A form", data_url(5, form="GIF"))]))[0] == read(first)[0]
+    again = say(server, [shown("A form", data_url(5, form="PNG").replace("image/png", "image/jpeg"))])
     assert read(again)[1] <= GUARD, "content decides, not what it is called"
 
 

@@ -16,8 +16,8 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.ollama.model_list import capabilities, size_text
 from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate, OllamaMessage, messages_of
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
-from gateway.images.test_image_chat import url
-from serving.test_fuzz import FUZZ, TEXT, Json, bodies
+from support.fuzz import FUZZ, TEXT, Json, bodies
+from support.image_files import data_url
 from support.models import EMBEDDED, tiny_vision
 from support.server import Server, serving, serving_models, until
 
@@ -195,7 +195,7 @@ def test_a_model_that_sees_is_shown_pictures_and_the_others_are_found_by_name(tm
     model, mmproj = tiny_vision("qwen35")
     for name, file in (("seeing.gguf", model), ("mmproj-seeing.gguf", mmproj), ("blind.gguf", EMBEDDED)):
         (tmp_path / name).symlink_to(file)
-    picture = url(1).partition(",")[2]
+    picture = data_url(1).partition(",")[2]
     asked = {"prompt": "What is this?", "options": {"temperature": 0, "num_predict": 4}}
     with serving_models(tmp_path) as server, ollama.Client(server.url) as client:
         assert {listed.model for listed in client.list().models} == {"seeing:latest", "blind:latest"}

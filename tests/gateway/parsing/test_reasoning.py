@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -169,18 +168,3 @@ def test_a_style_can_be_named():
 
 def test_the_embedded_model_thinks_inside_the_tag_its_prompt_opened(embedded_model):
     assert detect_reasoning(embedded_model.chat_template, "<|im_start|>assistant\n<think>\n") == OPENED
-
-
-def test_time_per_token_is_shown():
-    tokens = [
-        *(["The", " answer", " is", " near", ",\n", " I", " <", " think", "."] * 2000),
-        "</think>",
-        "\n\n",
-        "Yes.",
-    ]
-    parser = ReasoningParser(OPENED)
-    begun = time.perf_counter()
-    for token in tokens:
-        parser.feed(token)
-    parser.finish()
-    print(f"reasoning: {1e6 * (time.perf_counter() - begun) / len(tokens):.2f} µs per token")

@@ -502,20 +502,3 @@ def test_odd_tools_are_tools_without_schemas(tools):
 def test_a_schema_that_refers_to_itself_ends():
     tools = [{"name": "f", "parameters": {"properties": {"n": {"$ref": "#/properties/n"}}}}]
     assert told("qwen-xml", "<function=f><parameter=n>1</parameter></function>", tools) == [("f", {"n": "1"})]
-
-
-def test_time_per_token_is_shown():
-    prose = ["The", " answer", " is", " <", "b", ">", " near", ",\n"] * 500
-    inside = ["some", " code", " with", " words", "_and", " 12", "\\n", " <", "x", ">"] * 400
-    for format, begin, end in [
-        ("hermes", ["<tool_call>", '{"name"', ': "f"', ', "arguments"', ': {"s": "'], ['"}}', "</tool_call>"]),
-        ("qwen-xml", ["<tool_call>", "<function", "=f", ">", "<parameter", "=s>\n"], ["\n</parameter>", "</function>"]),
-        ("pythonic", ["<|tool_call_start|>", "[f", "(s", '="'], ['")]', "<|tool_call_end|>"]),
-    ]:
-        tokens = [*prose, *begin, *inside, *end]
-        parser = ToolParser(format, TOOLS)
-        begun = time.perf_counter()
-        for token in tokens:
-            parser.feed(token)
-        parser.finish()
-        print(f"{format}: {1e6 * (time.perf_counter() - begun) / len(tokens):.2f} µs per token")

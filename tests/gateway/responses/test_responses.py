@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items
+from support.prompts import responses_tokens
 from support.server import GUARD, Server, is_alive, serving, until, words
 
 WEATHER: Any = {
@@ -116,15 +117,6 @@ def test_events_come_in_the_order_clients_count_on(client):
 
 
 # loops of tools
-
-
-def rendered(server: Server, body: dict[str, Any], before: list[Any]) -> list[int]:
-    """The tokens of the prompt that a body stands for, by way of the chat dialect."""
-    typed = msgspec.convert(body, ResponsesBody)
-    chat = asked(typed, [*before, *own_items(typed, "0", lambda _: None)]).chat
-    options = {"tools": chat.tools, "chat_template_kwargs": chat.chat_template_kwargs or {}}
-    text = server.rendered(chat.messages, **options)
-    return [int(token) for token in server.ask("/tokenize", {"content": text})["tokens"]]
 
 
 def n_common(a: list[int], b: list[int]) -> int:
@@ -280,7 +272,7 @@ def test_what_codex_sends_is_understood_and_read_once(server):
         response = events[-1]["response"]
         assert events[0]["type"] == "response.created" and response["status"] in ("completed", "incomplete")
         assert {tool["type"] for tool in body["tools"]} - {tool["type"] for tool in response["tools"]} == {"web_search"}
-        prompts.append(rendered(server, body, []))
+        prompts.append(responses_tokens(server, body, []))
         usage = response["usage"]
         assert usage["input_tokens"] == len(prompts[-1])
         n_reads.append(usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"])

@@ -23,7 +23,7 @@ from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallE
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
 from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items, sealed, unsealed
 from everwarm.gateway.responses.tools import offered
-from serving.test_fuzz import Json, bodies
+from support.fuzz import Json, bodies
 from support.server import Server, serving
 
 FUZZ = settings(

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,19 +20,17 @@ from everwarm.config import read_key
 from everwarm.engine.settings import RemoteSettings
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import keys, root_key
+from everwarm.state.lineage import root_key
 from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket, BucketPiece, StoreFault
 from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, CircuitBreaker
 from everwarm.state.remote.download import PIECE
-from everwarm.state.remote.pointer import GRIDS, MAC_BYTES, Mac, Need, Parcel, Pointer, grid_points, names_at, probes
+from everwarm.state.remote.pointer import GRIDS, MAC_BYTES, Mac, Parcel, probes
 from everwarm.state.remote.remote_tier import RemoteTier
-from everwarm.state.store.object import Damaged, ObjectHeader, file_size, name_of
+from everwarm.state.store.object import Damaged
 from everwarm.state.tier import OnPrompts
+from support.parcels import ITEMS, KEY, MODEL, N, fetch, find, parcel, read, stored
 
-MODEL, KEY = "model|f16|f16|auto|unified", bytes(range(32))
-ITEMS = Prompt.of_tokens(range(100, 400))
-N = 200
 PATIENT_S = 10.0  # a busy machine is no dead store
 _fresh = itertools.count()
 
@@ -59,43 +56,6 @@ def opened() -> Iterator:
     yield make
     for one in made:
         one.close()
-
-
-def parcel(
-    n: int = N, *, prompt: Prompt = ITEMS, model: str = MODEL, space: str = "", kv_bytes: int = 100_000
-) -> Parcel:
-    """A state after ``n`` items and the KV it needs."""
-    root = root_key(model, space)
-    named = keys(root, prompt, {0, n, *grid_points(n).values()})
-    items = np.ascontiguousarray(prompt.codes[:n], "<i4").view(np.uint8)
-    blobs = [np.random.default_rng(n + i).integers(0, 256, size, np.uint8) for i, size in enumerate((kv_bytes, 70_000))]
-    common = {"fingerprint": model, "key": named[n], "n_items": n}
-    kv = ObjectHeader(kind="kv", start=named[0], n_start=0, **common)
-    state = ObjectHeader(kind="state", start=named[n], n_start=n, needs=(name_of(kv),), reaches=(n,), **common)
-    objects = ((kv, {"items": items, "kv": blobs[0]}), (state, {"items": items, "state": blobs[1]}))
-    sizes = [file_size(*thing) + MAC_BYTES for thing in objects]
-    post = Pointer(named[n], n, sizes[1], (Need(name_of(kv), sizes[0], n),))
-    names = names_at(named[n], {grid: named[at] for grid, at in grid_points(n).items()})
-    return Parcel(objects, post, tuple(names))
-
-
-def find(remote: RemoteTier, prompt: Prompt = ITEMS, ends: tuple[int, ...] = (N,), space: str = "", model: str = MODEL):
-    return remote.find(root_key(model, space), prompt, ends, least=16)
-
-
-def read(remote: RemoteTier, name: str, size: int, section: str, patience_s: float = 5.0) -> bytes:
-    with remote.reading(name, remote.download(name, size, patience_s)) as reader:
-        return reader.read(section).tobytes()
-
-
-def fetch(remote: RemoteTier, post: Pointer) -> tuple[bytes, bytes]:
-    (need,) = post.needs
-    return read(remote, post.name, post.size, "state"), read(remote, need.name, need.size, "kv")
-
-
-def stored(one: Parcel) -> tuple[bytes, bytes]:
-    (_, kv), (_, state) = one.objects
-    return state["state"].tobytes(), kv["kv"].tobytes()
 
 
 def files(folder: Path) -> dict[str, Path]:

@@ -13,8 +13,8 @@ from everwarm.state.lineage import point_of
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.index import INDEX
 from everwarm.state.store.pin_file import MAX_PINS, PINS, Pin, Pins
-from state.store.test_disk import Failing, OpenDisk, check, open_disk, place, put_all, replace_index  # noqa: F401 - fixtures
 from support.crash_writer import STEP, Thing, state
+from support.disks import Failing, OpenDisk, check, put_all, replace_index
 
 
 def pin_of(thing: Thing, *above: Thing) -> Pin:
@@ -30,7 +30,7 @@ def fill(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("again", ["the same process", "the next", "the index is lost", "the index is damaged"])
-def test_a_pinned_state_and_those_above_it_outlive_better_ones(open_disk: OpenDisk, place: Path, again):  # noqa: F811
+def test_a_pinned_state_and_those_above_it_outlive_better_ones(open_disk: OpenDisk, place: Path, again):
     pinned, above, other = state(1), state(2), state(3)
     budget = 6 * state(10, 50 * STEP).size
     disk = open_disk(budget)
@@ -51,7 +51,7 @@ def test_a_pinned_state_and_those_above_it_outlive_better_ones(open_disk: OpenDi
     assert not {pinned.name, above.name} & disk.names(), "this test could not fail"
 
 
-def test_what_is_pinned_goes_when_nothing_else_can(open_disk: OpenDisk):  # noqa: F811
+def test_what_is_pinned_goes_when_nothing_else_can(open_disk: OpenDisk):
     pinned, new = state(1), state(2)
     disk = open_disk(pinned.size)
     put_all(disk, pinned)
@@ -62,7 +62,7 @@ def test_what_is_pinned_goes_when_nothing_else_can(open_disk: OpenDisk):  # noqa
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"[{}]", b"\xff" * 99, b'[{"key":1,"n_items":"x","space":""}]'])
-def test_a_file_that_cannot_be_understood_holds_none(open_disk: OpenDisk, place: Path, data):  # noqa: F811
+def test_a_file_that_cannot_be_understood_holds_none(open_disk: OpenDisk, place: Path, data):
     disk = open_disk()
     disk.pin(pin_of(state(1)))
     assert stat.S_IMODE((place / PINS).stat().st_mode) == 0o600
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_understood_holds_none(open_disk: OpenDisk, place:
 
 
 @pytest.mark.parametrize("operation", [("create", 1), ("append", 1), ("sync", 1), ("rename", 1), ("rename", 2)])
-def test_a_disk_that_refuses_keeps_the_pins_it_has(open_disk: OpenDisk, operation):  # noqa: F811
+def test_a_disk_that_refuses_keeps_the_pins_it_has(open_disk: OpenDisk, operation):
     files = Failing()
     disk = open_disk(files=files)
     disk.pin(pin_of(state(1)))
@@ -90,7 +90,7 @@ def test_a_disk_that_refuses_keeps_the_pins_it_has(open_disk: OpenDisk, operatio
     check(disk)
 
 
-def test_pins_that_could_not_be_read_are_not_written_over(open_disk: OpenDisk):  # noqa: F811
+def test_pins_that_could_not_be_read_are_not_written_over(open_disk: OpenDisk):
     open_disk().pin(pin_of(state(1)))
     open_disk.close()
     files = Failing()

@@ -120,7 +120,9 @@ class Restorer:
         if here is not None:
             return here
         if not self._context.kind.needs_checkpoints:
-            return self._bring_attention(slot, goal, match, sources)
+            deepest = match.path[-1] if match.path else self._tree.root(goal.namespace)
+            with self._tree.pinned(deepest):
+                return self._bring_attention(slot, goal, match, sources)
         n_before = self._stats.n_quarantined
         for node in match.usable:
             restored = self._try(slot, goal, node, match, sources)
