@@ -330,7 +330,7 @@ def test_huggingface_hub_is_loaded_only_when_needed_and_its_variables_are_honour
 ) -> None:
     fake.repos[REPO] = repo("T-Q8_0.gguf")
     program = (
-        "import sys; from everwarm.router import catalog, hub\n"
+        "import sys; from everwarm.router.catalog import catalog, hub\n"
         "assert 'huggingface_hub' not in sys.modules and 'everwarm.llama' not in sys.modules\n"
         f"print(hub.resolve('hf:{REPO}').path)"
     )
