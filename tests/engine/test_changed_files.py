@@ -221,12 +221,11 @@ def test_a_slot_is_not_saved_by_an_engine_whose_file_was_overwritten(tmp_path: P
     assert not (tmp_path / "a.bin").exists() and not list(tmp_path.glob("a.bin*"))
 
 
-def test_a_projector_that_is_overwritten_ends_the_engine_too(tmp_path: Path, monkeypatch) -> None:
-    model, mmproj = tiny_vision("qwen35")
+def test_a_projector_that_is_overwritten_ends_the_engine_too(tmp_path: Path) -> None:
+    _, mmproj = tiny_vision("qwen35")
     live = tmp_path / "mmproj.gguf"
     shutil.copyfile(mmproj, live)
-    monkeypatch.setattr("engine.images.test_image_prompt.tiny_vision", lambda _: (model, live))
-    with seeing_core() as core:
+    with seeing_core(mmproj=live) as core:
         ask(core, [text(3, 20), picture(1), text(4, 20)])
         assert drain(core)
         data = bytearray(live.read_bytes())
