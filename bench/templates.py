@@ -128,7 +128,7 @@ def _tokenizing(
 
     def one_new(i: int) -> None:
         tokenizer.tokenize(said[i].text)
-        tokenizer.count_at(said[i].text, said[i].boundaries)
+        tokenizer.count_at(said[i].text, said[i].hints.boundaries)
 
     tokenizer.tokenize(said[0].text)
     return [("tokens, first time", first, first), ("tokens and hints, one new message", *_times(one_new))]

@@ -86,7 +86,7 @@ def test_a_route_that_nobody_has_decided_on_is_no_route():
 def test_the_cluster_answers_no_route_of_its_own_that_a_server_does_not_have():
     """Whatever the ingress does not answer itself a replica checks again, with the same guard and table."""
     ray = Path(__file__).parents[3] / "src" / "everwarm" / "ray"
-    own = {path for name in ("ingress.py", "everyone.py") for path in re.findall(r'"(/[a-z0-9/]*)"', _text(ray / name))}
+    own = {path for name in ("ingress.py", "fan_out.py") for path in re.findall(r'"(/[a-z0-9/]*)"', _text(ray / name))}
     known = {path for _, path in application_routes()}
     assert own >= {"/health", "/v1/models", "/metrics"}
     assert own - {"/v1/models/", "/v1/responses/"} <= known

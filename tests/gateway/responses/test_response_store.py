@@ -27,12 +27,12 @@ from everwarm.gateway.responses.response_store import (
 
 WRITER = """
 import sys
-from everwarm.gateway.responses.response_store import Kept, KeptResponses
-store = KeptResponses(sys.argv[1])
+from everwarm.gateway.responses.response_store import ResponseStore, StoredResponse
+store = ResponseStore(sys.argv[1])
 parent = None
 for i in range(100_000):
     id = f"resp_{i}"
-    store.keep("n", Kept([{"n": i, "text": "x" * 5000}], {"id": id, "previous_response_id": parent, "output": []}))
+    store.keep("n", StoredResponse([{"n": i, "text": "x" * 5000}], {"id": id, "previous_response_id": parent, "output": []}))
     print(i, flush=True)
     parent = id
 """

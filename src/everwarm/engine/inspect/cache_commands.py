@@ -21,7 +21,7 @@ from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.tiers.disk_pins import MOST_PINS, N_SPACE, HeldPin, pinned_below, pinned_on_disk
 from everwarm.engine.tiers.disk_writer import DiskWriter
-from everwarm.errors import BadRequest, EverwarmError, Forbidden
+from everwarm.errors import BadRequest, EverwarmError, NodeNotFound, PinQuotaExceeded
 from everwarm.state.disk_forest import point_of
 from everwarm.state.lineage import root_key
 from everwarm.state.tree import Node
@@ -196,8 +196,8 @@ def _said(order: m.CacheOrder, doomed: DropPlan, dropped: Dropped) -> dict[str, 
     return {**about, "namespace": doomed.namespace}
 
 
-def _not_found(id: int | None) -> Forbidden:
-    return Forbidden(404, "node_not_found", f"there is no node {id}; GET /cache/tree lists those there are")
+def _not_found(id: int | None) -> NodeNotFound:
+    return NodeNotFound(f"there is no node {id}; GET /cache/tree lists those there are")
 
 
 def _is_root() -> BadRequest:
@@ -239,7 +239,7 @@ def _require_quota(order: m.CacheOrder, core: Core, held: HeldPin) -> None:
     if held.n_bytes > most or held.n_pins > MOST_PINS:
         shown = f"{held.n_pins} pins with {held.n_bytes:,} bytes; {MOST_PINS} with {most:,} bytes are allowed"
         message = f"with this one your namespace would have {shown}: unpin others, or use an admin key"
-        raise Forbidden(403, "pin_quota_exceeded", message)
+        raise PinQuotaExceeded(message)
 
 
 def _weight(node: Node) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from everwarm.errors import BadRequest, Forbidden, Overloaded
+from everwarm.errors import BadRequest, BodyTooSlow, Overloaded
 
 T = TypeVar("T")
 
@@ -121,8 +121,8 @@ class BodyReader:
                     patience.reschedule(began + FIRST_S + n_bytes / BYTES_PER_S)
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
-            raise Forbidden(
-                408, "timeout", f"{n_bytes:,} bytes of the body came in {took_s:.0f} s; send it faster, or less"
+            raise BodyTooSlow(
+                f"{n_bytes:,} bytes of the body came in {took_s:.0f} s; send it faster, or less"
             ) from None
         return pieces
 

@@ -191,8 +191,8 @@ class ResponsesRequest:
     tools: Offered
 
 
-def asked(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest:
-    """``items``: the whole conversation, oldest first."""
+def chat_request(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest:
+    """The chat that a body stands for. ``items``: the whole conversation, oldest first."""
     tools = offered(body.tools)
     instructions = body.instructions
     before = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else instructions or []

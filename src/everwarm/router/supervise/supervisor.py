@@ -205,15 +205,18 @@ class Supervisor:
             raise self._down()
         return self.info
 
-    async def stream(self, lend: Lend | None = None, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
-        """Submit a prompt; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the engine.
+    async def stream(self, submit: m.Submit, lend: Lend | None = None) -> AsyncGenerator[m.ToGateway, None]:
+        """Submit a prompt under a new number; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the
+        engine.
 
-        Pictures that the engine has seen go without their pixels; where it needs them after all, they are lent to it for
+        Images that the engine has seen go without their pixels; where it needs them after all, they are lent to it for
         as long as the request lasts."""
-        namespace, pictures, has_begun = submit.get("namespace", ""), submit.get("pictures", ()), False
-        if lend is None or self._seen.knows(namespace, pictures):
-            async with contextlib.aclosing(self._stream(m.Submit(self._new_id(), **submit))) as messages:
-                async for message in messages:
+        has_begun = False
+        message: m.ToGateway | None = None
+        if lend is None or self._seen.knows(submit.namespace, submit.pictures):
+            with self._asking(msgspec.structs.replace(submit, id=self._new_id())) as pending:
+                while not isinstance(message, m.Done | m.Failed):
+                    message = await pending.get()
                     if lend is not None and isinstance(message, m.Failed) and message.code == PixelsMissing.code:
                         break
                     has_begun = has_begun or isinstance(message, m.Begun)
@@ -221,25 +224,17 @@ class Supervisor:
                 else:
                     return
         assert lend is not None, "only who has pixels is asked for them"
-        async with lend() as submit["pictures"]:
-            stream = self._stream(m.Submit(self._new_id(), **submit))
-            del submit["pictures"]  # from here on only the frame has them
-            async with contextlib.aclosing(stream) as messages:
-                async for message in messages:
+        message = None
+        async with lend() as pictures:
+            asking = self._asking(msgspec.structs.replace(submit, id=self._new_id(), pictures=pictures))
+            del pictures  # from here on only the frame has them
+            with asking as pending:
+                while not isinstance(message, m.Done | m.Failed):
+                    message = await pending.get()
                     if isinstance(message, m.TextPiece | m.Done):
-                        self._seen.add(namespace, pictures)
+                        self._seen.add(submit.namespace, submit.pictures)
                     if not (has_begun and isinstance(message, m.Begun)):
                         yield message
-
-    async def _stream(self, submit: m.Submit) -> AsyncGenerator[m.ToGateway, None]:
-        asking = self._asking(submit)
-        del submit
-        with asking as pending:
-            while True:
-                message = await pending.get()
-                yield message
-                if isinstance(message, m.Done | m.Failed):
-                    return
 
     async def ask(self, question: type[Question], **fields: Any) -> Any:
         with self._asking(question(self._new_id(), **fields)) as pending:
