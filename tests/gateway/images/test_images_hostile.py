@@ -190,7 +190,7 @@ def test_children_end_with_the_gateway_however_it_ends() -> None:
         "from everwarm.gateway.images.image_loader import *\n"
         f"pictures = [{small(1)!r}, {small(2)!r}]\n"
         "async def main():\n"
-        "    p = Pictures()\n"
+        "    p = ImageLoader()\n"
         "    await asyncio.gather(*map(p.decode, pictures))\n"
         "    print(*p.child_pids, flush=True)\n"
         "    time.sleep(60)\n"

@@ -32,7 +32,8 @@ store = ResponseStore(sys.argv[1])
 parent = None
 for i in range(100_000):
     id = f"resp_{i}"
-    store.keep("n", StoredResponse([{"n": i, "text": "x" * 5000}], {"id": id, "previous_response_id": parent, "output": []}))
+    response = {"id": id, "previous_response_id": parent, "output": []}
+    store.keep("n", StoredResponse([{"n": i, "text": "x" * 5000}], response))
     print(i, flush=True)
     parent = id
 """
