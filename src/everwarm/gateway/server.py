@@ -30,7 +30,7 @@ from everwarm.router.supervise.supervisor import State
 log = logging.getLogger("everwarm.gateway")
 
 _MIB = 1 << 20
-RESERVED_FILES = 128  # for engines, picture decoders and files: connections never take these
+RESERVED_FILES = 128  # for engines, image decoders and files: connections never take these
 
 
 def serve(

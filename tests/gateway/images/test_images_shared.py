@@ -13,7 +13,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import Overloaded
 from everwarm.gateway.admin.request_log import Caller, RequestLog
-from everwarm.gateway.images.image_loader import ImageLoader, ImageSupport, Lending
+from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader, Lending
 from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.serving.generate import collect, generate
 from everwarm.gateway.serving.request_preparer import lent_images
@@ -127,7 +127,7 @@ async def test_more_than_everything_is_lent_alone_and_a_queue_has_an_end() -> No
 class Lender:
     """Lends as the server does, and counts."""
 
-    def __init__(self, pictures: ImageLoader, sights: list[ImageSupport], namespace: str) -> None:
+    def __init__(self, pictures: ImageLoader, sights: list[ImageInfo], namespace: str) -> None:
         self._lent = lambda: lent_images(pictures, sights, namespace)
         self.n_lent = 0
 
@@ -139,7 +139,7 @@ class Lender:
 
 
 async def choices(
-    supervisor: Supervisor, sights: list[ImageSupport], namespace: str, lend: Lend, n: int, text: str
+    supervisor: Supervisor, sights: list[ImageInfo], namespace: str, lend: Lend, n: int, text: str
 ) -> int:
     """How many of the choices ended as they should."""
     shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)

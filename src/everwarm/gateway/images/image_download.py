@@ -1,4 +1,4 @@
-"""Fetching pictures from other servers, which is off unless hosts are named. Knows as much HTTP as that needs; no pictures.
+"""Fetching images from other servers, which is off unless hosts are named. Knows as much HTTP as that needs; no images.
 
 A request must not make this server reach what its sender cannot. So: only hosts that were allowed by name, one strict
 reading of an address for everything that is done with it, no redirects, no proxies, and a connection to exactly the address

@@ -21,7 +21,7 @@ from everwarm.types import Json
 
 Think = bool | Literal["low", "medium", "high", "max"] | None
 
-MAX_PICTURES = 1024
+MAX_IMAGES = 1024
 _NUMBER = r"\d{1,18}(?:\.\d{0,9})?"
 _DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_NUMBER}(?:ns|us|ms|s|m|h)){{1,8}})")
 
@@ -44,7 +44,7 @@ class OllamaMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[str], Meta(max_length=MAX_PICTURES)] | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     tool_calls: Annotated[list[Call], Meta(max_length=1024)] | None = None
     tool_name: str | None = None
     tool_call_id: Name | None = None
@@ -125,7 +125,7 @@ class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: Annotated[list[str], Meta(max_length=MAX_PICTURES)] | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
@@ -210,8 +210,8 @@ def _content(said: OllamaMessage) -> str | list[Json]:
     text = said.content or ""
     if not said.images:
         return text
-    pictures: list[Json] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in said.images]
-    return [*pictures, {"type": "text", "text": text}] if text else pictures
+    images: list[Json] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in said.images]
+    return [*images, {"type": "text", "text": text}] if text else images
 
 
 def _data_url(image: str) -> str:

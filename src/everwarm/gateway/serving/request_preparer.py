@@ -30,7 +30,7 @@ from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
 from everwarm.gateway.chat.prepare import ChatModel, ImageMarker, PreparedChat, PromptRules, prepare_chat
 from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
 from everwarm.gateway.http.request_body import BodyReader
-from everwarm.gateway.images.image_loader import ImageLoader, ImageSupport
+from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.model_syntax import TAIL, ModelSyntax
 from everwarm.gateway.parsing.output_parser import OutputParser
@@ -119,7 +119,7 @@ class RequestPreparer:
             n_probs=body.n_probs,
             form=constraint,
             marker=self._marker if images else "",
-            pictures=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+            images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
         )
         goes_on = not images and not body.deterministic and body.uses_cache and submit.max_tokens
         next_turn = NextTurn(prepared, model.template, parser, namespace, submit.session) if goes_on else None
@@ -146,7 +146,7 @@ class RequestPreparer:
 
 @contextlib.asynccontextmanager
 async def lent_images(
-    loader: ImageLoader, images: list[ImageSupport], namespace: str
+    loader: ImageLoader, images: list[ImageInfo], namespace: str
 ) -> AsyncIterator[tuple[m.SentImage, ...]]:
     """An image for each place in the prompt. One that has several brings its pixels to the first."""
     async with loader.lent(images, namespace) as decoded:
@@ -186,7 +186,7 @@ def _submit(
     n_probs: int | None = None,
     form: Constraint | None = None,
     marker: str = "",
-    pictures: tuple[m.SentImage, ...] = (),
+    images: tuple[m.SentImage, ...] = (),
 ) -> m.Submit:
     slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
     if slot is not None and slot >= info.n_slots:
@@ -210,7 +210,7 @@ def _submit(
         wants_progress=bool(body.return_progress),
         wants_diagnostics=bool(body.prompt_cache_diagnostics),
         marker=marker,
-        pictures=pictures,
+        pictures=images,
         form=form,
     )
 
