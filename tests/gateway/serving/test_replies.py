@@ -29,9 +29,8 @@ def test_a_token_passes_three_generators_between_the_engine_and_the_socket(path,
     """Those that are alive while a message of the engine is on its way."""
     seen: list[list[str]] = []
 
-    class Looking(generate.ReplyEvent):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+    class Looking(generate.ReplyEvent, frozen=True):
+        def __post_init__(self) -> None:
             alive = [each for each in gc.get_objects() if inspect.isasyncgen(each) and each.ag_frame is not None]
             ours = ("everwarm/gateway/", "support/gateway.py")
             inside = [each for each in alive if any(name in each.ag_frame.f_code.co_filename for name in ours)]

@@ -42,7 +42,9 @@ class OutputParser:
         return cls(ReasoningParser(style) if style else None, parser, one_call=one_call)
 
     def read(self, text: str) -> list[Piece]:
-        """What can be said by now."""
+        """What is certain by now."""
+        if self._reasoning is None and self._tools is None:
+            return [Text(text)] if text else []
         return self._counted(self._with_calls(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
 
     def rest(self) -> list[Piece]:

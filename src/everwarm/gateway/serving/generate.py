@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from everwarm.engine.process import messages as m
 from everwarm.gateway.admin.request_log import RequestTracker, TrackedRequest
 from everwarm.gateway.parsing.output_parser import OutputParser, Piece
@@ -15,8 +17,7 @@ from everwarm.router.supervise.supervisor import Lend, Supervisor, failure
 EngineMessage = m.Begun | m.PromptRead | m.TextPiece | m.Done
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyEvent:
+class ReplyEvent(msgspec.Struct, frozen=True):
     """What the engine told about one choice, with its text taken apart. ``finish`` comes with ``Done``: stop, length or
     tool_calls."""
 
