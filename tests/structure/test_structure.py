@@ -75,6 +75,8 @@ PURE = (
     "simulate/plot.py",
     "simulate/fleet.py",
     "gateway/chat/content.py",
+    "gateway/chat/prepare.py",
+    "gateway/http/error_body.py",
     "gateway/chat/stable_points.py",
     "gateway/chat/breakpoints.py",
 )

@@ -128,25 +128,25 @@ class CacheApi:
         """Kept responses are documents with an address of their own: they go only if that is said."""
         if request.query_params.get("model") is None and len(self._pool.standings()) > 1:
             raise BadRequest("say whose: give the model as ?model=")
-        said = await self._forget(request, None)
+        answer = await self._forget(request, None)
         if request.query_params.get("responses", "false") in ("true", "1"):
-            said["responses"] = await asyncio.to_thread(self._store.delete_all, reach_of(request))
-        return json_response(said)
+            answer["responses"] = await asyncio.to_thread(self._store.delete_all, reach_of(request))
+        return json_response(answer)
 
     async def _forget(self, request: Request, node: int | None) -> Json:
         """In the engine, and whatever here could quote it."""
         model = self._model(request).spec.id
         self._prewarmer.forget(reach_of(request))
-        said = await self._order(request, "drop", node)
-        self._request_log.forget_words(model, said.pop("namespace"))
-        return said
+        answer = await self._order(request, "drop", node)
+        self._request_log.forget_words(model, answer.pop("namespace"))
+        return answer
 
     async def _order(self, request: Request, action: str, node: int | None, **more: Any) -> Json:
         asked = _running(self._model(request)).ask(
             m.CacheOrder, action=action, node=node, namespace=reach_of(request), **more
         )
-        said: Json = await self._gate.within_time(request, asked)
-        return said
+        answer: Json = await self._gate.within_time(request, asked)
+        return answer
 
     def _model(self, request: Request) -> Standing:
         """The one that is named, or the only one, or the first that is loaded."""

@@ -255,14 +255,14 @@ def log_request(row: RequestRecord) -> None:
 
 def line(row: RequestRecord) -> str:
     """``chat 3,135 tokens: 3,117 reused, 18 read, 48 ms; 12 written, 310 ms; stop; MODEL; req_…``."""
-    said = [f"{_kind(row)} {row.n_prompt:,} tokens: {row.n_cached:,} reused, {row.n_read:,} read"]
+    parts = [f"{_kind(row)} {row.n_prompt:,} tokens: {row.n_cached:,} reused, {row.n_read:,} read"]
     first_s = row.first_s()
     if first_s is not None:
-        said[0] += f", {1e3 * first_s:,.0f} ms"
+        parts[0] += f", {1e3 * first_s:,.0f} ms"
     written_s = dict(row.phases()).get("decode")
     if row.n_reply and written_s is not None:
-        said.append(f"{row.n_reply:,} written, {1e3 * written_s:,.0f} ms")
-    return "; ".join([*said, _end(row), row.caller.model, row.id])
+        parts.append(f"{row.n_reply:,} written, {1e3 * written_s:,.0f} ms")
+    return "; ".join([*parts, _end(row), row.caller.model, row.id])
 
 
 def fields(row: RequestRecord) -> Json:

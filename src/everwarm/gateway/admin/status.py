@@ -150,8 +150,8 @@ def components(standings: Sequence[Standing]) -> dict[str, Component]:
     found = {"engine": engine_of(standings[0]) if len(standings) == 1 else engines_of(standings)}
     shrunk = [n for each in standings if (n := each.supervisor.shrunk_to) is not None]
     if shrunk:
-        said = "an engine died for lack of memory, so the RAM tier keeps less until the server is started again"
-        found["ram"] = Component("degraded", said, {"budget_bytes": min(shrunk)})
+        lack = "an engine died for lack of memory, so the RAM tier keeps less until the server is started again"
+        found["ram"] = Component("degraded", lack, {"budget_bytes": min(shrunk)})
     loads = (each.supervisor.load for each in standings)
     for tier, reason in ((tier, why) for load in loads if load is not None for tier, why in load.degraded.items()):
         found[tier] = Component("degraded", f"{without_paths(reason)} (GET /cache has all of it)")

@@ -70,12 +70,12 @@ class ChatTemplate:
             layout.text,
             messages,
             plain,
-            lambda said: self._text(self._template.adapted(said), given, add_generation_prompt),
+            lambda others: self._text(self._template.adapted(others), given, add_generation_prompt),
         ) | breakpoints.in_tools(
             layout.text,
             tools,
             given.tools,
-            lambda said: self._text(wanted, given.with_tools(said), add_generation_prompt),
+            lambda others: self._text(wanted, given.with_tools(others), add_generation_prompt),
         )
         last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
         return Rendered(layout.text, CutHints(ends, points[0] if points else None, points, last))

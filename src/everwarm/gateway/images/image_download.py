@@ -265,8 +265,8 @@ class _Answer:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_final:
-            said = self._headers.get(name.lower())
-            self._headers[name.lower()] = (b"" if said is None else said + b", ") + value.strip().lower()
+            known = self._headers.get(name.lower())
+            self._headers[name.lower()] = (b"" if known is None else known + b", ") + value.strip().lower()
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
