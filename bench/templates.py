@@ -128,7 +128,7 @@ def _tokenizing(
 
     def one_new(i: int) -> None:
         tokenizer.tokenize(rendered[i].text)
-        tokenizer.count_at(rendered[i].text, rendered[i].boundaries)
+        tokenizer.count_at(rendered[i].text, rendered[i].hints.boundaries)
 
     tokenizer.tokenize(rendered[0].text)
     return [("tokens, first time", first, first), ("tokens and hints, one new message", *_times(one_new))]

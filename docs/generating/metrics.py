@@ -37,9 +37,8 @@ def _text() -> str:
     standing = SimpleNamespace(supervisor=supervisor, retry=None)
     pool = SimpleNamespace(standings=list, catalog=SimpleNamespace(find=lambda _: standing), look=lambda _: standing)
     metrics = Metrics()
-    service = SimpleNamespace(pool=pool, metrics=metrics, lag=LoopLag(metrics.lagged))
     request = SimpleNamespace(query_params={})
-    answer = asyncio.run(Status(service).metrics(request))  # type: ignore[arg-type]
+    answer = asyncio.run(Status(pool, metrics, LoopLag(metrics.lagged)).metrics(request))  # type: ignore[arg-type]
     return bytes(answer.body).decode()
 
 

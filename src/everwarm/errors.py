@@ -1,28 +1,46 @@
-"""Every error Everwarm raises on purpose. Each knows its HTTP status and code; one handler translates them.
+"""Every error Everwarm raises on purpose. Each class knows its HTTP status and code; one handler translates them.
 
-EverwarmError
-├── BadRequest                 400  the caller's input
-│   ├── PromptTooLong          400  does not fit the context, and never will
-│   ├── PixelsMissing          400  a picture is needed that was not sent
-│   ├── FrameTooLarge          400  does not fit one message between gateway and engine
-│   └── FormFailed             400  a form that turned out too complex while it was followed
-├── ModelError                 500  the model or the library cannot be used
-│   ├── LibraryMismatch             libllama is missing or another build
-│   ├── ModelFileError              missing, not a GGUF, damaged, or unknown architecture
-│   ├── ModelChanged                a file was overwritten while it was served: open it anew
-│   └── ContextTooBig               the context does not fit the memory of this machine
-├── MemoryFault                500  libllama refused; the engine recovers, a request never sees these
-│   ├── ContextFull                 no free cell; nothing changed
-│   ├── TrimRefused                 the tail cannot be cut here; nothing changed
-│   ├── StateRejected               a state was not accepted; the sequence has none now
-│   └── DecodeFailed                the sequences of the batch are empty now
-│       └── WeightsTouched          nothing was wrong with them, but perhaps with the weights
-├── ModelNotFound              404  no model of that name
-├── ReplicaNotFound            404  of many machines, the one that was meant is gone
-├── ResponseNotFound           404  not kept, or not any more
-│   └── PreviousNotFound       404  the same of one that is to be gone on from
-├── NoRoom                     503  no memory for that model
-└── EngineStopped              503  the engine is closing
+EverwarmError                    500  the server's own fault
+├── BadRequest                   400  the caller's input
+│   ├── PromptTooLong            400  does not fit the context, and never will
+│   ├── PixelsMissing            400  the engine needs an image that was not sent
+│   ├── FrameTooLarge            400  does not fit one message between gateway and engine
+│   └── ConstraintFailed         400  a grammar that turned out too complex while it was followed
+├── Unauthorized                 401  no valid key
+├── Forbidden                    403  this caller may not do that
+│   ├── AdminRequired            403  it takes an admin's key
+│   ├── SlotQuotaExceeded        403  too many slot files
+│   └── PinQuotaExceeded         403  too many bytes pinned
+├── RouteNotFound                404  no such path
+├── ModelNotFound                404  no model of that name
+├── NodeNotFound                 404  no such node of the prefix tree
+├── ReplicaNotFound              404  of many machines, the one that was meant is gone
+├── ResponseNotFound             404  not stored, or not any more
+│   └── PreviousNotFound         404  the same of one that is to be continued
+├── MethodNotAllowed             405  the path has no such method
+├── BodyTooSlow                  408  the client did not send its body in time
+├── TreeChanged                  409  a place in the prefix tree that is no longer there
+├── BodyTooLarge                 413  more bytes than are read
+├── UnsupportedMediaType         415  not JSON
+├── Overloaded                   429  too many requests, tokens or bytes at once
+├── ModelError                   500  the model or the library cannot be used
+│   ├── LibraryMismatch          500  libllama is missing or another build
+│   ├── ModelFileError           500  missing, not a GGUF, damaged, or unknown architecture
+│   ├── ModelChanged             500  a file was overwritten while it was served: open it anew
+│   └── ContextTooBig            500  the context does not fit the memory of this machine
+├── MemoryFault                  500  libllama refused; the engine recovers, a request never sees these
+│   ├── ContextFull              500  no free cell; nothing changed
+│   ├── TrimRefused              500  the tail cannot be cut here; nothing changed
+│   ├── StateRejected            500  a state was not accepted; the sequence has none now
+│   ├── KvMissing                500  the KV that a state needs is not there
+│   └── DecodeFailed             500  the sequences of the batch are empty now
+│       └── WeightsTouched       500  nothing was wrong with them, but perhaps with the weights
+├── NotSupported                 501  an API has it, this server does not
+├── NoRoom                       503  no memory for that model
+├── EngineStopped                503  the engine is closing, or not loaded
+├── Draining                     503  the server is stopping
+├── RequestTimedOut              504  took longer than the server allows
+└── Refused                      any  an engine's own error, with the status and code that it has there
 """
 
 from __future__ import annotations
@@ -51,7 +69,7 @@ class PromptTooLong(BadRequest):
 
 
 class PixelsMissing(BadRequest):
-    """The engine needs a picture that it does not know; whoever asked may have it."""
+    """The engine needs an image that it does not know; the gateway may have it."""
 
     code = "pixels_missing"
 
@@ -170,11 +188,71 @@ class Draining(EverwarmError):
     retry_after_s = 5
 
 
+class Unauthorized(EverwarmError):
+    status = 401
+    code = "invalid_api_key"
+
+
 class Forbidden(EverwarmError):
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
+    status = 403
+    code = "forbidden"
+
+
+class AdminRequired(Forbidden):
+    code = "admin_required"
+
+
+class SlotQuotaExceeded(Forbidden):
+    code = "quota_exceeded"
+
+
+class PinQuotaExceeded(Forbidden):
+    code = "pin_quota_exceeded"
+
+
+class RouteNotFound(EverwarmError):
+    status = 404
+    code = "not_found"
+
+
+class NodeNotFound(EverwarmError):
+    status = 404
+    code = "node_not_found"
+
+
+class MethodNotAllowed(EverwarmError):
+    status = 405
+    code = "invalid_request_error"
+
+
+class BodyTooSlow(EverwarmError):
+    status = 408
+    code = "timeout"
+
+
+class TreeChanged(EverwarmError):
+    status = 409
+    code = "tree_changed"
+
+
+class BodyTooLarge(EverwarmError):
+    status = 413
+    code = "request_too_large"
+
+
+class UnsupportedMediaType(EverwarmError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class NotSupported(EverwarmError):
+    status = 501
+    code = "not_supported_error"
+
+
+class RequestTimedOut(EverwarmError):
+    status = 504
+    code = "timeout"
 
 
 class Refused(EverwarmError):

@@ -74,7 +74,7 @@ async def ask(pool: Pool) -> m.ToGateway:
     with pool.lease("one") as lease:
         served = await lease.ready()
         submit: dict[str, Any] = {"tokens": list(range(60, 80)), "sampling": GREEDY, "max_tokens": 2}
-        return [message async for message in served.supervisor.stream(**submit)][-1]
+        return [message async for message in served.supervisor.stream(m.Submit(0, **submit))][-1]
 
 
 def test_a_server_that_nobody_asks_comes_back_by_itself():

@@ -19,6 +19,7 @@ from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
 from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.prepare import ChatModel
 from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file
 from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts
 from everwarm.gateway.explain.server_vocab import source_of
@@ -91,9 +92,10 @@ def source_for(
         bos, eos = (b"" if token is None else vocab.piece(token) for token in (vocab.bos, vocab.eos))
         words = bos.decode("utf-8", "replace"), eos.decode("utf-8", "replace")
         text = opened.chat_template
-        template = None if text is None else ChatTemplate(text, bos=words[0], eos=words[1])
-        plan = _plan(path, params)
-        yield PromptSource(path.name, Tokenizer(vocab), vocab.detokenize, template, words[0], vocab.adds_bos, plan)
+        chat = None
+        if text is not None:
+            chat = ChatModel(ChatTemplate(text, bos=words[0], eos=words[1]), words[0], vocab.adds_bos)
+        yield PromptSource(path.name, Tokenizer(vocab), vocab.detokenize, chat, _plan(path, params))
 
 
 def _plan(path: Path, params: CheckpointParams) -> ModelFacts:

@@ -80,8 +80,8 @@ class DemoClient:
             prompt,
             GREEDY,
             max_tokens=max_tokens,
-            boundaries=tokenizer.count_at(rendered.text, rendered.boundaries, add_special=True),
-            stable=tokenizer.safe_count_at(rendered.text, rendered.stable or 0, add_special=True),
+            boundaries=tokenizer.count_at(rendered.text, rendered.hints.boundaries, add_special=True),
+            stable=tokenizer.safe_count_at(rendered.text, rendered.hints.stable or 0, add_special=True),
         ).result()
         self.seen.append(Prompt(np.concatenate([prompt.codes, np.array(result.tokens, np.int32)])))
         text = self.engine.model.vocab.detokenize(result.tokens).decode("utf-8", "replace")

@@ -1,10 +1,11 @@
-"""The HTTP application: routes, guard, and the life of the engine behind it."""
+"""The HTTP application: everything it is made of is built and joined here, and nowhere else."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,32 +15,38 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from everwarm.errors import EverwarmError, Forbidden
+from everwarm.errors import BadRequest, EverwarmError, MethodNotAllowed, RouteNotFound
 from everwarm.gateway.access.auth import with_roles
 from everwarm.gateway.access.limits import AdmissionLimits
 from everwarm.gateway.access.middleware import Guard, error_response
-from everwarm.gateway.admin.cache_api import Cache, cache_routes
+from everwarm.gateway.admin.cache_api import CacheApi
 from everwarm.gateway.admin.metrics import Metrics
-from everwarm.gateway.admin.models import models_routes
-from everwarm.gateway.admin.request_log import log_request
-from everwarm.gateway.admin.status import status_routes
+from everwarm.gateway.admin.models import Models
+from everwarm.gateway.admin.request_log import RequestLog, log_request
+from everwarm.gateway.admin.status import Status
 from everwarm.gateway.admin.traces import traces_to
-from everwarm.gateway.admin.web_ui import page_routes
-from everwarm.gateway.anthropic.routes import anthropic_routes
-from everwarm.gateway.http.sse import DisconnectWatch
+from everwarm.gateway.admin.web_ui import web_ui_routes
+from everwarm.gateway.anthropic.routes import Anthropic
+from everwarm.gateway.http.loop_lag import LoopLag
+from everwarm.gateway.http.request_body import BodyReader
+from everwarm.gateway.http.sse import ClientGone
 from everwarm.gateway.images.image_download import RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
-from everwarm.gateway.llamaserver.routes import llama_routes
-from everwarm.gateway.ollama.routes import ollama_routes
-from everwarm.gateway.openai.routes import openai_routes
+from everwarm.gateway.llamaserver.routes import LlamaServer
+from everwarm.gateway.ollama.routes import Ollama
+from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
-from everwarm.gateway.service import Service
+from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
+from everwarm.gateway.serving.replies import Replies
+from everwarm.gateway.serving.request_gate import RequestGate
+from everwarm.gateway.serving.request_preparer import RequestPreparer
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool
 from everwarm.state.store.slot_names import sweep_all
 
-PICTURES = ImageLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
+IMAGES = ImageLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
+BODIES_AT_ONCE = 4  # of the largest size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +55,36 @@ class Gateway:
 
     app: ASGIApp
     drain: Callable[[], Awaitable[None]]
-    service: Service
+    request_log: RequestLog
     reload_keys: Callable[[], None]
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
-    service = Service(
-        pool, settings, AdmissionLimits(settings), Metrics(), pictures=ImageLoader(PICTURES, _remote(settings))
-    )
-    service.limits.backlogs = lambda: pool.backlogs()  # asked only when somebody is refused
+    metrics = Metrics()
+    lag = LoopLag(metrics.lagged)
+    request_log = RequestLog()
+    limits = AdmissionLimits(settings, lambda: pool.backlogs())
+    bodies = BodyReader(BODIES_AT_ONCE * settings.max_body_bytes)
+    images = ImageLoader(IMAGES, RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None)
+    store = ResponseStore(settings.state_dir)
+    prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
+    gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None)
+    preparer = RequestPreparer(settings, images, bodies, metrics)
+    replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
+    cache = CacheApi(pool, gate, request_log, prewarmer, store, settings)
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
-    service.recent.ended = [log_request, *([] if traces is None else [traces.ended])]
-    kept = ResponseStore(settings.state_dir)
-    responses, cache = Responses(service, kept), Cache(service, kept)
+    request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
     routes = [
-        *page_routes(),
-        *status_routes(service),
-        *openai_routes(service),
-        *responses.routes(),
-        *models_routes(service),
-        *llama_routes(service),
-        *ollama_routes(service),
-        *anthropic_routes(service),
-        *cache_routes(cache),
+        *web_ui_routes(),
+        *Status(pool, metrics, lag).routes(),
+        *OpenAI(pool, gate, replies).routes(),
+        *Responses(pool, gate, replies, store).routes(),
+        *Models(pool, gate).routes(),
+        *LlamaServer(pool, gate, replies, preparer, settings).routes(),
+        *Ollama(pool, gate, replies).routes(),
+        *Anthropic(pool, gate, replies, preparer).routes(),
+        *cache.routes(),
     ]
 
     def reload_keys() -> None:
@@ -79,39 +92,43 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
             cache.hub.let_everybody_go()  # they come back with the keys that they have
 
     async def drain() -> None:
-        service.limits.is_draining = True
+        limits.is_draining = True
         cache.hub.close()
         await pool.stop(settings.grace_s)
-        await service.pictures.close()
-        service.bodies.close()
-        responses.close()
+        await images.close()
+        bodies.close()
+        store.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
 
+    app = Starlette(
+        routes=with_roles(routes), lifespan=_lifespan(pool, settings, lag, drain), exception_handlers=_handlers()
+    )
+    return Gateway(Guard(app, settings, access), drain, request_log, reload_keys)
+
+
+def _lifespan(
+    pool: Pool, settings: ServerSettings, lag: LoopLag, drain: Callable[[], Awaitable[None]]
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         if settings.slot_save_path is not None:
             await asyncio.to_thread(sweep_all, Path(settings.slot_save_path))
         pool.start()
-        async with service.lag.watched():
+        async with lag.watched():
             yield
         await drain()
 
-    app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=_handlers())
-    return Gateway(Guard(app, settings, access), drain, service, reload_keys)
+    return lifespan
 
 
 def _handlers() -> dict[type[Exception], Callable[..., Awaitable[Response]]]:
     return {
         EverwarmError: _on_error,
         HTTPException: _on_http_error,
-        DisconnectWatch: _on_hangup,
+        ClientGone: _on_client_gone,
         Exception: _on_accident,
     }
-
-
-def _remote(settings: ServerSettings) -> RemotePolicy | None:
-    return RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None
 
 
 async def _on_error(request: Request, error: EverwarmError) -> Response:
@@ -119,15 +136,18 @@ async def _on_error(request: Request, error: EverwarmError) -> Response:
 
 
 async def _on_accident(request: Request, _error: Exception) -> Response:
-    return error_response(EverwarmError("internal error"), request.state.request_id, request.url.path)
+    return await _on_error(request, EverwarmError("internal error"))
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
-    message = {404: f"there is no {request.url.path} here", 405: "that method is not allowed here"}
-    wire = Forbidden(error.status_code, "not_found" if error.status_code == 404 else "invalid_request_error", "")
-    wire.args = (message.get(error.status_code, str(error.detail)),)
-    return error_response(wire, request.state.request_id, request.url.path)
+    """Starlette's own: a path or a method that no route has."""
+    match error.status_code:
+        case 404:
+            return await _on_error(request, RouteNotFound(f"there is no {request.url.path} here"))
+        case 405:
+            return await _on_error(request, MethodNotAllowed("that method is not allowed here"))
+    return await _on_error(request, BadRequest(str(error.detail)))
 
 
-async def _on_hangup(_request: Request, _error: DisconnectWatch) -> Response:
-    return Response(status_code=499)  # nobody will read it
+async def _on_client_gone(_request: Request, _error: ClientGone) -> Response:
+    return Response(status_code=499)  # which is not sent

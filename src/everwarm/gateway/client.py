@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from everwarm.errors import BadRequest, EverwarmError
+from everwarm.types import Json
 
-TIMEOUT_S = 10.0
 MAX_ANSWER = 64 << 20
 
 
@@ -18,6 +18,7 @@ MAX_ANSWER = 64 << 20
 class Client:
     url: str
     api_key: str | None = None
+    timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -26,14 +27,22 @@ class Client:
 
     def get(self, path: str, **query: str | int | None) -> Any:
         """The answer, or what went wrong in the server's own words."""
+        given = "&".join(f"{name}={quote(str(value))}" for name, value in query.items() if value is not None)
+        return self._ask("GET", f"{path}{'?' * bool(given)}{given}", None)
+
+    def post(self, path: str, body: Json) -> Any:
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: Json | None) -> Any:
         where = urlsplit(self.url)
         kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        said = "&".join(f"{name}={quote(str(value))}" for name, value in query.items() if value is not None)
         base = where.path.rstrip("/").removesuffix("/v1")
-        connection = kind(where.netloc, timeout=TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        connection = kind(where.netloc, timeout=self.timeout_s)
         try:
-            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-            connection.request("GET", f"{base}{path}{'?' * bool(said)}{said}", headers=headers)
+            connection.request(method, f"{base}{path}", None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             answer = json.loads(response.read(MAX_ANSWER))
         except (OSError, http.client.HTTPException) as error:

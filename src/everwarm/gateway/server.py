@@ -29,7 +29,7 @@ from everwarm.router.supervise.supervisor import State
 log = logging.getLogger("everwarm.gateway")
 
 _MIB = 1 << 20
-RESERVED_FILES = 128  # for engines, picture decoders and files: connections never take these
+RESERVED_FILES = 128  # for engines, image decoders and files: connections never take these
 
 
 def serve(
@@ -88,7 +88,7 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
         )
         server = uvicorn.Server(config)
         running = asyncio.create_task(server.serve([sock]))
-        _stop_on_signals(server, gateway)
+        _stop_on_signals(server, gateway, settings)
         ready = asyncio.create_task(_first_loaded(pool))
         favour_the_loop()
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,7 +186,7 @@ def _about(standing: Standing) -> str:
     )
 
 
-def _stop_on_signals(server: uvicorn.Server, gateway: Gateway) -> None:
+def _stop_on_signals(server: uvicorn.Server, gateway: Gateway, settings: ServerSettings) -> None:
     """What runs may finish within the grace and is told when it cannot; a second signal does not wait."""
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
@@ -203,5 +203,5 @@ def _stop_on_signals(server: uvicorn.Server, gateway: Gateway) -> None:
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, on_signal)
-    if gateway.service.settings.key_file is not None:
+    if settings.key_file is not None:
         loop.add_signal_handler(signal.SIGHUP, gateway.reload_keys)

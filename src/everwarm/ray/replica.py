@@ -96,11 +96,11 @@ class Replica:
 
     def _n_unread_bytes(self) -> int:
         """New text of the requests that have no token yet."""
-        written = {row.caller.id for row in self._gateway.service.recent.rows(MOST_KEPT) if row.first_at is not None}
+        written = {row.caller.id for row in self._gateway.request_log.rows(MOST_KEPT) if row.first_at is not None}
         return sum(n for id, n in self._unread.items() if id not in written)
 
     def _measured(self) -> dict[str, float]:
-        rows = [row.done for row in self._gateway.service.recent.rows(LOOKED_AT) if row.done is not None]
+        rows = [row.done for row in self._gateway.request_log.rows(LOOKED_AT) if row.done is not None]
         n_read = sum(done.n_prompt - done.n_cached for done in rows)
         if not rows or n_read == 0:
             return {}

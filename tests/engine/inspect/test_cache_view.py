@@ -9,7 +9,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.inspect.cache_view import CacheView, summary, turn_page, walk
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import NewToken
-from everwarm.errors import Forbidden
+from everwarm.errors import TreeChanged
 from support.drive import EVERY_KIND, check, drain, open_core, run, step_until, submit, text, tidy
 
 SHARED = text(1, 200)
@@ -52,7 +52,7 @@ def test_a_page_goes_on_where_it_was_although_the_tree_has_grown_and_says_so_whe
         run(core, [*SHARED, *text(9, 60)])
         rest = list(walk(core.tree.roots(), core.tree.census.by_id[page.next or 0]))
         assert rest[0].id == page.next and not {row.seen.id for row in page.rows} & {node.id for node in rest}
-        with pytest.raises(Forbidden) as refused:
+        with pytest.raises(TreeChanged) as refused:
             turn_page(core, m.AskTree(1, 4, after=1), lambda id: id)
         assert refused.value.status == 409
 

@@ -18,7 +18,7 @@ from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.tiers.disk_pins import pinned_on_disk
 from everwarm.engine.tiers.loader import Fetch
-from everwarm.errors import Forbidden
+from everwarm.errors import TreeChanged
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key, short_key
 from everwarm.state.store.object import ObjectReader
@@ -119,7 +119,7 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
         page = lookup.finish(turn_page(core, m.AskTree(1, 2), int))
         assert page.next is not None and page.next < 0
         for after in (page.next - 1, -1):
-            with pytest.raises(Forbidden) as refused:
+            with pytest.raises(TreeChanged) as refused:
                 lookup.finish(turn_page(core, m.AskTree(1, 2, after), int))
             assert refused.value.status == 409
     with kept_core(tmp_path) as core:

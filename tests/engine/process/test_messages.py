@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from everwarm.config import Constraint, Sampling, Thought
 from everwarm.engine.process import messages as m
+from everwarm.engine.process.cut_hints import CutHints
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge
 from everwarm.state.params import CheckpointParams
@@ -20,8 +21,8 @@ SAMPLING = Sampling(temperature=0.5, seed=7, logit_bias={3: -1.5, 4: -math.inf})
 TO_ENGINE = [
     m.Open("/m.gguf", EngineSettings(n_slots=2, checkpoints=CheckpointParams(4, 100, 1, 2), ram_bytes=5)),
     m.Submit(1),
-    m.Submit(4, text="abc", stables=(1, 2), breakpoints=(3,)),
-    m.Submit(2, text="naïve 🦉\0", boundaries=(1, 2), stable=2, sampling=SAMPLING, stop=("a", "b"), n_probs=0, slot=1),
+    m.Submit(4, text="abc", hints=CutHints(stables=(1, 2), breakpoints=(3,))),
+    m.Submit(2, text="naïve 🦉\0", hints=CutHints((1, 2), 2), sampling=SAMPLING, stop=("a", "b"), n_probs=0, slot=1),
     m.Submit(3, tokens=[0, 2047], use_cache=False, deterministic=True, session="s", namespace="n"),
     m.Submit(4, text="", form=Constraint("lark", "start: tag_0", ("<a>",), Thought("</b>"))),
     m.Cancel(4),

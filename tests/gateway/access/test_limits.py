@@ -15,7 +15,8 @@ from everwarm.errors import Draining, Overloaded
 from everwarm.gateway.access import limits as module
 from everwarm.gateway.access.limits import AdmissionLimits, Place
 from everwarm.gateway.admin.request_log import Caller, RequestLog
-from everwarm.gateway.chat.generate import events
+from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.serving.generate import generate
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.supervise.pending import (
     MAX_ALL_UNREAD_BYTES,
@@ -175,7 +176,7 @@ class Tireless:
     def __init__(self) -> None:
         self.n_taken = 0
 
-    async def stream(self, _lend: object, **_submit: Any) -> AsyncGenerator[m.ToGateway, None]:
+    async def stream(self, _submit: m.Submit, _lend: object) -> AsyncGenerator[m.ToGateway, None]:
         while True:
             self.n_taken += 1
             yield piece()
@@ -185,7 +186,8 @@ class Tireless:
 def test_of_many_choices_nothing_is_taken_that_the_client_does_not_take():
     async def run() -> None:
         engine = Tireless()
-        heard = events(engine, [{}] * 4, RequestLog().follow(Caller("r", "m", "/", True)))  # type: ignore[arg-type]
+        tracker = RequestLog().follow(Caller("r", "m", "/", True))
+        heard = generate(engine, [m.Submit(0)] * 4, OutputParser, tracker)  # type: ignore[arg-type]
         async with contextlib.aclosing(heard):
             await anext(heard)
             for _ in range(200):

@@ -74,8 +74,7 @@ def test_those_who_were_told_are_counted_until_they_are_due_and_are_not_counted_
 
 
 def test_a_refusal_says_how_long_and_the_next_one_says_more():
-    limits = AdmissionLimits(ServerSettings(max_requests=2))
-    limits.backlogs = lambda: [BUSY]
+    limits = AdmissionLimits(ServerSettings(max_requests=2), lambda: [BUSY])
     said = []
     with contextlib.ExitStack() as stack:
         for _ in range(2):

@@ -15,13 +15,14 @@ from pydantic import TypeAdapter
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest
-from everwarm.gateway.anthropic.encode import AnthropicEncoder, NamedEvent, whole
+from everwarm.gateway.anthropic.encode import AnthropicEncoder, MessageHeader, whole
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body
 from everwarm.gateway.anthropic.to_chat import chat_body, chat_messages
 from everwarm.gateway.http.sse import json_response
-from everwarm.gateway.parsing.output_parser import Event
+from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded, Text
+from everwarm.gateway.serving.generate import Choice
 from support.server import Server, serving
 
 N_EXAMPLES = 5000 if os.environ.get("EVERWARM_CAMPAIGN") else 200
@@ -299,7 +300,7 @@ def done(n_reply: int) -> m.Done:
     return m.Done(1, "", "stop", None, 30, 20, 20, n_reply, 0, None, 0.0, 0.0, 0.0, 0.0)
 
 
-def call(index: int, arguments: dict[str, Any]) -> list[Event]:
+def call(index: int, arguments: dict[str, Any]) -> list[Piece]:
     said = json.dumps(arguments)
     at = len(said) // 2
     pieces = [CallArguments(index, piece) for piece in (said[:at], said[at:]) if piece]
@@ -312,8 +313,8 @@ SAID = st.lists(
 wire: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def replied(thoughts: Sequence[str], said: Sequence[Any]) -> list[Event]:
-    events: list[Event] = [Reasoning(thought) for thought in thoughts if thought]
+def replied(thoughts: Sequence[str], said: Sequence[Any]) -> list[Piece]:
+    events: list[Piece] = [Reasoning(thought) for thought in thoughts if thought]
     n_calls = 0
     for each in said:
         if isinstance(each, dict):
@@ -329,18 +330,18 @@ def replied(thoughts: Sequence[str], said: Sequence[Any]) -> list[Event]:
 def test_every_stream_adds_up_to_the_whole(thoughts, said):
     events, frame, begun = (
         replied(thoughts, said),
-        NamedEvent("msg_1", "any", marks_cache=True),
+        MessageHeader("msg_1", "any", marks_cache=True),
         m.Begun(1, 30, 20, 0, 27),
     )
     stream, snapshot, buffers = AnthropicEncoder(frame), None, dict[int, bytes]()
     sent = [
         *stream.begun(begun),
-        *(each for event in events for each in stream.said(event)),
+        *(each for event in events for each in stream.events_of(event)),
         *stream.ended(done(4), "stop"),
     ]
     for each in sent:
         snapshot = accumulate_event(event=wire.validate_python(each), current_snapshot=snapshot, json_bufs=buffers)
-    expected = whole(frame, begun, events, done(4), "stop")
+    expected = whole(frame, Choice(pieces=events, begun=begun, ended=done(4), finish="stop"))
     assert snapshot is not None
     assert [block.model_dump(exclude_none=True) for block in snapshot.content] == expected["content"]
     assert snapshot.stop_reason == expected["stop_reason"] == "end_turn"
@@ -364,23 +365,24 @@ def test_every_stream_adds_up_to_the_whole(thoughts, said):
     ],
 )
 def test_numbers_of_any_length_can_be_sent(digits, value):
-    events: list[Event] = [
+    events: list[Piece] = [
         CallBegun(0, "call_0", "f"),
         CallArguments(0, f'{{"n": {digits}}}'),
         CallEnded(0, ""),
     ]
-    reply = whole(NamedEvent("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0), events, done(4), "tool_calls")
+    choice = Choice(pieces=events, begun=m.Begun(1, 30, 20, 0), ended=done(4), finish="tool_calls")
+    reply = whole(MessageHeader("msg_1", "any", marks_cache=False), choice)
     assert json.loads(json_response(reply).body)["content"][0]["input"] == {"n": value}
 
 
 def test_half_a_call_ends_a_stream_as_cut_off_and_a_whole_reply_as_text():
     broken = [CallBegun(0, "call_0", "f"), CallArguments(0, '{"a"'), CallEnded(0, '<tool_call>{"a"', complete=False)]
-    frame, begun = NamedEvent("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0, 27)
+    frame, begun = MessageHeader("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0, 27)
     stream = AnthropicEncoder(frame)
     for event in broken:
-        stream.said(event)
+        stream.events_of(event)
     end = next(each for each in stream.ended(done(4), "stop") if each["type"] == "message_delta")
     assert end["delta"]["stop_reason"] == "max_tokens"
-    reply = whole(frame, begun, broken, done(4), "stop")
+    reply = whole(frame, Choice(pieces=broken, begun=begun, ended=done(4), finish="stop"))
     assert reply["content"] == [text('<tool_call>{"a"')] and reply["stop_reason"] == "end_turn"
     assert reply["usage"]["cache_creation_input_tokens"] == 0 and reply["usage"]["input_tokens"] == 10

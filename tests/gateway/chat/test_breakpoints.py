@@ -33,7 +33,7 @@ def test_a_breakpoint_is_the_exact_end_of_its_part(name, mark):
         user(part("Four.", **mark)),
     ]
     said = TEMPLATES[name].conversation(messages)
-    for at, end in zip(said.breakpoints, ("Rules.", "Two.", "Four."), strict=True):
+    for at, end in zip(said.hints.breakpoints, ("Rules.", "Two.", "Four."), strict=True):
         assert said.text[:at].endswith(end)
 
 
@@ -52,7 +52,7 @@ def test_a_breakpoint_is_never_seen_by_the_template(name):
         == TEMPLATES[name].conversation(plain, tools=TOOLS).text
         == TEMPLATES[name].render(marked, tools=tools)
     )
-    assert len(said.breakpoints) == (2 if name == "chatml" else 4)  # which shows no tools
+    assert len(said.hints.breakpoints) == (2 if name == "chatml" else 4)  # which shows no tools
     assert (marked, tools) == before
 
 
@@ -63,7 +63,7 @@ def tool_with(mark: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "chatml"])
 def test_a_breakpoint_after_a_tool_is_what_prompts_with_other_later_tools_share(name):
     template = TEMPLATES[name]
-    (at,) = template.conversation([HELLO], tools=[TOOLS[0] | EPHEMERAL, TOOLS[1]]).breakpoints
+    (at,) = template.conversation([HELLO], tools=[TOOLS[0] | EPHEMERAL, TOOLS[1]]).hints.breakpoints
     other = {"type": "function", "function": {**TOOLS[1]["function"], "name": "zoom"}}
     text = template.render([HELLO], tools=TOOLS)
     assert '"look"' in text[:at] or "<name>look" in text[:at]
@@ -75,29 +75,29 @@ def test_a_breakpoint_after_a_tool_is_what_prompts_with_other_later_tools_share(
 def test_white_space_that_a_template_trims_does_not_lead_a_breakpoint_astray():
     messages = [user(part("One.\n\n", **EPHEMERAL), part("\n Two. \n", **EPHEMERAL))]
     said = TEMPLATES["qwen35"].conversation(messages)
-    ends = [said.text[:at] for at in said.breakpoints]
+    ends = [said.text[:at] for at in said.hints.breakpoints]
     assert ends[0].endswith("One.\n\n") and ends[1].endswith("Two.") and len(ends) == 2
 
 
 def test_of_many_breakpoints_the_last_ones_count():
     messages = [user(*(part(f"{i}.", **EPHEMERAL) for i in range(40)))]
     said = TEMPLATES["chatml"].conversation(messages)
-    assert len(said.breakpoints) == MAX_BREAKPOINTS and said.text[: said.breakpoints[-1]].endswith("39.")
+    assert len(said.hints.breakpoints) == MAX_BREAKPOINTS and said.text[: said.hints.breakpoints[-1]].endswith("39.")
 
 
 @pytest.mark.parametrize("mark", [None, False, {}, 0, ""])
 def test_a_mark_that_says_nothing_is_no_breakpoint(mark):
     said = TEMPLATES["chatml"].conversation([user(part("One.", cache_control=mark), part("Two."))])
-    assert said.breakpoints == () and "cache_control" not in said.text
+    assert said.hints.breakpoints == () and "cache_control" not in said.text
 
 
 def test_a_message_may_be_marked_as_a_whole():
     said = TEMPLATES["chatml"].conversation([{"role": "user", "content": "One.", **EPHEMERAL}, HELLO])
-    assert [said.text[:at][-4:] for at in said.breakpoints] == ["One."]
+    assert [said.text[:at][-4:] for at in said.hints.breakpoints] == ["One."]
 
 
 def test_a_template_that_reads_no_content_has_no_breakpoints():
-    assert ChatTemplate("x").conversation([user(part("One.", **EPHEMERAL))]).breakpoints == ()
+    assert ChatTemplate("x").conversation([user(part("One.", **EPHEMERAL))]).hints.breakpoints == ()
 
 
 # end to end

@@ -138,10 +138,12 @@ def test_special_tokens_and_more_variables_are_there():
 def test_boundaries_are_the_ends_of_messages(embedded):
     messages = [SYSTEM, HELLO, HI, BYE]
     rendered = embedded.conversation(messages)
-    parts = [rendered.text[a:b] for a, b in zip((0, *rendered.boundaries), rendered.boundaries, strict=False)]
+    parts = [
+        rendered.text[a:b] for a, b in zip((0, *rendered.hints.boundaries), rendered.hints.boundaries, strict=False)
+    ]
     assert parts[0] == "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert parts[1] == "<|im_start|>user\nHello!<|im_end|>\n"
-    assert rendered.text[rendered.boundaries[-1] :] == "<|im_start|>assistant\n<think>\n"
+    assert rendered.text[rendered.hints.boundaries[-1] :] == "<|im_start|>assistant\n<think>\n"
 
 
 @pytest.mark.parametrize("has_answered_before", [False, True])
@@ -157,9 +159,11 @@ def test_boundaries_are_the_ends_of_messages_whose_thinking_is_dropped(embedded_
     ]
     if has_answered_before:
         kept = template.conversation(loop[:3], tools=[TOOL])
-        assert "Long thoughts" in kept.text and len(kept.boundaries) == 4
+        assert "Long thoughts" in kept.text and len(kept.hints.boundaries) == 4
     rendered = template.conversation([*loop, BYE], tools=[TOOL])
-    parts = [rendered.text[a:b] for a, b in zip((0, *rendered.boundaries), rendered.boundaries, strict=False)]
+    parts = [
+        rendered.text[a:b] for a, b in zip((0, *rendered.hints.boundaries), rendered.hints.boundaries, strict=False)
+    ]
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     assert "Long thoughts" not in rendered.text
     assert [part.removeprefix("<|im_start|>").split("\n")[0] for part in parts] == roles
@@ -168,8 +172,8 @@ def test_boundaries_are_the_ends_of_messages_whose_thinking_is_dropped(embedded_
 
 def test_the_stable_point_is_before_what_the_next_turn_drops(embedded):
     rendered = embedded.conversation([SYSTEM, HELLO])
-    assert rendered.stable is not None
-    assert rendered.text[rendered.stable :] == "<|im_start|>assistant\n<think>\n"
+    assert rendered.hints.stable is not None
+    assert rendered.text[rendered.hints.stable :] == "<|im_start|>assistant\n<think>\n"
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -181,16 +185,16 @@ def test_the_next_turn_begins_with_everything_up_to_the_stable_point(embedded, t
         now = embedded.conversation(messages, tools=tools, enable_thinking=thinking)
         messages = [*messages, {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{i}"}, BYE]
         following = embedded.conversation(messages, tools=tools, enable_thinking=thinking)
-        assert following.text.startswith(now.text[: now.stable])
-        assert now.stable == max(now.boundaries)
+        assert following.text.startswith(now.text[: now.hints.stable])
+        assert now.hints.stable == max(now.hints.boundaries)
 
 
 def test_hints_are_within_the_text_and_in_order(embedded):
     for messages in ([HELLO], [SYSTEM], [HI], [HELLO, HELLO], [{"role": "tool", "content": "4"}], [{}]):
         rendered = embedded.conversation(messages)
-        assert list(rendered.boundaries) == sorted(set(rendered.boundaries))
-        assert all(0 < at <= len(rendered.text) for at in rendered.boundaries)
-        assert rendered.stable is None or 0 < rendered.stable <= len(rendered.text)
+        assert list(rendered.hints.boundaries) == sorted(set(rendered.hints.boundaries))
+        assert all(0 < at <= len(rendered.text) for at in rendered.hints.boundaries)
+        assert rendered.hints.stable is None or 0 < rendered.hints.stable <= len(rendered.text)
 
 
 def test_hints_do_not_depend_on_what_was_rendered_before(embedded, embedded_model):
@@ -198,7 +202,9 @@ def test_hints_do_not_depend_on_what_was_rendered_before(embedded, embedded_mode
     for messages in (*talks, *reversed(talks)):
         fresh = ChatTemplate(embedded_model.chat_template, eos="<|im_end|>").conversation(messages)
         assert embedded.conversation(messages) == fresh
-    assert embedded.conversation([HELLO], tools=[TOOL]).boundaries != embedded.conversation([HELLO]).boundaries
+    assert (
+        embedded.conversation([HELLO], tools=[TOOL]).hints.boundaries != embedded.conversation([HELLO]).hints.boundaries
+    )
 
 
 def test_a_template_that_wants_alternation_still_gets_its_conversation():
@@ -207,7 +213,7 @@ def test_a_template_that_wants_alternation_still_gets_its_conversation():
         "[{{ m.content }}]{% endfor %}{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
     )
     rendered = ChatTemplate(source).conversation([HELLO, HI, BYE])
-    assert rendered.text == "[Hello!][Hi!][Bye.]" and rendered.boundaries == (8, 13, 19)
+    assert rendered.text == "[Hello!][Hi!][Bye.]" and rendered.hints.boundaries == (8, 13, 19)
 
 
 def test_a_long_conversation_is_rendered_about_once(embedded_model, monkeypatch):

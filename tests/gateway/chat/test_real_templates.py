@@ -61,10 +61,10 @@ def test_the_next_turn_begins_with_everything_up_to_the_stable_point(path):
     template = ChatTemplate(path.read_text(), bos="<s>", eos="</s>")
     for now, messages, given in asked(template):
         texts = list(follow_ups(template, messages, given))
-        assert (now.stable is not None) >= bool(texts)
+        assert (now.hints.stable is not None) >= bool(texts)
         for text in texts:
-            assert text.startswith(now.text[: now.stable])
-            assert min(stable_points.common_prefix(now.text, text), now.boundaries[-1]) in now.stables
+            assert text.startswith(now.text[: now.hints.stable])
+            assert min(stable_points.common_prefix(now.text, text), now.hints.boundaries[-1]) in now.hints.stables
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -86,7 +86,9 @@ def test_nearly_all_templates_take_conversations_and_keep_them():
     kept = {}
     for path in PATHS:
         found = list(asked(ChatTemplate(path.read_text(), bos="<s>", eos="</s>")))
-        kept[path.stem] = [now.stable == now.boundaries[-1] for now, messages, given in found if messages is TALKS[0]]
+        kept[path.stem] = [
+            now.hints.stable == now.hints.boundaries[-1] for now, messages, given in found if messages is TALKS[0]
+        ]
     n_rendered = sum(bool(found) for found in kept.values())
     n_whole = sum(bool(found) and all(found) for found in kept.values())
     assert n_rendered >= 0.9 * len(PATHS) and n_whole >= 0.8 * len(PATHS), kept

@@ -65,11 +65,11 @@ def test_every_likely_next_turn_begins_with_all_up_to_a_stable_point_that_is_as_
     talk = data.draw(talks())
     template = TEMPLATES[name]
     now, after = now_and_next(template, talk, data.draw(nexts(talk)), kwargs)
-    assert now.stable is not None and now.stable == now.stables[0]
-    assert all(text.startswith(now.text[: now.stable]) for text in after)
+    assert now.hints.stable is not None and now.hints.stable == now.hints.stables[0]
+    assert all(text.startswith(now.text[: now.hints.stable]) for text in after)
     end = len(template.render(talk.messages, tools=talk.tools, add_generation_prompt=False, **kwargs))
-    assert now.boundaries[-1] == end
-    assert set(now.stables) == {min(stable_points.common_prefix(now.text, text), end) for text in after}
+    assert now.hints.boundaries[-1] == end
+    assert set(now.hints.stables) == {min(stable_points.common_prefix(now.text, text), end) for text in after}
 
 
 def test_a_prompt_itself_is_not_what_the_next_turn_begins_with():
@@ -77,7 +77,7 @@ def test_a_prompt_itself_is_not_what_the_next_turn_begins_with():
     after = [HELLO, {"role": "assistant", "content": "Hi."}, HELLO]
     for name in ("qwen35", "nemotron_h"):
         now = TEMPLATES[name].conversation([HELLO])
-        assert now.stable < len(now.text) and not TEMPLATES[name].render(after).startswith(now.text)
+        assert now.hints.stable < len(now.text) and not TEMPLATES[name].render(after).startswith(now.text)
 
 
 @by_template
@@ -88,8 +88,8 @@ def test_what_changes_with_every_message_is_behind_the_stable_point(name, data):
     count = "{{ 'abcdefghijklmnopqrstuvwxyz'[messages | length % 26] }}"
     counting = ChatTemplate("{{ bos_token }}<<" + count + ">>" + SOURCES[name], bos="<s>")
     now, after = now_and_next(counting, talk, data.draw(nexts(talk)), {})
-    assert now.stable is not None and now.stable < now.text.index(">>")
-    assert all(text.startswith(now.text[: now.stable]) for text in after)
+    assert now.hints.stable is not None and now.hints.stable < now.text.index(">>")
+    assert all(text.startswith(now.text[: now.hints.stable]) for text in after)
 
 
 @by_template
@@ -167,8 +167,8 @@ def test_one_thought_in_a_long_chain_of_calls_is_in_the_quote(n_before):
     quote = stable_points.Quote.of(template.lay_out(chain, Given()), chain)
     assert quote is not None and len(quote.messages) < len(chain) - 16
     now = ChatTemplate(FORGETFUL).conversation(chain, tools=TOOLS)
-    assert now.text[now.stable :].startswith("(Hm.)a<tool>4") and "(Hm.)" not in now.text[: now.stable]
-    assert now.stables == (now.stable, len(now.text))
+    assert now.text[now.hints.stable :].startswith("(Hm.)a<tool>4") and "(Hm.)" not in now.text[: now.hints.stable]
+    assert now.hints.stables == (now.hints.stable, len(now.text))
 
 
 # what else a next turn may be
@@ -181,8 +181,8 @@ def test_a_reply_that_was_begun_by_the_client_is_finished_in_place(name, questio
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": begun}]
     now = TEMPLATES[name].conversation(messages, add_generation_prompt=False)
     whole = [messages[0], {"role": "assistant", "content": begun + "." + more}, {"role": "user", "content": "So?"}]
-    assert now.stable is not None and now.stable >= now.text.index(question.strip())
-    assert TEMPLATES[name].render(whole).startswith(now.text[: now.stable])
+    assert now.hints.stable is not None and now.hints.stable >= now.text.index(question.strip())
+    assert TEMPLATES[name].render(whole).startswith(now.text[: now.hints.stable])
 
 
 STRICT = (
@@ -193,12 +193,12 @@ STRICT = (
 
 def test_a_template_that_refuses_tools_still_has_a_stable_point():
     now = ChatTemplate(STRICT).conversation([HELLO], tools=TOOLS)
-    assert now.text[: now.stable] == "<user>Hello!" and now.stables == (now.stable,)
+    assert now.text[: now.hints.stable] == "<user>Hello!" and now.hints.stables == (now.hints.stable,)
 
 
 def test_a_template_that_refuses_every_next_turn_has_none():
     once = "{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}"
-    assert ChatTemplate(once).conversation([HELLO]).stable is None
+    assert ChatTemplate(once).conversation([HELLO]).hints.stable is None
     assert ChatTemplate(once).after_reply([HELLO], {"role": "assistant", "content": "a"}) is None
 
 
@@ -211,8 +211,8 @@ def dated(form: str) -> Rendered:
 
 
 def test_a_date_is_shared_with_the_next_turn_and_a_time_of_day_is_not():
-    assert dated("%d %B %Y").stable == dated("%d %B %Y").boundaries[-1]
-    assert 0 < (dated("%H:%M:%S").stable or 0) < len("<date>00:00:00")
+    assert dated("%d %B %Y").hints.stable == dated("%d %B %Y").hints.boundaries[-1]
+    assert 0 < (dated("%H:%M:%S").hints.stable or 0) < len("<date>00:00:00")
 
 
 @given(st.datetimes())
@@ -240,4 +240,4 @@ def test_a_template_that_changes_lists_gets_lists_of_its_own():
         == "user;user,assistant;user,assistant,user;"
         == template.render([HELLO, {"role": "assistant", "content": "a"}, HELLO])
     )
-    assert first.stable == len(first.text) and first.boundaries == (5, 20, 40)
+    assert first.hints.stable == len(first.text) and first.hints.boundaries == (5, 20, 40)

@@ -303,7 +303,7 @@ def test_explain_without_files_models_or_servers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "said"), [("http://127.0.0.1:9", "does not answer"), ("nonsense", "is not the URL of a server")]
+    ("url", "said"), [("http://127.0.0.1:9", "no answer from"), ("nonsense", "is not a server's address")]
 )
 def test_explain_says_what_is_wrong_with_a_server(url, said):
     with pytest.raises(EverwarmError, match=said), source_for(None, url, None, None, CheckpointParams()):

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import pytest
 
-from everwarm.gateway.admin.models import models_routes
-from everwarm.gateway.anthropic.routes import anthropic_routes
-from everwarm.gateway.llamaserver.routes import llama_routes
-from everwarm.gateway.ollama.routes import ollama_routes
-from everwarm.gateway.openai.routes import openai_routes
+from everwarm.gateway.admin.models import Models
+from everwarm.gateway.anthropic.routes import Anthropic
+from everwarm.gateway.llamaserver.routes import LlamaServer
+from everwarm.gateway.ollama.routes import Ollama
+from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.routes import Responses
 from support.server import Server, metric, serving
 
@@ -163,8 +163,11 @@ def asked(server: Server, path: str, data: bytes) -> int:
 
 def test_every_endpoint_that_reads_a_body_is_tried_here():
     nobody = cast(Any, None)
-    dialects = (openai_routes, llama_routes, ollama_routes, anthropic_routes, models_routes)
-    routes = [route for dialect in dialects for route in dialect(nobody)] + Responses(nobody, nobody).routes()
+    dialects = [kind(*[nobody] * 3) for kind in (OpenAI, Ollama)] + [
+        kind(*[nobody] * 4) for kind in (Responses, Anthropic)
+    ]
+    dialects += [LlamaServer(*[nobody] * 5), Models(*[nobody] * 2)]
+    routes = [route for dialect in dialects for route in dialect.routes()]
     taking = {route.path for route in routes if "POST" in (route.methods or ()) and "refuse" not in route.name}
     tried = {path.partition("?")[0].replace("/slots/0", "/slots/{id}") for path in (*MESSAGES, *TEXTS)}
     assert taking == tried

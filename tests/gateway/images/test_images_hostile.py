@@ -32,7 +32,7 @@ async def test_damaged_files_are_refused_or_read() -> None:
     rng = random.Random(20)
     originals = list(samples().values())
     peak, n_read = 0, 0
-    async with opened(n_pictures_per_child=1 << 30, cache_bytes=0) as pictures:
+    async with opened(n_images_per_child=1 << 30, cache_bytes=0) as pictures:
         for done in range(0, N_MUTATED, 20):
             batch = [mutated(originals[(done + i) % len(originals)], rng) for i in range(20)]
             for found in await asyncio.gather(*(outcome(pictures, data) for data in batch)):

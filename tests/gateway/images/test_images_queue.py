@@ -79,7 +79,7 @@ async def test_requests_take_turns() -> None:
 
 @running
 async def test_a_request_brings_only_so_many_pictures() -> None:
-    async with opened(max_pictures_per_request=2, max_pixels_per_request=15) as pictures:
+    async with opened(max_images_per_request=2, max_pixels_per_request=15) as pictures:
         url = "data:;base64," + base64.b64encode(png([[0] * 10], color=GREY)).decode()
         part = {"type": "image_url", "image_url": url}
         with pytest.raises(BadRequest, match="3 pictures; send at most 2"):
@@ -112,7 +112,7 @@ async def test_memory_for_pictures_is_bounded_and_the_oldest_goes() -> None:
 
 @running
 async def test_children_are_renewed_after_so_many_pictures() -> None:
-    async with opened(n_children=1, n_pictures_per_child=3) as pictures:
+    async with opened(n_children=1, n_images_per_child=3) as pictures:
         seen = []
         n_files = len(os.listdir("/proc/self/fd"))
         for i in range(9):

@@ -12,13 +12,11 @@ from everwarm.config import GREEDY
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import Overloaded
-from everwarm.gateway.access.limits import AdmissionLimits
-from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.admin.request_log import Caller, RequestLog
-from everwarm.gateway.chat.generate import collect, events
-from everwarm.gateway.images.image_loader import ImageLoader, ImageSupport, Lending
-from everwarm.gateway.service import Service
-from everwarm.gateway.settings import ServerSettings
+from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader, Lending
+from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.serving.generate import collect, generate
+from everwarm.gateway.serving.request_preparer import lent_images
 from everwarm.router.supervise.supervisor import Lend, Supervisor
 from support.image_files import png
 from support.image_harness import opened, running, small, until
@@ -127,12 +125,10 @@ async def test_more_than_everything_is_lent_alone_and_a_queue_has_an_end() -> No
 
 
 class Lender:
-    """Lends as the service does, and counts."""
+    """Lends as the server does, and counts."""
 
-    def __init__(self, pictures: ImageLoader, sights: list[ImageSupport], namespace: str) -> None:
-        settings = ServerSettings()
-        service = Service(None, settings, AdmissionLimits(settings), Metrics(), pictures=pictures)  # type: ignore[arg-type]
-        self._lent = lambda: service._lent(sights, namespace)
+    def __init__(self, pictures: ImageLoader, sights: list[ImageInfo], namespace: str) -> None:
+        self._lent = lambda: lent_images(pictures, sights, namespace)
         self.n_lent = 0
 
     @contextlib.asynccontextmanager
@@ -143,14 +139,15 @@ class Lender:
 
 
 async def choices(
-    supervisor: Supervisor, sights: list[ImageSupport], namespace: str, lend: Lend, n: int, text: str
+    supervisor: Supervisor, sights: list[ImageInfo], namespace: str, lend: Lend, n: int, text: str
 ) -> int:
     """How many of the choices ended as they should."""
     shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)
-    submit = {"text": text + MARKER * len(sights), "marker": MARKER, "pictures": shown, "namespace": namespace}
-    submit |= {"sampling": GREEDY, "max_tokens": 3, "ignore_eos": True}
-    follow = RequestLog().follow(Caller("r", "model", "/", False))
-    return len(await collect(events(supervisor, [submit] * n, follow, lend), n))
+    prompt = {"text": text + MARKER * len(sights), "marker": MARKER, "pictures": shown, "namespace": namespace}
+    submit = m.Submit(0, **prompt, sampling=GREEDY, max_tokens=3, ignore_eos=True)
+    tracker = RequestLog().follow(Caller("r", "model", "/", False))
+    choices = await collect(generate(supervisor, [submit] * n, OutputParser, tracker, lend), n)
+    return sum(choice.finish != "" for choice in choices)
 
 
 @running

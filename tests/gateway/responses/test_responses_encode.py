@@ -17,11 +17,11 @@ from everwarm.errors import BadRequest, EverwarmError, Overloaded, PromptTooLong
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.roles import in_known_roles
 from everwarm.gateway.openai.schema import read
-from everwarm.gateway.parsing.output_parser import Event
+from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
-from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items, sealed, unsealed
+from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items, sealed, unsealed
 from everwarm.gateway.responses.tools import offered
 from support.fuzz import Json, bodies
 from support.server import Server, serving
@@ -44,7 +44,7 @@ TOOLS: Any = [
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def told(events: list[Event], finish: str = "stop", **body: Any) -> list[dict[str, Any]]:
+def told(events: list[Piece], finish: str = "stop", **body: Any) -> list[dict[str, Any]]:
     wish = msgspec.convert({"input": "a", "tools": TOOLS, **body}, ResponsesBody)
     tools = offered(TOOLS)
     teller = ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, tools), tools)
@@ -66,7 +66,7 @@ def output(said: list[dict[str, Any]]) -> list[Any]:
     return done
 
 
-def call(name: str, arguments: str, *, complete: bool = True) -> list[Event]:
+def call(name: str, arguments: str, *, complete: bool = True) -> list[Piece]:
     pieces = [arguments[:3], arguments[3:]]
     return [CallBegun(0, "c", name), *(CallArguments(0, piece) for piece in pieces), CallEnded(0, "raw", complete)]
 
@@ -101,7 +101,7 @@ def test_what_breaks_off_is_incomplete():
 
 
 def test_thinking_comes_as_content_or_as_summary():
-    heard: list[Event] = [Reasoning("a"), Reasoning("b"), Text("c")]
+    heard: list[Piece] = [Reasoning("a"), Reasoning("b"), Text("c")]
     plain, summed = output(told(heard))[0], output(told(heard, reasoning={"summary": "auto"}))[0]
     assert (plain["content"][0]["text"], plain["summary"], "encrypted_content" in plain) == ("ab", [], False)
     assert (summed["summary"][0]["text"], summed["content"]) == ("ab", [])
@@ -204,7 +204,7 @@ def test_any_body_becomes_a_chat_or_is_refused(body):
         wish = read(msgspec.json.encode(body), ResponsesBody)
         wish.check()
         items = own_items(wish, "0", lambda _: None)
-        found = asked(wish, items)
+        found = chat_request(wish, items)
     except BadRequest:
         return
     assert found.chat.messages and all(item["id"] and item["type"] for item in items)

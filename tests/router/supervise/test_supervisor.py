@@ -54,7 +54,7 @@ async def answer(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> l
 
 async def everything(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[m.ToGateway]:
     submit = {"sampling": GREEDY, "max_tokens": 24} | more
-    return [message async for message in supervisor.stream(text=text, **submit)]
+    return [message async for message in supervisor.stream(m.Submit(0, text=text, **submit))]
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
@@ -128,7 +128,7 @@ def test_questions_are_answered_and_refusals_are_raised_or_told():
 def test_leaving_a_stream_frees_its_slot():
     async def test() -> None:
         async with supervised() as supervisor:
-            stream = supervisor.stream(text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True)
+            stream = supervisor.stream(m.Submit(0, text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True))
             async for message in stream:
                 if isinstance(message, m.TextPiece):
                     break
@@ -246,7 +246,7 @@ def test_a_request_that_had_streamed_is_told_so_with_503():
     async def test() -> None:
         async with supervised() as supervisor:
             said = []
-            stream = supervisor.stream(text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True)
+            stream = supervisor.stream(m.Submit(0, text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True))
             async for message in stream:
                 said.append(message)
                 if isinstance(message, m.TextPiece) and supervisor.n_restarts == 0 and len(said) < 5:
@@ -539,14 +539,14 @@ def test_a_killed_gateway_leaves_no_engine_behind():
 
 # what cannot be sent
 
-UNPACKABLE = {"tokens": [1 << 64], "sampling": GREEDY}
+UNPACKABLE = m.Submit(0, tokens=[1 << 64], sampling=GREEDY)
 
 
 def test_what_cannot_be_packed_is_refused_and_forgotten():
     async def test() -> None:
         async with supervised() as supervisor:
             with pytest.raises((OverflowError, BadRequest)):
-                await anext(supervisor.stream(**UNPACKABLE))
+                await anext(supervisor.stream(UNPACKABLE))
             assert supervisor.n_pending == 0
 
     run(test)
@@ -556,7 +556,7 @@ def test_what_cannot_be_packed_does_not_end_the_supervisor_at_the_next_death():
     async def test() -> None:
         async with supervised() as supervisor:
             with pytest.raises((OverflowError, BadRequest)):
-                await anext(supervisor.stream(**UNPACKABLE))
+                await anext(supervisor.stream(UNPACKABLE))
             dead = kill(supervisor)
             await until(lambda: supervisor.pid != dead, "a new process", 5)
             assert await asyncio.wait_for(answer(supervisor), 5)
@@ -567,7 +567,7 @@ def test_what_cannot_be_packed_does_not_end_the_supervisor_at_the_next_death():
 def test_a_token_id_no_int64_can_hold_is_refused_not_fatal():
     async def test() -> None:
         async with supervised() as supervisor:
-            said = [message async for message in supervisor.stream(tokens=[1 << 63], sampling=GREEDY)]
+            said = [message async for message in supervisor.stream(m.Submit(0, tokens=[1 << 63], sampling=GREEDY))]
             assert isinstance(said[-1], m.Failed) and said[-1].status == 400
             assert supervisor.n_restarts == 0
 
@@ -580,7 +580,7 @@ def test_a_prompt_that_fits_no_frame_is_refused_and_the_engine_lives():
             pid = supervisor.pid
             for question in ({"text": "x" * (m.MAX_FRAME_BYTES + 1)}, {"text": "é" * (m.MAX_FRAME_BYTES // 2)}):
                 with pytest.raises(FrameTooLarge, match=rf"{m.MAX_FRAME_BYTES:,} are the most"):
-                    await anext(supervisor.stream(**question, sampling=GREEDY))
+                    await anext(supervisor.stream(m.Submit(0, **question, sampling=GREEDY)))
             supervisor.tell(m.Prewarm("x" * (m.MAX_FRAME_BYTES + 1)))
             assert supervisor.n_pending == 0
             assert await answer(supervisor)

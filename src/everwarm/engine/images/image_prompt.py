@@ -13,7 +13,7 @@ import numpy as np
 
 from everwarm.engine.images.image_cache import ImageCache, Pixels
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.cut_hints import Hints
+from everwarm.engine.process.cut_hints import CutHints
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.prompt.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class ImagePrompt:
         self._images = images
         self._tokenizer = tokenizer
 
-    def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, Hints, dict[bytes, Pixels]]:
+    def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, CutHints, dict[bytes, Pixels]]:
         """The prompt, its hints in items, and its images by the digest of their items."""
         runs = text.split(message.marker)
         if not message.marker or len(runs) != len(message.pictures) + 1:
@@ -44,7 +44,7 @@ class ImagePrompt:
         items = [self._images.item(pixels) for pixels in shown]
         codes, media, parts = self._laid_out(runs, items, len(message.marker), message.add_special)
         whole = Prompt(np.concatenate(codes), MappingProxyType(media))
-        hints = Hints.counted(message, partial(self._counts_at, parts), partial(self._sure_count_at, parts))
+        hints = message.hints.counted(partial(self._counts_at, parts), partial(self._sure_count_at, parts))
         by_digest: dict[bytes, Pixels] = {}
         for item, pixels in zip(items, shown, strict=True):
             if by_digest.get(item.digest) is None or pixels.rgb is not None:  # one that is there twice comes once

@@ -17,7 +17,7 @@ import msgspec
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.disk_view import DiskSnapshot, DiskView, TreeSnapshot, with_pauses
 from everwarm.engine.process import messages as m
-from everwarm.errors import Forbidden
+from everwarm.errors import TreeChanged
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.null_tiers import NullDisk
@@ -145,7 +145,7 @@ class _Snapshot:
 
 
 def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
-    """``Forbidden`` (409): the place is not in the tree any more."""
+    """``TreeChanged``: the place is not in the tree any more."""
     census, moment = core.tree.census, _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
     first = None if question.after is None else census.by_id.get(question.after)
@@ -177,8 +177,8 @@ def view_of(core: Core, shown: dict[str, Node] | None = None) -> TreeSnapshot:
     return TreeSnapshot(nodes, names, {name: root.id for name, root in seen.items()})
 
 
-def tree_changed() -> Forbidden:
-    return Forbidden(409, "tree_changed", "that place is not in the tree any more; start again without after")
+def tree_changed() -> TreeChanged:
+    return TreeChanged("that place is not in the tree any more; start again without after")
 
 
 def walk(roots: Iterable[Node], first: Node | None = None) -> Iterator[Node]:
@@ -257,7 +257,7 @@ class CacheView:
         self.disk = DiskView(self.core)
 
     def finish(self, page: NodePage) -> m.TreeSeen:
-        """``Forbidden`` (409) as for ``turn_page``."""
+        """``TreeChanged`` as for ``turn_page``."""
         snapshot = self.disk.snapshot(page.view)
         found = page.rows
         if snapshot.files.names:

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from everwarm.config import Constraint, Sampling
+from everwarm.engine.process.cut_hints import CutHints
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
 
@@ -58,8 +59,7 @@ class Submit(Message, frozen=True, tag=True):
     text: str | None = None
     tokens: list[int] | None = None
     add_special: bool = True
-    boundaries: tuple[int, ...] = ()
-    stable: int | None = None
+    hints: CutHints = CutHints()
     sampling: Sampling = Sampling()
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
@@ -75,8 +75,6 @@ class Submit(Message, frozen=True, tag=True):
     marker: str = ""
     pictures: tuple[SentImage, ...] = ()
     form: Constraint | None = None
-    stables: tuple[int, ...] = ()
-    breakpoints: tuple[int, ...] = ()
 
 
 class Prewarm(Message, frozen=True, tag=True):

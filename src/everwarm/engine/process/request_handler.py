@@ -28,7 +28,7 @@ from everwarm.engine.inspect.cache_view import evictions
 from everwarm.engine.inspect.diagnostics import diagnostics_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.cut_hints import Hints
+from everwarm.engine.process.cut_hints import CutHints
 from everwarm.engine.process.preparation import Preparing
 from everwarm.engine.process.reply_text import ReplyText
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
@@ -194,7 +194,7 @@ class RequestHandler:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:
             prompt = Prompt.of_tokens(message.tokens or [])
-            hints = Hints(message.boundaries, message.stable, message.stables, message.breakpoints)
+            hints = message.hints
         return Ask(
             prompt,
             message.sampling,
@@ -334,11 +334,11 @@ class RequestHandler:
         )
 
 
-def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, Hints]:
+def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, CutHints]:
     """Hints in characters become hints in tokens that no later text can change."""
     count = partial(tokenizer.count_at, text, add_special=message.add_special)
     sure = partial(tokenizer.sure_count_at, text, add_special=message.add_special)
-    return tokenizer.tokenize(text, add_special=message.add_special), Hints.counted(message, count, sure)
+    return tokenizer.tokenize(text, add_special=message.add_special), message.hints.counted(count, sure)
 
 
 def slots(core: Core, namespace: str) -> list[dict[str, Any]]:

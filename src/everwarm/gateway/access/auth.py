@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from everwarm.config import require
-from everwarm.errors import BadRequest, Forbidden
+from everwarm.errors import AdminRequired, BadRequest
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -133,10 +133,8 @@ def _with_role(route: Route) -> Route:
     return route
 
 
-def admin_only(what: str) -> Forbidden:
-    return Forbidden(
-        403, "admin_required", f"{what[:200]} needs an admin key of this server (--admin-key, or a key file)"
-    )
+def admin_only(what: str) -> AdminRequired:
+    return AdminRequired(f"{what[:200]} needs an admin key of this server (--admin-key, or a key file)")
 
 
 # who calls
@@ -161,6 +159,11 @@ class Principal:
 def principal_of(request: Request) -> Principal:
     found: Principal = request.state.principal
     return found
+
+
+def namespace_of(request: Request, salt: str | None) -> str:
+    """The namespace that a request reads and writes in."""
+    return principal_of(request).namespace(salt)
 
 
 def _of_key(key: str) -> str:

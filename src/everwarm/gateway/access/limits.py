@@ -75,13 +75,14 @@ class Place:
 
 
 class AdmissionLimits:
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, backlogs: Callable[[], Sequence[Backlog]] = tuple) -> None:
+        """``backlogs``: of the engines that run; asked only when a request is refused."""
         self._settings = settings
+        self._backlogs = backlogs
         self._places: dict[Place, None] = {}
         self._n_of_client: Counter[str] = Counter()
         self.n_tokens = 0
         self.is_draining = False
-        self.backlogs: Callable[[], Sequence[Backlog]] = tuple  # of the engines that run
         self._told = Told()
 
     @property
@@ -148,7 +149,7 @@ class AdmissionLimits:
 
     def _overloaded(self, why: str) -> Overloaded:
         now = time.monotonic()
-        wait_s = retry_after_s(self.backlogs(), self.n_requests, self.n_tokens, self._told.n_ahead(now))
+        wait_s = retry_after_s(self._backlogs(), self.n_requests, self.n_tokens, self._told.n_ahead(now))
         self._told.add(now, wait_s)
         return Overloaded(f"{why}; try again in about {wait_s} s", wait_s)
 

@@ -14,16 +14,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from everwarm.errors import EverwarmError, Forbidden, Refused
+from everwarm.errors import BodyTooLarge, EverwarmError, Forbidden, Refused, Unauthorized, UnsupportedMediaType
 from everwarm.gateway.access.auth import NOBODY, OPEN_PATHS, PAGE, Access, Principal
-from everwarm.gateway.anthropic import encode
+from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.settings import ServerSettings
 
 log = logging.getLogger("everwarm.gateway")
-
-OLLAMA = "/api/"
-ANTHROPIC = "/v1/messages"
 
 
 class Guard:
@@ -64,34 +61,28 @@ class Guard:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self._check_names(headers)
         if is_foreign(scope["method"], scope["path"], headers):
-            raise Forbidden(
-                403, "forbidden", "pages of other sites may not use this server; start with --allowed-host NAME"
-            )
+            raise Forbidden("pages of other sites may not use this server; start with --allowed-host NAME")
         scope["state"]["principal"] = self._identify(scope["path"], headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get(b"content-type", "").split(";")[0].strip().lower()
             if kind != "application/json":
-                raise Forbidden(415, "unsupported_media_type", "send JSON with Content-Type: application/json")
+                raise UnsupportedMediaType("send JSON with Content-Type: application/json")
             self._check_length(headers.get(b"content-length"))
 
     def _check_names(self, headers: dict[bytes, str]) -> None:
         """A page from elsewhere must not reach a local server through the visitor's browser."""
         host = _host_name(f"//{headers.get(b'host', '')}")
         if host not in self._settings.host_names:
-            raise Forbidden(403, "forbidden", "this server is not called that; start it with --allowed-host NAME")
+            raise Forbidden("this server is not called that; start it with --allowed-host NAME")
         origin = headers.get(b"origin")
         if origin is not None and _host_name(origin) not in self._settings.host_names:
-            raise Forbidden(
-                403, "forbidden", "requests from that origin are not allowed; start with --allowed-host NAME"
-            )
+            raise Forbidden("requests from that origin are not allowed; start with --allowed-host NAME")
 
     def _identify(self, path: str, headers: dict[bytes, str]) -> Principal:
         given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
         found = self._access.identify(each.encode("latin-1") for each in given)
         if found is None and not (path in OPEN_PATHS or path.startswith(PAGE)):
-            raise Forbidden(
-                401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY or x-api-key"
-            )
+            raise Unauthorized("a valid API key is required: Authorization: Bearer KEY or x-api-key")
         return found or NOBODY
 
     def _check_length(self, length: str | None) -> None:
@@ -112,9 +103,9 @@ class Guard:
 
         return bounded
 
-    def _too_large(self) -> Forbidden:
+    def _too_large(self) -> BodyTooLarge:
         limit = self._settings.max_body_bytes
-        return Forbidden(413, "request_too_large", f"the body is larger than {limit} bytes")
+        return BodyTooLarge(f"the body is larger than {limit} bytes")
 
 
 def is_foreign(method: str, path: str, headers: dict[bytes, str]) -> bool:
@@ -136,33 +127,7 @@ def error_response(error: EverwarmError, request_id: str, path: str) -> Response
         headers["retry-after"] = str(retry_after or 2)
     if error.status in (408, 413):  # the rest of the body is not waited for
         headers["connection"] = "close"
-    return json_response(_in_dialect(error, request_id, path), error.status, headers)
-
-
-def _in_dialect(error: EverwarmError, request_id: str, path: str) -> dict[str, object]:
-    if path.startswith(OLLAMA):
-        return ollama_error(error)
-    if path.startswith(ANTHROPIC):
-        return encode.error_body(error, request_id)
-    return error_body(error, request_id)
-
-
-def error_body(error: EverwarmError, request_id: str) -> dict[str, object]:
-    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    about: dict[str, object] = {
-        "message": str(error),
-        "type": kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error"),
-        "param": None,
-        "code": error.code,
-        "request_id": request_id,
-    }
-    if isinstance(error, Refused) and error.n_prompt is not None:
-        about |= {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_context}
-    return {"error": about}
-
-
-def ollama_error(error: EverwarmError) -> dict[str, object]:
-    return {"error": str(error)}
+    return json_response(error_body(error, request_id, path), error.status, headers)
 
 
 def _host_name(url: str) -> str:

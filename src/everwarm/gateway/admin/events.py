@@ -10,14 +10,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 from everwarm.errors import EverwarmError, Overloaded
 from everwarm.gateway.access.auth import Visibility
 from everwarm.gateway.admin import cache_encode
 from everwarm.gateway.admin.request_log import RequestLog, RequestRecord
+from everwarm.gateway.http.sse import sse_named
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
@@ -27,8 +25,6 @@ MOST_WATCHERS, MOST_OF_ONE = 32, 8  # in all, and of one user
 MOST_UNREAD = 256
 
 Overview = Callable[[str], Awaitable[Json]]  # what GET /cache says of a model
-
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +86,7 @@ class EventHub:
         self._task = None
 
     async def frames(self, watcher: EventWatcher) -> AsyncGenerator[bytes, None]:
-        yield frame("hello", await self._overview(watcher.model) | watcher.about)
+        yield sse_named("hello", await self._overview(watcher.model) | watcher.about)
         while not self.is_closed and (told := await watcher.unread.get()) is not None:
             yield told
 
@@ -116,7 +112,7 @@ class EventHub:
         for watcher in [each for each in self._watchers if each.sight.shows(namespace)]:
             with_words = watcher.sight.shows_words(namespace)
             if with_words not in frames:
-                frames[with_words] = frame("request", cache_encode.request(row, with_words=with_words))
+                frames[with_words] = sse_named("request", cache_encode.request(row, with_words=with_words))
             if not watcher.tell(frames[with_words]):
                 watcher.let_go()
 
@@ -133,7 +129,7 @@ class EventHub:
 
     def _tell_stats(self, model: str, overview: Json) -> None:
         for watcher in [each for each in self._watchers if each.model == model]:
-            if not watcher.tell(frame("stats", overview | watcher.about)):
+            if not watcher.tell(sse_named("stats", overview | watcher.about)):
                 watcher.let_go()
 
     def _look(self) -> None:
@@ -151,8 +147,4 @@ class EventHub:
         if before != data:
             self._seen[event, model] = data
             if before is not None:
-                self._tell(frame(event, data), only_for)
-
-
-def frame(event: str, data: Any) -> bytes:
-    return f"event: {event}\n".encode() + b"data: " + _encode(data) + b"\n\n"
+                self._tell(sse_named(event, data), only_for)

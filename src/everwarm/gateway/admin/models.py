@@ -12,9 +12,9 @@ from everwarm.errors import ModelNotFound
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.schema import ModelBody
-from everwarm.gateway.service import Service
+from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.plan import Phase
-from everwarm.router.pool import Standing
+from everwarm.router.pool import Pool, Standing
 from everwarm.types import Json
 
 _SHOWN = {  # llama-server's words
@@ -26,28 +26,26 @@ _SHOWN = {  # llama-server's words
 }
 
 
-def models_routes(service: Service) -> list[Route]:
-    models = Models(service)
-    return [
-        Route("/v1/models", models.list, methods=["GET"]),
-        Route("/v1/models/{id:path}", models.show, methods=["GET"]),
-        Route("/models", models.list, methods=["GET"]),
-        Route("/models/load", models.load, methods=["POST"]),
-        Route("/models/unload", models.unload, methods=["POST"]),
-    ]
-
-
 class Models:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, pool: Pool, gate: RequestGate) -> None:
+        self._pool = pool
+        self._gate = gate
+
+    def routes(self) -> builtins.list[Route]:
+        return [
+            Route("/v1/models", self.list, methods=["GET"]),
+            Route("/v1/models/{id:path}", self.show, methods=["GET"]),
+            Route("/models", self.list, methods=["GET"]),
+            Route("/models/load", self.load, methods=["POST"]),
+            Route("/models/unload", self.unload, methods=["POST"]),
+        ]
 
     async def list(self, request: Request) -> Response:
         """One body that satisfies OpenAI's, Anthropic's and llama-server's clients."""
-        pool = self._service.pool
         if request.query_params.get("reload") in ("1", "true"):
             if not principal_of(request).is_admin:
                 raise admin_only("GET /models?reload=1")
-            pool.refresh(now=True)
+            self._pool.refresh(now=True)
         models = self._models()
         first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
         return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
@@ -63,19 +61,18 @@ class Models:
         return json_response(found)
 
     def _models(self) -> builtins.list[Json]:
-        pool = self._service.pool
-        models = [_model(standing) for standing in pool.standings()]
+        models = [_model(standing) for standing in self._pool.standings()]
         return models + [
             {**_names(broken.id), "status": {"value": "unloaded", "failed": True, "reason": broken.reason}}
-            for broken in pool.catalog.broken
+            for broken in self._pool.catalog.broken
         ]
 
     async def load(self, request: Request) -> Response:
-        self._service.pool.load((await self._service.read(request, ModelBody)).body.model)
+        self._pool.load((await self._gate.read(request, ModelBody)).body.model)
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        self._service.pool.unload((await self._service.read(request, ModelBody)).body.model)
+        self._pool.unload((await self._gate.read(request, ModelBody)).body.model)
         return json_response({"success": True})
 
 

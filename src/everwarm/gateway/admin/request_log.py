@@ -182,27 +182,38 @@ class RequestLog:
 
 @dataclass(frozen=True, slots=True)
 class RequestTracker:
-    """What happens to the choices of one request is written down, and told to whoever watches."""
+    """Writes down what happens to the choices of one request."""
 
-    recent: RequestLog
+    request_log: RequestLog
     caller: Caller
 
     def choice(self, index: int) -> TrackedRequest:
-        return TrackedRequest(self.recent, self.recent.begin(self.caller, index))
+        return TrackedRequest(self.request_log, self.request_log.begin(self.caller, index))
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    recent: RequestLog
+    """One choice, from its beginning to ``end``: a context manager that ends it if nothing else has."""
+
+    request_log: RequestLog
     row: RequestRecord
     _told_at: float = 0.0
     _wants_progress: bool = True
+    _is_over: bool = False
 
-    def submit(self, submit: Json) -> Json:
-        """The same, but its progress is told if somebody watches."""
-        self._wants_progress = bool(submit.get("wants_progress"))
+    def __enter__(self) -> TrackedRequest:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.end()
+
+    def submit(self, submit: m.Submit) -> m.Submit:
+        """The same, but the engine tells its progress if the request log is watched."""
+        self._wants_progress = submit.wants_progress
         self._tell()
-        return submit if self.recent.tell is None else submit | {"wants_progress": True}
+        if self.request_log.tell is None:
+            return submit
+        return msgspec.structs.replace(submit, wants_progress=True)
 
     def is_for_caller(self, message: m.ToGateway) -> bool:
         """Write a message down. Progress that the caller did not ask for is only for those who watch."""
@@ -212,13 +223,16 @@ class TrackedRequest:
         return self._wants_progress or not isinstance(message, m.PromptRead)
 
     def end(self) -> None:
-        self.recent.end(self.row)
-        self._tell()
+        """More than once does no harm."""
+        if not self._is_over:
+            self._is_over = True
+            self.request_log.end(self.row)
+            self._tell()
 
     def _tell(self) -> None:
-        if self.recent.tell is not None:
+        if self.request_log.tell is not None:
             self._told_at = time.monotonic()
-            self.recent.tell(self.row)
+            self.request_log.tell(self.row)
 
 
 log = logging.getLogger("everwarm.requests")
@@ -241,14 +255,14 @@ def log_request(row: RequestRecord) -> None:
 
 def line(row: RequestRecord) -> str:
     """``chat 3,135 tokens: 3,117 reused, 18 read, 48 ms; 12 written, 310 ms; stop; MODEL; req_…``."""
-    said = [f"{_kind(row)} {row.n_prompt:,} tokens: {row.n_cached:,} reused, {row.n_read:,} read"]
+    parts = [f"{_kind(row)} {row.n_prompt:,} tokens: {row.n_cached:,} reused, {row.n_read:,} read"]
     first_s = row.first_s()
     if first_s is not None:
-        said[0] += f", {1e3 * first_s:,.0f} ms"
+        parts[0] += f", {1e3 * first_s:,.0f} ms"
     written_s = dict(row.phases()).get("decode")
     if row.n_reply and written_s is not None:
-        said.append(f"{row.n_reply:,} written, {1e3 * written_s:,.0f} ms")
-    return "; ".join([*said, _end(row), row.caller.model, row.id])
+        parts.append(f"{row.n_reply:,} written, {1e3 * written_s:,.0f} ms")
+    return "; ".join([*parts, _end(row), row.caller.model, row.id])
 
 
 def fields(row: RequestRecord) -> Json:

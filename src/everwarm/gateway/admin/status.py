@@ -20,52 +20,52 @@ from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import EngineStopped
-from everwarm.gateway.admin.metrics import CONTENT_TYPE
+from everwarm.gateway.admin.metrics import CONTENT_TYPE, Metrics
+from everwarm.gateway.http.loop_lag import LoopLag
 from everwarm.gateway.http.sse import json_response
-from everwarm.gateway.service import Service
 from everwarm.router.plan import Phase
-from everwarm.router.pool import Served, Standing
+from everwarm.router.pool import Pool, Served, Standing
 from everwarm.router.supervise.restart_policy import Cause
 from everwarm.router.supervise.supervisor import State
 from everwarm.types import Json
 
 
-def status_routes(service: Service) -> list[Route]:
-    status = Status(service)
-    return [
-        Route("/health", status.health, methods=["GET"]),
-        Route("/v1/health", status.health, methods=["GET"]),
-        Route("/ready", status.ready, methods=["GET"]),
-        Route("/metrics", status.metrics, methods=["GET"]),
-    ]
-
-
 class Status:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, pool: Pool, metrics: Metrics, lag: LoopLag) -> None:
+        self._pool = pool
+        self._metrics = metrics
+        self._lag = lag
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/v1/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
 
     async def health(self, _request: Request) -> Response:
         """The gateway is alive: 200, whatever else is wrong. How each part is stands beside it; ``/ready`` says whether to
         send requests."""
-        parts = components(self._service.pool.standings())
+        parts = components(self._pool.standings())
         return json_response({"status": "ok", "components": {name: part.as_json() for name, part in parts.items()}})
 
     async def ready(self, _request: Request) -> Response:
         """Of one model: whether it can be used now. With several, whoever is needed is loaded: the server is ready."""
-        standings = self._service.pool.standings()
+        standings = self._pool.standings()
         is_ready, wait_s, about = True, None, {"status": "ready", "models": len(standings)}
         if len(standings) == 1:
             (one,) = standings
             sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it wakes when it is asked for
-            is_ready = one.supervisor.is_ready or (sleeps and not self._service.pool.is_stopping)
+            is_ready = one.supervisor.is_ready or (sleeps and not self._pool.is_stopping)
             wait_s, about = one.retry_in_s or one.supervisor.back_in_s, _condition(one)
         headers = {} if is_ready else {"retry-after": str(math.ceil(wait_s or 0.0) or 1)}
         return json_response(about, 200 if is_ready else 503, headers)
 
     async def metrics(self, request: Request) -> Response:
         """The gateway's own, and the engine's of one model: the only one, or the one that is named."""
-        pool, name = self._service.pool, request.query_params.get("model")
-        standings, lag = pool.standings(), self._service.lag.take_most()
+        pool, name = self._pool, request.query_params.get("model")
+        standings, lag = pool.standings(), self._lag.take_most()
         gauges = {
             "everwarm_models": ("Models that can be asked for", float(len(standings))),
             "everwarm_loop_lag_most_seconds": (
@@ -89,7 +89,7 @@ class Status:
             counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
             by_cause = {cause.value: float(supervisor.died_of[cause]) for cause in Cause}
             counters["everwarm_engine_deaths"] = ("Times the engine died, by what of", by_cause)
-        return Response(self._service.metrics.render(engine, gauges, counters), media_type=CONTENT_TYPE)
+        return Response(self._metrics.render(engine, gauges, counters), media_type=CONTENT_TYPE)
 
 
 def _condition(one: Standing) -> dict[str, Any]:
@@ -150,8 +150,8 @@ def components(standings: Sequence[Standing]) -> dict[str, Component]:
     found = {"engine": engine_of(standings[0]) if len(standings) == 1 else engines_of(standings)}
     shrunk = [n for each in standings if (n := each.supervisor.shrunk_to) is not None]
     if shrunk:
-        said = "an engine died for lack of memory, so the RAM tier keeps less until the server is started again"
-        found["ram"] = Component("degraded", said, {"budget_bytes": min(shrunk)})
+        lack = "an engine died for lack of memory, so the RAM tier keeps less until the server is started again"
+        found["ram"] = Component("degraded", lack, {"budget_bytes": min(shrunk)})
     loads = (each.supervisor.load for each in standings)
     for tier, reason in ((tier, why) for load in loads if load is not None for tier, why in load.degraded.items()):
         found[tier] = Component("degraded", f"{without_paths(reason)} (GET /cache has all of it)")

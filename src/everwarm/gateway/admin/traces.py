@@ -57,7 +57,7 @@ def _say(tracer: Any, row: RequestRecord) -> None:
 
 def attributes(row: RequestRecord) -> dict[str, str | int]:
     """What a span says besides its times; no texts."""
-    said: dict[str, str | int] = {
+    found: dict[str, str | int] = {
         "gen_ai.request.model": row.caller.model,
         "gen_ai.usage.input_tokens": row.n_prompt,
         "gen_ai.usage.output_tokens": row.n_reply,
@@ -67,5 +67,5 @@ def attributes(row: RequestRecord) -> dict[str, str | int]:
         "everwarm.read_tokens": row.n_read,
     }
     if row.slot is not None:
-        said["everwarm.slot"] = row.slot
-    return said if row.done is None else said | {"everwarm.reason": row.done.why.reason}
+        found["everwarm.slot"] = row.slot
+    return found if row.done is None else found | {"everwarm.reason": row.done.why.reason}

@@ -47,9 +47,9 @@ class PageFile:
     etag: str
 
 
-def page_routes() -> list[Route]:
-    home = WebUi(page_files(FOLDER))
-    return [Route("/", home.home, methods=["GET"]), Route("/page/{name}", home.file, methods=["GET"])]
+def web_ui_routes() -> list[Route]:
+    web_ui = WebUi(page_files(FOLDER))
+    return [Route("/", web_ui.index, methods=["GET"]), Route("/page/{name}", web_ui.file, methods=["GET"])]
 
 
 def page_files(folder: Path) -> dict[str, PageFile]:
@@ -67,7 +67,7 @@ class WebUi:
     def __init__(self, files: dict[str, PageFile]) -> None:
         self._files = files
 
-    async def home(self, request: Request) -> Response:
+    async def index(self, request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             return _answer(request, self._files[INDEX], {"vary": "accept"})
         about = {"name": "everwarm", "version": __version__, "docs": "/v1/models, /v1/chat/completions"}

@@ -1,35 +1,28 @@
-"""What Anthropic's clients expect to hear: messages, events of a stream, usage, errors. Pure."""
+"""Replies as Anthropic's clients expect them: messages, events of a stream, usage. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import EverwarmError, PromptTooLong, Refused
-from everwarm.gateway.parsing.output_parser import Event
+from everwarm.errors import EverwarmError
+from everwarm.gateway.http.sse import sse_named
+from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded, settled
+from everwarm.gateway.serving.dialect import Dialect
+from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.types import Json
 
 SIGNATURE = "everwarm"  # thinking comes back with it; nobody checks it
 PING: Json = {"type": "ping"}
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
 
 @dataclass(frozen=True, slots=True)
-class NamedEvent:
+class MessageHeader:
     """What is known of a reply before it begins. ``marks_cache``: the client said what is to be kept."""
 
     id: str
@@ -52,17 +45,19 @@ class NamedEvent:
         }
 
 
-def whole(frame: NamedEvent, begun: m.Begun, events: Iterable[Event], done: m.Done, finish: str) -> Json:
-    usage = frame.usage(done.n_prompt, done.n_cached, begun.n_stable, done.n_reply)
-    return frame.message(usage, content=content(events), **_end(done, finish, broke_off=False))
+def whole(header: MessageHeader, choice: Choice) -> Json:
+    """A complete reply, with the same blocks in the same order as its stream."""
+    done, begun = choice.done, choice.begun
+    assert begun is not None, "a reply ends that never began"
+    usage = header.usage(done.n_prompt, done.n_cached, begun.n_stable, done.n_reply)
+    return header.message(usage, content=_content(choice.pieces), **_end(done, choice.finish, broke_off=False))
 
 
-def content(events: Iterable[Event]) -> list[Json]:
-    """The blocks of a reply that is all there. A call that broke off is the text it was written as."""
-    events = list(events)
-    thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+def _content(pieces: Sequence[Piece]) -> list[Json]:
+    """The blocks of a complete reply. A call that broke off is the text it was written as."""
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     blocks: list[Json] = []
-    for event in settled(event for event in events if not isinstance(event, Reasoning)):
+    for event in settled(piece for piece in pieces if not isinstance(piece, Reasoning)):
         match event:
             case Text(text=text) if blocks and blocks[-1]["type"] == "text":
                 blocks[-1]["text"] += text
@@ -88,11 +83,13 @@ def _whole_number(digits: str) -> int | float:
     return number if -(1 << 63) <= number < 1 << 64 else float(digits)
 
 
-class AnthropicEncoder:
+class AnthropicEncoder(Dialect):
     """The events of one reply, in order: its blocks are opened, filled and closed one after the other."""
 
-    def __init__(self, frame: NamedEvent) -> None:
-        self._frame = frame
+    keep_alive = sse_named("ping", PING)
+
+    def __init__(self, header: MessageHeader) -> None:
+        self._header = header
         self._n_stable = 0
         self._index = -1
         self._open: str | None = None
@@ -100,30 +97,47 @@ class AnthropicEncoder:
         self._broke_off = False
         self.has_begun = False
 
+    def loading(self, model: str, fraction: float) -> list[bytes]:  # noqa: ARG002 - a ping says nothing
+        return [self.keep_alive]
+
+    def encode(self, event: ReplyEvent) -> list[bytes]:
+        told = [self.events_of(piece) for piece in event.pieces]
+        match event.message:
+            case m.Begun() as begun:
+                told.append(self.begun(begun))
+            case m.PromptRead():
+                told.append([PING])
+            case m.Done() as done:
+                told.append(self.ended(done, event.finish))
+        return [b"".join(sse_named(each["type"], each) for each in events) for events in told if events]
+
+    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - the body is the event
+        return sse_named("error", body)
+
     def begun(self, begun: m.Begun) -> list[Json]:
         self._n_stable = begun.n_stable
         if self.has_begun:
             return []
         self.has_begun = True
-        usage = self._frame.usage(begun.n_prompt, begun.n_cached, begun.n_stable, 0)
-        return [{"type": "message_start", "message": self._frame.message(usage)}]
+        usage = self._header.usage(begun.n_prompt, begun.n_cached, begun.n_stable, 0)
+        return [{"type": "message_start", "message": self._header.message(usage)}]
 
-    def said(self, event: Event) -> list[Json]:
-        match event:
+    def events_of(self, piece: Piece) -> list[Json]:
+        match piece:
             case Reasoning(text=text):
                 return self._more("thinking", text, {"thinking": "", "signature": ""})
             case Text(text=text):
                 return self._more("text", text, {"text": ""})
             case CallBegun():
-                return self._begin("tool_use", {"id": event.id, "name": event.name, "input": {}})
+                return self._begin("tool_use", {"id": piece.id, "name": piece.name, "input": {}})
             case CallArguments():
-                return [self._delta("input_json_delta", partial_json=event.json_fragment)]
+                return [self._delta("input_json_delta", partial_json=piece.json_fragment)]
             case CallEnded():
-                self._broke_off = self._broke_off or not event.complete
+                self._broke_off = self._broke_off or not piece.complete
                 return self._close()
 
     def ended(self, done: m.Done, finish: str) -> list[Json]:
-        usage = self._frame.usage(done.n_prompt, done.n_cached, self._n_stable, done.n_reply)
+        usage = self._header.usage(done.n_prompt, done.n_cached, self._n_stable, done.n_reply)
         end = _end(done, finish, broke_off=self._broke_off)
         return [*self._close(), {"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
 
@@ -138,7 +152,9 @@ class AnthropicEncoder:
 
     def _begin(self, kind: str, block: Json) -> list[Json]:
         closed = self._close()
-        self._index, self._open, self._blank = self._index + 1, kind, ""
+        self._index += 1
+        self._open = kind
+        self._blank = ""
         begun = {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **block}}
         return [*closed, begun]
 
@@ -162,13 +178,3 @@ def _end(done: m.Done, finish: str, *, broke_off: bool) -> Json:
     if done.stop_text is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": done.stop_text}
     return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-def error_body(error: EverwarmError, request_id: str) -> Json:
-    """Clients make room when they read that a prompt is too long, and know it by these very words."""
-    default = "api_error" if error.status >= 500 else "invalid_request_error"
-    message = str(error)
-    if isinstance(error, Refused) and error.n_prompt is not None and error.code == PromptTooLong.code:
-        message = f"prompt is too long: {error.n_prompt} tokens > {error.n_context} maximum ({message})"
-    about = {"type": _ERROR_TYPES.get(error.status, default), "message": message}
-    return {"type": "error", "error": about, "request_id": request_id}

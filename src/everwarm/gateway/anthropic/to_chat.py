@@ -75,10 +75,10 @@ def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
 
 def _response_format(config: Json) -> Json | None:
     """What a reply must look like, in OpenAI's words."""
-    said = config.get("format")
-    if not isinstance(said, dict) or said.get("type") != "json_schema":
+    format = config.get("format")
+    if not isinstance(format, dict) or format.get("type") != "json_schema":
         return None
-    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": said.get("schema"), "strict": True}}
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": format.get("schema"), "strict": True}}
 
 
 # tools
@@ -115,7 +115,7 @@ def _tool_choice(choice: ToolChoice | None, tools: Sequence[Json]) -> Any:
 
 
 @dataclass(slots=True)
-class _Said:
+class _ChatMessage:
     """A message of the chat while it is put together; neighbours of one role are one message."""
 
     role: str
@@ -137,22 +137,22 @@ class _Said:
 def chat_messages(body: CountBody) -> list[Json]:
     first = list(itertools.takewhile(lambda turn: turn.role == "system", body.messages))
     system = [*blocks_of(body.system), *(block for turn in first for block in _text_only(turn))]
-    said = [_Said("system", system)] if system else []
+    chat = [_ChatMessage("system", system)] if system else []
     for turn in body.messages[len(first) :]:
         match turn.role:
             case "assistant":
-                _assistant(said, turn)
+                _assistant(chat, turn)
             case "user":
-                _user(said, turn)
+                _user(chat, turn)
             case "system":
-                _remind(said, [TextBlock(text=_wrapped(block.text)) for block in _text_only(turn)])
-    if not said or said[-1].role in ("system", "assistant"):
+                _remind(chat, [TextBlock(text=_wrapped(block.text)) for block in _text_only(turn)])
+    if not chat or chat[-1].role in ("system", "assistant"):
         raise BadRequest("the conversation must end with a message of the user; replies cannot be begun for the model")
-    return [each.message() for each in said]
+    return [each.message() for each in chat]
 
 
-def _assistant(said: list[_Said], turn: AnthropicMessage) -> None:
-    now = _last(said, "assistant")
+def _assistant(chat: list[_ChatMessage], turn: AnthropicMessage) -> None:
+    now = _last(chat, "assistant")
     for block in blocks_of(turn.content):
         match block:
             case TextBlock():
@@ -169,7 +169,7 @@ def _assistant(said: list[_Said], turn: AnthropicMessage) -> None:
                 raise _misplaced(block, "the assistant")
 
 
-def _user(said: list[_Said], turn: AnthropicMessage) -> None:
+def _user(chat: list[_ChatMessage], turn: AnthropicMessage) -> None:
     """Results of tools first, then what the user said. A reminder beside results stays with them: as a message of its own
     it would open a new turn, and many templates drop the thinking of the turns before."""
     blocks = blocks_of(turn.content)
@@ -177,30 +177,30 @@ def _user(said: list[_Said], turn: AnthropicMessage) -> None:
     for block in blocks:
         match block:
             case ToolResultBlock():
-                said.append(_Said("tool", _result(block), answers=block.tool_use_id))
+                chat.append(_ChatMessage("tool", _result(block), answers=block.tool_use_id))
             case TextBlock() | ImageBlock() | DocumentBlock():
                 shown.append(block)
             case _:
                 raise _misplaced(block, "the user")
     if len(shown) < len(blocks):
         beside = list(itertools.takewhile(_reminds, shown))
-        _remind(said, beside)
+        _remind(chat, beside)
         shown = shown[len(beside) :]
     if shown or not blocks:
-        _last(said, "user").blocks.extend(shown)
+        _last(chat, "user").blocks.extend(shown)
 
 
-def _remind(said: list[_Said], blocks: Sequence[Shown]) -> None:
+def _remind(chat: list[_ChatMessage], blocks: Sequence[Shown]) -> None:
     """Said by the client in passing, to whatever was said last."""
     if blocks:
-        now = said[-1] if said and said[-1].role in ("user", "tool") else _last(said, "user")
+        now = chat[-1] if chat and chat[-1].role in ("user", "tool") else _last(chat, "user")
         now.blocks.extend(blocks)
 
 
-def _last(said: list[_Said], role: str) -> _Said:
-    if not said or said[-1].role != role:
-        said.append(_Said(role))
-    return said[-1]
+def _last(chat: list[_ChatMessage], role: str) -> _ChatMessage:
+    if not chat or chat[-1].role != role:
+        chat.append(_ChatMessage(role))
+    return chat[-1]
 
 
 def _result(block: ToolResultBlock) -> list[Shown]:

@@ -17,9 +17,9 @@ Tools = Sequence[Mapping[str, Any]]
 _SIGNS = [f"\ue0d5{chr(0xE100 + i)}" for i in range(MAX_BREAKPOINTS)]  # private characters: no text has them by chance
 
 
-def in_messages(text: str, said: Sequence[Message], plain: Sequence[Message], render: Render) -> set[int]:
+def in_messages(text: str, marked: Sequence[Message], plain: Sequence[Message], render: Render) -> set[int]:
     """The ends of the parts that ``said`` marks, as characters of the text that ``plain`` gave."""
-    found = breakpoints_of_messages(said)[-MAX_BREAKPOINTS:]
+    found = breakpoints_of_messages(marked)[-MAX_BREAKPOINTS:]
     if not found:
         return set()
     together = list(plain)
@@ -50,10 +50,10 @@ def _end_of_part(text: str, plain: Sequence[Message], i: int, n_parts: int | Non
     return 0 if signed is None else common_prefix(text, signed)
 
 
-def in_tools(text: str, said: Tools | None, plain: Tools | None, render: Callable[[Tools], str | None]) -> set[int]:
+def in_tools(text: str, marked: Tools | None, plain: Tools | None, render: Callable[[Tools], str | None]) -> set[int]:
     """The ends of the tools that ``said`` marks: what prompts without the later tools, or with others there, share."""
     ends = set()
-    for n in breakpoints_of_tools(said)[-MAX_BREAKPOINTS:]:
+    for n in breakpoints_of_tools(marked)[-MAX_BREAKPOINTS:]:
         before, after = list(plain or ())[:n], list(plain or ())[n:]
         texts = [render([*before, _other(before[-1]), *after]), render(before) if after else None]
         shared = [common_prefix(text, other) for other in texts if other is not None]

@@ -74,8 +74,8 @@ def _cleaned(message: Json) -> tuple[Json | None, list[str]]:
         return message, []
     parts, removed = [], []
     for part in content:
-        said = part.get("text") if isinstance(part, dict) else part
-        text, names = without_noise(said) if isinstance(said, str) else ("", [])
+        content_text = part.get("text") if isinstance(part, dict) else part
+        text, names = without_noise(content_text) if isinstance(content_text, str) else ("", [])
         removed += names
         if not names:
             parts.append(part)

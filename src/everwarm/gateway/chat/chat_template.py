@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from everwarm.engine.process.cut_hints import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat import breakpoints, stable_points
 from everwarm.gateway.chat.content import Message, tools_without_breakpoints, without_breakpoints
@@ -22,14 +23,10 @@ _N_ENDS = 4  # messages whose ends are searched for where a template does not sa
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt's text and its cut hints, in characters. ``boundaries`` are ends of messages, ``stables`` where likely next
-    turns part from this one, ``stable`` what all of them share, ``breakpoints`` what the client marked."""
+    """A prompt's text and its cut hints, in characters."""
 
     text: str
-    boundaries: tuple[int, ...]
-    stable: int | None
-    stables: tuple[int, ...] = ()
-    breakpoints: tuple[int, ...] = ()
+    hints: CutHints
 
 
 class ChatTemplate:
@@ -73,15 +70,15 @@ class ChatTemplate:
             layout.text,
             messages,
             plain,
-            lambda said: self._text(self._template.adapted(said), given, add_generation_prompt),
+            lambda others: self._text(self._template.adapted(others), given, add_generation_prompt),
         ) | breakpoints.in_tools(
             layout.text,
             tools,
             given.tools,
-            lambda said: self._text(wanted, given.with_tools(said), add_generation_prompt),
+            lambda others: self._text(wanted, given.with_tools(others), add_generation_prompt),
         )
         last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
-        return Rendered(layout.text, ends, points[0] if points else None, points, last)
+        return Rendered(layout.text, CutHints(ends, points[0] if points else None, points, last))
 
     def after_reply(
         self,

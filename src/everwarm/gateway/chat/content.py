@@ -57,8 +57,8 @@ def _check_weight(data: bytes) -> None:
 # breakpoints: the end of a prefix that a client means to use again
 
 
-def is_breakpoint(said: Any) -> bool:
-    return _has_keys(said) and any(said.get(key) for key in BREAKPOINT_KEYS)
+def is_breakpoint(part: Any) -> bool:
+    return _has_keys(part) and any(part.get(key) for key in BREAKPOINT_KEYS)
 
 
 def breakpoint_in(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def with_text_at(message: Message, n_parts: int | None, text: str) -> Message:
     return {**message, "content": f"{content or ''}{text}"}
 
 
-def _has_keys(said: Any) -> bool:
-    return isinstance(said, dict) and ("cache_control" in said or "prompt_cache_breakpoint" in said)
+def _has_keys(part: Any) -> bool:
+    return isinstance(part, dict) and ("cache_control" in part or "prompt_cache_breakpoint" in part)
 
 
-def _plain(said: Any) -> Any:
-    return {k: v for k, v in said.items() if k not in BREAKPOINT_KEYS} if _has_keys(said) else said
+def _plain(part: Any) -> Any:
+    return {k: v for k, v in part.items() if k not in BREAKPOINT_KEYS} if _has_keys(part) else part

@@ -58,7 +58,7 @@ class Given:
     tools: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     now: datetime.datetime = field(default_factory=datetime.datetime.now)
-    said: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    json_texts: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Given:
         return Given(tools, self.kwargs, self.now)
@@ -68,7 +68,7 @@ class Given:
         """As the next request will see it: the day is the same, the time of day is not."""
         step = datetime.timedelta(hours=1, minutes=1, seconds=1)
         then = self.now + step if (self.now + step).date() == self.now.date() else self.now - step
-        return Given(self.tools, self.kwargs, then, self.said)
+        return Given(self.tools, self.kwargs, then, self.json_texts)
 
 
 class Template:
@@ -142,10 +142,10 @@ class Template:
             {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
         ]
         try:
-            said = self._lay_out(messages, Given(), False).text
+            text = self._lay_out(messages, Given(), False).text
         except Exception:  # noqa: BLE001 - it may have tried to look into a text
             return True
-        return f'"{_PROBE}"' not in said.replace(f'\\"{_PROBE}\\"', "")
+        return f'"{_PROBE}"' not in text.replace(f'\\"{_PROBE}\\"', "")
 
     @functools.cached_property
     def _wants_parts(self) -> bool:
@@ -154,10 +154,10 @@ class Template:
     def _shows(self, content: Any) -> bool:
         """Whether content of that form comes out as its text alone."""
         try:
-            said = self._lay_out([{"role": "user", "content": content}], Given(), False).text
+            text = self._lay_out([{"role": "user", "content": content}], Given(), False).text
         except Exception:  # noqa: BLE001 - whatever it does, this is not its way
             return False
-        return _PROBE in said and "'text'" not in said and '"text"' not in said
+        return _PROBE in text and "'text'" not in text and '"text"' not in text
 
 
 # rendering
@@ -302,9 +302,9 @@ def _tojson(
     if type(trace) is not _Trace or id(value) not in trace.keeps:
         return _json_text(value, ensure_ascii, indent)
     key = (id(value), ensure_ascii, indent)
-    if key not in trace.given.said:
-        trace.given.said[key] = _json_text(value, ensure_ascii, indent)
-    return trace.given.said[key]
+    if key not in trace.given.json_texts:
+        trace.given.json_texts[key] = _json_text(value, ensure_ascii, indent)
+    return trace.given.json_texts[key]
 
 
 def _json_text(value: Any, ensure_ascii: bool, indent: int | None) -> str:

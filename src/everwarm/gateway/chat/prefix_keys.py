@@ -79,20 +79,20 @@ def _pieces(body: Json) -> Iterator[Any]:
         if body.get(name):
             yield from _messages([{"role": "system", "content": body[name]}])
     for name in ("messages", "input", "prompt"):
-        said = body.get(name)
-        if isinstance(said, str):
-            yield from _blocks(said, BLOCK_CHARACTERS)
-        elif isinstance(said, list):
-            yield from _listed(said)
+        content = body.get(name)
+        if isinstance(content, str):
+            yield from _blocks(content, BLOCK_CHARACTERS)
+        elif isinstance(content, list):
+            yield from _listed(content)
 
 
-def _listed(said: list[Any]) -> Iterator[Any]:
-    if said and all(isinstance(each, dict) for each in said):
-        yield from _messages(said)
-    elif said and isinstance(said[0], int):
-        yield from _blocks(said, BLOCK_TOKENS)
-    elif said:
-        yield said
+def _listed(items: list[Any]) -> Iterator[Any]:
+    if items and all(isinstance(each, dict) for each in items):
+        yield from _messages(items)
+    elif items and isinstance(items[0], int):
+        yield from _blocks(items, BLOCK_TOKENS)
+    elif items:
+        yield items
 
 
 def _messages(messages: list[Json]) -> Iterator[Any]:
@@ -109,6 +109,6 @@ def _unmarked(parts: Any) -> Any:
     return [{k: v for k, v in p.items() if k not in MARKS} if isinstance(p, dict) else p for p in parts]
 
 
-def _blocks(said: Any, size: int) -> Iterator[Any]:
-    marks = [*range(0, len(said), size), len(said)]
-    yield from (said[start:stop] for start, stop in pairwise(marks))
+def _blocks(content: Any, size: int) -> Iterator[Any]:
+    marks = [*range(0, len(content), size), len(content)]
+    yield from (content[start:stop] for start, stop in pairwise(marks))

@@ -1,88 +1,96 @@
-"""A chat body as what the engine reads: its text, its pictures, the form of its reply and what its tools' schemas say.
+"""From a chat body to the prompt that an engine reads.
 
-All the work that grows with a conversation, in one function for a thread beside the event loop. Pure but for asking the
-template; knows no HTTP and no engine.
+``prepare_chat`` is the one way to do that: the server, ``/apply-template``, token counts, prewarming of next turns and
+``everwarm explain`` all call it, so all of them see the same prompt. Pure but for asking the template; knows no HTTP and
+no engine. It does all the work that grows with a conversation, for a thread beside the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from everwarm.config import Constraint
+from everwarm.engine.process.cut_hints import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.canonicalize import Canonical, canonical
-from everwarm.gateway.chat.chat_template import ChatTemplate, Rendered
+from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.content import breakpoint_in
 from everwarm.gateway.chat.roles import in_known_roles
-from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
-from everwarm.gateway.parsing.tool_parser import kinds_of
-from everwarm.gateway.parsing.tool_reader import Kind
 from everwarm.types import Json
+
+ImageMarker = Callable[[Json], str]  # the text that stands for an image, given its content part
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """Messages as the template gets them. ``parts``: the pictures, for each of which a marker stands in a text;
-    ``removed``: the rules by which noise was left out."""
+class ChatModel:
+    """What of a model decides how its chat prompts are written."""
 
-    messages: list[Json]
-    parts: list[Json]
-    removed: tuple[str, ...] = ()
+    template: ChatTemplate
+    bos: str
+    adds_bos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """What a server changes in conversations before it renders them. Whatever else it is told to rewrite, or remembers,
+    belongs here: a value, so that every caller of ``prepare_chat`` gets the same prompt."""
+
+    canonicalise: bool = True  # leave out known noise at the head of system text
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    shown: Shown
-    rendered: Rendered
-    form: Constraint | None
-    kinds: Mapping[str, Mapping[str, Kind]]  # of the tools that may be called
+    """A prompt, and what it was rendered from."""
+
+    text: str  # with a marker in the place of every image
+    hints: CutHints  # in characters of the text
+    add_special: bool  # whether the tokenizer adds BOS
+    messages: list[Json]  # as the template got them
+    options: Json  # what else the template got
+    images: list[Json]  # content parts, one for each marker
+    removed: tuple[str, ...] = ()  # the rule by which each line of noise was left out
+
+    def next_text(self, template: ChatTemplate, reply: Json) -> str | None:
+        """The text that the next request is sure to begin with, once ``reply`` was the answer; None: it is not known."""
+        return template.after_reply(self.messages, reply, **self.options)
 
 
-def prepare_chat(
-    body: ChatBody, template: ChatTemplate, notation: ModelSyntax, marker: str, *, canonicalise: bool
-) -> PreparedChat:
-    """``BadRequest`` where the conversation, or what is said of its reply, cannot be used."""
-    shown = show(body, template, marker, canonicalise=canonicalise)
-    rendered = template.conversation(shown.messages, **template_options(body))
-    form = chat_constraint(body, notation, rendered.text)
-    return PreparedChat(shown, rendered, form, kinds_of(body.tools or ()))
+def prepare_chat(body: ChatBody, model: ChatModel, rules: PromptRules, marker: ImageMarker) -> PreparedChat:
+    """``BadRequest`` where the conversation cannot be used."""
+    cleaned = canonical(body.messages) if rules.canonicalise else Canonical(body.messages)
+    messages, images = _with_markers(in_known_roles(cleaned.messages, model.template), marker)
+    options = _template_options(body)
+    rendered = model.template.conversation(messages, **options)
+    add_special = model.adds_bos and not (model.bos and rendered.text.startswith(model.bos))
+    return PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, cleaned.removed)
 
 
-def show(body: ChatBody, template: ChatTemplate, marker: str, *, canonicalise: bool) -> Shown:
-    """Without the noise that some clients put into system text, unless the server is to leave it there."""
-    cleaned = canonical(body.messages) if canonicalise else Canonical(body.messages)
-    shown, parts = illustrated(in_known_roles(cleaned.messages, template), marker)
-    return Shown(shown, parts, cleaned.removed)
-
-
-def illustrated(messages: list[Json], marker: str) -> tuple[list[Json], list[Json]]:
-    """The messages with a marker as text in the place of every picture, and the pictures' parts. Whatever is neither text
-    nor picture is refused: what a model would never see must not pass for seen."""
-    parts: list[Json] = []
-    shown = []
+def _with_markers(messages: list[Json], marker: ImageMarker) -> tuple[list[Json], list[Json]]:
+    """The messages with a marker as text in the place of every image, and the images' parts. Whatever is neither text
+    nor image is refused: what a model would never see must not pass for seen."""
+    images: list[Json] = []
+    marked = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            message = {**message, "content": [_as_text(part, marker, parts) for part in content]}
-        shown.append(message)
-    return shown, parts
+            message = {**message, "content": [_as_text(part, marker, images) for part in content]}
+        marked.append(message)
+    return marked, images
 
 
-def _as_text(part: Any, marker: str, pictures: list[Json]) -> Any:
+def _as_text(part: Any, marker: ImageMarker, images: list[Json]) -> Any:
     kind = part.get("type", "text") if isinstance(part, dict) else "text"
     if kind in ("image_url", "input_image"):
-        pictures.append(part)
-        return {**breakpoint_in(part), "type": "text", "text": marker}
+        images.append(part)
+        return {**breakpoint_in(part), "type": "text", "text": marker(part)}
     if kind not in ("text", "input_text", "refusal"):
         raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
     return part
 
 
-def template_options(body: ChatBody) -> dict[str, Any]:
+def _template_options(body: ChatBody) -> Json:
     """What a template is given besides the messages."""
     kwargs = body.chat_template_kwargs or {}
     if {"messages", "tools", "add_generation_prompt"} & kwargs.keys() or not all(map(str.isidentifier, kwargs)):

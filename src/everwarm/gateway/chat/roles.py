@@ -61,8 +61,8 @@ def _shows_late(template: ChatTemplate) -> bool:
     return _shows(template, ("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c"))
 
 
-def _shows(template: ChatTemplate, *said: tuple[str, str]) -> bool:
+def _shows(template: ChatTemplate, *messages: tuple[str, str]) -> bool:
     try:
-        return _PROBE in template.render([{"role": role, "content": text} for role, text in said])
+        return _PROBE in template.render([{"role": role, "content": text} for role, text in messages])
     except BadRequest:
         return False

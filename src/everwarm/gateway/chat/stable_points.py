@@ -71,10 +71,10 @@ def results_of(reply: Message, text: str) -> Iterator[Message]:
     """What the tools a reply calls may answer."""
     calls = reply.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
-        said = call if isinstance(call, dict) else {}
-        function = said.get("function")
+        fields = call if isinstance(call, dict) else {}
+        function = fields.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        yield {"role": "tool", "tool_call_id": said.get("id"), "name": name, "content": text}
+        yield {"role": "tool", "tool_call_id": fields.get("id"), "name": name, "content": text}
 
 
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -125,8 +125,8 @@ def after_reply(messages: Sequence[Message], reply: Message, render: Render) -> 
     """What the next request is sure to begin with, once this reply was given."""
     silent = {k: v for k, v in reply.items() if k != "reasoning_content"}
     texts = []
-    for sent, said in itertools.product([reply] if silent == reply else [reply, silent], WORDS):
-        following = list(results_of(reply, said)) or [_user(said)]
+    for sent, answer in itertools.product([reply] if silent == reply else [reply, silent], WORDS):
+        following = list(results_of(reply, answer)) or [_user(answer)]
         text = render([*messages, sent, *following])
         if text is not None:
             texts.append(text)
@@ -232,11 +232,11 @@ def _turns(messages: Sequence[Message]) -> list[list[list[int]]]:
 
 def _kind(message: Message) -> tuple[Any, ...]:
     content, calls = message.get("content"), message.get("tool_calls")
-    said: Any = _kind_of_text(content)
+    kinds: Any = _kind_of_text(content)
     if isinstance(content, list):
-        said = tuple(_kind_of_text(part.get("text") if isinstance(part, dict) else part) for part in content)
+        kinds = tuple(_kind_of_text(part.get("text") if isinstance(part, dict) else part) for part in content)
     n_calls = len(calls) if isinstance(calls, list) else 0
-    return (message.get("role"), said, n_calls, *[key for key, value in message.items() if value])
+    return (message.get("role"), kinds, n_calls, *[key for key, value in message.items() if value])
 
 
 def _kind_of_text(text: Any) -> int:

@@ -87,8 +87,8 @@ def _bound(schema: Any, options: Mapping[str, Any]) -> Json:
     _check_depth(schema)
     if schema is False:
         raise BadRequest("a schema that is false allows no reply at all")
-    said: Json = {} if schema is True else schema
-    closed = said if '"allOf"' in json.dumps(said) else _closed(said)
+    wanted: Json = {} if schema is True else schema
+    closed = wanted if '"allOf"' in json.dumps(wanted) else _closed(wanted)
     return {**closed, "x-guidance": {"coerce_one_of": True, **options}}
 
 

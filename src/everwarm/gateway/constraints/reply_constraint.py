@@ -55,12 +55,12 @@ def _thought(notation: ModelSyntax, prompt: str) -> Thought | None:
 
 
 def _said_form(body: Body) -> Constraint | None:
-    said = {
+    given = {
         "grammar": _grammar(body.grammar) if body.grammar else None,
         "json_schema": None if body.json_schema is None else _answer(body.json_schema, strict=False),
         "response_format": None if body.response_format is None else _response_format(body.response_format),
     }
-    forms = {name: form for name, form in said.items() if form is not None}
+    forms = {name: form for name, form in given.items() if form is not None}
     if len(forms) > 1:
         raise BadRequest(f"{' and '.join(forms)} each say what the reply must look like; give one of them")
     return next(iter(forms.values()), None)
@@ -82,14 +82,14 @@ def _grammar(text: str) -> Constraint:
     raise BadRequest("grammar is neither GBNF (with a rule `root ::= …`) nor Lark (with a rule `start: …`)")
 
 
-def _response_format(said: Mapping[str, Any]) -> Constraint | None:
-    match said.get("type"):
+def _response_format(format: Mapping[str, Any]) -> Constraint | None:
+    match format.get("type"):
         case "text":
             return None
         case "json_object":
-            return _answer(said.get("schema", {"type": "object"}), strict=False)
+            return _answer(format.get("schema", {"type": "object"}), strict=False)
         case "json_schema":
-            inner = said.get("json_schema", said)
+            inner = format.get("json_schema", format)
             if not isinstance(inner, Mapping) or "schema" not in inner:
                 raise BadRequest("response_format of type json_schema needs json_schema.schema")
             return _answer(inner["schema"], strict=inner.get("strict") is True)

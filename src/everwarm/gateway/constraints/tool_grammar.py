@@ -173,8 +173,8 @@ def _told(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str
         required = {key for key in wanted if isinstance(key, str)} if isinstance(wanted, list) else set()
         properties = schema.get("properties")
         arguments = [
-            _Argument(key, _resolved(said, root), kinds[name].get(key, Kind()), key in required)
-            for key, said in (properties.items() if isinstance(properties, Mapping) else ())
+            _Argument(key, _resolved(schema, root), kinds[name].get(key, Kind()), key in required)
+            for key, schema in (properties.items() if isinstance(properties, Mapping) else ())
         ]
         yield name, root, arguments
 
@@ -232,9 +232,9 @@ def _bounded_texts(rules: _Rules, schema: Mapping[str, Any], root: Mapping[str, 
         return []
     found = []
     for part in parts:
-        said = _resolved(part, root)
-        if said.get("type") == "string" or "enum" in said or "const" in said:
-            text = rules.bounded_text(said)
+        resolved = _resolved(part, root)
+        if resolved.get("type") == "string" or "enum" in resolved or "const" in resolved:
+            text = rules.bounded_text(resolved)
             if text is None:
                 rules.free.add(id(schema))
                 return []
@@ -298,8 +298,8 @@ def _python_argument(rules: _Rules, argument: _Argument, root: Mapping[str, Any]
 
 def _python_value(rules: _Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """JSON is Python but for three words, which stand alone here and inside of lists and objects as JSON has them."""
-    said = schema.get("type")
-    types = said if isinstance(said, list) else [said]
+    named = schema.get("type")
+    types = named if isinstance(named, list) else [named]
     if "enum" in schema or "const" in schema or not all(isinstance(name, str) for name in types):
         return rules.json(schema, root)
     words = [_q(word) for name in types for word in _WORDS.get(str(name), ())]

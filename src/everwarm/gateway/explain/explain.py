@@ -1,6 +1,7 @@
 """Two request bodies, explained: rendered, tokenized and compared as a server would have read them one after the other.
 
-Knows a model through its vocabulary and template only; where these come from is the caller's business.
+The prompts come from ``prepare_chat``, as the server's do. Knows a model through its vocabulary and template only; where
+these come from is the caller's business.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.chat.prepare import template_options
+from everwarm.gateway.chat.prepare import ChatModel, PromptRules, prepare_chat
 from everwarm.gateway.explain.causes import hints
 from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts, Side, compare, surroundings
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
@@ -25,7 +25,6 @@ from everwarm.prompt.tokenizer import Tokenizer
 from everwarm.types import Json
 
 MAX_FILE_BYTES = 32 << 20
-_PICTURES = ("image_url", "input_image")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,9 @@ class PromptSource:
     name: str
     tokenizer: Tokenizer
     detokenize: Callable[[list[int]], bytes]
-    template: ChatTemplate | None
-    bos: str
-    adds_bos: bool
+    chat: ChatModel | None  # None: the model has no chat template
     model: ModelFacts
+    rules: PromptRules = field(default_factory=PromptRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def read_file(path: Path) -> ExplainedRequest:
 
 def explained(first: ExplainedRequest, second: ExplainedRequest, source: PromptSource) -> Explained:
     """What a server that has read the first does with the second."""
-    sides = _side(first.body, source), _side(second.body, source)
+    sides = prompt_side(first.body, source), prompt_side(second.body, source)
     same = (first.body.cache_salt or "") == (second.body.cache_salt or "")
     found = compare(*sides, source.model, same_namespace=same, use_cache=second.body.uses_cache)
     n_common = int(sides[0].prompt.common_prefix(sides[1].prompt))
@@ -91,26 +89,12 @@ def explained(first: ExplainedRequest, second: ExplainedRequest, source: PromptS
     return Explained(found, before, known, given, causes)
 
 
-def _side(body: ChatBody | CompletionBody, source: PromptSource) -> Side:
+def prompt_side(body: ChatBody | CompletionBody, source: PromptSource) -> Side:
+    """A body's prompt and cut hints in tokens, as a server's engine has them."""
     side = _chat_side(body, source) if isinstance(body, ChatBody) else _completion_side(body, source)
     if not len(side.prompt):
         raise BadRequest("a prompt is empty: there is nothing to compare")
     return side
-
-
-def _chat_side(body: ChatBody, source: PromptSource) -> Side:
-    if source.template is None:
-        raise BadRequest(f"{source.name} has no chat template; compare completions, or give another model")
-    rendered = source.template.conversation([_told(message) for message in body.messages], **template_options(body))
-    text, tokenizer = rendered.text, source.tokenizer
-    special = source.adds_bos and not (source.bos and text.startswith(source.bos))
-    prompt = tokenizer.tokenize(text, add_special=special)
-    counts = tokenizer.count_at(text, rendered.boundaries, add_special=special)
-    stable = None
-    if rendered.stable is not None:
-        known = dict(zip(rendered.boundaries, counts, strict=True)).get(rendered.stable)
-        stable = tokenizer.safe_count_at(text, rendered.stable, add_special=special) if known is None else known
-    return Side(prompt, tuple(counts), stable)
 
 
 def _completion_side(body: CompletionBody, source: PromptSource) -> Side:
@@ -120,16 +104,17 @@ def _completion_side(body: CompletionBody, source: PromptSource) -> Side:
     return Side(source.tokenizer.tokenize(text, add_special=True))
 
 
-def _told(message: Json) -> Json:
-    """The message with a name in the place of every picture: the same picture, the same name."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_named(part) for part in content]}
+def _chat_side(body: ChatBody, source: PromptSource) -> Side:
+    if source.chat is None:
+        raise BadRequest(f"{source.name} has no chat template; compare completions, or give another model")
+    prepared = prepare_chat(body, source.chat, source.rules, _image_name)
+    count = partial(source.tokenizer.count_at, prepared.text, add_special=prepared.add_special)
+    sure = partial(source.tokenizer.sure_count_at, prepared.text, add_special=prepared.add_special)
+    prompt = source.tokenizer.tokenize(prepared.text, add_special=prepared.add_special)
+    return Side(prompt, prepared.hints.counted(count, sure))
 
 
-def _named(part: Any) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in _PICTURES:
-        return part
+def _image_name(part: Json) -> str:
+    """Stands for an image: the same image, the same name."""
     digest = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:12]
-    return {"type": "text", "text": f"[picture {digest}]"}
+    return f"[picture {digest}]"

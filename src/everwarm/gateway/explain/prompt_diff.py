@@ -5,9 +5,10 @@ Pure: tokens and cut hints in, facts out. The reasons are the engine's own codes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from everwarm.engine.inspect.reasons import N_SHOWN, Reason
+from everwarm.engine.process.cut_hints import CutHints
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.params import Spacing
@@ -21,8 +22,7 @@ class Side:
     """One prompt with its cut hints, in tokens."""
 
     prompt: Prompt
-    boundaries: tuple[int, ...] = ()
-    stable: int | None = None
+    hints: CutHints = field(default_factory=CutHints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,16 @@ def compare(
 def _kept(side: Side, model: ModelFacts) -> tuple[Cut, ...]:
     if not model.needs_checkpoints:
         return ()
-    n, spacing = len(side.prompt), model.spacing
-    return policy.cuts(n, spacing, n_ubatch=N_UBATCH, boundaries=side.boundaries, stable=side.stable)
+    hints = side.hints
+    return policy.cuts(
+        len(side.prompt),
+        model.spacing,
+        n_ubatch=N_UBATCH,
+        boundaries=hints.boundaries,
+        stable=hints.stable,
+        stables=hints.stables,
+        breakpoints=hints.breakpoints,
+    )
 
 
 def _reason(sizes: tuple[int, int, int], n_resume: int, again: Reason | None) -> Reason:

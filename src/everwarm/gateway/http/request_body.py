@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from everwarm.errors import Forbidden, Overloaded
+from everwarm.errors import BodyTooSlow, Overloaded
 from everwarm.gateway.http.json_weight import is_surely_light
 
 T = TypeVar("T")
@@ -112,8 +112,8 @@ class BodyReader:
                     patience.reschedule(began + FIRST_S + n_bytes / BYTES_PER_S)
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
-            raise Forbidden(
-                408, "timeout", f"{n_bytes:,} bytes of the body came in {took_s:.0f} s; send it faster, or less"
+            raise BodyTooSlow(
+                f"{n_bytes:,} bytes of the body came in {took_s:.0f} s; send it faster, or less"
             ) from None
         return pieces
 

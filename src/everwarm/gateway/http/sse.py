@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from everwarm.errors import EverwarmError, Forbidden
+from everwarm.errors import EverwarmError, RequestTimedOut
 from everwarm.gateway.access.limits import Place
 
 _encode = msgspec.json.Encoder().encode
@@ -33,9 +33,9 @@ def sse(body: Any) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def sse_named(body: Mapping[str, Any]) -> bytes:
-    """An event that also says its type by name."""
-    return b"event: " + str(body["type"]).encode() + b"\n" + sse(body)
+def sse_named(name: str, body: Any) -> bytes:
+    """An event with a name of its own."""
+    return b"event: " + name.encode() + b"\n" + sse(body)
 
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -71,7 +71,7 @@ class EventStream(Response):
         self._keep_alive_frame = keep_alive_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        with self._admitted as place, contextlib.suppress(DisconnectWatch):
+        with self._admitted as place, contextlib.suppress(ClientGone):
             await unless_gone(receive, self._stream(send if place is None else _noting(place, send)))
 
     async def _stream(self, send: Send) -> None:
@@ -137,22 +137,22 @@ async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError:
-        raise Forbidden(504, "timeout", f"the request took longer than {limit_s:g} s") from None
+        raise RequestTimedOut(f"the request took longer than {limit_s:g} s") from None
 
 
-class DisconnectWatch(Exception):
+class ClientGone(Exception):
     """The client has gone; nothing needs to be said any more."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, but drop it with ``DisconnectWatch`` as soon as the client hangs up."""
+    """Do the work, but drop it with ``ClientGone`` as soon as the client hangs up."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hung_up(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise DisconnectWatch
+        raise ClientGone
     finally:
         for future in (task, gone):
             future.cancel()

@@ -1,6 +1,6 @@
-"""The process that decodes pictures: ``python -m everwarm.gateway.images.decoder_worker BOUNDS LIFELINE``.
+"""The process that decodes images: ``python -m everwarm.gateway.images.decoder_worker BOUNDS LIFELINE``.
 
-Standard input is a socket: a length and an encoded picture come in; a length, a head (JSON) and RGB rows go out. The head
+Standard input is a socket: a length and an encoded image come in; a length, a head (JSON) and RGB rows go out. The head
 gives the size, or says what is wrong. Whatever a decoder can be tricked into happens here, with little memory, no files to
 open, no time to waste and no secret in reach. Knows Pillow; imports nothing of Everwarm, so that little is in its memory.
 """
@@ -28,7 +28,7 @@ WANTED = "send a PNG, JPEG, WebP or GIF"
 _BAND_PIXELS = 1 << 20
 _OWN_BYTES = 64 << 20  # this process, and one band in its steps
 _ORIENTATION = 0x0112
-# All that a picture can make Pillow import; it is imported before files can no longer be opened.
+# All that an image can make Pillow import; it is imported before files can no longer be opened.
 _PILLOW = ("ImagePalette", "ExifTags", "TiffImagePlugin", "MpoImagePlugin", "WebPImagePlugin")
 
 _KINDS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
@@ -36,7 +36,7 @@ _OTHERS = {b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"%PDF": "PDF", b"<
 _OTHERS |= {b"<!DOCTYPE": "HTML", b"<html": "HTML", b"\0\0\1\0": "an icon", b"\xff\x0a": "JPEG XL", b"PK\3\4": "a ZIP"}
 _BRANDS = {b"avif": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"crx ": "a raw photo"}
 
-# How a picture with this EXIF orientation is turned upright.
+# How an image with this EXIF orientation is turned upright.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -49,7 +49,7 @@ _TURNS = {
 
 
 class Unusable(Exception):
-    """A picture that is refused, with a sentence for whoever sent it."""
+    """An image that is refused, with a sentence for whoever sent it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Bounds:
     max_pixels: int
     max_side: int
     memory_bytes: int
-    cpu_s: int  # for one picture
+    cpu_s: int  # for one image
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def confine(bounds: Bounds) -> None:
 
 
 def allow_cpu(cpu_s: int) -> None:
-    """The limit counts from the start of the process, so it moves with every picture. Beyond it the kernel ends us."""
+    """The limit counts from the start of the process, so it moves with every image. Beyond it the kernel ends us."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
@@ -148,7 +148,7 @@ def answer(wire: socket.socket, data: bytes, bounds: Bounds) -> None:
         return say(wire, {"wrong": str(wrong)})
     except MemoryError:
         return say(wire, {"wrong": f"it needs more memory than a picture may take: {WANTED} of fewer pixels"})
-    except Exception as error:  # noqa: BLE001 - whatever a decoder raises, it is the picture's fault
+    except Exception as error:  # noqa: BLE001 - whatever a decoder raises, it is the image's fault
         return say(wire, {"wrong": f"it is damaged ({_told(error)}): save it again, or {WANTED}"})
     say(wire, {"width": width, "height": height})
     for rows in bands(image, turn):
@@ -160,7 +160,7 @@ def _told(error: Exception) -> str:
     return "".join(c for c in text[:120] if c.isprintable() and c not in "<>") or type(error).__name__
 
 
-# pictures
+# images
 
 
 def read(data: bytes, bounds: Bounds) -> Image.Image:
@@ -224,7 +224,7 @@ def _check(size: tuple[int, int], kind: str, n_bands: int, n_bytes: int, bounds:
 
 
 def _bytes_per_pixel(kind: str, n_bands: int) -> int:
-    """What a decoder takes at its worst, besides the file: Pillow 4; libjpeg the coefficients of a picture in several
+    """What a decoder takes at its worst, besides the file: Pillow 4; libjpeg the coefficients of an image in several
     scans, 2 for each band; libwebp three times 4 of its own."""
     return {"WEBP": 16, "JPEG": 4 + 2 * n_bands}.get(kind, 4)
 
@@ -255,7 +255,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def bands(image: Image.Image, turn: Image.Transpose | None) -> Iterator[bytes]:
-    """RGB rows from the top of the upright picture, some at a time: a second copy of the whole would not fit."""
+    """RGB rows from the top of the upright image, some at a time: a second copy of the whole would not fit."""
     by_rows = turn is None or turn in _UPRIGHT
     width, height = image.size if by_rows else image.size[::-1]
     n_rows = max(1, _BAND_PIXELS // width)

@@ -1,4 +1,4 @@
-"""Fetching pictures from other servers, which is off unless hosts are named. Knows as much HTTP as that needs; no pictures.
+"""Fetching images from other servers, which is off unless hosts are named. Knows as much HTTP as that needs; no images.
 
 A request must not make this server reach what its sender cannot. So: only hosts that were allowed by name, one strict
 reading of an address for everything that is done with it, no redirects, no proxies, and a connection to exactly the address
@@ -265,8 +265,8 @@ class _Answer:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_final:
-            said = self._headers.get(name.lower())
-            self._headers[name.lower()] = (b"" if said is None else said + b", ") + value.strip().lower()
+            known = self._headers.get(name.lower())
+            self._headers[name.lower()] = (b"" if known is None else known + b", ") + value.strip().lower()
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -1,10 +1,10 @@
-"""Pictures in requests: from a content part to RGB pixels, decoded in processes that may die without anybody noticing.
+"""Images in requests: from a content part to RGB pixels, decoded in processes that may die without harm.
 
 The gateway never runs a decoder. It reads base64, asks a child for the pixels, checks what the child says, and remembers
-pictures by their encoded bytes: one that comes with every turn is decoded once. Each namespace has its own: else time would
-tell which pictures others have sent. A request knows its pictures by sight and holds no pixels; they are lent to it, within
-a bound for all, while an engine needs them. Whatever is wrong with a picture, also that its decoder died or took too long,
-is the sender's ``BadRequest``. Knows no HTTP, no model and no prompt.
+images by their encoded bytes: one that comes with every turn is decoded once. Each namespace has its own: else time would
+tell which images others have sent. A request holds an ``ImageInfo`` for each image and no pixels; they are lent to it,
+within a bound for all, while an engine needs them. Whatever is wrong with an image, also that its decoder died or took
+too long, is the sender's ``BadRequest``. Knows no HTTP, no model and no prompt.
 
 A decoder process is spoken to from one thread at a time, which blocks, and killed from any. Its answers are not
 trusted: sizes are checked again, and the digest of the pixels is computed on this side.
@@ -39,7 +39,7 @@ from everwarm.errors import BadRequest, EngineStopped, EverwarmError, Overloaded
 from everwarm.gateway.images.image_download import ImageDownloader, RemotePolicy
 from everwarm.lru import NamespacedLru
 
-__all__ = ["DecodedImage", "ImageLimits", "ImageLoader", "ImageSupport"]
+__all__ = ["DecodedImage", "ImageInfo", "ImageLimits", "ImageLoader"]
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -47,13 +47,13 @@ _INLINE_BYTES = 64 << 10  # less is not worth a thread
 _PIECE_CHARS = 256 << 10  # of base64; between two pieces other threads may run
 _MAX_URL_HEAD = 1024  # of a data: URL, before its comma
 _N_FETCHES = 4
-_N_SIGHTS = 16_384  # sizes and digests that are remembered
+_N_SIZES = 16_384  # sizes and digests that are remembered
 _EXAMPLE = "data:image/png;base64,…"
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSupport:
-    """A picture without its pixels, and where they came from. ``part`` is the client's, as it is in the body."""
+class ImageInfo:
+    """An image without its pixels, and where they came from. ``part`` is the client's, as it is in the body."""
 
     part: Mapping[str, Any]
     width: int
@@ -84,7 +84,7 @@ class ImageLoader:
         self._busy: set[DecoderProcess] = set()
         self._flights: dict[tuple[str, bytes], _Flight] = {}  # by namespace and encoded bytes, like both caches
         self._cache: NamespacedLru[DecodedImage] = NamespacedLru(self.limits.cache_bytes)
-        self._sizes: NamespacedLru[tuple[int, int, bytes]] = NamespacedLru(_N_SIGHTS)
+        self._sizes: NamespacedLru[tuple[int, int, bytes]] = NamespacedLru(_N_SIZES)
         self.lending = Lending(self.limits.max_lent_bytes, self.limits.max_waiting)
         self._is_closed = False
         self.n_decoded = self.n_remembered = self.n_deaths = 0
@@ -93,28 +93,28 @@ class ImageLoader:
     def child_pids(self) -> list[int]:
         return [child.pid for child in (*self._idle, *self._busy) if child.pid is not None]
 
-    async def from_parts(self, parts: Sequence[Mapping[str, Any]], namespace: str = "") -> list[ImageSupport]:
-        """All pictures of one request, one after the other: so requests take turns, however many pictures they bring. Each
+    async def from_parts(self, parts: Sequence[Mapping[str, Any]], namespace: str = "") -> list[ImageInfo]:
+        """All images of one request, one after the other: so requests take turns, however many images they bring. Each
         is decoded unless it is known, and its pixels are kept by the cache alone."""
         limits = self.limits
-        if len(parts) > limits.max_pictures_per_request:
-            raise BadRequest(f"there are {len(parts)} pictures; send at most {limits.max_pictures_per_request}")
-        sights: list[ImageSupport] = []
+        if len(parts) > limits.max_images_per_request:
+            raise BadRequest(f"there are {len(parts)} pictures; send at most {limits.max_images_per_request}")
+        images: list[ImageInfo] = []
         n_pixels = 0
         for part in parts:
-            sights.append(ImageSupport(part, *await self._size(await self._encoded(part), namespace)))
-            n_pixels += sights[-1].width * sights[-1].height
+            images.append(ImageInfo(part, *await self._size(await self._encoded(part), namespace)))
+            n_pixels += images[-1].width * images[-1].height
             if n_pixels > limits.max_pixels_per_request:
                 most = limits.max_pixels_per_request
                 raise BadRequest(f"the pictures have more than {most:,} pixels together; send fewer or smaller ones")
-        return sights
+        return images
 
     @contextlib.asynccontextmanager
-    async def lent(self, sights: Sequence[ImageSupport], namespace: str = "") -> AsyncIterator[list[DecodedImage]]:
-        """Their pixels, each picture once, as soon as there is room for all of them. Who waits for it holds none."""
-        each = {sight.digest: sight for sight in sights}.values()
-        async with self.lending.of(namespace, sum(sight.n_bytes for sight in each)):
-            yield [await self._seen_again(sight, namespace) for sight in each]
+    async def lent(self, images: Sequence[ImageInfo], namespace: str = "") -> AsyncIterator[list[DecodedImage]]:
+        """Their pixels, each image once, as soon as there is room for all of them. Who waits for it holds none."""
+        each = {image.digest: image for image in images}.values()
+        async with self.lending.of(namespace, sum(image.n_bytes for image in each)):
+            yield [await self._seen_again(image, namespace) for image in each]
 
     async def from_part(self, part: Mapping[str, Any], namespace: str = "") -> DecodedImage:
         """A content part of OpenAI's chat completions or responses."""
@@ -183,11 +183,11 @@ class ImageLoader:
         known = self._sizes.get(*key)
         return _size_of(await self._decoded_once(data, key)) if known is None else known
 
-    async def _seen_again(self, sight: ImageSupport, namespace: str) -> DecodedImage:
-        picture = await self.from_part(sight.part, namespace)
-        if picture.digest != sight.digest:
+    async def _seen_again(self, image: ImageInfo, namespace: str) -> DecodedImage:
+        decoded = await self.from_part(image.part, namespace)
+        if decoded.digest != image.digest:
             raise BadRequest("a picture changed at its address while the request was waiting: send it again")
-        return picture
+        return decoded
 
     async def _fetched(self, url: str) -> bytes:
         if self._fetcher is None:
@@ -201,11 +201,11 @@ class ImageLoader:
         try:
             async with self._decoding.place():
                 flight.has_begun = True
-                picture = await self._decoded(data)
+                image = await self._decoded(data)
             self.n_decoded += 1
-            self._cache.put(*key, picture, len(picture.rgb))
-            self._sizes.put(*key, _size_of(picture), 1)
-            return picture
+            self._cache.put(*key, image, len(image.rgb))
+            self._sizes.put(*key, _size_of(image), 1)
+            return image
         finally:
             self._forget(key, flight)
 
@@ -253,7 +253,7 @@ class ImageLoader:
         if self._is_closed:  # ``close`` buries it
             return
         self._busy.discard(child)
-        if child.is_fit and child.n_pictures < self.limits.n_pictures_per_child:
+        if child.is_fit and child.n_images < self.limits.n_images_per_child:
             self._idle.append(child)
         else:
             self._threads.submit(child.bury)
@@ -343,7 +343,7 @@ class Lending:
 
 
 class _Flight:
-    """A picture on its way, and how many wait for it. When nobody does any more it is dropped, unless it is being decoded
+    """An image on its way, and how many wait for it. When nobody does any more it is dropped, unless it is being decoded
     already: then it lands in the cache."""
 
     task: asyncio.Task[DecodedImage]
@@ -373,7 +373,7 @@ class _Flight:
 
 
 def address_of(part: Mapping[str, Any]) -> str:
-    """The URL of a picture in any of OpenAI's spellings."""
+    """The URL of an image in any of OpenAI's spellings."""
     kind = part.get("type")
     if kind not in ("image_url", "input_image"):
         raise BadRequest(f"content of type {str(kind)[:40]!r} is no picture: give image_url or input_image")
@@ -386,7 +386,7 @@ def address_of(part: Mapping[str, Any]) -> str:
 
 
 def _data_start(url: str) -> int:
-    """Where the base64 of a data: URL begins. What kind of picture it claims to be does not matter."""
+    """Where the base64 of a data: URL begins. What kind of image it claims to be does not matter."""
     comma = url.find(",", 0, _MAX_URL_HEAD)
     if comma < 0 or url[5:comma].rpartition(";")[2].strip().lower() != "base64":
         raise BadRequest(f"{url[:40]!r} is not a data: URL in base64: give one like {_EXAMPLE}")
@@ -422,8 +422,8 @@ def _too_large(max_bytes: int) -> BadRequest:
     return BadRequest(f"the picture is larger than {max_bytes:,} bytes: send it smaller or more compressed")
 
 
-def _size_of(picture: DecodedImage) -> tuple[int, int, bytes]:
-    return picture.width, picture.height, picture.digest
+def _size_of(image: DecodedImage) -> tuple[int, int, bytes]:
+    return image.width, image.height, image.digest
 
 
 def _digest(data: bytes) -> bytes:
@@ -462,12 +462,12 @@ class ImageLimits:
     max_bytes: int = 20 << 20  # encoded
     max_pixels: int = 40_000_000
     max_side: int = 16_384
-    max_pictures_per_request: int = 32
+    max_images_per_request: int = 32
     max_pixels_per_request: int = 100_000_000
     timeout_s: float = 10.0  # for decoding one
     child_memory: int = 512 << 20
     n_children: int = 2
-    n_pictures_per_child: int = 256
+    n_images_per_child: int = 256
     max_waiting: int = 64  # for a child; more get 429
     cache_bytes: int = 256 << 20  # of pixels
     max_lent_bytes: int = 512 << 20  # of pixels that engines have or are being sent, for all requests together
@@ -482,7 +482,7 @@ class ImageLimits:
 
 
 class DecoderDied(Exception):
-    """A child is gone, in the midst of a picture."""
+    """A child is gone, in the midst of an image."""
 
     def __init__(self, why: str, *, was_slow: bool) -> None:
         super().__init__(why)
@@ -509,7 +509,7 @@ class DecoderProcess:
             self._wire.setsockopt(socket.SOL_SOCKET, option, late)
         self._their_lifeline, self._lifeline = os.pipe()
         self._why = ""
-        self.n_pictures = 0
+        self.n_images = 0
 
     @property
     def pid(self) -> int | None:
@@ -556,8 +556,8 @@ class DecoderProcess:
         )
 
     def decode(self, data: bytes) -> DecodedImage:
-        """Blocks. ``BadRequest`` when the child finds the picture wrong, ``DecoderDied`` when it finds nothing any more."""
-        self.n_pictures += 1
+        """Blocks. ``BadRequest`` when the child finds the image wrong, ``DecoderDied`` when it finds nothing any more."""
+        self.n_images += 1
         try:
             self._wire.sendall(len(data).to_bytes(4, "big"))
             self._wire.sendall(data)

@@ -1,17 +1,23 @@
-"""What a reply is in Ollama's words: a line of JSON for each thing that is heard, or one for all of it. Pure."""
+"""Replies as Ollama's clients expect them: a line of JSON for each piece, or one for all of it."""
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
 from everwarm.engine.process import messages as m
-from everwarm.gateway.chat.stream import Ended, Heard
+from everwarm.errors import EverwarmError
+from everwarm.gateway.parsing.output_parser import Piece, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
+from everwarm.gateway.serving.dialect import Dialect
+from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.types import Json
+
+MEDIA_TYPE = "application/x-ndjson"
 
 Speech = Callable[..., Json]  # text, thinking and calls as fields of a line
 
@@ -33,51 +39,73 @@ def generate_speech(text: str, thinking: str = "", calls: list[Json] | None = No
     return {"response": text} | ({"thinking": thinking} if thinking else {})
 
 
-@dataclass(slots=True)
-class OllamaEncoder:
-    """Of one streamed reply. A call is said when it is all there; what broke off is the text it was written as."""
+class OllamaEncoder(Dialect):
+    """Of one reply. A call is written when it is complete; what broke off is the text it was written as."""
 
-    speech: Speech
-    _name: str = ""
-    _arguments: list[str] = field(default_factory=list)
+    media_type = MEDIA_TYPE
 
-    def of(self, heard: Heard) -> Json | None:
-        """What a line says about this, if it says anything."""
-        match heard:
+    def __init__(self, model: str, speech: Speech) -> None:
+        self._model = model
+        self._speech = speech
+        self._began_at = time.monotonic()
+        self._name = ""
+        self._arguments: list[str] = []
+        self.keep_alive = self._line({**speech(""), "done": False})
+
+    def loading(self, model: str, fraction: float) -> list[bytes]:  # noqa: ARG002 - Ollama says nothing of it
+        return []
+
+    def encode(self, event: ReplyEvent) -> list[bytes]:
+        told = [self._fields(piece) for piece in event.pieces]
+        lines = [self._line({**fields, "done": False}) for fields in told if fields is not None]
+        if isinstance(event.message, m.Done):
+            lines.append(self._line(self._end(self._speech(""), event.message, event.finish)))
+        return lines
+
+    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - the body is the line
+        return line(body)
+
+    def whole(self, choice: Choice) -> Json:
+        message = message_of(choice.pieces)
+        functions = [one["function"] for one in message.get("tool_calls", ())]
+        calls = [_call(function["name"], function["arguments"]) for function in functions]
+        told = self._speech(message["content"] or "", message.get("reasoning_content", ""), calls)
+        return self.dated(self._end(told, choice.done, choice.finish))
+
+    def dated(self, fields: Json) -> Json:
+        """With what every line begins with."""
+        now = datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+        return {"model": self._model, "created_at": now, **fields}
+
+    def _line(self, fields: Json) -> bytes:
+        return line(self.dated(fields))
+
+    def _fields(self, piece: Piece) -> Json | None:
+        """What a line says about a piece, if it says anything."""
+        match piece:
             case Reasoning(text=text):
-                return self.speech("", text)
+                return self._speech("", text)
             case Text(text=text):
-                return self.speech(text) if text else None
+                return self._speech(text) if text else None
             case CallBegun(name=name):
-                self._name, self._arguments = name, []
+                self._name = name
+                self._arguments = []
             case CallArguments(json_fragment=fragment):
                 self._arguments.append(fragment)
             case CallEnded(complete=True):
-                return self.speech("", "", [call(self._name, "".join(self._arguments))])
+                return self._speech("", "", [_call(self._name, "".join(self._arguments))])
             case CallEnded(raw=raw):
-                return self.speech(raw)
+                return self._speech(raw)
         return None
 
+    def _end(self, fields: Json, done: m.Done, finish: str) -> Json:
+        """With the accounting. What the engine did not need of the time since the request came was loading."""
+        reason = "length" if finish == "length" else "stop"
+        return {**fields, "done": True, "done_reason": reason, **_durations(done, time.monotonic() - self._began_at)}
 
-def call(name: str, arguments: str) -> Json:
+
+def _call(name: str, arguments: str) -> Json:
     return {"function": {"name": name, "arguments": msgspec.json.decode(arguments or "{}")}}
-
-
-def whole(speech: Speech, message: Json) -> Json:
-    """A message in OpenAI's words, in Ollama's."""
-    functions = [one["function"] for one in message.get("tool_calls", ())]
-    calls = [call(function["name"], function["arguments"]) for function in functions]
-    return speech(message["content"] or "", message.get("reasoning_content", ""), calls)
-
-
-def end(ended: Ended, seconds: float) -> Json:
-    """The accounting. ``seconds``: from the request to its end; what the engine did not need was loading."""
-    done = ended.done
-    return {
-        "done": True,
-        "done_reason": "length" if ended.finish == "length" else "stop",
-        **_durations(done, seconds),
-    }
 
 
 def _durations(done: m.Done, seconds: float) -> Json:

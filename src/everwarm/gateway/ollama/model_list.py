@@ -17,13 +17,13 @@ from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.ollama.schema import NamedBody
 from everwarm.gateway.parsing.reasoning import detect_reasoning
 from everwarm.gateway.parsing.tool_parser import detect_tools
-from everwarm.gateway.service import Service
+from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.catalog.catalog import ModelSpec
 from everwarm.router.catalog.gguf_header import read_text
 from everwarm.router.catalog.gguf_names import quant_of, tagged
 from everwarm.router.catalog.scan import ModelFile, one_file
 from everwarm.router.plan import Phase
-from everwarm.router.pool import Standing
+from everwarm.router.pool import Pool, Standing
 from everwarm.types import Json
 
 DIALECT = "0.12.0"  # of Ollama, as its clients ask before they use what is new
@@ -39,27 +39,28 @@ _FILE_TYPES: Mapping[int, str] = {  # llama.cpp's numbers
 
 
 class OllamaModels:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, pool: Pool, gate: RequestGate) -> None:
+        self._pool = pool
+        self._gate = gate
 
     async def version(self, _request: Request) -> Response:
         return json_response({"version": DIALECT, "everwarm": __version__})
 
     async def tags(self, _request: Request) -> Response:
-        return json_response({"models": await asyncio.to_thread(_listed, self._service.pool.standings())})
+        return json_response({"models": await asyncio.to_thread(_listed, self._pool.standings())})
 
     async def ps(self, _request: Request) -> Response:
-        loaded = [s for s in self._service.pool.standings() if s.status.phase in _IN_MEMORY]
+        loaded = [s for s in self._pool.standings() if s.status.phase in _IN_MEMORY]
         models = await asyncio.to_thread(_listed, loaded)
         more = [_presence(standing) for standing in loaded]
         return json_response({"models": [model | about for model, about in zip(models, more, strict=True)]})
 
     async def show(self, request: Request) -> Response:
-        body = (await self._service.read(request, NamedBody)).body
+        body = (await self._gate.read(request, NamedBody)).body
         name = body.model or body.name
         if not name:
             raise BadRequest("model is missing; name one from /api/tags")
-        served = self._service.pool.find(name)
+        served = self._pool.find(name)
         info = served.supervisor.info
         sees = served.spec.mmproj is not None if info is None else info.sees
         return json_response(await asyncio.to_thread(_shown, served.spec, sees))

@@ -21,7 +21,7 @@ from everwarm.types import Json
 
 Think = bool | Literal["low", "medium", "high", "max"] | None
 
-MAX_PICTURES = 1024
+MAX_IMAGES = 1024
 _NUMBER = r"\d{1,18}(?:\.\d{0,9})?"
 _DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_NUMBER}(?:ns|us|ms|s|m|h)){{1,8}})")
 
@@ -44,7 +44,7 @@ class OllamaMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[str], Meta(max_length=MAX_PICTURES)] | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     tool_calls: Annotated[list[Call], Meta(max_length=1024)] | None = None
     tool_name: str | None = None
     tool_call_id: Name | None = None
@@ -99,12 +99,12 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
             options = msgspec.convert(self.options or {}, Options)
         except msgspec.ValidationError as error:
             raise BadRequest(f"the options cannot be used: {error}") from None
-        said = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
-        if "num_predict" in said:
-            said["n_predict"] = said.pop("num_predict")
-        if "seed" in said:
-            said["seed"] = max(-1, said["seed"])
-        return {"model": self.model, "stream": self.streams, **said}
+        fields = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
+        if "num_predict" in fields:
+            fields["n_predict"] = fields.pop("num_predict")
+        if "seed" in fields:
+            fields["seed"] = max(-1, fields["seed"])
+        return {"model": self.model, "stream": self.streams, **fields}
 
 
 class OllamaChat(OllamaBody, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: Annotated[list[str], Meta(max_length=MAX_PICTURES)] | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
@@ -162,12 +162,12 @@ class NamedBody(msgspec.Struct, frozen=True):
     name: Name | None = None
 
 
-def messages_of(said: list[OllamaMessage]) -> list[Json]:
+def messages_of(given: list[OllamaMessage]) -> list[Json]:
     """OpenAI's messages. Calls and their results are matched: by id, by the tool's name, else in order."""
     messages: list[Json] = []
     waiting = _Waiting()
     n_calls = 0
-    for one in said:
+    for one in given:
         message: Json = {"role": one.role, "content": _content(one)}
         if one.thinking:
             message["reasoning_content"] = one.thinking
@@ -206,12 +206,12 @@ class _Waiting:
         return None
 
 
-def _content(said: OllamaMessage) -> str | list[Json]:
-    text = said.content or ""
-    if not said.images:
+def _content(message: OllamaMessage) -> str | list[Json]:
+    text = message.content or ""
+    if not message.images:
         return text
-    pictures: list[Json] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in said.images]
-    return [*pictures, {"type": "text", "text": text}] if text else pictures
+    images: list[Json] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in message.images]
+    return [*images, {"type": "text", "text": text}] if text else images
 
 
 def _data_url(image: str) -> str:
@@ -223,10 +223,10 @@ def _call(id: str, function: Function) -> Json:
     return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
-def _answered(said: OllamaMessage, waiting: _Waiting) -> Json:
+def _answered(message: OllamaMessage, waiting: _Waiting) -> Json:
     """Which call a result belongs to; it waits no longer."""
-    id, name = waiting.take(said.tool_call_id, said.tool_name) or (said.tool_call_id, said.tool_name)
-    about = {"tool_call_id": said.tool_call_id or id, "name": said.tool_name or name}
+    id, name = waiting.take(message.tool_call_id, message.tool_name) or (message.tool_call_id, message.tool_name)
+    about = {"tool_call_id": message.tool_call_id or id, "name": message.tool_name or name}
     return {key: value for key, value in about.items() if value is not None}
 
 

@@ -1,14 +1,20 @@
-"""The JSON that clients expect, from what the engine said: usage, timings, choices, chunks. Pure."""
+"""Replies as OpenAI's clients expect them: choices, chunks, usage, and llama-server's timings beside them. Pure."""
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 
 from everwarm.engine.process import messages as m
-from everwarm.gateway.chat.generate import Choice
-from everwarm.gateway.explain import cache_reason
-from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.http.sse import SSE_DONE, sse
+from everwarm.gateway.openai.cache_reason import cache, diagnostics, n_written
+from everwarm.gateway.openai.schema import Body, CompletionBody
+from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
+from everwarm.gateway.parsing.reasoning import Reasoning, Text
+from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
+from everwarm.gateway.serving.dialect import Dialect
+from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.types import Json
 
 _LOWEST = -3.4e38  # JSON knows no infinity
@@ -22,7 +28,7 @@ def usage(choices: Sequence[m.Done]) -> Json:
         "prompt_tokens": first.n_prompt,
         "completion_tokens": n_reply,
         "total_tokens": first.n_prompt + n_reply,
-        "prompt_tokens_details": {"cached_tokens": first.n_cached, "cache_write_tokens": cache_reason.n_written(first)},
+        "prompt_tokens_details": {"cached_tokens": first.n_cached, "cache_write_tokens": n_written(first)},
     }
 
 
@@ -45,12 +51,8 @@ def timings(done: m.Done) -> Json:
         "restore_ms": 1e3 * done.restore_s,
         "keep_ms": 1e3 * done.keep_s,
         "kept": done.kept,
-        "cache": cache_reason.cache(done),
+        "cache": cache(done),
     }
-
-
-def finish_reason(done: m.Done) -> str:
-    return "stop" if done.finish == "stop" else "length"
 
 
 def progress(read: m.PromptRead) -> Json:
@@ -89,83 +91,142 @@ def legacy_logprobs(probs: Sequence[m.TokenProb]) -> Json:
     }
 
 
-def chat_finish_reason(done: m.Done, reader: OutputParser) -> str:
-    reason = finish_reason(done)
-    return "tool_calls" if reader.n_calls and reason == "stop" else reason
+class CompletionEncoder(Dialect):
+    """A reply to chat completions or completions: as chunks, or whole. ``header`` is what every chunk repeats."""
 
+    id_prefix: str
+    chunk_name: str
 
-def chat_completion(
-    frame: Json, choices: Sequence[Choice], readers: Sequence[OutputParser], *, with_probs: bool, prefix: str = ""
-) -> Json:
-    listed = [
-        {
-            "index": i,
-            "message": reader.message(prefix + choice.text),
-            "logprobs": logprobs(choice.probs) if with_probs else None,
-            "finish_reason": chat_finish_reason(choice.done, reader),
+    def __init__(self, header: Json, body: Body, *, with_probs: bool) -> None:
+        self._header = header
+        self._body = body
+        self._with_probs = with_probs
+        self._dones: dict[int, m.Done] = {}
+
+    @abc.abstractmethod
+    def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
+        """A choice (or none) and what stands beside it, for each chunk that an event is worth."""
+
+    @abc.abstractmethod
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """The answer to a request that does not stream."""
+
+    def encode(self, event: ReplyEvent) -> list[bytes]:
+        if isinstance(event.message, m.Done):
+            self._dones[event.index] = event.message
+        return [self._chunk([choice] if choice else [], more) for choice, more in self._chunks(event)]
+
+    async def finish(self) -> list[bytes]:
+        dones = [self._dones[i] for i in sorted(self._dones)]
+        last = self._diagnostics(dones[0])
+        if self._body.includes_usage:
+            last |= {"usage": usage(dones), "timings": timings(dones[0])}
+        return [*([self._chunk([], last)] if last else []), SSE_DONE]
+
+    def _chunk(self, choices: list[Json], more: Json) -> bytes:
+        return sse({**self._header, "object": self.chunk_name, "choices": choices, **more})
+
+    def _whole(self, name: str, listed: list[Json], dones: Sequence[m.Done]) -> Json:
+        return {
+            **self._header,
+            "object": name,
+            "choices": listed,
+            "usage": usage(dones),
+            "timings": timings(dones[0]),
+            **self._diagnostics(dones[0]),
         }
-        for i, (choice, reader) in enumerate(zip(choices, readers, strict=True))
-    ]
-    dones = [choice.done for choice in choices]
-    return {
-        **frame,
-        "object": "chat.completion",
-        "choices": listed,
-        "usage": usage(dones),
-        "timings": timings(dones[0]),
-    }
+
+    def _diagnostics(self, done: m.Done) -> Json:
+        return {"prompt_cache_diagnostics": diagnostics(done)} if self._body.prompt_cache_diagnostics else {}
 
 
-def text_completion(
-    frame: Json, choices: Sequence[Choice], _readers: Sequence[OutputParser], *, with_probs: bool, prefix: str = ""
-) -> Json:
-    listed = [
-        {
-            "index": i,
-            "text": prefix + choice.text,
-            "logprobs": legacy_logprobs(choice.probs) if with_probs else None,
-            "finish_reason": finish_reason(choice.done),
-        }
-        for i, choice in enumerate(choices)
-    ]
-    dones = [choice.done for choice in choices]
-    return {
-        **frame,
-        "object": "text_completion",
-        "choices": listed,
-        "usage": usage(dones),
-        "timings": timings(dones[0]),
-    }
+class ChatEncoder(CompletionEncoder):
+    id_prefix = "chatcmpl"
+    chunk_name = "chat.completion.chunk"
+
+    def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
+        deltas = [delta for delta in map(_delta, event.pieces) if delta is not None]
+        match event.message:
+            case m.Begun():
+                return [(_chat_choice(event.index, {"role": "assistant", "content": ""}), {})]
+            case m.PromptRead() as read_so_far:
+                return [(None, {"prompt_progress": progress(read_so_far)})]
+            case m.TextPiece(probs=given):
+                probs = logprobs(given) if self._with_probs and given else None
+                deltas = deltas or ([{"content": ""}] if probs else [])
+                return [(_chat_choice(event.index, delta, None if i else probs), {}) for i, delta in enumerate(deltas)]
+            case m.Done() as done:
+                end = {**_chat_choice(event.index, {}), "finish_reason": event.finish}
+                rest: list[tuple[Json | None, Json]] = [(_chat_choice(event.index, delta), {}) for delta in deltas]
+                return [*rest, (end, {"timings": timings(done)})]
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        listed = [
+            {
+                "index": i,
+                "message": message_of(choice.pieces),
+                "logprobs": logprobs(choice.probs) if self._with_probs else None,
+                "finish_reason": choice.finish,
+            }
+            for i, choice in enumerate(choices)
+        ]
+        return self._whole("chat.completion", listed, [choice.done for choice in choices])
 
 
-def llama_completion(model: str, choice: Choice, *, with_tokens: bool, with_probs: bool) -> Json:
-    """llama-server's own shape."""
-    done = choice.done
-    answer = {
-        "index": 0,
-        "content": choice.text,
-        "tokens": choice.tokens if with_tokens else [],
-        **llama_end(model, done),
-    }
-    if with_probs:
-        answer["completion_probabilities"] = logprobs(choice.probs)["content"]
-    return answer
+class TextEncoder(CompletionEncoder):
+    id_prefix = "cmpl"
+    chunk_name = "text_completion"
+
+    def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
+        match event.message:
+            case m.Begun():
+                return []
+            case m.PromptRead() as read_so_far:
+                return [(None, {"prompt_progress": progress(read_so_far)})]
+            case m.TextPiece(text=text, probs=given):
+                if not text and not (self._with_probs and given):
+                    return []
+                probs = legacy_logprobs(given or []) if self._with_probs else None
+                return [(_text_choice(event.index, text, probs), {})]
+            case m.Done() as done:
+                end = {**_text_choice(event.index, done.text), "finish_reason": event.finish}
+                return [(end, {"timings": timings(done)})]
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        body = self._body
+        echo = (body.text_or_tokens()[0] or "") if isinstance(body, CompletionBody) and body.echo else ""
+        listed = [
+            {
+                "index": i,
+                "text": echo + choice.text,
+                "logprobs": legacy_logprobs(choice.probs) if self._with_probs else None,
+                "finish_reason": choice.finish,
+            }
+            for i, choice in enumerate(choices)
+        ]
+        return self._whole("text_completion", listed, [choice.done for choice in choices])
 
 
-def llama_end(model: str, done: m.Done) -> Json:
-    stop_type = "word" if done.stop_text is not None else "eos" if done.finish == "stop" else "limit"
-    return {
-        "id_slot": done.slot,
-        "stop": True,
-        "model": model,
-        "tokens_predicted": done.n_reply,
-        "tokens_evaluated": done.n_prompt,
-        "tokens_cached": done.n_cached,
-        "truncated": False,
-        "stop_type": stop_type,
-        "stopping_word": done.stop_text or "",
-        "timings": timings(done),
-    }
+def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _text_choice(index: int, text: str, logprobs: Json | None = None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+
+def _delta(piece: Piece) -> Json | None:
+    match piece:
+        case Reasoning(text=text):
+            return {"reasoning_content": text}
+        case Text(text=text):
+            return {"content": text}
+        case CallBegun():
+            return {"tool_calls": [{"index": piece.index, **call_of(piece)}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.json_fragment}}]}
+        case CallEnded():
+            return None
 
 
 def _text(piece: bytes) -> str:

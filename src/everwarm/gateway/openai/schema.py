@@ -75,7 +75,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     timings_per_token: bool | None = None
 
     def sampling(self) -> Sampling:
-        said = {
+        given = {
             "temperature": self.temperature,
             "top_k": None if self.top_k is None else max(0, self.top_k),
             "top_p": self.top_p,
@@ -87,7 +87,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
             "seed": None if self.seed is None or self.seed < 0 else self.seed % ((1 << 32) - 1),
             "logit_bias": _logit_bias(self.logit_bias),
         }
-        return Sampling(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
+        return Sampling(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -97,9 +97,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     def reply_tokens(self, default: int) -> int:
         """The most tokens to write; negative means until the context is full."""
-        for said in (self.max_completion_tokens, self.max_tokens, self.n_predict):
-            if said is not None:
-                return said if said >= 0 else default
+        for limit in (self.max_completion_tokens, self.max_tokens, self.n_predict):
+            if limit is not None:
+                return limit if limit >= 0 else default
         return default
 
     @property
@@ -209,11 +209,11 @@ def _shortened(reason: str) -> str:
     return f"{reason[: _MAX_REASON_CHARS // 2]} … {reason[-_MAX_REASON_CHARS // 2 :]}"
 
 
-def _logit_bias(said: dict[str, float] | list[tuple[int | str, float | bool]] | None) -> dict[int, float] | None:
+def _logit_bias(given: dict[str, float] | list[tuple[int | str, float | bool]] | None) -> dict[int, float] | None:
     """OpenAI sends an object with token ids as keys, llama-server also a list of pairs; ``false`` bans a token."""
-    if said is None:
+    if given is None:
         return None
-    pairs = said.items() if isinstance(said, dict) else said
+    pairs = given.items() if isinstance(given, dict) else given
     bias = {}
     for token, value in pairs:
         try:

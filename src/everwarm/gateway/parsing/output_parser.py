@@ -10,7 +10,7 @@ from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallE
 from everwarm.gateway.parsing.tool_reader import Kind
 from everwarm.types import Json
 
-Event = Reasoning | Text | CallBegun | CallArguments | CallEnded
+Piece = Reasoning | Text | CallBegun | CallArguments | CallEnded
 
 
 class OutputParser:
@@ -41,75 +41,56 @@ class OutputParser:
         parser = ToolParser(format, kinds=kinds) if format else None
         return cls(ReasoningParser(style) if style else None, parser, one_call=one_call)
 
-    def read(self, text: str) -> list[Event]:
-        """What can be said by now."""
-        return self._counted(self._said(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
+    def read(self, text: str) -> list[Piece]:
+        """What is certain by now."""
+        if self._reasoning is None and self._tools is None:
+            return [Text(text)] if text else []
+        return self._counted(self._with_calls(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
 
-    def rest(self) -> list[Event]:
+    def rest(self) -> list[Piece]:
         """What was held back, when the reply ends."""
-        found = self._said(self._reasoning.finish()) if self._reasoning else []
+        found = self._with_calls(self._reasoning.finish()) if self._reasoning else []
         return self._counted([*found, *(self._tools.finish() if self._tools else ())])
 
-    def feed(self, text: str) -> list[Json]:
-        """The same as OpenAI's deltas."""
-        return _deltas(self.read(text))
-
-    def finish(self) -> list[Json]:
-        return _deltas(self.rest())
-
     def message(self, text: str) -> Json:
-        """A whole reply as one message."""
-        events = [*self.read(text), *self.rest()]
-        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
-        rest = settled(event for event in events if not isinstance(event, Reasoning))
-        calls: list[Json] = []
-        for event in rest:
-            if isinstance(event, CallBegun):
-                calls.append(_call(event))
-            elif isinstance(event, CallArguments):
-                calls[-1]["function"]["arguments"] += event.json_fragment
-        self.n_calls = len(calls)
-        content = "".join(event.text for event in rest if isinstance(event, Text))
-        message: Json = {"role": "assistant", "content": content if content or not calls else None}
-        if thought:
-            message["reasoning_content"] = thought
-        return message | ({"tool_calls": calls} if calls else {})
+        """A whole reply as one message in OpenAI's shape."""
+        return message_of([*self.read(text), *self.rest()])
 
-    def _said(self, events: Sequence[Text | Reasoning]) -> list[Event]:
+    def _with_calls(self, events: Sequence[Text | Reasoning]) -> list[Piece]:
         if self._tools is None:
             return [event for event in events if event.text]
-        found: list[Event] = []
+        found: list[Piece] = []
         for event in events:
             found += [event] if isinstance(event, Reasoning) else self._tools.feed(event.text)
         return found
 
-    def _counted(self, events: list[Event]) -> list[Event]:
-        said: list[Event] = []
+    def _counted(self, events: list[Piece]) -> list[Piece]:
+        told: list[Piece] = []
         for event in events:
             if self._one_call and self.n_calls:
                 break
-            said.append(event)
+            told.append(event)
             self.n_calls += isinstance(event, CallEnded) and event.complete
-        return said
+        return told
 
 
-def _deltas(events: Sequence[Event]) -> list[Json]:
-    return [delta for delta in map(_delta, events) if delta is not None]
+def message_of(pieces: Sequence[Piece]) -> Json:
+    """A whole reply's pieces as one message in OpenAI's shape. A call that broke off is the text it was written as."""
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    rest = settled(piece for piece in pieces if not isinstance(piece, Reasoning))
+    calls: list[Json] = []
+    for piece in rest:
+        if isinstance(piece, CallBegun):
+            calls.append(call_of(piece))
+        elif isinstance(piece, CallArguments):
+            calls[-1]["function"]["arguments"] += piece.json_fragment
+    content = "".join(piece.text for piece in rest if isinstance(piece, Text))
+    message: Json = {"role": "assistant", "content": content if content or not calls else None}
+    if thought:
+        message["reasoning_content"] = thought
+    return message | ({"tool_calls": calls} if calls else {})
 
 
-def _delta(event: Event) -> Json | None:
-    match event:
-        case Reasoning(text=text):
-            return {"reasoning_content": text}
-        case Text(text=text):
-            return {"content": text}
-        case CallBegun():
-            return {"tool_calls": [{"index": event.index, **_call(event)}]}
-        case CallArguments():
-            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.json_fragment}}]}
-        case CallEnded():
-            return None
-
-
-def _call(event: CallBegun) -> Json:
-    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+def call_of(begun: CallBegun) -> Json:
+    """A call without its arguments, in OpenAI's shape."""
+    return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": ""}}

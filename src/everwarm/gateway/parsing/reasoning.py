@@ -150,13 +150,13 @@ class ReasoningParser:
         """Says it but for the whitespace at its end, and for that at the very beginning."""
         if not self._has_thought:
             text = text.lstrip()
-        said = text.rstrip()
-        if not said:
+        visible = text.rstrip()
+        if not visible:
             self._spaces += [text] if text else []
             return
         self._has_thought = True
-        events.append(Reasoning("".join((*self._spaces, said))))
-        self._spaces = [text[len(said) :]] if len(said) < len(text) else []
+        events.append(Reasoning("".join((*self._spaces, visible))))
+        self._spaces = [text[len(visible) :]] if len(visible) < len(text) else []
 
 
 def _n_begun(text: str, tag: str) -> int:

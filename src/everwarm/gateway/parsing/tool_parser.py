@@ -171,8 +171,8 @@ def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
     kinds = {}
     for tool in tools:
         name, root = name_and_schema(tool)
-        said = referred(root["$ref"], root) if isinstance(root.get("$ref"), str) else root
-        properties = _mapping(_mapping(said).get("properties"))
+        schema = referred(root["$ref"], root) if isinstance(root.get("$ref"), str) else root
+        properties = _mapping(_mapping(schema).get("properties"))
         types = allowed_types(list(properties.values()), root)
         kinds[name] = {str(key): Kind(found) for key, found in zip(properties, types, strict=True)}
     return kinds

@@ -144,10 +144,10 @@ class ToolReader:
     def text_until(self, end: int) -> None:
         """Text but for the whitespace at its end, which belongs to a call if one comes next."""
         text = self.text[self.at : end]
-        said = text.rstrip()
-        if said:
-            self._say_text("".join((*self._raw, said)))
-            self._raw = [text[len(said) :]] if len(said) < len(text) else []
+        visible = text.rstrip()
+        if visible:
+            self._say_text("".join((*self._raw, visible)))
+            self._raw = [text[len(visible) :]] if len(visible) < len(text) else []
         elif text:
             self._raw.append(text)
         self.at = end
@@ -204,6 +204,6 @@ class ToolReader:
 
     def _flush(self) -> None:
         if self._pieces:
-            said = "".join(self._pieces)
-            self._events.append(CallArguments(self._n_begun - 1, said) if self.begun else Text(said))
+            text = "".join(self._pieces)
+            self._events.append(CallArguments(self._n_begun - 1, text) if self.begun else Text(text))
             self._pieces = []

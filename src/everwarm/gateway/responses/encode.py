@@ -10,7 +10,7 @@ from typing import Any
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import EverwarmError
-from everwarm.gateway.parsing import output_parser
+from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
 from everwarm.gateway.responses.schema import ResponsesBody, sealed
@@ -105,7 +105,7 @@ class ResponsesEncoder:
         now = {"response": dict(self.response)}
         return [self._event("response.created", **now), self._event("response.in_progress", **now)]
 
-    def say(self, event: output_parser.Event) -> list[Json]:
+    def say(self, event: Piece) -> list[Json]:
         match event:
             case Reasoning(text=text):
                 return self._thought(text)

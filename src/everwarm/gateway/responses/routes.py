@@ -1,13 +1,12 @@
-"""OpenAI's other dialect: ``/v1/responses``, whole or streamed, and going on from a response that is kept."""
+"""Routes of ``/v1/responses``: create, whole or streamed, also as the continuation of a stored response; get, delete."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EverwarmError, PreviousNotFound, ResponseNotFound
-from everwarm.gateway.chat.stream import Ended, ModelLoading, stream_chat
-from everwarm.gateway.http.sse import EventStream, json_response, sse, sse_loading
-from everwarm.gateway.parsing.reasoning import Reasoning, Text
-from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
+from everwarm.gateway.access.auth import namespace_of
+from everwarm.gateway.http.sse import json_response, sse_named
+from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
 from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
-from everwarm.gateway.responses.schema import ResponsesBody, asked, own_items
-from everwarm.gateway.service import Service
+from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
+from everwarm.gateway.serving.dialect import Dialect
+from everwarm.gateway.serving.generate import ReplyEvent
+from everwarm.gateway.serving.replies import Replies
+from everwarm.gateway.serving.request_gate import RequestGate
+from everwarm.router.pool import Pool
 from everwarm.types import Json
 
 MAX_LISTED = 100
@@ -33,9 +36,11 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
 
 class Responses:
-    def __init__(self, service: Service, kept: ResponseStore) -> None:
-        self._service = service
-        self._kept = kept
+    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies, store: ResponseStore) -> None:
+        self._pool = pool
+        self._gate = gate
+        self._replies = replies
+        self._store = store
 
     def routes(self) -> list[Route]:
         return [
@@ -46,19 +51,22 @@ class Responses:
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
         ]
 
-    def close(self) -> None:
-        self._kept.close()
-
     async def create(self, request: Request) -> Response:
-        body, n_bytes = await self._service.read(request, ResponsesBody)
+        body, n_bytes = await self._gate.read(request, ResponsesBody)
         body.check()
-        turn = _Turn(self._service, self._kept, request, body)
+        turn = ResponsesTurn(self._pool, self._gate, self._store, request, body)
         if body.stream:
-            limit_s = self._service.settings.request_timeout_s or None
-            admitted = self._service.admitted(request, n_bytes)
-            return EventStream(turn.frames(), admitted, turn.error_frame, limit_s)
-        with self._service.admitted(request, n_bytes):
-            return json_response(await self._service.within_time(request, turn.whole()))
+            return self._replies.stream(request, n_bytes, turn.chat_body, turn)
+        with self._gate.admitted(request, n_bytes):
+            return json_response(await self._gate.within_time(request, self._whole(request, turn)))
+
+    async def _whole(self, request: Request, turn: ResponsesTurn) -> Json:
+        chat = await turn.chat_body()
+        (choice,) = await self._replies.collect(request, chat)
+        for piece in choice.pieces:
+            turn.encoder.say(piece)
+        turn.end(choice.done, choice.finish)
+        return await turn.response()
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
@@ -67,7 +75,7 @@ class Responses:
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        if not await asyncio.to_thread(self._kept.delete, self._namespace(request), id):
+        if not await asyncio.to_thread(self._store.delete, self._namespace(request), id):
             raise _not_found(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
@@ -78,69 +86,78 @@ class Responses:
 
     async def _found(self, request: Request) -> StoredResponse:
         id = request.path_params["id"]
-        kept = await asyncio.to_thread(self._kept.get, self._namespace(request), id)
+        kept = await asyncio.to_thread(self._store.get, self._namespace(request), id)
         if kept is None:
             raise _not_found(id)
         return kept
 
     def _namespace(self, request: Request) -> str:
-        return self._service.namespace(request, request.query_params.get("cache_salt"))
+        return namespace_of(request, request.query_params.get("cache_salt"))
 
 
-class _Turn:
-    """One response from its body to its last event."""
+class ResponsesTurn(Dialect):
+    """One response from its body to its last event, which carries the response and leaves when that is stored."""
 
-    def __init__(self, service: Service, kept: ResponseStore, request: Request, body: ResponsesBody) -> None:
-        self._service, self._kept, self._request, self._body = service, kept, request, body
-        self._namespace = service.namespace(request, body.cache_salt)
+    def __init__(
+        self, pool: Pool, gate: RequestGate, store: ResponseStore, request: Request, body: ResponsesBody
+    ) -> None:
+        self._pool = pool
+        self._gate = gate
+        self._store = store
+        self._request = request
+        self._body = body
+        self._namespace = namespace_of(request, body.cache_salt)
         self._id = f"resp_{secrets.token_hex(12)}"
-        self._teller: ResponsesEncoder | None = None
+        self._items: list[Json] = []  # of this request's input
+        self._encoder: ResponsesEncoder | None = None
+        self._last: Json = {}
 
-    async def whole(self) -> Json:
-        last: Json = {}
-        async with contextlib.aclosing(self._events()) as events:
-            async for event in events:
-                last = last if isinstance(event, ModelLoading) else event
-        response: Json = last["response"]
+    @property
+    def encoder(self) -> ResponsesEncoder:
+        assert self._encoder is not None, "the chat body comes first"
+        return self._encoder
+
+    async def chat_body(self) -> ChatBody:
+        """The whole conversation as a chat. What it continues is read from the store."""
+        body, tail = self._body, self._id.removeprefix("resp_")
+        before = await self._before()
+        aside = self._gate.bodies.for_request
+        self._items = items = await aside(self._request, partial(own_items, body, tail, self._item_finder()))
+        turn = await aside(self._request, lambda: chat_request(body, [*before, *items]))
+        model = body.model or self._pool.find(body.model).id
+        response = skeleton(body, self._id, model, int(time.time()), turn.tools)
+        self._encoder = ResponsesEncoder.of(body, response, turn.tools)
+        return turn.chat
+
+    def encode(self, event: ReplyEvent) -> list[bytes]:
+        events = [each for piece in event.pieces for each in self.encoder.say(piece)]
+        match event.message:
+            case m.Begun() | m.PromptRead():
+                events += self.encoder.begin()
+            case m.Done() as done:
+                events += self.end(done, event.finish)
+        return list(map(_frame, events))
+
+    def end(self, done: m.Done, finish: str) -> list[Json]:
+        """All events of the end but the very last."""
+        *events, self._last = self.encoder.end(done, finish)
+        return events
+
+    async def finish(self) -> list[bytes]:
+        await self.response()
+        return [_frame(self._last)]
+
+    async def response(self) -> Json:
+        """The complete response, stored unless the client does not want that."""
+        response: Json = self._last["response"]
+        if self._body.is_stored:
+            await asyncio.to_thread(self._store.keep, self._namespace, StoredResponse(self._items, response))
         return response
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(self._events()) as events:
-            async for event in events:
-                yield sse_loading(event.model, event.fraction) if isinstance(event, ModelLoading) else _frame(event)
-
-    def error_frame(self, error: EverwarmError) -> bytes:
-        if self._teller is None:
+    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - this dialect has its own words
+        if self._encoder is None:
             return _frame({"type": "error", "sequence_number": 0, "code": error.code, "message": str(error)})
-        return b"".join(map(_frame, self._teller.fail(error)))
-
-    async def _events(self) -> AsyncGenerator[Json | ModelLoading, None]:
-        body = self._body
-        before = await self._before()
-        aside, request = self._service.bodies.for_request, self._request
-        items = await aside(request, partial(own_items, body, self._id.removeprefix("resp_"), self._item_finder()))
-        turn = await aside(request, lambda: asked(body, [*before, *items]))
-        model = body.model or self._service.pool.find(body.model).id
-        self._teller = teller = ResponsesEncoder.of(
-            body, skeleton(body, self._id, model, int(time.time()), turn.tools), turn.tools
-        )
-        async with contextlib.aclosing(stream_chat(self._service, self._request, turn.chat)) as heard:
-            async for what in heard:
-                match what:
-                    case ModelLoading():
-                        yield what
-                    case Reasoning() | Text() | CallBegun() | CallArguments() | CallEnded():
-                        for event in teller.say(what):
-                            yield event
-                    case Ended(done=done, finish=finish):
-                        *rest, last = teller.end(done, finish)
-                        for event in rest:
-                            yield event
-                        await self._keep(StoredResponse(items, last["response"]))
-                        yield last
-                    case _:
-                        for event in teller.begin():
-                            yield event
+        return b"".join(map(_frame, self._encoder.fail(error)))
 
     async def _before(self) -> list[Json]:
         """The items of the conversation that is gone on with."""
@@ -148,7 +165,7 @@ class _Turn:
         if id is None:
             return []
         try:
-            chain = await asyncio.to_thread(self._kept.chain, self._namespace, id)
+            chain = await asyncio.to_thread(self._store.chain, self._namespace, id)
         except LinkMissing as missing:
             words = f"the previous response {id[:80]!r} is not kept here: {_REASONS}"
             if missing.id != id:
@@ -170,19 +187,15 @@ class _Turn:
                     raise BadRequest(
                         f"the input refers to items of more than {MAX_REFERRED} responses; send them whole"
                     )
-                kept = self._kept.get(self._namespace, response)
+                kept = self._store.get(self._namespace, response)
                 known[response] = {item.get("id"): item for item in reversed(kept.items)} if kept else {}
             return known[response].get(id)
 
         return find
 
-    async def _keep(self, kept: StoredResponse) -> None:
-        if self._body.is_stored:
-            await asyncio.to_thread(self._kept.keep, self._namespace, kept)
-
 
 def _frame(event: Json) -> bytes:
-    return f"event: {event['type']}\n".encode() + sse(event)
+    return sse_named(event["type"], event)
 
 
 def _not_found(id: str) -> ResponseNotFound:

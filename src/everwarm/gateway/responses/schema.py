@@ -155,9 +155,9 @@ def _converted(item: Json, kind: type[T]) -> T:
 def own_items(body: ResponsesBody, tail: str, find: Callable[[str], Json | None]) -> list[Json]:
     """The items of this request's input, each with an id that ends in ``tail`` and its number; references are what
     ``find`` says."""
-    said = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
     items = []
-    for i, item in enumerate(said):
+    for i, item in enumerate(given):
         if item.get("type") == "item_reference" or (item.keys() == {"id"}):
             id = _converted(item, ReferenceItem).id
             found = find(id)
@@ -191,8 +191,8 @@ class ResponsesRequest:
     tools: Offered
 
 
-def asked(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest:
-    """``items``: the whole conversation, oldest first."""
+def chat_request(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest:
+    """The chat that a body stands for. ``items``: the whole conversation, oldest first."""
     tools = offered(body.tools)
     instructions = body.instructions
     before = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else instructions or []
@@ -222,14 +222,14 @@ def _thinking(wish: ReasoningWish | None) -> Json:
     return {"reasoning_effort": _EFFORTS[effort]} if effort else {}
 
 
-def _response_format(said: Json | None) -> Json | None:
-    match said:
+def _response_format(format: Json | None) -> Json | None:
+    match format:
         case None | {"type": "text"}:
             return None
         case {"type": "json_object"}:
             return {"type": "json_object"}
         case {"type": "json_schema", "schema": dict(schema)}:
-            about = {key: said[key] for key in ("name", "description", "strict") if said.get(key) is not None}
+            about = {key: format[key] for key in ("name", "description", "strict") if format.get(key) is not None}
             return {"type": "json_schema", "json_schema": {**about, "schema": schema}}
     raise BadRequest("text.format must be text, json_object, or json_schema with a schema")
 
@@ -241,8 +241,8 @@ def chat_messages(items: Iterable[Item]) -> list[Json]:
         match item:
             case MessageItem(role="assistant"):
                 last = _assistant(messages, lambda m: "content" in m and "tool_calls" not in m)
-                said = _content(item.content)
-                last["content"] = said
+                content = _content(item.content)
+                last["content"] = content
             case MessageItem():
                 messages.append({"role": item.role, "content": _content(item.content)})
             case ReasoningItem():
@@ -270,11 +270,11 @@ def _assistant(messages: list[Json], is_over: Callable[[Json], bool]) -> Json:
     return messages[-1]
 
 
-def _content(said: str | list[Json]) -> str | list[Json]:
+def _content(content: str | list[Json]) -> str | list[Json]:
     """One text where there is only text."""
-    if isinstance(said, str):
-        return said
-    parts = [_part(part) for part in said]
+    if isinstance(content, str):
+        return content
+    parts = [_part(part) for part in content]
     return "".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
 
 
@@ -305,10 +305,10 @@ def sealed(thought: str) -> str:
     return base64.b64encode(_SEAL + thought.encode()).decode()
 
 
-def unsealed(said: str) -> str | None:
+def unsealed(text: str) -> str | None:
     """None for what was not sealed here."""
     try:
-        data = base64.b64decode(said, validate=True)
+        data = base64.b64decode(text, validate=True)
         return data.removeprefix(_SEAL).decode() if data.startswith(_SEAL) else None
     except (binascii.Error, ValueError):
         return None

@@ -58,22 +58,22 @@ def offered(tools: Sequence[Json] | None) -> Offered:
     functions: list[Json] = []
     origins: dict[str, Origin] = {}
     shown = []
-    for said in tools or ():
-        found = list(_functions(said))
+    for given in tools or ():
+        found = list(_functions(given))
         for origin, function in found:
             name = function["name"]
             if name in origins:
                 raise BadRequest(f"two tools are called {name[:80]!r}; give each a name of its own")
             origins[name] = origin
             functions.append({"type": "function", "function": function})
-        shown += [said] if found else []
+        shown += [given] if found else []
     if len(functions) > MAX_TOOLS:
         raise BadRequest(f"there are {len(functions)} tools; offer at most {MAX_TOOLS}")
     return Offered(functions, origins, shown)
 
 
-def _functions(said: Json, namespace: str | None = None) -> Iterator[tuple[Origin, Json]]:
-    tool = _read(said)
+def _functions(given: Json, namespace: str | None = None) -> Iterator[tuple[Origin, Json]]:
+    tool = _read(given)
     match tool.type:
         case "function" | "custom":
             if not tool.name:
@@ -89,9 +89,9 @@ def _functions(said: Json, namespace: str | None = None) -> Iterator[tuple[Origi
             return
 
 
-def _read(said: Json) -> ResponsesTool:
+def _read(given: Json) -> ResponsesTool:
     try:
-        return msgspec.convert(said, ResponsesTool)
+        return msgspec.convert(given, ResponsesTool)
     except msgspec.ValidationError as error:
         raise BadRequest(f"a tool cannot be used: {error}") from None
 
@@ -118,18 +118,18 @@ def custom_text(arguments: str) -> str:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    said = found.get(INPUT) if isinstance(found, dict) else None
-    return said if isinstance(said, str) else arguments
+    text = found.get(INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 Choice = Literal["none", "auto", "required"]
 
 
-def choice(said: str | Json | None, tools: Offered) -> Choice | Json | None:
+def choice(given: str | Json | None, tools: Offered) -> Choice | Json | None:
     """``tool_choice`` in the chat dialect's shape. Of allowed tools only the mode holds: all stay offered."""
-    match said:
+    match given:
         case None | "none" | "auto":
-            return said
+            return given
         case "required":
             wanted: Choice | Json = "required"
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode}:
@@ -139,7 +139,7 @@ def choice(said: str | Json | None, tools: Offered) -> Choice | Json | None:
         case {"type": "function" | "custom", "name": str(own)}:
             wanted = _named(own, tools)
         case _:
-            kind = said.get("type") if isinstance(said, dict) else said
+            kind = given.get("type") if isinstance(given, dict) else given
             words = "give none, auto, required, or a function that is offered"
             raise BadRequest(f"tool_choice is {str(kind)[:40]!r}; {words}")
     if not tools.functions:

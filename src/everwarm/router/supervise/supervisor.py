@@ -20,6 +20,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, PixelsMissing
@@ -164,17 +166,17 @@ class Supervisor:
 
     # requests
 
-    async def stream(self, lend: Lend | None = None, **submit: Any) -> AsyncGenerator[m.ToGateway, None]:
-        """Submit a prompt; its messages until ``Done`` or ``Failed``. Leaving early cancels it in the engine.
+    async def stream(self, submit: m.Submit, lend: Lend | None = None) -> AsyncGenerator[m.ToGateway, None]:
+        """Submit a prompt under a new id; its messages until ``Done`` or ``Failed``. Leaving early cancels it.
 
         Images that the engine has seen are sent without their pixels. If it needs the pixels after all, they are lent to
         it for as long as the request lasts."""
-        namespace = submit.get("namespace", "")
-        images = submit.get("pictures", ())
         has_begun = False
-        if lend is None or self._images.knows(namespace, images):
-            async with contextlib.aclosing(self._stream(m.Submit(self._pending.new_id(), **submit))) as messages:
-                async for message in messages:
+        message: m.ToGateway | None = None
+        if lend is None or self._images.knows(submit.namespace, submit.pictures):
+            with self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id())) as pending:
+                while not isinstance(message, m.Done | m.Failed):
+                    message = await pending.get()
                     if lend is not None and isinstance(message, m.Failed) and message.code == PixelsMissing.code:
                         break
                     has_begun = has_begun or isinstance(message, m.Begun)
@@ -182,25 +184,17 @@ class Supervisor:
                 else:
                     return
         assert lend is not None, "pixels are asked for only where there are some"
-        async with lend() as submit["pictures"]:
-            stream = self._stream(m.Submit(self._pending.new_id(), **submit))
-            del submit["pictures"]  # from here on only the frame holds the pixels
-            async with contextlib.aclosing(stream) as messages:
-                async for message in messages:
+        message = None
+        async with lend() as pictures:
+            opened = self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id(), pictures=pictures))
+            del pictures  # from here on only the frame holds the pixels
+            with opened as pending:
+                while not isinstance(message, m.Done | m.Failed):
+                    message = await pending.get()
                     if isinstance(message, m.TextPiece | m.Done):
-                        self._images.add(namespace, images)
+                        self._images.add(submit.namespace, submit.pictures)
                     if not (has_begun and isinstance(message, m.Begun)):
                         yield message
-
-    async def _stream(self, submit: m.Submit) -> AsyncGenerator[m.ToGateway, None]:
-        opened = self._open_request(submit)
-        del submit
-        with opened as pending:
-            while True:
-                message = await pending.get()
-                yield message
-                if isinstance(message, m.Done | m.Failed):
-                    return
 
     async def ask(self, question: type[Question], **fields: Any) -> Any:
         with self._open_request(question(self._pending.new_id(), **fields)) as pending:

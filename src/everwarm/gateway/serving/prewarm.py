@@ -1,7 +1,7 @@
-"""After a reply: what the next turn will begin with is worked out and offered to the engine's idle time.
+"""After a reply: what the next turn will begin with is rendered and offered to the engine's idle time.
 
-Only while nobody asks for anything: a busy server has no idle time, and a client in a loop of tools is back at once. Knows
-templates and replies; when and whether the text is read, the engine decides.
+Only while no request runs: a busy server has no idle time, and a client in a loop of tools is back at once. Knows
+templates and replies; the engine decides whether and when the text is read.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from everwarm.engine.process import messages as m
 from everwarm.gateway.access.limits import AdmissionLimits
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.prepare import PreparedChat
 from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.router.supervise.supervisor import Supervisor
 
@@ -24,16 +25,17 @@ SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """How a conversation goes on. ``after``: a reply as one message in, the text that is sure to follow out."""
+    """A conversation that may go on when its reply is there."""
 
-    reader: Callable[[], OutputParser]
-    after: Callable[[dict[str, Any]], str | None]
-    add_special: bool
+    chat: PreparedChat
+    template: ChatTemplate
+    parser: Callable[[], OutputParser]
     namespace: str
     session: str | None
 
     def text(self, reply: str) -> str | None:
-        return self.after(self.reader().message(reply))
+        """What the next turn will begin with; None: the template does not say."""
+        return self.chat.next_text(self.template, self.parser().message(reply))
 
 
 class NextTurnPrewarmer:
@@ -49,7 +51,7 @@ class NextTurnPrewarmer:
             task.add_done_callback(self._tasks.pop)
 
     def forget(self, namespace: str) -> None:
-        """Offer nothing more of what was said so far in namespaces that begin so."""
+        """Cancel the offers of namespaces that begin so."""
         for task in [task for task, own in self._tasks.items() if own.startswith(namespace)]:
             task.cancel()
 
@@ -63,4 +65,4 @@ class NextTurnPrewarmer:
             log.exception("what the next turn begins with could not be worked out")
             return
         if text and not self._limits.n_requests:
-            supervisor.tell(m.Prewarm(text, turn.add_special, turn.namespace, turn.session))
+            supervisor.tell(m.Prewarm(text, turn.chat.add_special, turn.namespace, turn.session))

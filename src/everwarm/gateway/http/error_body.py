@@ -1,0 +1,58 @@
+"""Errors as clients read them: one translation, by the path of the request. Pure."""
+
+from __future__ import annotations
+
+from everwarm.errors import EverwarmError, PromptTooLong, Refused
+from everwarm.types import Json
+
+OLLAMA = "/api/"
+ANTHROPIC = "/v1/messages"
+
+_OPENAI_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: EverwarmError, request_id: str, path: str) -> Json:
+    """In the shape that callers of this path expect: OpenAI's unless another is known."""
+    if path.startswith(OLLAMA):
+        return {"error": str(error)}
+    if path.startswith(ANTHROPIC):
+        return _anthropic(error, request_id)
+    return _openai(error, request_id)
+
+
+def _openai(error: EverwarmError, request_id: str) -> Json:
+    default = "server_error" if error.status >= 500 else "invalid_request_error"
+    about: Json = {
+        "message": str(error),
+        "type": _OPENAI_TYPES.get(error.status, default),
+        "param": None,
+        "code": error.code,
+        "request_id": request_id,
+    }
+    if isinstance(error, Refused) and error.n_prompt is not None:
+        about |= {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_context}
+    return {"error": about}
+
+
+def _anthropic(error: EverwarmError, request_id: str) -> Json:
+    """Clients make room when they read that a prompt is too long, and know it by these very words."""
+    default = "api_error" if error.status >= 500 else "invalid_request_error"
+    message = str(error)
+    if isinstance(error, Refused) and error.n_prompt is not None and error.code == PromptTooLong.code:
+        message = f"prompt is too long: {error.n_prompt} tokens > {error.n_context} maximum ({message})"
+    about = {"type": _ANTHROPIC_TYPES.get(error.status, default), "message": message}
+    return {"type": "error", "error": about, "request_id": request_id}

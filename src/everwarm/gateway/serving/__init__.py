@@ -1,0 +1,7 @@
+"""From a request body to the engine and back, the same way for every dialect.
+
+``request_gate`` reads the body, admits the request and bounds its time. ``request_preparer`` makes the ``Submit`` that
+the engine gets. ``generate`` runs the choices of a request against the engine as ``ReplyEvent``. ``replies`` joins
+these: it streams a reply through a ``dialect`` (what each API adds: how events, errors and signs of life are written) or
+collects it whole. ``prewarm`` offers what comes next to the engine's idle time.
+"""

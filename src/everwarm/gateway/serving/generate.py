@@ -1,0 +1,178 @@
+"""A request's choices, run against the engine. Knows the engine's messages; knows no dialect and no JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from everwarm.engine.process import messages as m
+from everwarm.gateway.admin.request_log import RequestTracker, TrackedRequest
+from everwarm.gateway.parsing.output_parser import OutputParser, Piece
+from everwarm.router.supervise.pending import failure
+from everwarm.router.supervise.supervisor import Lend, Supervisor
+
+EngineMessage = m.Begun | m.PromptRead | m.TextPiece | m.Done
+
+
+class ReplyEvent(msgspec.Struct, frozen=True):
+    """What the engine told about one choice, with its text taken apart. ``finish`` comes with ``Done``: stop, length or
+    tool_calls."""
+
+    index: int
+    message: EngineMessage
+    pieces: Sequence[Piece] = ()
+    finish: str = ""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One reply, complete once ``finish`` is set."""
+
+    texts: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probs: list[m.TokenProb] = field(default_factory=list)
+    begun: m.Begun | None = None
+    ended: m.Done | None = None
+    finish: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def done(self) -> m.Done:
+        assert self.ended is not None, "the reply has no end"
+        return self.ended
+
+    def add(self, event: ReplyEvent) -> None:
+        self.pieces += event.pieces
+        match event.message:
+            case m.Begun() as begun:
+                self.begun = begun
+            case m.TextPiece() as piece:
+                self.texts.append(piece.text)
+                self.tokens += piece.tokens
+                self.probs += piece.probs or ()
+            case m.Done() as done:
+                self.texts.append(done.text)
+                self.ended = done
+                self.finish = event.finish
+
+
+def finish_reason(done: m.Done, n_calls: int = 0) -> str:
+    """In OpenAI's words."""
+    if done.finish != "stop":
+        return "length"
+    return "tool_calls" if n_calls else "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRun:
+    """One choice on its way: what the engine gets, how its text is read, and its line in the request log."""
+
+    index: int
+    submit: m.Submit
+    parser: OutputParser
+    tracked: TrackedRequest
+
+    def event(self, message: m.ToGateway) -> ReplyEvent | None:
+        """None where the caller did not ask for that message; raises what the engine refused."""
+        if not self.tracked.is_for_caller(message):
+            return None
+        match message:
+            case m.TextPiece(text=text):
+                return ReplyEvent(self.index, message, self.parser.read(text))
+            case m.Done(text=text):
+                pieces = [*self.parser.read(text), *self.parser.rest()]
+                return ReplyEvent(self.index, message, pieces, finish_reason(message, self.parser.n_calls))
+            case m.Failed():
+                raise failure(message)
+        assert isinstance(message, m.Begun | m.PromptRead)
+        return ReplyEvent(self.index, message)
+
+
+async def generate(
+    supervisor: Supervisor,
+    submits: Sequence[m.Submit],
+    parser: Callable[[], OutputParser],
+    tracker: RequestTracker,
+    lend: Lend | None = None,
+    observe: Callable[[ReplyEvent], None] = lambda _: None,
+) -> AsyncGenerator[ReplyEvent, None]:
+    """All choices at once, as they come. A failed one ends them all with its error; leaving early cancels them all.
+    ``observe`` sees every event before the caller does."""
+    with contextlib.ExitStack() as stack:
+        runs = [
+            ChoiceRun(i, submit, parser(), stack.enter_context(tracker.choice(i))) for i, submit in enumerate(submits)
+        ]
+        if len(runs) == 1:
+            (run,) = runs
+            async with contextlib.aclosing(supervisor.stream(run.tracked.submit(run.submit), lend)) as messages:
+                async for message in messages:
+                    if (event := run.event(message)) is not None:
+                        observe(event)
+                        yield event
+            return
+        queue: _Queue = asyncio.Queue(len(runs))  # who is not read waits
+        tasks = _start(supervisor, runs, queue, lend)
+        try:
+            n_running = len(tasks)
+            while n_running:
+                got = await queue.get()
+                if isinstance(got, BaseException):
+                    raise got
+                if got is None:
+                    n_running -= 1
+                else:
+                    observe(got)
+                    yield got
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_Queue = asyncio.Queue[ReplyEvent | BaseException | None]
+
+
+def _start(
+    supervisor: Supervisor, runs: Sequence[ChoiceRun], queue: _Queue, lend: Lend | None
+) -> list[asyncio.Task[None]]:
+    """Where there are images, the first choice reads them, and the others begin when it has."""
+    is_read = asyncio.Event()
+    if lend is None:
+        is_read.set()
+    return [asyncio.create_task(_pump(supervisor, run, queue, lend, is_read)) for run in runs]
+
+
+async def _pump(
+    supervisor: Supervisor, run: ChoiceRun, queue: _Queue, lend: Lend | None, is_read: asyncio.Event
+) -> None:
+    """``is_read``: whether the first choice has read what all of them read."""
+    try:
+        if run.index:
+            await is_read.wait()
+        async with contextlib.aclosing(supervisor.stream(run.tracked.submit(run.submit), lend)) as messages:
+            async for message in messages:
+                if isinstance(message, m.TextPiece | m.Done):
+                    is_read.set()
+                if (event := run.event(message)) is not None:
+                    await queue.put(event)
+        run.tracked.end()
+        await queue.put(None)
+    except Exception as error:  # noqa: BLE001 - raised again where the choices are read
+        await queue.put(error)
+
+
+async def collect(events: AsyncGenerator[ReplyEvent, None], n_choices: int) -> list[Choice]:
+    """Whole replies, for clients that do not stream."""
+    choices = [Choice() for _ in range(n_choices)]
+    async with contextlib.aclosing(events):
+        async for event in events:
+            choices[event.index].add(event)
+    return choices

@@ -1,0 +1,148 @@
+"""Replies to requests, streamed in a dialect or whole. The one place that joins a body, a model and the engine.
+
+From the engine to the socket a token passes three generators: the supervisor's ``stream``, ``generate`` and ``_frames``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from everwarm.engine.process import messages as m
+from everwarm.errors import EverwarmError
+from everwarm.gateway.access.auth import namespace_of
+from everwarm.gateway.access.limits import Place
+from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.admin.request_log import Caller, RequestLog
+from everwarm.gateway.http.error_body import error_body
+from everwarm.gateway.http.sse import LOADING_S, EventStream
+from everwarm.gateway.openai.schema import ChatBody, CompletionBody
+from everwarm.gateway.serving.dialect import Dialect
+from everwarm.gateway.serving.generate import Choice, ReplyEvent, collect, generate
+from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
+from everwarm.gateway.serving.request_gate import RequestGate, place_of
+from everwarm.gateway.serving.request_preparer import PreparedRequest, RequestPreparer
+from everwarm.router.pool import Pool, Served
+
+GenerationBody = ChatBody | CompletionBody
+BodySource = Callable[[], Awaitable[GenerationBody]]  # where a dialect's own body becomes one of these
+
+
+class Replies:
+    def __init__(
+        self,
+        pool: Pool,
+        gate: RequestGate,
+        preparer: RequestPreparer,
+        request_log: RequestLog,
+        metrics: Metrics,
+        prewarmer: NextTurnPrewarmer,
+    ) -> None:
+        self._pool = pool
+        self._gate = gate
+        self._preparer = preparer
+        self._request_log = request_log
+        self._metrics = metrics
+        self._prewarmer = prewarmer
+
+    def stream(
+        self,
+        request: Request,
+        n_body_bytes: int,
+        body: GenerationBody | BodySource,
+        dialect: Dialect,
+        scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> EventStream:
+        """``scope`` is entered once the request is admitted, and left after its model was given back."""
+
+        @contextlib.contextmanager
+        def admitted() -> Iterator[Place]:
+            with self._gate.admitted(request, n_body_bytes) as place, scope():
+                yield place
+
+        def error_frame(error: EverwarmError) -> bytes:
+            return dialect.error(error, error_body(error, request.state.request_id, request.url.path))
+
+        return EventStream(
+            self._frames(request, body, dialect),
+            admitted(),
+            error_frame,
+            self._gate.timeout_s,
+            media_type=dialect.media_type,
+            keep_alive_frame=dialect.keep_alive,
+        )
+
+    async def collect(self, request: Request, body: GenerationBody) -> list[Choice]:
+        """Every choice, when it is complete."""
+        with self._pool.lease(body.model) as lease:
+            served = await lease.ready()
+            prepared = await self._preparer.prepare(request, body, served)
+            return await collect(self._run(request, body, served, prepared), len(prepared.submits))
+
+    async def _frames(
+        self, request: Request, source: GenerationBody | BodySource, dialect: Dialect
+    ) -> AsyncGenerator[bytes, None]:
+        body = source if isinstance(source, ChatBody | CompletionBody) else await source()
+        with self._pool.lease(body.model) as lease:
+            async for fraction in lease.waiting(LOADING_S):
+                for frame in dialect.loading(lease.served.id, fraction):
+                    yield frame
+            prepared = await self._preparer.prepare(request, body, lease.served)
+            async with contextlib.aclosing(self._run(request, body, lease.served, prepared)) as events:
+                async for event in events:
+                    for frame in dialect.encode(event):
+                        yield frame
+        for frame in await dialect.finish():
+            yield frame
+
+    def _run(
+        self, request: Request, body: GenerationBody, served: Served, prepared: PreparedRequest
+    ) -> AsyncGenerator[ReplyEvent, None]:
+        tracker = self._request_log.follow(
+            Caller(
+                id=request.state.request_id,
+                model=served.id,
+                path=request.url.path,
+                stream=bool(body.stream),
+                traceparent=request.headers.get("traceparent"),
+                namespace=namespace_of(request, body.cache_salt),
+            )
+        )
+        accounts = _Accounts(self._metrics, place_of(request), len(prepared.submits))
+
+        def observe(event: ReplyEvent) -> None:
+            accounts.add(event)
+            if accounts.is_over and len(prepared.submits) == 1:
+                self._prewarmer.offer(served.supervisor, prepared.next_turn, "".join(accounts.texts))
+
+        return generate(served.supervisor, prepared.submits, prepared.parser, tracker, prepared.lend, observe)
+
+
+@dataclass(slots=True)
+class _Accounts:
+    """What a request's events change outside of its reply."""
+
+    metrics: Metrics
+    place: Place | None
+    n_running: int  # choices
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.n_running == 0
+
+    def add(self, event: ReplyEvent) -> None:
+        message = event.message
+        if isinstance(message, m.TextPiece | m.Done):
+            self.texts.append(message.text)
+        elif self.place is not None and isinstance(message, m.Begun):
+            self.place.recount(message.n_prompt)
+        if isinstance(message, m.Done):
+            self.metrics.finished(message)
+            self.n_running -= 1
+            if self.place is not None and self.is_over:
+                self.place.release()  # before its last words are taken

@@ -1,0 +1,58 @@
+"""What every request passes before and while it is answered: its body is read, it gets a place, its time is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from everwarm.gateway.access.auth import principal_of
+from everwarm.gateway.access.limits import AdmissionLimits, Place
+from everwarm.gateway.http.connection import network_of
+from everwarm.gateway.http.request_body import BodyReader, ReceivedBody
+from everwarm.gateway.http.sse import unless_gone, within
+from everwarm.gateway.openai.schema import read
+from everwarm.router.pool import Pool
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGate:
+    pool: Pool
+    limits: AdmissionLimits
+    bodies: BodyReader
+    timeout_s: float | None  # of a whole request; None: any
+
+    async def read(self, request: Request, kind: type[T]) -> ReceivedBody[T]:
+        """The request's body, if there is room to read it and it is what it should be."""
+        return await self.bodies.read(request, lambda data: read(data, kind))
+
+    @contextlib.contextmanager
+    def admitted(self, request: Request, n_body_bytes: int) -> Iterator[Place]:
+        """A place for a request: until its answer is over or, if that is sooner, the engine has done its part."""
+        n_context = max((spec.settings.n_ctx for spec in self.pool.catalog.specs.values()), default=None)
+        cut_off = getattr(request.state, "abort", None)
+        with self.limits.admitted(n_body_bytes, _client(request), n_context=n_context, cut_off=cut_off) as place:
+            request.state.place = place
+            yield place
+
+    async def within_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Drop the work when the client hangs up or its time is over."""
+        async with within(self.timeout_s):
+            return await unless_gone(request.receive, work)
+
+
+def place_of(request: Request) -> Place | None:
+    """The place that an admitted request has."""
+    place: Place | None = getattr(request.state, "place", None)
+    return place
+
+
+def _client(request: Request) -> str:
+    """Who asks, as far as that can be known: the address, and whose key it is."""
+    address = network_of(request.client.host if request.client is not None else "")
+    return f"{address} {principal_of(request).namespace(None)}"

@@ -1,0 +1,232 @@
+"""From a body to what the engine is sent: the prompt, the sampling, the images and the constraint of its reply.
+
+What a prompt is, ``prepare_chat`` decides; here are the effects around it: threads, image downloads, the caller's
+namespace, metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+
+from everwarm.config import Constraint
+from everwarm.engine.process import messages as m
+from everwarm.engine.process.cut_hints import CutHints
+from everwarm.errors import BadRequest
+from everwarm.gateway.access.auth import namespace_of
+from everwarm.gateway.access.limits import estimated_tokens
+from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
+from everwarm.gateway.chat.prepare import ChatModel, ImageMarker, PreparedChat, PromptRules, prepare_chat
+from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
+from everwarm.gateway.http.request_body import BodyReader
+from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
+from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
+from everwarm.gateway.parsing.model_syntax import TAIL, ModelSyntax
+from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.parsing.tool_parser import kinds_of
+from everwarm.gateway.serving.prewarm import NextTurn
+from everwarm.gateway.serving.request_gate import place_of
+from everwarm.gateway.settings import ServerSettings
+from everwarm.router.pool import Served
+from everwarm.router.supervise.supervisor import Lend
+
+log = logging.getLogger("everwarm.gateway")
+
+# Which conversation a request belongs to, as real clients tell it. It decides which slot is given up last, never what
+# may be reused.
+SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
+
+Parser = Callable[[], OutputParser]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """What the engine is sent, once per choice, and how its replies are read."""
+
+    submits: tuple[m.Submit, ...]  # the supervisor gives them their numbers
+    parser: Parser = OutputParser
+    next_turn: NextTurn | None = None
+    lend: Lend | None = None  # the pixels of its images; None: it has none
+
+
+class RequestPreparer:
+    def __init__(self, settings: ServerSettings, images: ImageLoader, bodies: BodyReader, metrics: Metrics) -> None:
+        self._settings = settings
+        self._images = images
+        self._bodies = bodies
+        self._metrics = metrics
+        self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
+        self._models: dict[str, tuple[str, ChatModel]] = {}  # by id, each with the text of its template
+
+    async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
+        info = await served.supervisor.wait_ready()
+        if isinstance(body, ChatBody):
+            return await self._chat(request, body, self._model(served, info), info)
+        return await self._completion(request, body, info)
+
+    async def prompt(self, request: Request, body: ChatBody, served: Served, marker: ImageMarker) -> PreparedChat:
+        """Only the prompt of a chat, with another marker for its images."""
+        model = self._model(served, await served.supervisor.wait_ready())
+        prepared = await self._bodies.for_request(request, partial(prepare_chat, body, model, self._rules, marker))
+        self._count_noise(prepared)
+        return prepared
+
+    @property
+    def _rules(self) -> PromptRules:
+        return PromptRules(self._settings.canonicalise)
+
+    def _model(self, served: Served, info: m.ModelInfo) -> ChatModel:
+        text = served.spec.template or info.chat_template
+        if text is None:
+            raise BadRequest("this model has no chat template; use /v1/completions")
+        known = self._models.get(served.id)
+        if known is None or known[0] != text:
+            template = ChatTemplate(text, bos=info.bos, eos=info.eos)
+            known = self._models[served.id] = (text, ChatModel(template, info.bos, info.adds_bos))
+        return known[1]
+
+    async def _chat(self, request: Request, body: ChatBody, model: ChatModel, info: m.ModelInfo) -> PreparedRequest:
+        syntax = ModelSyntax(model.template.source, self._settings.tool_format, self._settings.thinking_tags)
+
+        def work() -> tuple[PreparedChat, Constraint | None, Parser]:
+            prepared = prepare_chat(body, model, self._rules, lambda _: self._marker)
+            return prepared, chat_constraint(body, syntax, prepared.text), _parser(body, syntax, prepared.text)
+
+        prepared, constraint, parser = await self._bodies.for_request(request, work)
+        self._count_noise(prepared)
+        if prepared.images and not info.sees:
+            raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
+        namespace = namespace_of(request, body.cache_salt)
+        images = await self._images.from_parts(prepared.images, namespace) if prepared.images else []
+        submit = _submit(
+            request,
+            body,
+            info,
+            text=prepared.text,
+            add_special=prepared.add_special,
+            hints=prepared.hints,
+            n_probs=body.n_probs,
+            form=constraint,
+            marker=self._marker if images else "",
+            images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+        )
+        goes_on = not images and not body.deterministic and body.uses_cache and submit.max_tokens
+        next_turn = NextTurn(prepared, model.template, parser, namespace, submit.session) if goes_on else None
+        lend = partial(lent_images, self._images, images, namespace) if images else None
+        _recount(request, estimated_tokens(len(prepared.text)))
+        return PreparedRequest(_choices(submit, body), parser, next_turn, lend)
+
+    async def _completion(self, request: Request, body: CompletionBody, info: m.ModelInfo) -> PreparedRequest:
+        text, tokens = body.text_or_tokens()
+        if text is not None and len(text) > MAX_PROMPT_CHARS:
+            raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
+        submit = _submit(request, body, info, text=text, tokens=tokens, n_probs=body.wanted_probs)
+        if body.has_form:
+            constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
+            submit = msgspec.structs.replace(submit, form=constraint)
+        _recount(request, len(tokens) if tokens is not None else estimated_tokens(len(text or "")))
+        return PreparedRequest(_choices(submit, body))
+
+    def _count_noise(self, prepared: PreparedChat) -> None:
+        for rule, n_lines in Counter(prepared.removed).items():
+            self._metrics.removed_noise(rule, n_lines)
+            log.debug("%d lines of system text were left out: %s", n_lines, rule)
+
+
+@contextlib.asynccontextmanager
+async def lent_images(
+    loader: ImageLoader, images: list[ImageInfo], namespace: str
+) -> AsyncIterator[tuple[m.SentImage, ...]]:
+    """An image for each place in the prompt. One that has several brings its pixels to the first."""
+    async with loader.lent(images, namespace) as decoded:
+        pixels = {image.digest: image.rgb for image in decoded}
+        del decoded[:]
+        yield tuple(m.SentImage(i.digest, i.width, i.height, pixels.pop(i.digest, None)) for i in images)
+
+
+def session_of(headers: Mapping[str, str], body: Body) -> str | None:
+    for value in (body.prompt_cache_key, *(headers.get(name) for name in SESSION_HEADERS)):
+        if value:
+            return value[:512]
+    return None
+
+
+def _parser(body: ChatBody, syntax: ModelSyntax, text: str) -> Parser:
+    """Reads replies to a prompt that ends as ``text`` does."""
+    return partial(
+        OutputParser.of,
+        syntax,
+        text[-TAIL:],
+        None if body.tool_choice == "none" else kinds_of(body.tools or ()),
+        with_thinking=body.reasoning_format != "none",
+        one_call=body.parallel_tool_calls is False,
+    )
+
+
+def _submit(
+    request: Request,
+    body: Body,
+    info: m.ModelInfo,
+    *,
+    text: str | None = None,
+    tokens: list[int] | None = None,
+    add_special: bool = True,
+    hints: CutHints = CutHints(),  # noqa: B008 - frozen
+    n_probs: int | None = None,
+    form: Constraint | None = None,
+    marker: str = "",
+    images: tuple[m.SentImage, ...] = (),
+) -> m.Submit:
+    slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
+    if slot is not None and slot >= info.n_slots:
+        raise BadRequest(f"id_slot is {slot}; this server has slots 0 to {info.n_slots - 1}")
+    return m.Submit(
+        0,
+        text=text,
+        tokens=tokens,
+        add_special=add_special,
+        hints=hints,
+        sampling=body.sampling(),
+        max_tokens=body.reply_tokens(info.n_ctx),
+        stop=body.stops(),
+        namespace=namespace_of(request, body.cache_salt),
+        use_cache=body.uses_cache,
+        deterministic=bool(body.deterministic),
+        ignore_eos=bool(body.ignore_eos),
+        n_probs=n_probs,
+        slot=slot,
+        session=session_of(request.headers, body),
+        wants_progress=bool(body.return_progress),
+        wants_diagnostics=bool(body.prompt_cache_diagnostics),
+        marker=marker,
+        pictures=images,
+        form=form,
+    )
+
+
+def _choices(submit: m.Submit, body: Body) -> tuple[m.Submit, ...]:
+    """Several choices are several requests that share a prompt, each with a seed of its own."""
+    n = body.n or 1
+    if n == 1:
+        return (submit,)
+    seed = secrets.randbelow(1 << 31) if submit.sampling.seed is None else submit.sampling.seed
+    samplings = (dataclasses.replace(submit.sampling, seed=(seed + i) % ((1 << 32) - 1)) for i in range(n))
+    return tuple(msgspec.structs.replace(submit, sampling=sampling) for sampling in samplings)
+
+
+def _recount(request: Request, n_tokens: int) -> None:
+    """The request's place counts its prompt, now that this is known."""
+    place = place_of(request)
+    if place is not None:
+        place.recount(n_tokens)
