@@ -132,8 +132,8 @@ def test_a_form_that_fails_on_the_way_fails_its_request_alone():
     with open_core() as core, ConstraintCompiler(core.model.vocab) as forms:
         compiled = forms.compile(DIGITS)
         bad, good = (submit(core, text(seed, 50), 40, form=compiled) for seed in (1, 2))
-        accept = bad.sampler.form.accept
-        bad.sampler.form.accept = lambda token: accept(token if bad.n_reply < 4 else 0)
+        accept = bad.sampler.matcher.accept
+        bad.sampler.matcher.accept = lambda token: accept(token if bad.n_reply < 4 else 0)
         results = drain(core)
         assert isinstance(results[bad.id].error, ConstraintFailed) and results[bad.id].finish is Finish.ERROR
         assert results[good.id].finish is Finish.STOP and len(results[good.id].tokens) == 12

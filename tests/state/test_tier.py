@@ -14,8 +14,8 @@ from everwarm.state.store.disk import Disk
 from everwarm.state.store.files import Files
 from everwarm.state.store.pin_file import Pin
 from everwarm.state.tier import Dropped, InSpaces, OnPrompts, TheseStates
-from state.store.test_disk import OpenDisk, check, open_disk, place, put_all  # noqa: F401 - fixtures
 from support.crash_writer import ROOT, STEP, Thing, codes_of, conversation, state
+from support.disks import OpenDisk, check, put_all
 
 
 def size_of(*things: Thing) -> Dropped:
@@ -30,7 +30,7 @@ def on_prompt(i: int, n_items: int, beyond: int = 0) -> OnPrompts:
     return OnPrompts(ROOT, (Prompt(codes_of(i, n_items)),), beyond)
 
 
-def test_forgetting_a_prompt_takes_its_states_their_kv_and_their_pins(open_disk: OpenDisk) -> None:  # noqa: F811
+def test_forgetting_a_prompt_takes_its_states_their_kv_and_their_pins(open_disk: OpenDisk) -> None:
     disk = open_disk()
     mine, others = conversation(1, n_kv=2), conversation(2, n_kv=2)
     put_all(disk, *mine, *others)
@@ -43,7 +43,7 @@ def test_forgetting_a_prompt_takes_its_states_their_kv_and_their_pins(open_disk:
     check(disk)
 
 
-def test_kv_that_another_state_needs_stays(open_disk: OpenDisk) -> None:  # noqa: F811
+def test_kv_that_another_state_needs_stays(open_disk: OpenDisk) -> None:
     disk = open_disk()
     first, second, deep = conversation(1, n_kv=2)
     shallow = state(1, needs=[first.name])
@@ -52,7 +52,7 @@ def test_kv_that_another_state_needs_stays(open_disk: OpenDisk) -> None:  # noqa
     assert disk.names() == {first.name, shallow.name}
 
 
-def test_states_are_forgotten_by_name_as_far_as_they_are_there(open_disk: OpenDisk) -> None:  # noqa: F811
+def test_states_are_forgotten_by_name_as_far_as_they_are_there(open_disk: OpenDisk) -> None:
     disk = open_disk()
     mine, others = conversation(1), conversation(2)
     put_all(disk, *mine, *others)
@@ -62,7 +62,7 @@ def test_states_are_forgotten_by_name_as_far_as_they_are_there(open_disk: OpenDi
     assert disk.names() == {thing.name for thing in others}
 
 
-def test_whole_spaces_are_forgotten(open_disk: OpenDisk) -> None:  # noqa: F811
+def test_whole_spaces_are_forgotten(open_disk: OpenDisk) -> None:
     disk = open_disk()
     things = [*conversation(1), *conversation(2)]
     put_all(disk, *things)
@@ -76,7 +76,7 @@ class Stuck(Files):
         raise PermissionError(1, "not now", str(path))
 
 
-def test_what_cannot_be_removed_is_an_error(open_disk: OpenDisk) -> None:  # noqa: F811
+def test_what_cannot_be_removed_is_an_error(open_disk: OpenDisk) -> None:
     disk = open_disk(files=Stuck())
     put_all(disk, *conversation(1))
     with pytest.raises(EngineStopped, match="1 files cannot be removed"):

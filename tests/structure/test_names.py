@@ -23,14 +23,10 @@ USED_ELSEWHERE = {
         for field in ("every_n_tokens", "max_checkpoints", "min_gap", "min_tokens")
     },
     "gateway.images.image_loader.ImageLoader.child_pids": "tests kill decoders",
-    "simulate.optimum.best_placement": "the brute force with which tests compare the optimum",
 }
 # Only tests use these: to be deleted, or moved to the tests.
 LEFT_OVER = {
-    "prompt.prompt.Prompt.keep_first_positions",
-    "prompt.prompt.Prompt.keep_first_tokens",
     "prompt.prompt.Prompt.of_items",
-    "ray.replica_messages.Headers",
     "types.Token",
 }
 # The same idea in several folders: the dialects are built alike, and each process has its settings.
@@ -40,6 +36,7 @@ SHARED_MODULE_NAMES = {
     "explain": "the command and what it does",
     "routes": "one per dialect: paths and their handlers",
     "schema": "one per dialect: request bodies",
+    "prewarm": "the gateway offers the next turn, the engine reads it in idle time",
     "settings": "one per process",
     "vocab": "llama.vocab asks libllama, demo.tiny.vocab makes up a vocabulary",
 }

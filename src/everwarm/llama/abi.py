@@ -36,8 +36,6 @@ ATTR_UNKNOWN = 1 << 0
 ATTR_UNUSED = 1 << 1
 ATTR_CONTROL = 1 << 3
 ATTR_USER_DEFINED = 1 << 4
-ATTR_LSTRIP = 1 << 7
-ATTR_RSTRIP = 1 << 8
 
 
 class ModelParams(c.Structure):

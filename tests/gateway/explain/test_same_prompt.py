@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from everwarm.cli.explain_output import source_for
 from tests.support.gateway import FakeGateway
 
+from everwarm.cli.explain import source_for
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.process.request_handler import _prompt_of_text
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body

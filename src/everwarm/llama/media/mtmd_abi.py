@@ -11,8 +11,6 @@ import ctypes as c
 from everwarm.llama.abi import LOG_CALLBACK, Signature, f32p, handle, i32p
 
 CHUNK_TEXT = 0
-CHUNK_IMAGE = 1
-CHUNK_AUDIO = 2
 MARKER = b"<__media__>"  # what stands for an image in a text that is tokenized
 
 
