@@ -763,7 +763,7 @@ def test_a_planner_that_gives_room_away_is_caught():
     [
         (lambda planner, a, b: b.__setattr__("phase", Phase.LOADING), "more is in memory than allowed"),
         (lambda planner, a, b: a.__setattr__("phase", Phase.STOPPING), "a is stopping and leased"),
-        (lambda planner, a, b: a.waiting.update({9: 0.0}), "a is ready and somebody waits for it"),
+        (lambda planner, a, b: a.waiting.update({9: 0.0}), "a is ready and a request waits for it"),
         (lambda planner, a, b: b.__setattr__("held_bytes", 1), "b sleeps and counts"),
         (lambda planner, a, b: (a.leases.clear(), a.__setattr__("must_go", True)), "a should have been stopped"),
         (lambda planner, a, b: planner._requests.clear(), "a request is lost"),

@@ -88,7 +88,7 @@ def test_a_load_that_fails_after_the_first_comment_is_an_event(server, folder):
         assert response.status == 200 and response.readline().startswith(b":")
     rest = response.read()
     connection.close()
-    (event,) = (json.loads(line[6:]) for line in rest.split(b"\n\n") if line.startswith(b"data: "))
+    (event,) = (json.loads(line[6:]) for line in rest.splitlines() if line.startswith(b"data: "))
     assert event["error"]["code"] == "unavailable_error" and "file bounds" in event["error"]["message"]
     (folder / "cut.gguf").unlink()
     server.get("/models?reload=1")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everwarm.engine.core import Core
 from everwarm.engine.process.messages import Backlog
 from everwarm.engine.scheduling.backlog import Pace, backlog_of
 from everwarm.engine.settings import EngineSettings
@@ -90,17 +91,22 @@ def test_a_refusal_says_how_long_and_the_next_one_says_more():
         pass
 
 
+def ahead_of(core: Core) -> Backlog:
+    about = {"read_s": core.speed.seconds_per_token, "new_share": core.counts.new_share}
+    return backlog_of(core.slots, core.queue, core.pace, **about)
+
+
 def test_an_engine_counts_what_is_ahead():
     with open_core(n_slots=2, n_ctx=2048, width=64) as core:
-        idle = backlog_of(core)
+        idle = ahead_of(core)
         assert (idle.n_running, idle.n_to_read, idle.n_to_write, all_done_s(idle)) == (0, 0, 0, 0)
         for i in range(4):
             submit(core, text(10 + i, 100), 50)
-        before = backlog_of(core)
+        before = ahead_of(core)
         assert (before.n_running, before.n_to_read, before.n_to_write) == (0, 400, 200)
         for _ in range(3):
             core.step()
-        ahead = backlog_of(core)
+        ahead = ahead_of(core)
         assert ahead.n_running == 2 and 200 <= ahead.n_to_read < 400 and 0 < ahead.n_next_write <= 50
         assert ahead.n_to_write < 200 and ahead.read_s > 0
 
@@ -109,9 +115,9 @@ def test_replies_are_expected_to_be_as_long_as_they_were():
     with open_core(n_slots=1, width=64) as core:
         run(core, text(1, 20), 10)
         submit(core, text(2, 20), 1000, ignore_eos=False)  # it may write so much; others did not
-        assert backlog_of(core).n_to_write == 10
+        assert ahead_of(core).n_to_write == 10
         submit(core, text(3, 20), 1000, ignore_eos=True)  # nothing else ends it
-        assert backlog_of(core).n_to_write == 1010
+        assert ahead_of(core).n_to_write == 1010
         assert core.pace.n_ended == 1 and core.pace.n_steps > 0
 
 

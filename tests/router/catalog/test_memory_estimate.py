@@ -36,8 +36,8 @@ def test_the_context_of_every_architecture_is_estimated_within_a_fifth(
 ) -> None:
     settings = replace(SETTINGS, cache_type_k=kv_type, cache_type_v=kv_type, flash_attention="on")
     n_seqs = settings.n_slots + 1
-    measured = measure(open_tiny(arch), settings.context(0)).context_bytes(settings.n_ctx, n_seqs)
-    shape = shape_of(read_header(tiny_model(arch)), 0, settings)
+    measured = measure(open_tiny(arch, width=128), settings.context(0)).context_bytes(settings.n_ctx, n_seqs)
+    shape = shape_of(read_header(tiny_model(arch, width=128)), 0, settings)
     assert measured > 5 * MIB
     assert 0.8 * measured < shape.context_bytes(settings.n_ctx, n_seqs, settings.n_ubatch) < 1.2 * measured
 
