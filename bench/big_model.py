@@ -16,8 +16,7 @@ from pathlib import Path
 
 from everwarm.demo.tiny import TinySpec
 from everwarm.demo.tiny.plans import Hyper, Kind, Plan, Tensor
-from everwarm.demo.tiny.weights import draw, size_bytes
-from everwarm.demo.tiny.write import ALIGNMENT, write_header
+from everwarm.demo.tiny.write import ALIGNMENT, draw, size_bytes, write_header
 
 WIDTH, N_LAYERS, N_VOCAB, FEED_FORWARD = 5120, 64, 248_320, 17_408
 HEAD, N_HEADS, N_KV_HEADS = 256, 24, 4

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from bench.measure import EMBEDDED, median_s, table
@@ -22,7 +23,6 @@ from everwarm.config import Constraint
 from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
 from everwarm.llama.constraints.grammar import LIMITS, grammar_of
 from everwarm.llama.constraints.matcher import Matcher
 from everwarm.llama.constraints.trial import NamedTokens

@@ -17,8 +17,7 @@ from bench.measure import EMBEDDED, table
 from bench.peer import PeerOptions, llama_server
 from everwarm.config import default_threads
 from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
-from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.parsing.output_parser import ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from everwarm.engine.memory_plan import MAX_SPARES, SPARE_SHARE
 from everwarm.engine.settings import EngineSettings
 from everwarm.router.catalog.gguf_header import GgufHeader
 from everwarm.router.catalog.memory_estimate import ModelShape, shape_of
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from generating.markdown import table, written_by
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -12,13 +12,13 @@ from typing import Any
 from everwarm.config import ModelOptions, Sampling
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.gateway.settings import ServerSettings
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from generating.markdown import code, prose, table, written_by
 from generating.words import FIELDS
 
 _SHOWN = (
     (EngineSettings, "everwarm.engine.settings"),
-    (CheckpointParams, "everwarm.state.params"),
+    (CheckpointParams, "everwarm.state.policy"),
     (StoreSettings, "everwarm.engine.settings"),
     (ModelOptions, "everwarm.config"),
     (Sampling, "everwarm.config"),

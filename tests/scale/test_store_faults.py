@@ -12,9 +12,8 @@ from bench.seaweed import BUCKET, S3
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket
-from everwarm.state.remote.circuit_breaker import CircuitBreaker
 from everwarm.state.remote.pointer import Mac
-from everwarm.state.remote.remote_tier import RemoteTier
+from everwarm.state.remote.remote_tier import CircuitBreaker, RemoteTier
 from everwarm.state.store.object import Damaged
 from support.parcels import KEY, MODEL, N, fetch, find, parcel, stored
 from support.proxy import FAULTS, Proxy, proxied

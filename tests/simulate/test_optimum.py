@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.simulate.optimum import fewest_tokens
+from everwarm.simulate.oracle import fewest_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import NAMES, replay
 from everwarm.state.policy import Cut, CutKind

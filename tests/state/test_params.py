@@ -3,7 +3,7 @@
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.state.params import MAX_SPACING, MIN_SPACING, WINDOW_FLOOR, CheckpointParams, Spacing
+from everwarm.state.policy import MAX_SPACING, MIN_SPACING, WINDOW_FLOOR, CheckpointParams, Spacing
 
 KIB = 1024
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from everwarm.state.params import Spacing
 from everwarm.state.policy import (
     GUARD,
     HALF_LIFE_S,
@@ -17,6 +16,7 @@ from everwarm.state.policy import (
     Entry,
     KeptCheckpoint,
     Seat,
+    Spacing,
     cuts,
     score,
     seat,

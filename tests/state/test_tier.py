@@ -10,9 +10,8 @@ from everwarm.errors import EngineStopped
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.null_tiers import NullDisk, NullRemote
 from everwarm.state.remote.remote_tier import RemoteTier
-from everwarm.state.store.disk import Disk
+from everwarm.state.store.disk import Disk, Pin
 from everwarm.state.store.files import Files
-from everwarm.state.store.pin_file import Pin
 from everwarm.state.tier import Dropped, InSpaces, OnPrompts, TheseStates
 from support.crash_writer import ROOT, STEP, Thing, codes_of, conversation, state
 from support.disks import OpenDisk, check, put_all

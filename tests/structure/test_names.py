@@ -19,7 +19,7 @@ USED_ELSEWHERE = {
     "ray.replica.Replica.record_autoscaling_stats": "Ray Serve calls it",
     "ray.replica.Replica.record_routing_stats": "Ray Serve calls it",
     **{
-        f"state.params.CheckpointParams.with_{field}": "for use as a library: docs/checkpoints.md"
+        f"state.policy.CheckpointParams.with_{field}": "for use as a library: docs/checkpoints.md"
         for field in ("every_n_tokens", "max_checkpoints", "min_gap", "min_tokens")
     },
     "gateway.images.image_loader.ImageLoader.child_pids": "tests kill decoders",

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
-from everwarm.llama.batch import Feed
-from everwarm.llama.context import Context
+from everwarm.llama.context import Context, Feed
 from everwarm.types import START, SeqId
 from support.steps import (
     KINDS,

@@ -13,7 +13,7 @@ import numpy as np
 
 from everwarm.config import ContextOptions
 from everwarm.llama import abi
-from everwarm.llama.batch import BatchArrays, Feed, Tokens
+from everwarm.llama.context import BatchArrays, Feed, Tokens
 from everwarm.llama.lib import library_path
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import Model

@@ -35,8 +35,7 @@ from everwarm.config import cache_directory, parse_bytes, parse_duration, requir
 from everwarm.errors import BadRequest
 from everwarm.gateway.client import Client
 from everwarm.state.tools import bundle, inventory, pruning
-from everwarm.state.tools.inspect_object import inspect
-from everwarm.state.tools.inventory import Folder, Tick
+from everwarm.state.tools.inventory import Folder, Tick, inspect
 
 cache = cyclopts.App(
     name="cache",

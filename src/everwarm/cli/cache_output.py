@@ -15,8 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from everwarm.gateway.client import Client
-from everwarm.state.tools.inspect_object import Inspected
-from everwarm.state.tools.inventory import Folder, Lineage
+from everwarm.state.tools.inventory import Folder, Inspected, Lineage
 from everwarm.types import Json
 
 if TYPE_CHECKING:

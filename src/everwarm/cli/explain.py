@@ -20,14 +20,13 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.prepare import ChatModel
-from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file
+from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file, source_of
 from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts
-from everwarm.gateway.explain.server_vocab import source_of
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer
 from everwarm.router.catalog.gguf_header import read_header
 from everwarm.router.catalog.memory_estimate import shape_of
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 
 _MOST_SHOWN = 12
 

@@ -20,12 +20,12 @@ from everwarm.config import (
 )
 from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, StoreSettings
 from everwarm.gateway.access.auth import read_key_file
-from everwarm.gateway.parsing.model_syntax import ThinkingTags, ToolFormat
+from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat
 from everwarm.router.catalog.catalog import Catalog
 from everwarm.router.plan import PoolLimits
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 
 _GROUPS = ("Network", "Many models", "Context and memory", "Compute", "Checkpoints")
 _NETWORK, _MODELS, _MEMORY, _COMPUTE, _CHECKPOINTS = (Group(name, sort_key=i) for i, name in enumerate(_GROUPS))

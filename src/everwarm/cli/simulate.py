@@ -11,8 +11,7 @@ from rich.console import Console
 
 from everwarm.config import parse_bytes, require
 from everwarm.simulate.curves import KNOWN, Curves, parse_curves
-from everwarm.simulate.optimum import fewest_tokens
-from everwarm.simulate.oracle import shares
+from everwarm.simulate.oracle import fewest_tokens, shares
 from everwarm.simulate.plot import Axis, Series, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
 from everwarm.simulate.trace import TraceTurn, parse

@@ -35,8 +35,7 @@ from everwarm.errors import ModelFileError
 from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
-from everwarm.llama.model import Model, Progress, identity_of
-from everwarm.llama.rope import rope_limit_of
+from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
 from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.segment_merge import most_joined

@@ -32,12 +32,11 @@ from everwarm.engine.memory_plan import Sizes
 from everwarm.engine.process.messages import Backlog
 from everwarm.engine.process.reply_text import probabilities
 from everwarm.engine.read_speed import MIN_TOKENS, ReadSpeed
-from everwarm.engine.recovery import GiveUp, Restart, Suspend, after_failure, when_full
+from everwarm.engine.recovery import GiveUp, Remedy, Restart, StallWatch, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
 from everwarm.engine.scheduling.backlog import Pace, backlog_of
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, plan
-from everwarm.engine.scheduling.stall_watch import Remedy, StallWatch
 from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before, next_side, seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
@@ -46,8 +45,7 @@ from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, ModelChanged, StateRejected
-from everwarm.llama.batch import Feed
-from everwarm.llama.context import Context
+from everwarm.llama.context import Context, Feed
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 from everwarm.llama.system.file_watch import FileWatch

@@ -211,7 +211,7 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
 def state_fingerprint(
     model: str, options: ContextOptions, rope_limit: int | None, environment: Mapping[str, str]
 ) -> str:
-    """``model`` stands for the files and the build, ``rope_limit`` is the file's (see ``llama.rope``). What few models and
+    """``model`` stands for the files and the build, ``rope_limit`` is the file's (see ``llama.model``). What few models and
     nobody's environment has is added at the end: without it the text stays as it is."""
     always = (model, options.cache_type_k, options.cache_type_v, options.flash_attention, "unified")
     return "|".join((*always, *_rope(options, rope_limit), *_switches(options, environment)))

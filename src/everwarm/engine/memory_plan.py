@@ -16,7 +16,7 @@ from everwarm.llama.system.memory_fit import (
     measure,
     require_fit,
 )
-from everwarm.state.params import Spacing
+from everwarm.state.policy import Spacing
 
 SPARE_SHARE = 0.05  # of the free memory, for parked checkpoints
 RAM_SHARE = 0.25  # of the free memory, for copies

@@ -1,8 +1,14 @@
-"""What becomes of running requests when a step does not fit or fails. Pure: returns effects, and ``core`` applies them."""
+"""What becomes of running requests when a step does not fit or fails. Pure: returns effects, and ``core`` applies them.
+
+``StallWatch`` looks for a step without progress although requests wait. The scheduler's rule excludes that; it is
+here for an unknown mistake, because a loop that turns without end looks alive from outside.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from everwarm.engine.request import Finish
@@ -71,3 +77,31 @@ def after_failure(slots: Sequence[Slot], error: MemoryFault, guilty: Slot | None
         else:
             effects.append(GiveUp(slot, not is_innocent))
     return effects
+
+
+MAX_STEPS = 64  # in a row in which nothing was decoded and no request ended
+
+
+class Remedy(enum.Enum):
+    SUSPEND_YOUNGER = enum.auto()  # all but the oldest make room
+    END_OLDEST = enum.auto()  # that did not help
+
+
+@dataclass(slots=True)
+class StallWatch:
+    n_steps: int = 0  # since something last moved
+    n_fed: int = 0  # sequences that the context had decoded for by then
+
+    def note(self, n_fed: int, *, has_moved: bool) -> Remedy | None:
+        """After every step. ``n_fed``: sequences that the context has decoded for since the start."""
+        if has_moved or n_fed != self.n_fed:
+            self.n_steps = 0
+            self.n_fed = n_fed
+            return None
+        self.n_steps += 1
+        if self.n_steps == MAX_STEPS:
+            return Remedy.SUSPEND_YOUNGER
+        if self.n_steps == 2 * MAX_STEPS:
+            self.n_steps = 0
+            return Remedy.END_OLDEST
+        return None

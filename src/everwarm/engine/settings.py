@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
 from everwarm.engine.fingerprint import state_fingerprint
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 
 MAX_SLOTS = 64
 MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everwarm.config import require
 from everwarm.gateway.access.auth import Access, Key, check_keys
-from everwarm.gateway.parsing.model_syntax import ThinkingTags, ToolFormat
+from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.logs import LogFormat
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy
-from everwarm.state.params import CheckpointParams, Spacing
-from everwarm.state.policy import GUARD, NEAR_END, Cut, CutKind, Entry
+from everwarm.state.policy import GUARD, NEAR_END, CheckpointParams, Cut, CutKind, Entry, Spacing
 
 N_UBATCH = 512
 EVERY_N = 1024

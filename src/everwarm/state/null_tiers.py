@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Point
-from everwarm.state.store.disk import Disk, DiskCounts
+from everwarm.state.store.disk import Disk, DiskCounts, Pin
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader
-from everwarm.state.store.pin_file import Pin
 from everwarm.state.tier import Dropped, ObjectSource, Selection
 
 if TYPE_CHECKING:  # without a remote store none of its modules is loaded

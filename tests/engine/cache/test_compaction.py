@@ -14,7 +14,7 @@ from everwarm.engine.cache import provenance
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.ram import Ram
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.tree import Segment
 from support.drive import (

@@ -8,7 +8,7 @@ import pytest
 from everwarm.engine.core import Core
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from everwarm.state.tree import Node
 from support.campaign import crossed
 from support.drive import EVERY_KIND, assert_greedy, check, checkpoints, drain, open_core, run, submit, text, tidy

@@ -4,8 +4,7 @@ import pytest
 
 from everwarm.config import Sampling
 from everwarm.engine.request import Finish, NewToken
-from everwarm.state.params import CheckpointParams
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import CheckpointParams, CutKind
 from support.campaign import crossed
 from support.drive import (
     EVERY_KIND,

@@ -5,7 +5,7 @@ import pytest
 from everwarm.config import Sampling
 from everwarm.engine.request import Finish, NewToken, Progress
 from everwarm.errors import BadRequest, PromptTooLong
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from support.campaign import crossed
 from support.drive import (
     EVERY_KIND,

@@ -4,7 +4,7 @@ import pytest
 
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Progress, Request, Started
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from support.drive import GUARD, STATEFUL, assert_greedy, checkpoints, drain, open_core, step_until, submit, text
 
 SMALL = {"n_ctx": 2048, "n_slots": 4, "n_batch": 64, "n_ubatch": 64}

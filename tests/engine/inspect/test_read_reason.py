@@ -11,8 +11,7 @@ from everwarm.engine.inspect.reasons import N_SHOWN, Reason
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Ghosts, Parting
-from everwarm.state.params import CheckpointParams
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import CheckpointParams, CutKind
 from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Segment, Tree
 from everwarm.types import Position, TokenCount

@@ -14,7 +14,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.process.cut_hints import CutHints
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 
 INFO = m.ModelInfo("d", "hybrid", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, "{{ x }}", "", "</s>", False, "b1")
 SAMPLING = Sampling(temperature=0.5, seed=7, logit_bias={3: -1.5, 4: -math.inf})

@@ -13,8 +13,7 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
-from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.parsing.output_parser import ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from support.campaign import CAMPAIGN
 from support.constraint_cases import SCHEMA, SCHEMAS, TOOLS, WEATHER, WORDS_OF, obeys

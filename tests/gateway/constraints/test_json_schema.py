@@ -13,7 +13,7 @@ from everwarm.gateway.constraints.json_schema import allowed_types, used_definit
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.constraints.tool_grammar import call_rules
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
+from everwarm.gateway.parsing.output_parser import ModelSyntax
 from everwarm.gateway.parsing.tool_parser import kinds_of
 
 FORMATS = ("hermes", "qwen-xml", "pythonic")

@@ -11,8 +11,7 @@ import pytest
 
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
-from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.parsing.output_parser import ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.llama.constraints.matcher import ConstraintCompiler, Matcher
 from everwarm.llama.model import Model

@@ -18,7 +18,7 @@ from everwarm.gateway.explain.explain import prompt_side
 from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 
 NOISE = "x-anthropic-billing-header: cc_version=1; cch=abc;\n"
 TOOL = {"type": "function", "function": {"name": "now", "description": "The time", "parameters": {"type": "object"}}}

@@ -14,15 +14,13 @@ from pydantic import TypeAdapter
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EverwarmError, Overloaded, PromptTooLong
-from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.chat.roles import in_known_roles
+from everwarm.gateway.chat.chat_template import ChatTemplate, in_known_roles
 from everwarm.gateway.openai.schema import read
 from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items, sealed, unsealed
-from everwarm.gateway.responses.tools import offered
+from everwarm.gateway.responses.schema import ResponsesBody, chat_request, offered, own_items, sealed, unsealed
 from support.fuzz import Json, bodies
 from support.server import Server, serving
 

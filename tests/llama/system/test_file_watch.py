@@ -14,8 +14,7 @@ import pytest
 
 from everwarm.config import ContextOptions
 from everwarm.errors import ModelChanged, ModelFileError, WeightsTouched
-from everwarm.llama.batch import Feed
-from everwarm.llama.context import Context
+from everwarm.llama.context import Context, Feed
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
 from everwarm.llama.system import file_digest as digest_module

@@ -17,7 +17,7 @@ from everwarm.router.catalog import hub, scan
 from everwarm.router.catalog.catalog import Catalog, ModelSpec, discover
 from everwarm.router.catalog.gguf_names import groups, projector_for, quant_of, tagged, without_quant
 from everwarm.router.catalog.scan import UnusableFile
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from support import ggufs
 from support.models import EMBEDDED, tiny_model
 

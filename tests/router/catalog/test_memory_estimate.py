@@ -15,7 +15,7 @@ from everwarm.llama.system.memory_fit import measure
 from everwarm.router.catalog import memory_estimate
 from everwarm.router.catalog.gguf_header import GgufHeader, read_header
 from everwarm.router.catalog.memory_estimate import ModelShape, loaded_bytes, n_sequences, shape_of
-from everwarm.state.params import CheckpointParams
+from everwarm.state.policy import CheckpointParams
 from support import ggufs
 from support.models import tiny_model
 

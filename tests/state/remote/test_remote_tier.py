@@ -23,10 +23,8 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.remote import remote_tier as remote_module
 from everwarm.state.remote.bucket import Bucket, BucketPiece, StoreFault
-from everwarm.state.remote.circuit_breaker import FIRST_OPEN_S, MOST_OPEN_S, CircuitBreaker
-from everwarm.state.remote.download import PIECE
 from everwarm.state.remote.pointer import GRIDS, MAC_BYTES, Mac, Parcel, probes
-from everwarm.state.remote.remote_tier import RemoteTier
+from everwarm.state.remote.remote_tier import FIRST_OPEN_S, MOST_OPEN_S, PIECE, CircuitBreaker, RemoteTier
 from everwarm.state.store.object import Damaged
 from everwarm.state.tier import OnPrompts
 from support.parcels import ITEMS, KEY, MODEL, N, fetch, find, parcel, read, stored

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from everwarm.state.lineage import point_of
-from everwarm.state.store.disk import Disk
+from everwarm.state.store.disk import MAX_PINS, PINS, Disk, Pin, Pins
 from everwarm.state.store.index import INDEX
-from everwarm.state.store.pin_file import MAX_PINS, PINS, Pin, Pins
 from support.crash_writer import STEP, Thing, state
 from support.disks import Failing, OpenDisk, check, put_all, replace_index
 

@@ -27,7 +27,7 @@ from everwarm.state.store.folder_meta import (
 from everwarm.state.store.index import INDEX, peek_uses
 from everwarm.state.store.object import Damaged, ObjectReader, Unreadable
 from everwarm.state.tools import inventory
-from everwarm.state.tools.inspect_object import inspect
+from everwarm.state.tools.inventory import inspect
 from support.crash_writer import FINGERPRINT, STEP, Thing, conversation, in_memory, kv, state
 
 PLENTY = 1 << 30

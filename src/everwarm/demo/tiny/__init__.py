@@ -4,8 +4,7 @@ Knows hyperparameters, tensor shapes and how to draw weights. Does not know libl
 the models have random weights, so what they say means nothing.
 """
 
-from everwarm.demo.tiny.plans import Plan, Tensor, plan_tiny
-from everwarm.demo.tiny.spec import ARCHITECTURES, TinySpec
+from everwarm.demo.tiny.plans import ARCHITECTURES, Plan, Tensor, TinySpec, plan_tiny
 from everwarm.demo.tiny.vision import projector_path, write_tiny_vision
 from everwarm.demo.tiny.write import write_tiny
 

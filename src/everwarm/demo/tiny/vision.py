@@ -9,8 +9,7 @@ from pathlib import Path
 
 from gguf import GGUFType, GGUFWriter, LlamaFileType
 
-from everwarm.demo.tiny.plans import Kind, Tensor
-from everwarm.demo.tiny.spec import TinySpec
+from everwarm.demo.tiny.plans import Kind, Tensor, TinySpec
 from everwarm.demo.tiny.write import append_tensors, finish_header, whole_or_nothing
 
 _WIDTH = 64

@@ -17,8 +17,7 @@ from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
 from everwarm.state import policy
-from everwarm.state.params import Spacing
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import CutKind, Spacing
 from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import SeqId
 

@@ -21,9 +21,9 @@ from everwarm.state.disk_tree import DiskNode, DiskTree, TreePoint, build_disk_t
 from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
 from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.null_tiers import DiskTier
+from everwarm.state.store.disk import Pin
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
-from everwarm.state.store.pin_file import Pin
 from everwarm.state.tree import Node
 
 PAUSE_EVERY, LONG_PAUSE_EVERY = 32, 128  # things between two pauses; of the simple ones

@@ -10,8 +10,7 @@ from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
 from everwarm.engine.request import Request
 from everwarm.engine.tiers.loader import Brought
 from everwarm.llama.model import MemoryKind
-from everwarm.state.params import Spacing
-from everwarm.state.policy import GUARD
+from everwarm.state.policy import GUARD, Spacing
 from everwarm.state.tree import Match, Tree
 
 log = logging.getLogger("everwarm.engine")

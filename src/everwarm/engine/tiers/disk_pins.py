@@ -14,7 +14,7 @@ from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, point_of, root_key, short_key
 from everwarm.state.null_tiers import DiskTier
-from everwarm.state.store.pin_file import Pin
+from everwarm.state.store.disk import Pin
 from everwarm.state.tree import Node, Tree
 
 MOST_PINS = 256  # of one namespace, unless an admin pins

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everwarm.config import read_key
-from everwarm.engine.cache.shared_points import is_worth_it, shared_points
+from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.tiers.packing import Job, Packing

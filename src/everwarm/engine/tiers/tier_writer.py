@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
-from everwarm.engine.cache.shared_points import is_worth_it, shared_points
 from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot

@@ -9,8 +9,7 @@ import numpy as np
 
 from everwarm.engine.core import Core
 from everwarm.engine.images.image_cache import ImageCache
-from everwarm.llama.batch import Feed
-from everwarm.llama.context import Context
+from everwarm.llama.context import Context, Feed
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import SEATED, Chunks
 from everwarm.state.tree import Checkpoint, Node

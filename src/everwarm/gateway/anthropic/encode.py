@@ -13,8 +13,8 @@ from everwarm.gateway.http.sse import sse_named
 from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded, settled
-from everwarm.gateway.serving.dialect import Dialect
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
 SIGNATURE = "everwarm"  # thinking comes back with it; nobody checks it

@@ -1,20 +1,27 @@
 """Chat messages to prompt text with a model's own template, and where that text should be cut.
 
 Hints are a function of the template, what it is given and, where it shows the time, the time. Knows text; knows no tokens.
+
+Clients say ``developer`` for ``system`` and send several such messages, also in the middle of a conversation. Most
+templates take one, at the beginning; some drop the others silently, some refuse them. What a template would not show
+is moved to where it does show it: to the beginning together with the first one, later on into the user's message.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from everwarm.engine.process.cut_hints import CutHints
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat import breakpoints, stable_points
+from everwarm.gateway.chat import stable_points
 from everwarm.gateway.chat.content import Message, tools_without_breakpoints, without_breakpoints
 from everwarm.gateway.chat.jinja_template import Given, Layout, Template
 from everwarm.state.policy import MAX_BREAKPOINTS
+from everwarm.types import Json
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -66,12 +73,12 @@ class ChatTemplate:
         points = stable_points.stable_points(
             layout, wanted, self._next_text(given), end=ends[-1] if ends else len(layout.text), with_tools=bool(tools)
         )
-        marked = breakpoints.in_messages(
+        marked = stable_points.in_messages(
             layout.text,
             messages,
             plain,
             lambda others: self._text(self._template.adapted(others), given, add_generation_prompt),
-        ) | breakpoints.in_tools(
+        ) | stable_points.in_tools(
             layout.text,
             tools,
             given.tools,
@@ -119,3 +126,55 @@ class ChatTemplate:
             if text is not None and layout.text.startswith(text):
                 found.add(len(text))
         return tuple(sorted(found - {0}))
+
+
+_PROBE = "c51e7d"
+_INSTRUCTING = ("system", "developer")
+
+
+def in_known_roles(messages: Sequence[Json], template: ChatTemplate) -> list[Json]:
+    """The same messages as the template shows them."""
+    named = [_as_system(message) for message in messages]
+    n_first = sum(1 for _ in takewhile(_instructs, named))
+    first, rest = named[:n_first], named[n_first:]
+    if n_first > 1 and not _shows_second(template):
+        first = [{"role": "system", "content": _joined([message.get("content") for message in first])}]
+    if any(map(_instructs, rest)) and not _shows_late(template):
+        rest = [{**message, "role": "user"} if _instructs(message) else message for message in rest]
+    return [*first, *rest]
+
+
+def _as_system(message: Json) -> Json:
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _instructs(message: Json) -> bool:
+    return message.get("role") in _INSTRUCTING
+
+
+def _joined(contents: Sequence[Any]) -> str | list[Any]:
+    """One content of several; texts stay apart by an empty line."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    parts: list[Any] = []
+    for content in contents:
+        own = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        parts += [*([{"type": "text", "text": "\n\n"}] if parts else []), *own]
+    return parts
+
+
+@functools.lru_cache(maxsize=64)
+def _shows_second(template: ChatTemplate) -> bool:
+    return _shows(template, ("system", "a"), ("system", _PROBE), ("user", "b"))
+
+
+@functools.lru_cache(maxsize=64)
+def _shows_late(template: ChatTemplate) -> bool:
+    return _shows(template, ("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c"))
+
+
+def _shows(template: ChatTemplate, *messages: tuple[str, str]) -> bool:
+    try:
+        return _PROBE in template.render([{"role": role, "content": text} for role, text in messages])
+    except BadRequest:
+        return False

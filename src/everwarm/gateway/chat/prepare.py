@@ -14,9 +14,8 @@ from typing import Any
 from everwarm.engine.process.cut_hints import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.canonicalize import Canonical, canonical
-from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.chat_template import ChatTemplate, in_known_roles
 from everwarm.gateway.chat.content import breakpoint_in
-from everwarm.gateway.chat.roles import in_known_roles
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.types import Json
 

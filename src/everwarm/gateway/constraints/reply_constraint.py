@@ -11,7 +11,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.tool_grammar import CallRules, call_rules
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
+from everwarm.gateway.parsing.output_parser import ModelSyntax
 from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import name_and_schema
 

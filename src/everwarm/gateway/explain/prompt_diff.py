@@ -11,8 +11,7 @@ from everwarm.engine.inspect.reasons import N_SHOWN, Reason
 from everwarm.engine.process.cut_hints import CutHints
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
-from everwarm.state.params import Spacing
-from everwarm.state.policy import GUARD, Cut
+from everwarm.state.policy import GUARD, Cut, Spacing
 
 N_UBATCH = 512
 

@@ -12,8 +12,8 @@ import msgspec
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
 from everwarm.gateway.openai.encode import logprobs, progress, timings
-from everwarm.gateway.serving.dialect import Dialect
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
 

@@ -13,8 +13,8 @@ from everwarm.errors import EverwarmError
 from everwarm.gateway.parsing.output_parser import Piece, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
-from everwarm.gateway.serving.dialect import Dialect
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
 MEDIA_TYPE = "application/x-ndjson"

@@ -6,15 +6,17 @@ import abc
 import math
 from collections.abc import Sequence
 
+import msgspec
+
+from everwarm.engine.inspect.reasons import Reason
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import SSE_DONE, sse
-from everwarm.gateway.openai.cache_reason import cache, diagnostics, n_written
 from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
-from everwarm.gateway.serving.dialect import Dialect
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
 _LOWEST = -3.4e38  # JSON knows no infinity
@@ -235,3 +237,50 @@ def _text(piece: bytes) -> str:
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else _LOWEST
+
+
+def cache(done: m.Done) -> Json:
+    """``checkpoint`` is the short form of ``restored``."""
+    why = done.why
+    return {
+        "reason": why.reason,
+        "again": why.again,
+        "n_shared": max(done.n_shared, why.n_shared),
+        "n_kv": why.n_kv,
+        "n_checkpoint": why.n_checkpoint,
+        "checkpoint": done.checkpoint,
+        "restored": None if why.restored is None else msgspec.structs.asdict(why.restored),
+        "diverged": _diverged(why),
+    }
+
+
+def n_written(done: m.Done) -> int:
+    """Tokens that were read and are kept from now on."""
+    return 0 if done.why.reason == Reason.CACHE_OFF.value else done.n_prompt - done.n_cached
+
+
+def diagnostics(done: m.Done) -> Json:
+    """For whoever asked with ``prompt_cache_diagnostics``."""
+    why = done.why
+    return {
+        "status": _status(done),
+        "reason": why.reason,
+        "explanation": Reason(why.reason).words,
+        "cached_tokens": done.n_cached,
+        "read_tokens": done.n_prompt - done.n_cached,
+        "known_tokens": max(done.n_shared, why.n_shared),
+        "diverged": _diverged(why),
+    }
+
+
+def _status(done: m.Done) -> str:
+    if done.why.reason == Reason.HIT.value:
+        return "hit"
+    return "partial" if done.n_cached else "miss"
+
+
+def _diverged(why: m.ReadReasonMessage) -> Json | None:
+    """Words that nobody asked for are not there."""
+    if why.diverged is None:
+        return None
+    return {name: value for name, value in msgspec.structs.asdict(why.diverged).items() if value is not None}

@@ -13,8 +13,7 @@ from everwarm.errors import EverwarmError
 from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
-from everwarm.gateway.responses.schema import ResponsesBody, sealed
-from everwarm.gateway.responses.tools import Offered, Origin, custom_text
+from everwarm.gateway.responses.schema import Offered, Origin, ResponsesBody, custom_text, sealed
 from everwarm.types import Json
 
 

@@ -22,9 +22,8 @@ from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
 from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
 from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
-from everwarm.gateway.serving.dialect import Dialect
 from everwarm.gateway.serving.generate import ReplyEvent
-from everwarm.gateway.serving.replies import Replies
+from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
 from everwarm.types import Json

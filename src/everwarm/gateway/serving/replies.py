@@ -1,12 +1,15 @@
 """Replies to requests, streamed in a dialect or whole. The one place that joins a body, a model and the engine.
 
 From the engine to the socket a token passes three generators: the supervisor's ``stream``, ``generate`` and ``_frames``.
+
+A ``Dialect`` is what an API adds to a streamed reply: how it writes events, errors and keep-alives.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -19,14 +22,38 @@ from everwarm.gateway.access.limits import Place
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.http.error_body import error_body
-from everwarm.gateway.http.sse import LOADING_S, EventStream
+from everwarm.gateway.http.sse import LOADING_S, SSE_KEEP_ALIVE, EventStream, sse, sse_loading
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody
-from everwarm.gateway.serving.dialect import Dialect
 from everwarm.gateway.serving.generate import Choice, ReplyEvent, collect, generate
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.request_gate import RequestGate, place_of
 from everwarm.gateway.serving.request_preparer import PreparedRequest, RequestPreparer
 from everwarm.router.pool import Pool, Served
+from everwarm.types import Json
+
+
+class Dialect(abc.ABC):
+    """The encoder of one reply. Frames are sent one by one, in order. What most dialects share is here."""
+
+    media_type = "text/event-stream"
+    keep_alive: bytes = SSE_KEEP_ALIVE  # sent when nothing else was for long
+
+    @abc.abstractmethod
+    def encode(self, event: ReplyEvent) -> Sequence[bytes]:
+        """The frames that an event is worth."""
+
+    def loading(self, model: str, fraction: float) -> Sequence[bytes]:
+        """While the model is not in memory yet."""
+        return [sse_loading(model, fraction)]
+
+    async def finish(self) -> Sequence[bytes]:
+        """After all choices have ended."""
+        return ()
+
+    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - for those whose words are not the path's
+        """``body``: the error in the words of the request's path."""
+        return sse(body)
+
 
 GenerationBody = ChatBody | CompletionBody
 BodySource = Callable[[], Awaitable[GenerationBody]]  # where a dialect's own body becomes one of these

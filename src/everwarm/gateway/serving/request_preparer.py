@@ -32,8 +32,7 @@ from everwarm.gateway.constraints.reply_constraint import chat_constraint, compl
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
-from everwarm.gateway.parsing.model_syntax import TAIL, ModelSyntax
-from everwarm.gateway.parsing.output_parser import OutputParser
+from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.serving.prewarm import NextTurn
 from everwarm.gateway.serving.request_gate import place_of

@@ -16,8 +16,7 @@ import numpy as np
 from everwarm.config import ContextOptions
 from everwarm.errors import ContextTooBig
 from everwarm.llama import abi
-from everwarm.llama.batch import Feed
-from everwarm.llama.context import Context
+from everwarm.llama.context import Context, Feed
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
 from everwarm.memory_limits import tightest_limit

@@ -7,6 +7,10 @@ A hit takes two round trips (pointers; everything they name at once), a miss one
 is a miss. One thread talks to the store, another hashes what is written. A caller waits at most ``wait_s`` for a store that
 does not answer, and only one does: then the circuit breaker opens, until a trial in the background succeeds. Knows no tree
 and no libllama.
+
+After a failure the store is not asked until a trial in the background succeeds (``CircuitBreaker``). All pieces of an
+object are requested at once and come in any order (``Download``); reading a section waits for the pieces it needs,
+and no longer than ``patience_s``. The MAC is checked before anything of the header is believed.
 """
 
 from __future__ import annotations
@@ -19,16 +23,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys
 from everwarm.state.remote.bucket import Bucket, StoreFault
-from everwarm.state.remote.circuit_breaker import CircuitBreaker
-from everwarm.state.remote.download import Download
 from everwarm.state.remote.pointer import (
+    MAC_BYTES,
     MAX_OBJECT,
     MAX_POINTER,
     Mac,
@@ -42,6 +47,113 @@ from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
 from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, Selection, TheseStates
 from everwarm.types import Blob
+
+PIECE = 8 << 20
+SLACK = 1 << 20  # headers of the same object may differ in length
+
+Piece = tuple[memoryview, int] | None  # bytes and the size of the whole; None: there is no such object
+Begin = Callable[[int, int], Future[Piece]]
+
+
+class Download:
+    def __init__(self, begin: Begin, size: int, patience_s: float) -> None:
+        self._begin = begin
+        self._until = time.monotonic() + patience_s
+        self.size = size
+        self._pieces = self._ask()
+
+    def _ask(self) -> dict[int, Future[Piece]]:
+        return {at: self._begin(at, min(at + PIECE, self.size)) for at in range(0, self.size, PIECE)}
+
+    def cancel(self) -> None:
+        for future in self._pieces.values():
+            future.cancel()
+
+    def reader(self, name: str, mac: Mac) -> ObjectReader:
+        """``FileNotFoundError``: it is gone. ``Damaged``: it was not written under this name with this key."""
+        size = self._answer(0)[1]
+        if size != self.size:  # another writer's, of another size: request it again
+            self.cancel()
+            if not MAC_BYTES < size <= 2 * self.size + SLACK:
+                raise Damaged(f"it has {size} bytes, and about {self.size} were announced")
+            self.size = size
+            self._pieces = self._ask()
+        return _Fetched(self, name, mac)
+
+    def fill(self, view: memoryview, offset: int) -> None:
+        into, done = np.frombuffer(view, np.uint8), 0
+        while done < len(into):
+            at = (offset + done) // PIECE * PIECE
+            data = np.frombuffer(self._answer(at)[0], np.uint8)[offset + done - at :]
+            n = min(len(data), len(into) - done)
+            if n <= 0:
+                raise Damaged("it ends early")
+            into[done : done + n] = data[:n]
+            done += n
+
+    def _answer(self, at: int) -> tuple[memoryview, int]:
+        future = self._pieces.get(at)
+        if future is None:
+            raise Damaged("it is too short")
+        try:
+            piece = future.result(max(0.0, self._until - time.monotonic()))
+        except CancelledError:
+            raise TimeoutError("the store was closed") from None
+        if piece is None:
+            raise FileNotFoundError
+        return piece
+
+
+class _Fetched(ObjectReader):
+    def __init__(self, download: Download, name: str, mac: Mac) -> None:
+        self._download = download
+        self._name = name
+        self._mac = mac
+        super().__init__(-1, 0, download.size - MAC_BYTES)
+
+    def _raw_head(self) -> tuple[int, bytes]:
+        length, head = super()._raw_head()
+        own = bytearray(MAC_BYTES)
+        self._fill(memoryview(own), self._size)
+        if not self._mac.is_right(bytes(own), self._name, self._size, head):
+            raise Damaged("its MAC is not one of this key, name and model")
+        return length, head
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        self._download.fill(view, offset)
+
+
+FIRST_OPEN_S, MOST_OPEN_S = 2.0, 60.0
+MOST_FAILURES = 3  # in a row; one is enough if a request had to wait for it
+JITTER = 0.25
+
+
+@dataclass(slots=True)
+class CircuitBreaker:
+    is_open: bool = False
+    n_failures: int = 0  # in a row
+    _open_s: float = FIRST_OPEN_S
+
+    def failed(self, *, slowly: bool, luck: float) -> float | None:
+        """A request failed. Returns the seconds until the first trial; None: go on. ``luck`` is random, from 0 to 1."""
+        self.n_failures += 1
+        if self.is_open or not (slowly or self.n_failures >= MOST_FAILURES):
+            return None
+        self.is_open = True
+        return self._wait(luck)
+
+    def failed_again(self, luck: float) -> float:
+        """A trial failed, too. Returns the seconds until the next."""
+        self._open_s = min(MOST_OPEN_S, 2 * self._open_s)
+        return self._wait(luck)
+
+    def succeeded(self) -> None:
+        """The store has answered, to a trial or to a request."""
+        self.is_open, self.n_failures, self._open_s = False, 0, FIRST_OPEN_S
+
+    def _wait(self, luck: float) -> float:
+        return self._open_s * (1 + JITTER * (2 * luck - 1))
+
 
 log = logging.getLogger("everwarm.remote")
 
