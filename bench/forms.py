@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from everwarm.gateway.parsing.model_syntax import ModelSyntax
+from everwarm.gateway.parsing.output_parser import ModelSyntax
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from bench.measure import EMBEDDED, median_s, table

@@ -28,7 +28,9 @@ def test_growth_that_a_large_beginning_hides_is_found_in_the_upper_half():
     assert hidden.exponent < 0.25 < hidden.late_exponent and not hidden.is_as_it_should_be
 
 
-def test_every_curve_can_be_measured_and_reported():
+def test_every_curve_can_be_measured_and_reported(monkeypatch):
+    monkeypatch.setattr(turns, "N_TOKENS", 512)
+    monkeypatch.setattr(turns, "N_CTX", 2048)
     found = {
         "context": context.curves((1024, 2048)),
         "turns": turns.curves((1, 2)),
