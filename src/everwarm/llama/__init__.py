@@ -1,7 +1,7 @@
 """The C boundary: the only ctypes in the project. Knows pointers, blobs and return codes; knows no prefix tree.
 
-``lib`` finds and loads libllama, ``abi`` declares it. ``model``, ``context``, ``sequences``, ``batch``, ``sampler``
-and ``vocab`` are its objects with Python's manners: every refusal is an error, every handle closes itself.
+``lib`` finds and loads libllama, ``abi`` declares it. ``model``, ``context``, ``sequences``, ``sampler`` and
+``vocab`` are its objects with Python's manners: every refusal is an error, every handle closes itself.
 ``cells`` counts KV cells; ``blobs`` checks state blobs before libllama sees them; ``kv_splice`` joins and cuts KV
 in them. ``media`` is libmtmd, ``constraints`` llguidance, ``system`` the process, its memory and its files.
 """

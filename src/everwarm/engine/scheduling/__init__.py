@@ -2,5 +2,4 @@
 
 ``admission``: may a waiting request start? ``scheduler``: which decodes how many tokens, and which makes room?
 ``turns``: a deterministic request runs alone, in turns with the others. ``backlog``: how much work is ahead.
-``stall_watch``: how to clear the way when nothing moves.
 """

@@ -2,6 +2,6 @@
 
 ``request_gate`` reads the body, admits the request and bounds its time. ``request_preparer`` makes the ``Submit`` that
 the engine gets. ``generate`` runs the choices of a request against the engine as ``ReplyEvent``. ``replies`` joins
-these: it streams a reply through a ``dialect`` (what each API adds: how events, errors and signs of life are written) or
+these: it streams a reply through a ``Dialect`` (what each API adds: how events, errors and keep-alives are written) or
 collects it whole. ``prewarm`` offers what comes next to the engine's idle time.
 """
