@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from everwarm.gateway.parsing.output_parser import ModelSyntax
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from bench.measure import EMBEDDED, median_s, table
@@ -23,6 +22,7 @@ from everwarm.config import Constraint
 from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
+from everwarm.gateway.parsing.output_parser import ModelSyntax
 from everwarm.llama.constraints.grammar import LIMITS, grammar_of
 from everwarm.llama.constraints.matcher import Matcher
 from everwarm.llama.constraints.trial import NamedTokens

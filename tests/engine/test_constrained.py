@@ -43,7 +43,7 @@ def tiny():
 
 def said(engine, form, prompt="Hello", seed=1, temperature=1.0, **more):
     sampling = Sampling(temperature=temperature, seed=seed)
-    result = engine.submit(prompt, sampling, form=form, **({"max_tokens": 80} | more)).result()
+    result = engine.submit(prompt, sampling, constraint=form, **({"max_tokens": 80} | more)).result()
     return result, engine.model.vocab.detokenize(result.tokens).decode()
 
 
@@ -63,7 +63,7 @@ def test_penalties_and_bias_cannot_break_the_form(engine):
         int(t): -float("inf") for t in engine.model.vocab.tokenize("0123", add_special=False, parse_special=False)
     }
     sampling = Sampling(seed=3, repeat_penalty=5.0, logit_bias=banned)
-    result = engine.submit("Hello", sampling, form=DIGITS, max_tokens=80).result()
+    result = engine.submit("Hello", sampling, constraint=DIGITS, max_tokens=80).result()
     digits = engine.model.vocab.detokenize(result.tokens).decode()
     assert re.fullmatch("[4-9]{12}", digits)
 
@@ -88,7 +88,7 @@ def test_a_model_ends_only_where_the_form_may_end(engine):
     free = engine.submit("Hello", Sampling(temperature=0.0, logit_bias=eog)).result()
     assert free.tokens == ()
     forced = engine.submit(
-        "Hello", Sampling(temperature=0.0, logit_bias=eog), form=Constraint("regex", "a{3,9}")
+        "Hello", Sampling(temperature=0.0, logit_bias=eog), constraint=Constraint("regex", "a{3,9}")
     ).result()
     assert engine.model.vocab.detokenize(forced.tokens) == b"aaa" and forced.finish is Finish.STOP
 
@@ -98,7 +98,7 @@ def test_the_identical_prompt_decodes_nothing_and_still_obeys():
     with open_core(n_spares=4) as core, ConstraintCompiler(core.model.vocab) as forms:
         free = run(core, prompt, n_probs=2)
         form = forms.compile(DIGITS)
-        first, again = (run(core, prompt, 40, form=form) for _ in range(2))
+        first, again = (run(core, prompt, 40, constraint=form) for _ in range(2))
         assert first.n_cached == again.n_cached == len(prompt) and free.n_cached == 0
         assert first.tokens == again.tokens != free.tokens
         assert re.fullmatch(rb"[0-9]{12}", core.model.vocab.detokenize(first.tokens))
@@ -108,7 +108,7 @@ def test_probabilities_are_the_models_own():
     with open_core(n_spares=4) as core, ConstraintCompiler(core.model.vocab) as forms:
         tops = []
         for form in (None, forms.compile(DIGITS)):
-            request = submit(core, text(1, 80), 1, n_probs=3, form=form)
+            request = submit(core, text(1, 80), 1, n_probs=3, constraint=form)
             events = []
             while core.has_work:
                 events += core.step()
@@ -120,7 +120,7 @@ def test_probabilities_are_the_models_own():
 def test_suspended_requests_go_on_in_their_form():
     with open_core(n_ctx=256) as core, ConstraintCompiler(core.model.vocab) as forms:
         form = forms.compile(Constraint("regex", "(ab|cd){60}"))
-        asked = [submit(core, text(seed, 60), 130, form=form, sampling=Sampling(seed=seed)) for seed in (1, 2)]
+        asked = [submit(core, text(seed, 60), 130, constraint=form, sampling=Sampling(seed=seed)) for seed in (1, 2)]
         results = drain(core)
         assert core.counts.n_suspended >= 1
         for request in asked:
@@ -131,7 +131,7 @@ def test_suspended_requests_go_on_in_their_form():
 def test_a_form_that_fails_on_the_way_fails_its_request_alone():
     with open_core() as core, ConstraintCompiler(core.model.vocab) as forms:
         compiled = forms.compile(DIGITS)
-        bad, good = (submit(core, text(seed, 50), 40, form=compiled) for seed in (1, 2))
+        bad, good = (submit(core, text(seed, 50), 40, constraint=compiled) for seed in (1, 2))
         accept = bad.sampler.matcher.accept
         bad.sampler.matcher.accept = lambda token: accept(token if bad.n_reply < 4 else 0)
         results = drain(core)
@@ -227,7 +227,7 @@ def test_thinking_is_free_up_to_its_end(engine, tags):
 )
 def test_what_cannot_be_used_is_refused_and_the_next_form_works(engine, form, words):
     with pytest.raises(BadRequest, match=words):
-        engine.submit("Hello", GREEDY, form=form)
+        engine.submit("Hello", GREEDY, constraint=form)
     assert said(engine, DIGITS)[0].finish is Finish.STOP
 
 

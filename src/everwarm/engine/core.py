@@ -185,8 +185,8 @@ class Core:
         """Nothing that gets past here can abort libllama."""
         require_possible(ask, self.context, len(self.slots), self.images)
         ask = self.unverified.route(ask)
-        form = None if ask.form is None else ask.form.matcher(ignore_eos=ask.ignore_eos)
-        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, form)
+        matcher = None if ask.constraint is None else ask.constraint.matcher(ignore_eos=ask.ignore_eos)
+        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, matcher)
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of images beyond one each
         room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
         request = Request(ask, sampler, room, time.monotonic())

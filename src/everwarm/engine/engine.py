@@ -98,7 +98,7 @@ class Engine(Closing):
         self.core = self._loop.core
         self.model = self.core.model
         self.tokenizer = Tokenizer(self.model.vocab)
-        self.forms = ConstraintCompiler(self.model.vocab)
+        self.constraints = ConstraintCompiler(self.model.vocab)
 
     def prompt(self, text: str, *, add_special: bool = True) -> Prompt:
         return self.tokenizer.tokenize(text, add_special=add_special)
@@ -116,10 +116,10 @@ class Engine(Closing):
         deterministic: bool = False,
         ignore_eos: bool = False,
         pictures: Mapping[bytes, Pixels] | None = None,
-        form: Constraint | None = None,
+        constraint: Constraint | None = None,
     ) -> TokenStream:
         """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items;
-        ``pictures`` the pixels of its media items, by their digests; ``form`` what the reply must look like."""
+        ``pictures`` the pixels of its media items, by their digests; ``constraint`` what the reply must look like."""
         if isinstance(prompt, str):
             prompt = self.prompt(prompt)
         elif not isinstance(prompt, Prompt):
@@ -135,7 +135,7 @@ class Engine(Closing):
             deterministic,
             ignore_eos,
             pictures=pictures or {},
-            form=None if form is None else self.forms.compile(form, namespace),
+            constraint=None if constraint is None else self.constraints.compile(constraint, namespace),
         )
         stream = TokenStream(self)
         self._post(lambda core: self._begin(core, ask, stream))
@@ -159,7 +159,7 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Stop the loop, end what still runs, put away what is worth it, free the model. Safe to call twice."""
-        self.forms.close()
+        self.constraints.close()
         if self._thread.is_alive():
             self._loop.stop()
             self._thread.join()

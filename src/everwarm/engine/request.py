@@ -49,7 +49,7 @@ class Ask:
     pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
-    form: CompiledConstraint | None = None  # what the reply must look like
+    constraint: CompiledConstraint | None = None  # what the reply must look like
     ahead: bool = False  # no client has asked for it yet: see ``prewarm``
 
     def __post_init__(self) -> None:

@@ -113,7 +113,7 @@ def test_a_form_that_takes_long_keeps_nobody_waiting(held):
         said: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         conversation, loop = RequestHandler(core, said.put), Posted()
         for id in range(4):
-            conversation.handle(m.Submit(id, text="a", form=DIGITS), loop)
+            conversation.handle(m.Submit(id, text="a", constraint=DIGITS), loop)
         assert loop.jobs.empty()
         conversation.handle(m.Submit(10, text="a"), loop)
         loop.jobs.get(block=False)  # at once, on the reader's thread
@@ -121,11 +121,11 @@ def test_a_form_that_takes_long_keeps_nobody_waiting(held):
             conversation.handle(m.Cancel(id), loop)
         held.set()
         loop.jobs.get(timeout=PATIENCE_S)  # of number 3
-        conversation.handle(m.Submit(11, text="a", form=DIGITS), loop)
+        conversation.handle(m.Submit(11, text="a", constraint=DIGITS), loop)
         loop.jobs.get(block=False)  # the form is known by now
         assert loop.jobs.empty()
         assert said.empty()
-        forms, deadline = conversation._forms, time.monotonic() + PATIENCE_S
+        forms, deadline = conversation._constraints, time.monotonic() + PATIENCE_S
         while len(forms._idle) < len(forms._trials):  # those of cancelled requests end, too
             assert time.monotonic() < deadline
             time.sleep(0.01)

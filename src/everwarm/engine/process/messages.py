@@ -74,7 +74,7 @@ class Submit(Message, frozen=True, tag=True):
     wants_diagnostics: bool = False
     marker: str = ""
     pictures: tuple[SentImage, ...] = ()
-    form: Constraint | None = None
+    constraint: Constraint | None = None
 
 
 class Prewarm(Message, frozen=True, tag=True):

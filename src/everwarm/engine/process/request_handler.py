@@ -81,11 +81,11 @@ class RequestHandler:
         self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
-        self._preparing_forms = Preparing("forms")
+        self._preparing_constraints = Preparing("constraints")
         self._preparing_texts = Preparing("texts", max_waiting_each=256)
         self._slot_files = SlotFiles(core, send)
         self._curator = CacheCommands(core, send, self._number_of)
-        self._forms = ConstraintCompiler(self._vocab)
+        self._constraints = ConstraintCompiler(self._vocab)
 
     # frames in, on the reader's thread
 
@@ -106,7 +106,7 @@ class RequestHandler:
             case m.Prewarm():
                 self._aside.submit(self._offer, message, loop)
             case m.Cancel(id=id):
-                if not self._preparing_forms.cancel(id) and not self._preparing_texts.cancel(id):
+                if not self._preparing_constraints.cancel(id) and not self._preparing_texts.cancel(id):
                     loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Count() | m.Detokenize():
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
@@ -123,8 +123,8 @@ class RequestHandler:
 
     def _take(self, message: m.Submit, loop: Loop) -> None:
         """At once where that is quick: all frames that come later wait for it."""
-        if message.form is not None and not self._forms.is_settled(message.form, message.namespace):
-            self._preparing_forms.add(message.id, message.namespace, partial(self._prepare, message, loop))
+        if message.constraint is not None and not self._constraints.is_settled(message.constraint, message.namespace):
+            self._preparing_constraints.add(message.id, message.namespace, partial(self._prepare, message, loop))
         elif len(message.text or "") > LONG_TEXT:
             self._preparing_texts.add(message.id, message.namespace, partial(self._prepare, message, loop))
         elif (post := self._prepare(message, loop)) is not None:
@@ -211,7 +211,7 @@ class RequestHandler:
             pictures,
             hints.stables,
             hints.breakpoints,
-            None if message.form is None else self._forms.compile(message.form, message.namespace),
+            None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:

@@ -1,4 +1,4 @@
-"""What a request's reply must look like: a schema, a grammar, or a call of a tool. Pure: bodies in, forms out."""
+"""What a request's reply must look like: a schema, a grammar, or a call of a tool. Pure: bodies in, constraints out."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 
 
 def completion_constraint(body: CompletionBody) -> Constraint | None:
-    return _said_form(body)
+    return _given_constraint(body)
 
 
-def chat_constraint(body: ChatBody, notation: ModelSyntax, prompt: str) -> Constraint | None:
-    """As the body asks for, after whatever the model may think first. ``notation`` and ``prompt`` tell how it writes."""
-    form, forced = _said_form(body), forced_tools(body.tool_choice, body.tools)
-    if form is None and forced is None:
+def chat_constraint(body: ChatBody, syntax: ModelSyntax, prompt: str) -> Constraint | None:
+    """As the body asks for, after whatever the model may think first. ``syntax`` and ``prompt`` tell how it writes."""
+    constraint, forced = _given_constraint(body), forced_tools(body.tool_choice, body.tools)
+    if constraint is None and forced is None:
         return None
-    thought = _thought(notation, prompt)
+    thought = _thought(syntax, prompt)
     if forced is not None:
-        if form is not None and form.kind != "json_schema":
+        if constraint is not None and constraint.kind != "json_schema":
             raise BadRequest("tool_choice forces a call and grammar forces something else; give one of them")
-        return _lark(_calls(body, notation, forced), "calls", thought)
-    assert form is not None
-    if form.kind == "json_schema" and body.tools and body.tool_choice != "none" and notation.tools:
-        return _lark(_calls(body, notation, body.tools), f"calls | answer\nanswer: %json {form.text}", thought)
-    return Constraint(form.kind, form.text, thought=thought)
+        return _lark(_calls(body, syntax, forced), "calls", thought)
+    assert constraint is not None
+    if constraint.kind == "json_schema" and body.tools and body.tool_choice != "none" and syntax.tools:
+        return _lark(_calls(body, syntax, body.tools), f"calls | answer\nanswer: %json {constraint.text}", thought)
+    return Constraint(constraint.kind, constraint.text, thought=thought)
 
 
 def _lark(rules: CallRules, start: str, thought: Thought | None) -> Constraint:
     return Constraint("lark", f"start: {start}\n{rules.text}", rules.tags, thought)
 
 
-def _thought(notation: ModelSyntax, prompt: str) -> Thought | None:
-    style = notation.thinking(prompt)
+def _thought(syntax: ModelSyntax, prompt: str) -> Thought | None:
+    style = syntax.thinking(prompt)
     if style is None or style.begins is Begins.AFTER:
         return None
     return Thought(style.closing, "" if style.begins is Begins.INSIDE else style.opening)
@@ -54,16 +54,16 @@ def _thought(notation: ModelSyntax, prompt: str) -> Thought | None:
 # what was said
 
 
-def _said_form(body: Body) -> Constraint | None:
+def _given_constraint(body: Body) -> Constraint | None:
     given = {
         "grammar": _grammar(body.grammar) if body.grammar else None,
         "json_schema": None if body.json_schema is None else _answer(body.json_schema, strict=False),
         "response_format": None if body.response_format is None else _response_format(body.response_format),
     }
-    forms = {name: form for name, form in given.items() if form is not None}
-    if len(forms) > 1:
-        raise BadRequest(f"{' and '.join(forms)} each say what the reply must look like; give one of them")
-    return next(iter(forms.values()), None)
+    constraints = {name: constraint for name, constraint in given.items() if constraint is not None}
+    if len(constraints) > 1:
+        raise BadRequest(f"{' and '.join(constraints)} each say what the reply must look like; give one of them")
+    return next(iter(constraints.values()), None)
 
 
 def _answer(schema: Any, *, strict: bool) -> Constraint:
@@ -100,11 +100,11 @@ def _response_format(format: Mapping[str, Any]) -> Constraint | None:
 # calls
 
 
-def _calls(body: ChatBody, notation: ModelSyntax, tools: Tools) -> CallRules:
-    format = notation.tools
+def _calls(body: ChatBody, syntax: ModelSyntax, tools: Tools) -> CallRules:
+    format = syntax.tools
     if format is None:
         raise BadRequest("this model's chat template teaches no format of tool calls that could be forced")
-    return call_rules(format, notation.template, tools, many=body.parallel_tool_calls is not False)
+    return call_rules(format, syntax.template, tools, many=body.parallel_tool_calls is not False)
 
 
 def forced_tools(choice: str | Mapping[str, Any] | None, tools: Tools | None) -> Tools | None:

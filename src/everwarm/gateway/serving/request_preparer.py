@@ -116,7 +116,7 @@ class RequestPreparer:
             add_special=prepared.add_special,
             hints=prepared.hints,
             n_probs=body.n_probs,
-            form=constraint,
+            constraint=constraint,
             marker=self._marker if images else "",
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
         )
@@ -133,7 +133,7 @@ class RequestPreparer:
         submit = _submit(request, body, info, text=text, tokens=tokens, n_probs=body.wanted_probs)
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
-            submit = msgspec.structs.replace(submit, form=constraint)
+            submit = msgspec.structs.replace(submit, constraint=constraint)
         _recount(request, len(tokens) if tokens is not None else estimated_tokens(len(text or "")))
         return PreparedRequest(_choices(submit, body))
 
@@ -183,7 +183,7 @@ def _submit(
     add_special: bool = True,
     hints: CutHints = CutHints(),  # noqa: B008 - frozen
     n_probs: int | None = None,
-    form: Constraint | None = None,
+    constraint: Constraint | None = None,
     marker: str = "",
     images: tuple[m.SentImage, ...] = (),
 ) -> m.Submit:
@@ -210,7 +210,7 @@ def _submit(
         wants_diagnostics=bool(body.prompt_cache_diagnostics),
         marker=marker,
         pictures=images,
-        form=form,
+        constraint=constraint,
     )
 
 
