@@ -77,7 +77,7 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
         limits = connection_limits(settings)
         config = uvicorn.Config(
             gateway.app,
-            http=partial(Connection, limits=limits, crowd=ConnectionTable(limits.max_connections)),  # type: ignore[arg-type]
+            http=partial(Connection, limits=limits, table=ConnectionTable(limits.max_connections)),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             access_log=False,

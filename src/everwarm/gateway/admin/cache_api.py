@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
-from everwarm.gateway.access.auth import principal_of, reach_of, sight_of
+from everwarm.gateway.access.auth import principal_of, reach_of, visibility_of
 from everwarm.gateway.admin import cache_encode
 from everwarm.gateway.admin.events import EventHub, EventWatcher
 from everwarm.gateway.admin.request_log import MOST_KEPT, RequestLog
@@ -85,27 +85,27 @@ class CacheApi:
         return cache_encode.overview(standing, standings, totals, seen, text=text)
 
     async def tree(self, request: Request) -> Response:
-        standing, sight = self._model(request), sight_of(request)
+        standing, visibility = self._model(request), visibility_of(request)
         after = request.query_params.get("after")
         if after is not None and _NUMBER.fullmatch(after) is None:
             raise BadRequest("after is not what an earlier answer gave as next; leave it out to start at the beginning")
         fields = {"limit": _limit(request, MAX_PAGE, MAX_PAGE), "after": None if after is None else int(after)}
-        words_of = sight.words if self._settings.cache_text else None
-        whose = {"namespace": sight.shown, "words_of": words_of, "alone": not principal_of(request).is_admin}
+        words_of = visibility.words if self._settings.cache_text else None
+        whose = {"namespace": visibility.shown, "words_of": words_of, "alone": not principal_of(request).is_admin}
         asked = _running(standing).ask(m.AskTree, **fields, **whose)
         seen = msgspec.convert(await self._gate.within_time(request, asked), m.TreeSeen)
         return json_response(cache_encode.tree(seen, standing.spec.id, self._request_log))
 
     async def requests(self, request: Request) -> Response:
-        limit, sight = _limit(request, 100, MOST_KEPT), sight_of(request)
-        rows = [(row, row.caller.namespace) for row in self._request_log.rows(limit, sight.shown)]
-        shown = [cache_encode.request(row, with_words=sight.shows_words(namespace)) for row, namespace in rows]
+        limit, visibility = _limit(request, 100, MOST_KEPT), visibility_of(request)
+        rows = [(row, row.caller.namespace) for row in self._request_log.rows(limit, visibility.shown)]
+        shown = [cache_encode.request(row, with_words=visibility.shows_words(namespace)) for row, namespace in rows]
         return json_response({"requests": shown})
 
     async def events(self, request: Request) -> Response:
         principal = principal_of(request)
         user = "" if principal.is_admin else principal.namespace(None)
-        watcher = EventWatcher(self._model(request).spec.id, sight_of(request), _caller(request), user)
+        watcher = EventWatcher(self._model(request).spec.id, visibility_of(request), _caller(request), user)
 
         def error_frame(error: EverwarmError) -> bytes:
             return sse_named("error", error_body(error, request.state.request_id, request.url.path))

@@ -30,7 +30,7 @@ Overview = Callable[[str], Awaitable[Json]]  # what GET /cache says of a model
 @dataclass(slots=True, eq=False)
 class EventWatcher:
     model: str
-    sight: Visibility
+    visibility: Visibility
     about: Json  # who it is
     user: str = ""  # whose key it came with; "" is an admin's
     unread: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MOST_UNREAD))
@@ -109,8 +109,8 @@ class EventHub:
     def _tell_of_request(self, row: RequestRecord) -> None:
         """To whom it belongs with its words, to whoever else may see it without."""
         namespace, frames = row.caller.namespace, dict[bool, bytes]()
-        for watcher in [each for each in self._watchers if each.sight.shows(namespace)]:
-            with_words = watcher.sight.shows_words(namespace)
+        for watcher in [each for each in self._watchers if each.visibility.shows(namespace)]:
+            with_words = watcher.visibility.shows_words(namespace)
             if with_words not in frames:
                 frames[with_words] = sse_named("request", cache_encode.request(row, with_words=with_words))
             if not watcher.tell(frames[with_words]):
