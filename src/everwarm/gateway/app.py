@@ -89,7 +89,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
 
     def reload_keys() -> None:
         if access.reload():
-            cache.hub.let_everybody_go()  # they come back with the keys that they have
+            cache.hub.disconnect_all()  # they come back with the keys that they have
 
     async def drain() -> None:
         limits.is_draining = True
