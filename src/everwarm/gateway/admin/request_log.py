@@ -132,7 +132,7 @@ class Totals:
         self.restore_s += done.restore_s
 
     def seconds_saved(self, seconds_per_token: float | None) -> float:
-        """Time that reading the reused tokens would have taken, minus the time of restores; 0 until reading was measured."""
+        """Time that reading the reused tokens would have taken, minus restore time; 0 until reading was measured."""
         return max(0.0, self.n_reused * (seconds_per_token or 0.0) - self.restore_s)
 
 

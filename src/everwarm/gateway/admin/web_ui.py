@@ -1,7 +1,7 @@
 """The web page at ``/``, and its files under ``/page/``. Clients that do not accept HTML get JSON from ``/``.
 
-The files hold no data and may be read without a key; the page uses the API like every other client. They are read once, when
-the server starts, so no path of a request ever reaches the disk.
+The files hold no data and may be read without a key; the page uses the API like every other client. They are read once,
+when the server starts, so no path of a request ever reaches the disk.
 """
 
 from __future__ import annotations
