@@ -184,7 +184,7 @@ def test_https_checks_the_name_although_it_connects_to_an_address(tmp_path: Path
         (b"HTTP/1.1 206 Partial Content\r\n" + length(1) + b"x", "answers 206"),
         (b"HTTP/1.1 101 Switching\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n", "answers 101"),
         (OK + b"Content-Encoding: gzip\r\n" + length(1) + b"x", "compressed"),
-        (OK + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "encoded in a way"),
+        (OK + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "unsupported transfer encoding"),
         (OK + length(2001), "more than 2,000 bytes"),
         (OK + b"Content-Length: 99999999999999999999999\r\n\r\n", "not valid HTTP"),
         (OK + b"Content-Length: -1\r\n\r\n", "not valid HTTP"),

@@ -10,7 +10,7 @@ from everwarm.types import Json
 
 
 def request(row: RequestRecord, *, with_words: bool) -> Json:
-    """Without words, an error is shown by its code and a divergence by its position only."""
+    """Without ``with_words``, an error is shown by its code only, and a divergence by its position only."""
     done, caller, first_s = row.done, row.caller, row.first_s()
     cache = None if done is None else encode.timings(done)["cache"]
     if cache is not None and cache["diverged"] is not None and not with_words:

@@ -148,7 +148,7 @@ def answer(wire: socket.socket, data: bytes, bounds: Bounds) -> None:
         return say(wire, {"wrong": str(wrong)})
     except MemoryError:
         return say(wire, {"wrong": f"it needs more memory than a picture may take: {WANTED} of fewer pixels"})
-    except Exception as error:  # noqa: BLE001 - whatever a decoder raises, it is the image's fault
+    except Exception as error:  # noqa: BLE001 - every exception of a decoder means a bad image
         return say(wire, {"wrong": f"it is damaged ({_description(error)}): save it again, or {WANTED}"})
     say(wire, {"width": width, "height": height})
     for rows in bands(image, turn):

@@ -140,7 +140,7 @@ class ImageLoader:
         try:
             return await flight.awaited()
         finally:
-            if flight.is_deserted:
+            if flight.is_abandoned:
                 flight.task.cancel()
                 self._forget(key, flight)
 
@@ -154,7 +154,7 @@ class ImageLoader:
         await asyncio.gather(*flights, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
         for child in (*self._idle, *self._busy):
-            await asyncio.to_thread(child.bury)
+            await asyncio.to_thread(child.reap)
         self._idle.clear()
         self._busy.clear()
         if self._fetcher is not None:
@@ -217,7 +217,7 @@ class ImageLoader:
 
     async def _decoded(self, data: bytes) -> DecodedImage:
         loop = asyncio.get_running_loop()
-        child = self._rested() or DecoderProcess(self.limits)
+        child = self._take_idle() or DecoderProcess(self.limits)
         self._busy.add(child)
         try:
             await loop.run_in_executor(self._threads, child.start)
@@ -243,22 +243,22 @@ class ImageLoader:
             "the picture cannot be decoded, its decoder died: it is damaged; save it again as PNG or JPEG"
         )
 
-    def _rested(self) -> DecoderProcess | None:
+    def _take_idle(self) -> DecoderProcess | None:
         while self._idle:
             child = self._idle.pop()
             if child.is_fit:
                 return child
-            self._threads.submit(child.bury)
+            self._threads.submit(child.reap)
         return None
 
     def _give_back(self, child: DecoderProcess) -> None:
-        if self._is_closed:  # ``close`` buries it
+        if self._is_closed:  # ``close`` reaps it
             return
         self._busy.discard(child)
         if child.is_fit and child.n_images < self.limits.n_images_per_child:
             self._idle.append(child)
         else:
-            self._threads.submit(child.bury)
+            self._threads.submit(child.reap)
 
 
 class Gate:
@@ -355,7 +355,7 @@ class _Flight:
         self._n_waiting = 0
 
     @property
-    def is_deserted(self) -> bool:
+    def is_abandoned(self) -> bool:
         return not self._n_waiting and not self.has_begun
 
     async def awaited(self) -> DecodedImage:
@@ -600,10 +600,10 @@ class DecoderProcess:
             self._why = self._why or why
             if self._process is not None:
                 self._process.kill()
-            with contextlib.suppress(OSError):  # it was buried already
+            with contextlib.suppress(OSError):  # it was reaped already
                 self._wire.shutdown(socket.SHUT_RDWR)
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Kills it, waits for it, and closes our descriptors. Call once."""
         self.kill("it is not needed any more")
         self._end()
