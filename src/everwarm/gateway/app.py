@@ -1,4 +1,4 @@
-"""The HTTP application: everything it is made of is built and joined here, and nowhere else."""
+"""The HTTP application: all its parts are built and connected here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool
 from everwarm.state.store.slot_names import sweep_all
 
-IMAGES = ImageLimits(max_pixels_per_request=64_000_000)  # they travel to the engine in one frame
+IMAGES = ImageLimits(max_pixels_per_request=64_000_000)  # they are sent to the engine in one frame
 BODIES_AT_ONCE = 4  # of the largest size
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The application, and how to let go of it: admit nothing new, let what runs finish, stop the engine."""
+    """The application. ``drain`` admits no new requests, lets running ones finish and stops the engines."""
 
     app: ASGIApp
     drain: Callable[[], Awaitable[None]]
@@ -89,7 +89,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
 
     def reload_keys() -> None:
         if access.reload():
-            cache.hub.let_everybody_go()  # they come back with the keys that they have
+            cache.hub.disconnect_all()  # they reconnect, and their keys are checked again
 
     async def drain() -> None:
         limits.is_draining = True
@@ -140,14 +140,14 @@ async def _on_accident(request: Request, _error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
-    """Starlette's own: a path or a method that no route has."""
+    """Starlette's own errors: an unknown path or method."""
     match error.status_code:
         case 404:
-            return await _on_error(request, RouteNotFound(f"there is no {request.url.path} here"))
+            return await _on_error(request, RouteNotFound(f"this server has no route {request.url.path}"))
         case 405:
-            return await _on_error(request, MethodNotAllowed("that method is not allowed here"))
+            return await _on_error(request, MethodNotAllowed("this route does not allow that method"))
     return await _on_error(request, BadRequest(str(error.detail)))
 
 
 async def _on_client_gone(_request: Request, _error: ClientGone) -> Response:
-    return Response(status_code=499)  # which is not sent
+    return Response(status_code=499)  # never sent: the client has disconnected

@@ -1,4 +1,4 @@
-"""Asking a running server for JSON, for the command line. Knows HTTP; knows nothing of what the answers mean."""
+"""A small HTTP client of a running server, for the command line. Sends and receives JSON; does not know what it means."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Client:
             raise BadRequest(f"{self.url[:200]!r} is not a server's address; give one like http://127.0.0.1:8080")
 
     def get(self, path: str, **query: str | int | None) -> Any:
-        """The answer, or what went wrong in the server's own words."""
-        given = "&".join(f"{name}={quote(str(value))}" for name, value in query.items() if value is not None)
-        return self._ask("GET", f"{path}{'?' * bool(given)}{given}", None)
+        """The answer; ``EverwarmError`` with the server's message if it refuses."""
+        text = "&".join(f"{name}={quote(str(value))}" for name, value in query.items() if value is not None)
+        return self._request("GET", f"{path}{'?' * bool(text)}{text}", None)
 
     def post(self, path: str, body: Json) -> Any:
-        return self._ask("POST", path, body)
+        return self._request("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: Json | None) -> Any:
+    def _request(self, method: str, path: str, body: Json | None) -> Any:
         where = urlsplit(self.url)
         kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
         base = where.path.rstrip("/").removesuffix("/v1")

@@ -1,4 +1,4 @@
-"""Running the server: uvicorn around the application, with what matters printed at the start."""
+"""Runs the server: uvicorn with the application, and a summary on the console at the start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serve(
     *,
     autoload: bool = True,
 ) -> int:
-    """Until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, 1 when the only model cannot be served."""
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, 1 if the only model cannot be served."""
     log_to_stderr(settings.log_format)
     console.quiet = log_format() == "json"
     try:
@@ -77,11 +77,11 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
         limits = connection_limits(settings)
         config = uvicorn.Config(
             gateway.app,
-            http=partial(Connection, limits=limits, crowd=ConnectionTable(limits.max_connections)),  # type: ignore[arg-type]
+            http=partial(Connection, limits=limits, table=ConnectionTable(limits.max_connections)),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             access_log=False,
-            log_config=None,  # as everything else is logged
+            log_config=None,  # uvicorn uses our logging
             log_level="warning",
             timeout_graceful_shutdown=int(settings.grace_s) + 1,
             server_header=False,
@@ -92,9 +92,9 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
         ready = asyncio.create_task(_first_loaded(pool))
         favour_the_loop()
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
-        pool.on_loading = None  # later loads are told to those who wait for them
+        pool.on_loading = None  # progress of later loads is streamed to the requests that wait
     code = 0
-    if ready.done() and not pool.is_stopping:  # else it was told to stop while loading
+    if ready.done() and not pool.is_stopping:  # else it was stopped while loading
         host, port = sock.getsockname()[:2]
         code = _announce(console, pool, f"http://{f'[{host}]' if ':' in host else host}:{port}", settings)
     if code:
@@ -124,7 +124,7 @@ def _loading_bars(console: Console) -> Iterator[Callable[[str, float], None] | N
 
 
 def connection_limits(settings: ServerSettings) -> ConnectionLimits:
-    """As many connections as were asked for, or as the system allows files to be open."""
+    """``max_connections``, or fewer if the system limits open files."""
     n_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_connections + RESERVED_FILES
     if n_files != resource.RLIM_INFINITY and n_files < wanted:
@@ -138,7 +138,7 @@ def connection_limits(settings: ServerSettings) -> ConnectionLimits:
 
 
 async def _first_loaded(pool: Pool) -> None:
-    """Until the models that are loaded at the start are, or cannot be."""
+    """Waits until every model with ``load_on_start`` is loaded or has failed."""
     while not pool.has_started:  # the application's start-up starts it
         await asyncio.sleep(0.01)
     first = [s.supervisor for s in pool.standings() if s.spec.load_on_start]
@@ -150,31 +150,31 @@ def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) 
     for standing in standings:
         supervisor = standing.supervisor
         if supervisor.state is State.UNHEALTHY and len(standings) == 1:
-            _say(console, f"everwarm: {supervisor.reason}", "red")
+            _print(console, f"everwarm: {supervisor.reason}", "red")
             return 1
-    _say(console, f"Everwarm {__version__}")
+    _print(console, f"Everwarm {__version__}")
     for standing in standings:
-        _say(console, _about(standing))
+        _print(console, _about(standing))
     for note in (*pool.catalog.notes, *(f"{b.id} cannot be served: {b.reason}" for b in pool.catalog.broken)):
-        _say(console, f"  {note}", "yellow")
+        _print(console, f"  {note}", "yellow")
     access = "API key required" if settings.api_key or settings.keys else "open to this machine only"
-    _say(console, f"  {url} · page at /, API at /v1 · {access}")
+    _print(console, f"  {url} · page at /, API at /v1 · {access}")
     return 0
 
 
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    """For people; where the log is for machines, they read it there."""
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a line on the console; with JSON logs, logs it instead."""
     console.print(text, style=style, markup=False, highlight=False)
     if console.quiet:
         log.log(logging.ERROR if style == "red" else logging.INFO, "%s", text.strip())
 
 
 def _about(standing: Standing) -> str:
-    """What matters of a model that is loaded; of one that is not, that it will be when it is asked for."""
+    """A summary of a loaded model; for one that is not loaded, its size or why it failed."""
     spec, info = standing.spec, standing.supervisor.info
     if info is None or not standing.supervisor.is_running:
         reason = standing.supervisor.reason
-        return f"· {spec.id}: {reason or f'about {spec.n_bytes / _MIB:,.0f} MiB, loaded when it is asked for'}"
+        return f"· {spec.id}: {reason or f'about {spec.n_bytes / _MIB:,.0f} MiB, loaded on demand'}"
     store = spec.settings.store
     disk = f"up to {store.disk_bytes / _MIB:,.0f} MiB in {store.directory}" if store else "nothing on disk"
     return (
@@ -187,7 +187,7 @@ def _about(standing: Standing) -> str:
 
 
 def _stop_on_signals(server: uvicorn.Server, gateway: Gateway, settings: ServerSettings) -> None:
-    """What runs may finish within the grace and is told when it cannot; a second signal does not wait."""
+    """Running requests may finish within ``grace_s`` and get an error after it; a second signal stops at once."""
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
 

@@ -1,4 +1,4 @@
-"""What a server is started with besides its engine. Frozen, checked once."""
+"""The settings of a server besides those of its engines. Frozen, checked once."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class ServerSettings:
     port: int = 8080
     api_key: str | None = None
     admin_key: str | None = (
-        None  # what changes or shows more than a caller's namespace needs it; None: no key of its own
+        None  # needed to change or read more than the caller's own namespace; None: there is no admin key
     )
-    keys: tuple[Key, ...] = ()  # each bound to a namespace; the key file's
-    key_file: str | None = None  # where they are read again on SIGHUP
-    pin_quota: float = 0.1  # the most of RAM that the pins of one namespace may hold; admins pin beyond
-    allowed_hosts: tuple[str, ...] = ()  # names clients may call this server by, besides loopback and ``host``
+    keys: tuple[Key, ...] = ()  # the keys of the key file, each bound to a namespace
+    key_file: str | None = None  # read again on SIGHUP
+    pin_quota: float = 0.1  # the largest share of RAM that the pins of one namespace may hold; admins may exceed it
+    allowed_hosts: tuple[str, ...] = ()  # names of this server in the Host header, besides loopback and ``host``
     max_body_bytes: int = 32 << 20
     max_requests: int = 256  # running and waiting
-    max_waiting_tokens: int = 4_000_000  # prompt tokens of all of them, estimated from their text
-    max_connections: int = 1024  # open at once, whether they ask for something or not
-    client_timeout_s: float = 30.0  # how long a client may send or take nothing while it is to
+    max_waiting_tokens: int = 4_000_000  # prompt tokens of all of them, estimated until they are tokenized
+    max_connections: int = 1024  # open at once, idle ones included
+    client_timeout_s: float = 30.0  # how long a client may pause in sending its body or reading its answer
     request_timeout_s: float = 0.0  # 0: none
     grace_s: float = 10.0
     picture_hosts: tuple[
         str, ...
     ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
-    tool_format: ToolFormat = "auto"  # how models write calls; auto: as their templates say
+    tool_format: ToolFormat = "auto"  # how models write tool calls; auto: as their templates define it
     thinking_tags: ThinkingTags = "auto"
-    otel_endpoint: str | None = None  # where traces go; None: there are none
-    prewarm: bool = True  # spend idle time on what the next turn will begin with
-    canonicalise: bool = True  # leave out known noise at the head of system text
-    cache_text: bool = False  # whether the cache API shows words of what is kept
-    slot_save_path: str | None = None  # where slot files may be; None: no slot actions on files
-    trust_slot_files: bool = False  # restore files without a companion, on an admin's word that the model is the same
-    state_dir: str | None = None  # where responses are kept; None: in memory only
-    log_format: LogFormat | None = None  # None: as the environment says
+    otel_endpoint: str | None = None  # the OpenTelemetry collector; None: no traces
+    prewarm: bool = True  # read in idle time what the next turn will begin with
+    canonicalise: bool = True  # remove known noise at the head of system text
+    cache_text: bool = False  # whether the cache API shows text of cached prompts
+    slot_save_path: str | None = None  # the folder of slot files; None: no slot actions on files
+    trust_slot_files: bool = False  # restore slot files without a companion; an admin vouches for their model
+    state_dir: str | None = None  # the folder of stored responses; None: in memory only
+    log_format: LogFormat | None = None  # None: from the environment
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")
@@ -67,7 +67,7 @@ class ServerSettings:
 
     @property
     def host_names(self) -> frozenset[str]:
-        """What a Host header may say."""
+        """Allowed values of the Host header."""
         return frozenset(name.lower() for name in (*LOOPBACK_NAMES, self.host, *self.allowed_hosts))
 
 

@@ -16,7 +16,7 @@ from everwarm.gateway.access.limits import (
     LEAST_S,
     MOST_S,
     AdmissionLimits,
-    Told,
+    PendingRetries,
     all_done_s,
     next_place_s,
     retry_after_s,
@@ -56,8 +56,8 @@ def test_what_the_engine_has_not_spoken_of_yet_counts_as_well():
 
 
 @given(st.lists(backlogs, max_size=3), st.integers(0, 300), numbers, st.integers(0, 10_000), st.integers(0, 100))
-def test_it_is_whole_bounded_and_later_for_whoever_comes_later(found, n_admitted, n_tokens, n_told, more):
-    first, later = (retry_after_s(found, n_admitted, n_tokens, n) for n in (n_told, n_told + more))
+def test_it_is_whole_bounded_and_later_for_whoever_comes_later(found, n_admitted, n_tokens, n_pending, more):
+    first, later = (retry_after_s(found, n_admitted, n_tokens, n) for n in (n_pending, n_pending + more))
     assert LEAST_S <= first <= later <= MOST_S and isinstance(first, int)
     if not found:
         assert first == LEAST_S
@@ -67,11 +67,11 @@ def test_of_many_models_the_busiest_counts():
     assert retry_after_s([IDLE, BUSY], 4, 0, 0) == 20 == retry_after_s([BUSY, IDLE], 4, 0, 0)
 
 
-def test_those_who_were_told_are_counted_until_they_are_due_and_are_not_counted_without_end():
-    told = Told(most=3)
+def test_pending_retries_are_counted_until_they_are_due_and_up_to_a_maximum():
+    pending = PendingRetries(most=3)
     for wait_s in (5, 9, 7, 100):
-        told.add(0.0, wait_s)
-    assert [told.n_ahead(now) for now in (0.0, 5.0, 8.0, 9.0)] == [3, 2, 2, 0]
+        pending.add(0.0, wait_s)
+    assert [pending.n_ahead(now) for now in (0.0, 5.0, 8.0, 9.0)] == [3, 2, 2, 0]
 
 
 def test_a_refusal_says_how_long_and_the_next_one_says_more():

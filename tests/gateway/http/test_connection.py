@@ -44,7 +44,7 @@ class World:
     """An application that answers with the length of a body, and what it was asked."""
 
     port: int = 0
-    crowd: ConnectionTable = field(default_factory=lambda: ConnectionTable(64))
+    table: ConnectionTable = field(default_factory=lambda: ConnectionTable(64))
     asked: list[dict[str, Any]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     n_sent: int = 0
@@ -103,7 +103,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(**limits: Any) -> AsyncIterator[World]:
-    made = World(crowd=ConnectionTable(limits.get("max_connections", 64)))
+    made = World(table=ConnectionTable(limits.get("max_connections", 64)))
     quick = {"head_timeout_s": LATER, "client_timeout_s": LATER} | limits
     config, state = (
         uvicorn.Config(made.app, interface="asgi3", access_log=False, log_level="critical", ws="none"),
@@ -111,7 +111,7 @@ async def world(**limits: Any) -> AsyncIterator[World]:
     )
     config.load()
     Counted.n_fed = 0
-    make = partial(Counted, config, state, {}, limits=ConnectionLimits(**quick), crowd=made.crowd)
+    make = partial(Counted, config, state, {}, limits=ConnectionLimits(**quick), table=made.table)
     server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
     made.port = server.sockets[0].getsockname()[1]
     try:
@@ -121,7 +121,7 @@ async def world(**limits: Any) -> AsyncIterator[World]:
         for connection in list(state.connections):
             connection.transport.abort()
         await asyncio.sleep(0.01)
-        assert made.crowd.n_open == 0 and not made.crowd._idle, "somebody is counted who has gone"
+        assert made.table.n_open == 0 and not made.table._idle, "somebody is counted who has gone"
 
 
 def running(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -352,7 +352,7 @@ async def test_one_after_the_other_they_share_a_connection() -> None:
         for i in range(5):
             writer.write(b"POST /%d HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab" % i)
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
-        assert [asked["path"] for asked in there.asked] == [f"/{i}" for i in range(5)] and there.crowd.n_open == 1
+        assert [asked["path"] for asked in there.asked] == [f"/{i}" for i in range(5)] and there.table.n_open == 1
         writer.close()
 
 
@@ -379,7 +379,7 @@ async def test_connections_that_ask_for_nothing_make_room_for_one_that_does() ->
             idle.append(await asyncio.open_connection("127.0.0.1", there.port))
             idle[-1][1].write(b"GET / HTTP/1.1\r\n" if i % 2 else POST + b"Content-Length: 100\r\n\r\nx")
             await asyncio.sleep(0.002)
-            assert there.crowd.n_open <= 8
+            assert there.table.n_open <= 8
         assert status_of(await said_to(there.port, HEAD + b"Connection: close\r\n\r\n")) == 200
         assert await heard(idle[0][0]) == b"", "the oldest went first"
         for _, writer in idle:
@@ -411,14 +411,14 @@ def test_the_address_with_most_idle_connections_gives_one_up():
         def cut_off(self) -> None:
             self.was_cut_off = True
 
-    crowd = ConnectionTable(4)
+    table = ConnectionTable(4)
     everybody = [Idle("10.0.0.1"), Idle("10.0.0.2"), Idle("10.0.0.2"), Idle("10.0.0.2")]
     for one in everybody:
-        crowd.add_idle(one)  # type: ignore[arg-type]
-    crowd.n_open = 3
-    assert crowd.has_room() and not any(one.was_cut_off for one in everybody)
-    crowd.n_open = 4
-    assert crowd.has_room() and [one.was_cut_off for one in everybody] == [False, True, False, False]
+        table.add_idle(one)  # type: ignore[arg-type]
+    table.n_open = 3
+    assert table.has_room() and not any(one.was_cut_off for one in everybody)
+    table.n_open = 4
+    assert table.has_room() and [one.was_cut_off for one in everybody] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(

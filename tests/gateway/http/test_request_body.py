@@ -208,7 +208,7 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
 
     async def wait() -> None:
         reader = BodyReader(100)
-        with pytest.raises(BodyTooSlow, match="1 bytes of the body came") as refused:
+        with pytest.raises(BodyTooSlow, match="1 bytes of the body arrived") as refused:
             await reader.read(request(never()), bytes)
         assert refused.value.status == 408
         assert reader.n_bytes == 0

@@ -185,7 +185,7 @@ def test_errors_come_in_ollamas_shape(server, client):
     assert "holds 4096" in refusal(client.generate, NAME, "a 1 " * 4096, stream=True).error
     assert refusal(client.embed, NAME, "text").status_code == 501
     assert refusal(client.pull, NAME).status_code == 501 and refusal(client.delete, NAME).status_code == 501
-    assert server.get("/api/nothing").json == {"error": "there is no /api/nothing here"}
+    assert server.get("/api/nothing").json == {"error": "this server has no route /api/nothing"}
     assert isinstance(server.post("/api/chat", b"{").json["error"], str)
     assert isinstance(server.call("POST", "/api/chat", {}, Content_Type="text/plain").json["error"], str)
     assert isinstance(server.get("/v1/nothing").json["error"], dict)

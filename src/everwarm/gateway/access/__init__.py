@@ -1,3 +1,3 @@
-"""Who may do what, and how much at once: keys and roles, the middleware that asks for them, limits and
+"""Authentication, authorization and admission: keys and roles, the middleware that checks them, limits and
 ``Retry-After``.
 """

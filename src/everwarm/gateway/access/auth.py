@@ -1,8 +1,8 @@
-"""Who calls and what they may do: keys, roles, namespaces, and one table with the role of every route.
+"""Authentication and authorization: keys, roles, namespaces, and one table with the role of every route.
 
-A caller is a ``Principal``, found by its key. What it has read lies in namespaces of its own, one for each ``cache_salt``.
-The guard asks for the principal, every route for its role, and the cache API for what of it a caller may see. Knows no
-engine; reads one file, the key file.
+A caller is a ``Principal``, found by its key. Its prompts are cached in namespaces of its own, one for each ``cache_salt``.
+The middleware finds the principal, every route checks its role, and the cache API checks what the caller may see. Knows
+no engine; reads one file, the key file.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _NAMESPACE = re.compile(r"[0-9a-f]{1,32}")
 
 
 class Role(enum.IntEnum):
-    """Each may do what the ones before it may."""
+    """Each role includes the rights of the roles before it."""
 
     PUBLIC = 0
-    USER = 1  # what is its own: its namespaces
-    ADMIN = 2  # whatever changes or shows more than that
+    USER = 1  # reads and changes its own namespaces
+    ADMIN = 2  # reads and changes everything
 
 
-# Every route, by method and path as the application has them; HEAD is as GET. A test fails on a route that is not here.
-# Whatever comes later and changes more than the caller's namespace (downloads, removing models, adapters, properties of the
-# server) is for admins.
+# Every route, by method and path as the application has them; HEAD has the role of GET. A test fails on a route that is not
+# here. New routes that change more than the caller's namespace (downloads, removing models, adapters, server properties)
+# belong to admins.
 _PUBLIC = ("GET /", "GET /page/{name}", "GET /health", "GET /v1/health", "GET /ready")
 _USER = (
-    "GET /metrics",  # numbers of the whole server, no words
+    "GET /metrics",  # numbers of the whole server, no text
     "POST /v1/chat/completions",
     "POST /chat/completions",
     "POST /v1/completions",
@@ -62,16 +62,16 @@ _USER = (
     "POST /v1/messages/count_tokens",
     "GET /v1/models",
     "GET /v1/models/{id:path}",
-    "GET /models",  # ?reload= is for admins
+    "GET /models",  # ?reload= needs an admin
     "POST /completion",
     "POST /completions",
     "POST /tokenize",
     "POST /detokenize",
     "POST /apply-template",
     "GET /props",
-    "GET /slots",  # of others only whether they are busy
+    "GET /slots",  # of other namespaces only whether a slot is busy
     "POST /slots/{id}",  # its own conversations and files
-    "POST /api/chat",  # unloading by keep_alive is for admins
+    "POST /api/chat",  # unloading by keep_alive needs an admin
     "POST /api/generate",
     "GET /api/tags",
     "POST /api/show",
@@ -80,7 +80,7 @@ _USER = (
     "POST /api/embed",
     "POST /api/embeddings",
     "GET /cache",
-    "DELETE /cache",  # its own namespace; an admin's order is for all
+    "DELETE /cache",  # its own namespace; for an admin, all namespaces
     "GET /cache/tree",
     "GET /cache/requests",
     "GET /cache/events",
@@ -101,33 +101,33 @@ _ADMIN = (
 )
 ROLES = {route: role for role, routes in enumerate((_PUBLIC, _USER, _ADMIN)) for route in routes}
 OPEN_PATHS = frozenset(route.removeprefix("GET ") for route in _PUBLIC if "{" not in route)
-PAGE = "/page/"  # files without data
+PAGE = "/page/"  # static files without data
 
 
 def role_of(method: str, path: str) -> Role:
-    """Of a route; ``KeyError``: nobody has decided."""
+    """The role that a route needs; ``KeyError`` if the table does not have the route."""
     found = ROLES.get(f"{method} {path}")
     if found is None and method == "HEAD":
         found = ROLES.get(f"GET {path}")
     if found is None:
-        raise KeyError(f"nobody has decided who may use {method} {path}: name it in gateway.access")
+        raise KeyError(f"{method} {path} has no role: add it to a table in gateway.access.auth")
     return Role(found)
 
 
 def with_roles(routes: Iterable[Route]) -> list[Route]:
-    """The same routes, each open to its role only."""
+    """The same routes, each with a check of its role."""
     return [_with_role(route) for route in routes]
 
 
 def _with_role(route: Route) -> Route:
     roles = {method: role_of(method, route.path) for method in route.methods or ()}
-    answer = route.app
+    handler = route.app
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         principal: Principal = scope["state"]["principal"]
-        if principal.role < roles.get(scope["method"], Role.PUBLIC):  # another method is answered with 405
+        if principal.role < roles.get(scope["method"], Role.PUBLIC):  # an unknown method gets 405 from the handler
             raise admin_only(f"{scope['method']} {scope['path']}")
-        await answer(scope, receive, send)
+        await handler(scope, receive, send)
 
     route.app = checked
     return route
@@ -137,12 +137,12 @@ def admin_only(what: str) -> AdminRequired:
     return AdminRequired(f"{what[:200]} needs an admin key of this server (--admin-key, or a key file)")
 
 
-# who calls
+# principals
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """``origin``: what its namespaces are named after."""
+    """A caller. The names of its namespaces are derived from ``origin``."""
 
     role: Role
     origin: str = field(repr=False)
@@ -152,7 +152,7 @@ class Principal:
         return self.role is Role.ADMIN
 
     def namespace(self, salt: str | None) -> str:
-        """What one origin and salt has read is invisible to others."""
+        """The namespace of this origin and salt; other principals cannot reuse or see what is in it."""
         return hashlib.sha256(f"{self.origin}:{salt or ''}".encode()).hexdigest()[:32]
 
 
@@ -162,31 +162,32 @@ def principal_of(request: Request) -> Principal:
 
 
 def namespace_of(request: Request, salt: str | None) -> str:
-    """The namespace that a request reads and writes in."""
+    """The namespace that a request reads and writes."""
     return principal_of(request).namespace(salt)
 
 
 def _of_key(key: str) -> str:
-    """Callers with the key itself; without any key, the empty one. These names are on disk: they never change."""
+    """The origin of callers with this key; callers without a key have the empty key. Names derived from it are on disk, so
+    this never changes."""
     return f"{len(key)}:{key}"
 
 
 def own_namespace(api_key: str | None) -> str:
-    """Of callers with the server's one key, or none where it has none, who give no salt."""
+    """The namespace of callers that use the server's single key (or no key, if the server has none) and give no salt."""
     return Principal(Role.USER, _of_key(api_key or "")).namespace(None)
 
 
 def _of_name(name: str) -> str:
-    """Callers whose key is bound to a namespace: no key is spelt like this."""
+    """The origin of callers whose key is bound to a namespace. It never equals the origin of a key."""
     return f"namespace:{len(name)}:{name}"
 
 
-NOBODY = Principal(Role.PUBLIC, "nobody")
+ANONYMOUS = Principal(Role.PUBLIC, "nobody")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A line of the key file; of the key only its SHA-256."""
+    """One key of the key file. Holds the SHA-256 of the key, not the key."""
 
     name: str
     digest: bytes = field(repr=False)
@@ -199,7 +200,7 @@ class Key:
 
 
 class Access:
-    """Which principal a key belongs to. Only ``reload`` changes it."""
+    """Maps keys to principals. Only ``reload`` changes the map."""
 
     def __init__(
         self, api_key: str | None, admin_key: str | None, keys: Sequence[Key] = (), key_file: str | None = None
@@ -207,11 +208,12 @@ class Access:
         self._single = (api_key, admin_key)
         self._key_file = key_file
         self._known, self._without_key = _principals(api_key, admin_key, keys)
-        if not any(each.is_admin for each in (*self._known.values(), self._without_key or NOBODY)):
-            log.warning('nobody is an admin of this server: give --admin-key, or a key with role = "admin"')
+        if not any(each.is_admin for each in (*self._known.values(), self._without_key or ANONYMOUS)):
+            log.warning('this server has no admin: give --admin-key, or a key with role = "admin"')
 
     def identify(self, given: Iterable[bytes]) -> Principal | None:
-        """The one with any of these keys; without a right one, whoever needs none. Every known key is compared."""
+        """The principal of any of these keys; without a valid key, the principal of callers without a key, if there is one.
+        Compares every known key, in constant time."""
         found = None
         for digest in [_digest(each) for each in given]:
             for known, principal in self._known.items():
@@ -220,7 +222,7 @@ class Access:
         return found or self._without_key
 
     def reload(self) -> bool:
-        """Read the key file again. A wrong one changes nothing."""
+        """Reads the key file again. An invalid file changes nothing."""
         if self._key_file is None:
             return False
         try:
@@ -237,7 +239,8 @@ class Access:
 def _principals(
     api_key: str | None, admin_key: str | None, keys: Sequence[Key]
 ) -> tuple[dict[bytes, Principal], Principal | None]:
-    """By digest, and whoever has no key; None: one is needed. Without an admin key and a key file everybody is admin."""
+    """Principals by key digest, and the principal of callers without a key (``None``: a key is required). Without an admin
+    key and a key file, every caller is an admin."""
     usual = Role.USER if admin_key is not None or keys else Role.ADMIN
     known = {key.digest: key.principal for key in keys}
     if api_key is not None:
@@ -253,7 +256,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def check_keys(api_key: str | None, admin_key: str | None, keys: Sequence[Key]) -> None:
-    """No key means two things."""
+    """Checks that no key is empty and that no key has two meanings."""
     require(api_key is None or len(api_key) >= 1, "the API key is empty; leave it out or give one")
     require(admin_key is None or len(admin_key) >= 1, "the admin key is empty; leave it out or give one")
     require(api_key is None or api_key != admin_key, "the admin key is the API key; give another one")
@@ -266,7 +269,7 @@ def check_keys(api_key: str | None, admin_key: str | None, keys: Sequence[Key]) 
 
 
 class _KeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``[keys.NAME]``."""
+    """A ``[keys.NAME]`` table."""
 
     key: Annotated[str, msgspec.Meta(min_length=MIN_KEY, max_length=MAX_KEY)] | None = None
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")] | None = None
@@ -279,7 +282,7 @@ class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_key_file(path: str) -> tuple[Key, ...]:
-    """Whatever is wrong with the file is a ``BadRequest`` that says where and quotes no key."""
+    """The keys of a key file. Every error is a ``BadRequest`` that names the place and quotes no key."""
     text, mode = _read(Path(path).expanduser())
     try:
         tables = msgspec.convert(tomllib.loads(text), _KeysFile).keys
@@ -313,34 +316,35 @@ def _read(path: Path) -> tuple[str, int]:
 
 
 def _check_mode(path: str, mode: int, *, has_secrets: bool) -> None:
-    """Who can change the file is admin; who can read the keys in it can use them."""
-    require(not mode & 0o002, f"everybody can write the key file {path}; `chmod 600` it")
+    """Write access to the file amounts to admin rights; read access to keys in it allows their use."""
+    require(not mode & 0o002, f"the key file {path} is writable by all users; `chmod 600` it")
     instead = "`chmod 600` it, or give sha256 instead of key"
-    require(not (has_secrets and mode & 0o004), f"everybody can read the keys in {path}; {instead}")
+    require(not (has_secrets and mode & 0o004), f"the keys in {path} are readable by all users; {instead}")
     if mode & 0o070 and has_secrets:
-        log.warning("others can read the key file %s; `chmod 600` it", path)
+        log.warning("the group of the key file %s can access it; `chmod 600` it", path)
 
 
 def _key(path: str, name: str, fields: dict[str, Any]) -> Key:
     where = f"the key file {path}: [keys.{name[:64]}]"
-    require(_NAME.fullmatch(name) is not None, f"{where} is no name; give letters, digits, '.', '_' and '-'")
+    require(_NAME.fullmatch(name) is not None, f"{where} is not a valid name; give letters, digits, '.', '_' and '-'")
     try:
         table = msgspec.convert(fields, _KeyTable)
-    except msgspec.ValidationError as error:  # it names the field and what would be right, never a value
+    except msgspec.ValidationError as error:  # its text names the field and what is expected, never a value
         raise BadRequest(f"{where} {error}") from None
     require((table.key is None) != (table.sha256 is None), f"{where} needs key, or sha256 of it, and not both")
     namespace = name if table.namespace is None else table.namespace
-    require(_NAME.fullmatch(namespace) is not None, f"{where} has a namespace that is no name; give one like team-a")
+    require(_NAME.fullmatch(namespace) is not None, f"{where} has an invalid namespace; give one like team-a")
     digest = _digest(table.key.encode()) if table.key is not None else bytes.fromhex(table.sha256 or "")
     return Key(name, digest, namespace, Role.ADMIN if table.role == "admin" else Role.USER)
 
 
-# what of the cache a caller may see
+# what a caller may see of the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Of which namespaces somebody sees what is kept, and of which the words: what these begin with; "" is all."""
+    """Which namespaces a caller sees, and of which it also sees the text. Both are prefixes of namespace names; "" matches
+    all."""
 
     shown: str
     words: str
@@ -352,9 +356,9 @@ class Visibility:
         return self.shows(namespace) and namespace.startswith(self.words)
 
 
-def sight_of(request: Request) -> Visibility:
-    """A user sees its own namespace: that of its key and of ``?cache_salt=``. An admin sees everybody's numbers, but words
-    only of its own, of ``?namespace=``, or with ``?all=true``."""
+def visibility_of(request: Request) -> Visibility:
+    """A user sees its own namespace: that of its key and ``?cache_salt=``. An admin sees the numbers of all namespaces, but
+    text only of its own, of ``?namespace=``, or with ``?all=true``."""
     principal, query = principal_of(request), request.query_params
     own, named = principal.namespace(query.get("cache_salt")), query.get("namespace") or ""
     wants_all = query.get("all", "false")
@@ -372,6 +376,6 @@ def sight_of(request: Request) -> Visibility:
 
 
 def reach_of(request: Request) -> str:
-    """Which namespaces an order without a node is for: a user's own; of an admin, all, unless it names one."""
-    sight = sight_of(request)
-    return sight.words if request.query_params.get("cache_salt") is not None else sight.shown
+    """Which namespaces an order without a node applies to: a user's own; for an admin all, unless it names one."""
+    visibility = visibility_of(request)
+    return visibility.words if request.query_params.get("cache_salt") is not None else visibility.shown

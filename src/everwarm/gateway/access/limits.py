@@ -1,8 +1,8 @@
-"""How much may be running and waiting, in requests and in prompt tokens. Asked before anything is tokenized.
+"""Admission limits: how many requests and prompt tokens may run and wait. Checked before anything is tokenized.
 
-A request counts what it holds: until its prompt is known an estimate from its body, then its prompt's tokens, and nothing
-once the engine has done its part. Whoever does not read his answer holds his place only while nobody else needs it, and one
-client that takes all of them cannot keep out another. Knows no HTTP.
+Until its prompt is tokenized, a request counts as an estimate from its body; then as its prompt tokens; and as nothing once
+the engine has finished it. A client that does not read its answer loses its place when another request needs it, and one
+client that holds every place cannot keep out another. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from everwarm.engine.process.messages import Backlog
 from everwarm.errors import Draining, Overloaded
 from everwarm.gateway.settings import ServerSettings
 
-_BYTES_PER_TOKEN = 3  # a guess on the safe side
-STALLED_S = 1.0  # an answer that its client has not taken for so long gives up its place to somebody else
+_BYTES_PER_TOKEN = 3  # a conservative estimate
+STALLED_S = 1.0  # a client that has read nothing for so long may lose its place to another request
 
 
 def estimated_tokens(n_bytes: int) -> int:
@@ -30,7 +30,7 @@ def estimated_tokens(n_bytes: int) -> int:
 
 
 class Place:
-    """What one admitted request counts. ``cut_off`` ends its connection; without one it cannot be made to leave."""
+    """One admitted request. ``cut_off`` closes its connection; without it the request cannot be ended early."""
 
     def __init__(self, limits: AdmissionLimits, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> None:
         self._limits = limits
@@ -41,20 +41,20 @@ class Place:
         self.is_held = True
 
     def recount(self, n_tokens: int) -> None:
-        """More is known about its prompt than before."""
+        """Replaces the estimate by a better token count."""
         if self.is_held:
             self._limits.n_tokens += n_tokens - self.n_tokens
             self.n_tokens = n_tokens
 
     def release(self) -> None:
-        """The engine has nothing more to do for it. More than once does no harm."""
+        """Called when the engine has finished the request. Idempotent."""
         if self.is_held:
             self.is_held = False
             self._limits.forget(self)
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """While something is written that the client may or may not take."""
+        """Wraps a write to the client, which blocks while the client does not read."""
         self._blocked_at = self._blocked_at or time.monotonic()
         try:
             yield
@@ -63,7 +63,7 @@ class Place:
 
     @property
     def stalled_s(self) -> float:
-        """For how long its client has taken nothing; 0 where nothing could be done about it."""
+        """For how long its client has read nothing; 0 if the connection cannot be closed."""
         if self._blocked_at is None or self._cut_off is None:
             return 0.0
         return time.monotonic() - self._blocked_at
@@ -76,14 +76,14 @@ class Place:
 
 class AdmissionLimits:
     def __init__(self, settings: ServerSettings, backlogs: Callable[[], Sequence[Backlog]] = tuple) -> None:
-        """``backlogs``: of the engines that run; asked only when a request is refused."""
+        """``backlogs``: those of the running engines; called only when a request is refused."""
         self._settings = settings
         self._backlogs = backlogs
         self._places: dict[Place, None] = {}
         self._n_of_client: Counter[str] = Counter()
         self.n_tokens = 0
         self.is_draining = False
-        self._told = Told()
+        self._pending_retries = PendingRetries()
 
     @property
     def n_requests(self) -> int:
@@ -91,7 +91,7 @@ class AdmissionLimits:
 
     @property
     def n_reserved(self) -> int:
-        """Places beyond ``max_requests``, each for a client that has none."""
+        """Places beyond ``max_requests``, for clients that have no other request."""
         return max(1, self._settings.max_requests // 8)
 
     @contextlib.contextmanager
@@ -103,8 +103,8 @@ class AdmissionLimits:
         n_context: int | None = None,
         cut_off: Callable[[], None] | None = None,
     ) -> Iterator[Place]:
-        """Counted while inside, or until it is released; ``Overloaded`` if there is no room. A prompt never counts more
-        than the ``n_context`` tokens it could have."""
+        """Counts the request until the block ends or the place is released; ``Overloaded`` if there is no room. A prompt
+        counts at most ``n_context`` tokens."""
         n_tokens = estimated_tokens(n_body_bytes)
         place = self._admit(client, n_tokens if n_context is None else min(n_tokens, n_context), cut_off)
         try:
@@ -137,7 +137,7 @@ class AdmissionLimits:
         return place
 
     def _lack(self, n_tokens: int) -> str | None:
-        """Why there is no ordinary place."""
+        """Why there is no ordinary place, or ``None``."""
         if self.n_requests >= self._settings.max_requests:
             return f"{self.n_requests} requests are running or waiting already"
         if self.n_requests and self.n_tokens + n_tokens > self._settings.max_waiting_tokens:
@@ -149,29 +149,29 @@ class AdmissionLimits:
 
     def _overloaded(self, why: str) -> Overloaded:
         now = time.monotonic()
-        wait_s = retry_after_s(self._backlogs(), self.n_requests, self.n_tokens, self._told.n_ahead(now))
-        self._told.add(now, wait_s)
+        wait_s = retry_after_s(self._backlogs(), self.n_requests, self.n_tokens, self._pending_retries.n_ahead(now))
+        self._pending_retries.add(now, wait_s)
         return Overloaded(f"{why}; try again in about {wait_s} s", wait_s)
 
 
 LEAST_S = 1
 MOST_S = 600
-MOST_ROUNDS = 4  # times that everything admitted ends
+MOST_ROUNDS = 4  # one round: everything that is admitted ends
 
 
 def next_place_s(backlog: Backlog) -> float:
-    """Until the first of the running requests ends: its prompt is read, then it writes beside the others."""
+    """Seconds until the first running request ends: prefill of its prompt, then decoding together with the others."""
     return backlog.n_next_read * backlog.read_s + backlog.n_next_write * backlog.write_s * max(1, backlog.n_running)
 
 
 def all_done_s(backlog: Backlog) -> float:
-    """Until everything that runs and waits has ended."""
+    """Seconds until everything that runs and waits has ended."""
     return backlog.n_to_read * backlog.read_s + backlog.n_to_write * backlog.write_s
 
 
 def with_unseen(backlog: Backlog, n_unseen: int, n_read: float) -> Backlog:
-    """The same with requests that were admitted and of which no engine has spoken yet: each with so much to read, and
-    a reply of the average length."""
+    """The backlog plus ``n_unseen`` admitted requests that no engine has reported yet, each with ``n_read`` tokens to read
+    and a reply of average length."""
     more: dict[str, float] = {
         "n_to_read": backlog.n_to_read + n_unseen * n_read,
         "n_to_write": backlog.n_to_write + n_unseen * backlog.n_reply,
@@ -182,14 +182,14 @@ def with_unseen(backlog: Backlog, n_unseen: int, n_read: float) -> Backlog:
     return msgspec.structs.replace(backlog, **more)
 
 
-def retry_after_s(backlogs: Sequence[Backlog], n_admitted: int, n_tokens: float, n_told: int) -> int:
-    """Whole seconds until there is a place, while so many requests with so many prompt tokens are admitted. Whoever was
-    told to come back before stands before, as far as a few rounds: the refused may never come, or come too often."""
+def retry_after_s(backlogs: Sequence[Backlog], n_admitted: int, n_tokens: float, n_pending: int) -> int:
+    """Whole seconds until there is a place, given the admitted requests and their prompt tokens. The ``n_pending`` requests
+    that were refused earlier go first, but add at most ``MOST_ROUNDS`` rounds: a client may never retry, or too often."""
     if not backlogs:
         return LEAST_S
     n_unseen = max(0, n_admitted - sum(backlog.n_running + backlog.n_waiting for backlog in backlogs))
     busiest = with_unseen(max(backlogs, key=all_done_s), n_unseen, n_tokens / max(1, n_admitted))
-    n_rounds = min(MOST_ROUNDS, (n_told + 1) / max(1, n_admitted))
+    n_rounds = min(MOST_ROUNDS, (n_pending + 1) / max(1, n_admitted))
     return clamped(max(next_place_s(busiest), n_rounds * all_done_s(busiest)))
 
 
@@ -198,8 +198,8 @@ def clamped(seconds: float) -> int:
 
 
 @dataclass(slots=True)
-class Told:
-    """Who was told to come back and is not due yet; only how many."""
+class PendingRetries:
+    """Counts the refused requests whose ``Retry-After`` has not passed yet."""
 
     most: int = 4096
     _due: collections.deque[float] = field(default_factory=collections.deque)

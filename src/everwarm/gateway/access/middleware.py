@@ -1,7 +1,7 @@
-"""What every request passes before it reaches a handler: who may call, by what name, with what body.
+"""The checks before every handler: the API key, the host name, the content type and the size of the body.
 
-Pure ASGI. Turns every ``EverwarmError`` into the error shape of the path's dialect (OpenAI's unless another is known) with
-a request id, and everything else into a plain 500: never a traceback, a path or an address.
+Pure ASGI. Turns every ``EverwarmError`` into the error shape of the path's dialect (OpenAI's by default) with a request id,
+and every other exception into a plain 500: never a traceback, a path or an address.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.errors import BodyTooLarge, EverwarmError, Forbidden, Refused, Unauthorized, UnsupportedMediaType
-from everwarm.gateway.access.auth import NOBODY, OPEN_PATHS, PAGE, Access, Principal
+from everwarm.gateway.access.auth import ANONYMOUS, OPEN_PATHS, PAGE, Access, Principal
 from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.settings import ServerSettings
@@ -32,7 +32,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        state = scope.setdefault("state", {})  # a gateway before this one may have named the request already
+        state = scope.setdefault("state", {})  # an ingress may have given the request an id already
         request_id = state.setdefault("request_id", f"req_{secrets.token_hex(12)}")
         began = False
 
@@ -50,7 +50,7 @@ class Guard:
             if not began:
                 await error_response(error, request_id, scope["path"])(scope, receive, tagged)
         except ClientDisconnect:
-            log.debug("request %s: the client left before its body was there", request_id)
+            log.debug("request %s: the client disconnected before its body was complete", request_id)
         except Exception:
             log.exception("request %s failed", request_id)
             if not began:
@@ -70,10 +70,10 @@ class Guard:
             self._check_length(headers.get(b"content-length"))
 
     def _check_names(self, headers: dict[bytes, str]) -> None:
-        """A page from elsewhere must not reach a local server through the visitor's browser."""
+        """Checks Host and Origin: another site's page must not reach a local server through a browser (DNS rebinding)."""
         host = _host_name(f"//{headers.get(b'host', '')}")
         if host not in self._settings.host_names:
-            raise Forbidden("this server is not called that; start it with --allowed-host NAME")
+            raise Forbidden("the Host header is not a name of this server; start it with --allowed-host NAME")
         origin = headers.get(b"origin")
         if origin is not None and _host_name(origin) not in self._settings.host_names:
             raise Forbidden("requests from that origin are not allowed; start with --allowed-host NAME")
@@ -83,7 +83,7 @@ class Guard:
         found = self._access.identify(each.encode("latin-1") for each in given)
         if found is None and not (path in OPEN_PATHS or path.startswith(PAGE)):
             raise Unauthorized("a valid API key is required: Authorization: Bearer KEY or x-api-key")
-        return found or NOBODY
+        return found or ANONYMOUS
 
     def _check_length(self, length: str | None) -> None:
         if length is not None and (not length.isdigit() or int(length) > self._settings.max_body_bytes):
@@ -109,8 +109,8 @@ class Guard:
 
 
 def is_foreign(method: str, path: str, headers: dict[bytes, str]) -> bool:
-    """Whether a browser says that another site's page asks (another port is another site), and that page is not allowed:
-    its Origin, where there is one, was checked before. A link to the page itself may be followed from anywhere."""
+    """Whether a browser reports that a page of another site (another port counts as another site) sends this request. A
+    request with an Origin header passes, because that was checked before. Links to ``/`` may be followed from anywhere."""
     if headers.get(b"sec-fetch-site", "none") in ("none", "same-origin") or b"origin" in headers:
         return False
     how = (method, path, headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest"))
@@ -118,14 +118,14 @@ def is_foreign(method: str, path: str, headers: dict[bytes, str]) -> bool:
 
 
 def error_response(error: EverwarmError, request_id: str, path: str) -> Response:
-    """In the shape that callers of this path expect. What an engine refused has a line of its own in the log."""
+    """The error in the shape of the path's dialect. Requests that an engine refused are logged elsewhere."""
     if (error.status == 429 or error.status >= 500) and not isinstance(error, Refused):
         log.warning("%.100r refused with %d %s; %s", path, error.status, error.code, request_id)
     headers = {}
     retry_after = getattr(error, "retry_after_s", None)
     if retry_after is not None or error.status == 503:
         headers["retry-after"] = str(retry_after or 2)
-    if error.status in (408, 413):  # the rest of the body is not waited for
+    if error.status in (408, 413):  # do not wait for the rest of the body
         headers["connection"] = "close"
     return json_response(error_body(error, request_id, path), error.status, headers)
 

@@ -1,7 +1,7 @@
-"""What people and monitors see of a server, and orders to it.
+"""Monitoring and administration of a server.
 
 ``status`` (health, readiness, numbers), ``metrics`` (Prometheus), ``traces`` (OpenTelemetry), ``request_log`` (the
-last requests and a log line for each), ``events`` (what happens, as a stream), ``cache_api`` with ``cache_encode``
-(what is kept; pin, drop), ``models`` (list, load, unload), ``web_ui`` (the page at ``/``, whose files are in
+last requests and a log line for each), ``events`` (a stream of what happens), ``cache_api`` with ``cache_encode``
+(the contents of the cache; pin, drop), ``models`` (list, load, unload), ``web_ui`` (the page at ``/``, whose files are in
 ``page/``).
 """

@@ -1,6 +1,7 @@
-"""The cache API: what is kept, where, of which conversations; what the last requests cost; and orders to pin or forget.
+"""The cache API: what is cached, in which tier, of which conversations; what the last requests cost; and orders to pin or
+drop.
 
-Looking never loads a model: one that is not running says so. A user sees and changes its own namespace; see ``access``.
+Queries never load a model: they report that it is not running. A user sees and changes its own namespace; see ``access``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
-from everwarm.gateway.access.auth import principal_of, reach_of, sight_of
+from everwarm.gateway.access.auth import principal_of, reach_of, visibility_of
 from everwarm.gateway.admin import cache_encode
 from everwarm.gateway.admin.events import EventHub, EventWatcher
 from everwarm.gateway.admin.request_log import MOST_KEPT, RequestLog
@@ -33,7 +34,7 @@ from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.types import Json
 
 MAX_PAGE = 1000
-_NUMBER = re.compile(r"-?[0-9]{1,16}")  # exact in JavaScript; of what is only on disk it is negative
+_NUMBER = re.compile(r"-?[0-9]{1,16}")  # exact in JavaScript; negative for nodes that are only on disk
 
 
 class CacheApi:
@@ -66,7 +67,7 @@ class CacheApi:
             Route("/cache/nodes/{id}/unpin", self.unpin, methods=["POST"]),
         ]
 
-    # looking
+    # queries
 
     async def overview(self, request: Request) -> Response:
         overview = self._overview_of(self._model(request).spec.id)
@@ -76,36 +77,36 @@ class CacheApi:
         standings = self._pool.standings()
         standing = next((each for each in standings if each.spec.id == model), None)
         if standing is None:
-            raise ModelNotFound(f"there is no model {model!r} any more")
+            raise ModelNotFound(f"the model {model!r} does not exist any more")
         seen = None
         if standing.supervisor.state is State.READY:
-            with contextlib.suppress(EngineStopped):  # it may be put to sleep just now
+            with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
                 seen = await standing.supervisor.ask(m.AskCache)
         totals, text = self._request_log.totals(model), self._settings.cache_text
         return cache_encode.overview(standing, standings, totals, seen, text=text)
 
     async def tree(self, request: Request) -> Response:
-        standing, sight = self._model(request), sight_of(request)
+        standing, visibility = self._model(request), visibility_of(request)
         after = request.query_params.get("after")
         if after is not None and _NUMBER.fullmatch(after) is None:
-            raise BadRequest("after is not what an earlier answer gave as next; leave it out to start at the beginning")
+            raise BadRequest("after must be the next of an earlier response; leave it out to start at the beginning")
         fields = {"limit": _limit(request, MAX_PAGE, MAX_PAGE), "after": None if after is None else int(after)}
-        words_of = sight.words if self._settings.cache_text else None
-        whose = {"namespace": sight.shown, "words_of": words_of, "alone": not principal_of(request).is_admin}
-        asked = _running(standing).ask(m.AskTree, **fields, **whose)
-        seen = msgspec.convert(await self._gate.within_time(request, asked), m.TreeSeen)
+        words_of = visibility.words if self._settings.cache_text else None
+        scope = {"namespace": visibility.shown, "words_of": words_of, "alone": not principal_of(request).is_admin}
+        query = _running(standing).ask(m.AskTree, **fields, **scope)
+        seen = msgspec.convert(await self._gate.within_time(request, query), m.TreeSeen)
         return json_response(cache_encode.tree(seen, standing.spec.id, self._request_log))
 
     async def requests(self, request: Request) -> Response:
-        limit, sight = _limit(request, 100, MOST_KEPT), sight_of(request)
-        rows = [(row, row.caller.namespace) for row in self._request_log.rows(limit, sight.shown)]
-        shown = [cache_encode.request(row, with_words=sight.shows_words(namespace)) for row, namespace in rows]
+        limit, visibility = _limit(request, 100, MOST_KEPT), visibility_of(request)
+        rows = [(row, row.caller.namespace) for row in self._request_log.rows(limit, visibility.shown)]
+        shown = [cache_encode.request(row, with_words=visibility.shows_words(namespace)) for row, namespace in rows]
         return json_response({"requests": shown})
 
     async def events(self, request: Request) -> Response:
         principal = principal_of(request)
         user = "" if principal.is_admin else principal.namespace(None)
-        watcher = EventWatcher(self._model(request).spec.id, sight_of(request), _caller(request), user)
+        watcher = EventWatcher(self._model(request).spec.id, visibility_of(request), _caller(request), user)
 
         def error_frame(error: EverwarmError) -> bytes:
             return sse_named("error", error_body(error, request.state.request_id, request.url.path))
@@ -125,16 +126,16 @@ class CacheApi:
         return json_response(await self._forget(request, _node(request)))
 
     async def drop_all(self, request: Request) -> Response:
-        """Kept responses are documents with an address of their own: they go only if that is said."""
+        """Stored responses have an address of their own, so they are deleted only with ``?responses=true``."""
         if request.query_params.get("model") is None and len(self._pool.standings()) > 1:
-            raise BadRequest("say whose: give the model as ?model=")
+            raise BadRequest("this server has several models: name one with ?model=")
         answer = await self._forget(request, None)
         if request.query_params.get("responses", "false") in ("true", "1"):
             answer["responses"] = await asyncio.to_thread(self._store.delete_all, reach_of(request))
         return json_response(answer)
 
     async def _forget(self, request: Request, node: int | None) -> Json:
-        """In the engine, and whatever here could quote it."""
+        """Drops it in the engine, and every text in the gateway that could quote it."""
         model = self._model(request).spec.id
         self._prewarmer.forget(reach_of(request))
         answer = await self._order(request, "drop", node)
@@ -142,14 +143,14 @@ class CacheApi:
         return answer
 
     async def _order(self, request: Request, action: str, node: int | None, **more: Any) -> Json:
-        asked = _running(self._model(request)).ask(
+        order = _running(self._model(request)).ask(
             m.CacheOrder, action=action, node=node, namespace=reach_of(request), **more
         )
-        answer: Json = await self._gate.within_time(request, asked)
+        answer: Json = await self._gate.within_time(request, order)
         return answer
 
     def _model(self, request: Request) -> Standing:
-        """The one that is named, or the only one, or the first that is loaded."""
+        """The named model, or the only one, or the first that is loaded."""
         pool, name = self._pool, request.query_params.get("model")
         standings = pool.standings()
         if name is None and pool.catalog.find(None) is None:
@@ -159,7 +160,7 @@ class CacheApi:
 
 
 def _caller(request: Request) -> Json:
-    """Who asks, so that a page can say what its key may do."""
+    """The caller's role and namespace, so that a page can show what its key may do."""
     principal = principal_of(request)
     namespace = principal.namespace(request.query_params.get("cache_salt"))
     return {"caller": {"role": principal.role.name.lower(), "namespace": namespace[:SHORT_NAMESPACE]}}
@@ -167,7 +168,7 @@ def _caller(request: Request) -> Json:
 
 def _running(standing: Standing) -> Supervisor:
     if standing.supervisor.state is not State.READY:
-        raise EngineStopped(f"{standing.spec.id} is not loaded, so nothing of what it keeps can be seen or changed now")
+        raise EngineStopped(f"{standing.spec.id} is not loaded, so its cache cannot be read or changed now")
     return standing.supervisor
 
 
@@ -183,5 +184,5 @@ def _limit(request: Request, usual: int, most: int) -> int:
 def _node(request: Request) -> int:
     given = request.path_params["id"]
     if _NUMBER.fullmatch(given) is None:
-        raise BadRequest("the node in the path is not a number; GET /cache/tree lists those there are")
+        raise BadRequest("the node in the path is not a number; GET /cache/tree lists the nodes")
     return int(given)

@@ -1,4 +1,4 @@
-"""The JSON of the cache API, from what the engine saw and what requests came to; see ``docs/cache-api.md``. Pure."""
+"""The JSON of the cache API, from the engine's reports and the request log; see ``docs/cache-api.md``. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from everwarm.types import Json
 
 
 def request(row: RequestRecord, *, with_words: bool) -> Json:
-    """Without words: what an error says and where a prompt differs are told by their code and place only."""
+    """Without ``with_words``, an error is shown by its code only, and a divergence by its position only."""
     done, caller, first_s = row.done, row.caller, row.first_s()
     cache = None if done is None else encode.timings(done)["cache"]
     if cache is not None and cache["diverged"] is not None and not with_words:
@@ -67,7 +67,7 @@ def node(seen: m.NodeSeen, model: str, recent: RequestLog) -> Json:
 
 
 def condition(model: Standing) -> Json:
-    """How its engine is; where it was given up, why and when it is tried again."""
+    """The state of its engine; after repeated failures, the reason and the time of the next attempt."""
     supervisor, retry = model.supervisor, model.retry
     return {
         "state": supervisor.state.value,
@@ -79,7 +79,7 @@ def condition(model: Standing) -> Json:
 
 
 def overview(model: Standing, models: list[Standing], totals: Totals, seen: Json | None, *, text: bool) -> Json:
-    """``seen`` is what the engine says; None: it does not run, and nothing of what it keeps can be seen."""
+    """``seen``: the engine's report; ``None`` if it does not run."""
     engine = condition(model)
     speed = None if seen is None else seen["seconds_per_token"]
     return {

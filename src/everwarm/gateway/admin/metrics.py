@@ -1,4 +1,4 @@
-"""Counters for /metrics: llama-server's names where it has them, ``everwarm_`` for ours."""
+"""Counters for /metrics: llama-server's names where it has them, our own with the prefix ``everwarm_``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RESTORE_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1, 3)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
-# from the engine's own counts: name there → (type, name here, help)
+# the engine's counters: its name → (type, metric name, help)
 _ENGINE: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
-    "n_avoidable": (CounterMetricFamily, "everwarm_tokens_read_again", "Prompt tokens read although known before"),
-    "n_full_rereads": (CounterMetricFamily, "everwarm_full_rereads", "Prompts read from the start although known"),
+    "n_avoidable": (CounterMetricFamily, "everwarm_tokens_read_again", "Prompt tokens read again although known"),
+    "n_full_rereads": (CounterMetricFamily, "everwarm_full_rereads", "Known prompts read again from the start"),
     "n_suspended": (CounterMetricFamily, "everwarm_suspensions", "Requests moved to RAM because the context was full"),
     "n_turns": (
         CounterMetricFamily,
@@ -30,52 +30,60 @@ _ENGINE: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
     "n_stalls": (
         CounterMetricFamily,
         "everwarm_stalls",
-        "Times nothing moved although somebody waited: a mistake of ours",
+        "Times the scheduler made no progress although requests waited: a bug in Everwarm",
     ),
-    "n_prewarms": (CounterMetricFamily, "everwarm_prewarms", "Turns read as the next request will show them, on idle"),
-    "n_prewarms_used": (CounterMetricFamily, "everwarm_prewarms_used", "Those a request went on from"),
-    "n_prewarms_interrupted": (CounterMetricFamily, "everwarm_prewarms_interrupted", "Times one had to give way"),
-    "n_prewarm_tokens": (CounterMetricFamily, "everwarm_prewarm_tokens", "Tokens read on idle"),
+    "n_prewarms": (CounterMetricFamily, "everwarm_prewarms", "Turns read in idle time for the next request"),
+    "n_prewarms_used": (CounterMetricFamily, "everwarm_prewarms_used", "Prewarmed turns that a request continued from"),
+    "n_prewarms_interrupted": (
+        CounterMetricFamily,
+        "everwarm_prewarms_interrupted",
+        "Times a prewarm gave way to a request",
+    ),
+    "n_prewarm_tokens": (CounterMetricFamily, "everwarm_prewarm_tokens", "Tokens read by prewarming"),
     "n_created": (CounterMetricFamily, "everwarm_checkpoints_created", "Checkpoints taken"),
     "n_restored": (CounterMetricFamily, "everwarm_checkpoints_restored", "Checkpoints restored"),
-    "n_dropped": (CounterMetricFamily, "everwarm_checkpoints_dropped", "Checkpoints given up"),
-    "n_quarantined": (CounterMetricFamily, "everwarm_quarantines", "Entries libllama refused"),
+    "n_dropped": (CounterMetricFamily, "everwarm_checkpoints_dropped", "Checkpoints dropped"),
+    "n_quarantined": (CounterMetricFamily, "everwarm_quarantines", "Entries that libllama refused"),
     "ram_bytes": (GaugeMetricFamily, "everwarm_ram_bytes", "Bytes of states and segments in RAM"),
     "ram_budget_bytes": (GaugeMetricFamily, "everwarm_ram_budget_bytes", "Most bytes they may take"),
     "ram_arena_bytes": (GaugeMetricFamily, "everwarm_ram_arena_bytes", "Bytes that would outlive the engine"),
     "ram_n_waiting": (GaugeMetricFamily, "everwarm_ram_waiting", "Objects that would not outlive the engine yet"),
-    "ram_n_outside": (CounterMetricFamily, "everwarm_ram_outside", "Objects for which the arena had no room"),
-    "ram_n_adopted": (GaugeMetricFamily, "everwarm_ram_adopted", "Objects found in the memory of the last engine"),
-    "ram_n_unsound": (CounterMetricFamily, "everwarm_ram_unsound", "Objects found there whose bytes had changed"),
-    "ram_pinned_bytes": (GaugeMetricFamily, "everwarm_ram_pinned_bytes", "Bytes a GPU copies at the bus's speed"),
+    "ram_n_outside": (CounterMetricFamily, "everwarm_ram_outside", "Objects that did not fit into the arena"),
+    "ram_n_adopted": (GaugeMetricFamily, "everwarm_ram_adopted", "Objects adopted from the arena of the last engine"),
+    "ram_n_unsound": (CounterMetricFamily, "everwarm_ram_unsound", "Objects in that arena whose bytes had changed"),
+    "ram_pinned_bytes": (GaugeMetricFamily, "everwarm_ram_pinned_bytes", "Bytes in pinned memory"),
     "n_parked": (GaugeMetricFamily, "everwarm_parked_checkpoints", "Checkpoints on the device"),
     "disk_bytes": (GaugeMetricFamily, "everwarm_disk_bytes", "Bytes of states and segments on disk"),
     "disk_budget_bytes": (GaugeMetricFamily, "everwarm_disk_budget_bytes", "Most bytes they may take"),
-    "disk_is_degraded": (GaugeMetricFamily, "everwarm_disk_degraded", "1 while the disk refuses something"),
+    "disk_is_degraded": (GaugeMetricFamily, "everwarm_disk_degraded", "1 while the disk tier fails"),
     "disk_lag_s": (
         GaugeMetricFamily,
         "everwarm_disk_lag_seconds",
-        "Since the oldest turn ended that is not on disk yet",
+        "Seconds since the end of the oldest turn that is not on disk yet",
     ),
     "disk_n_written": (CounterMetricFamily, "everwarm_disk_objects_written", "Objects made durable"),
     "disk_n_bytes_written": (CounterMetricFamily, "everwarm_disk_bytes_written", "Their bytes"),
     "disk_n_brought": (CounterMetricFamily, "everwarm_disk_restores", "Prompts that were continued from disk"),
     "disk_n_damaged": (CounterMetricFamily, "everwarm_disk_damaged", "Objects that did not verify and were dropped"),
-    "disk_n_failures": (CounterMetricFamily, "everwarm_disk_failures", "Refusals of the file system"),
+    "disk_n_failures": (CounterMetricFamily, "everwarm_disk_failures", "Errors of the file system"),
     "remote_n_hits": (CounterMetricFamily, "everwarm_remote_hits", "Prompts that were continued from the remote store"),
-    "remote_n_misses": (CounterMetricFamily, "everwarm_remote_misses", "Prompts it was asked for in vain"),
+    "remote_n_misses": (CounterMetricFamily, "everwarm_remote_misses", "Prompts that the remote store did not have"),
     "remote_n_bytes_read": (CounterMetricFamily, "everwarm_remote_bytes_read", "Bytes read from it"),
     "remote_n_bytes_written": (CounterMetricFamily, "everwarm_remote_bytes_written", "Bytes written to it"),
     "remote_n_failures": (CounterMetricFamily, "everwarm_remote_failures", "Requests to it that failed"),
     "remote_n_refused": (CounterMetricFamily, "everwarm_remote_refused", "Objects in it that did not verify"),
     "remote_n_given_up": (CounterMetricFamily, "everwarm_remote_writes_given_up", "Turns that were not written to it"),
     "remote_bytes_waiting": (GaugeMetricFamily, "everwarm_remote_bytes_waiting", "Bytes that wait to be written to it"),
-    "remote_breaker_is_open": (GaugeMetricFamily, "everwarm_remote_breaker_open", "1 while it is left alone"),
+    "remote_breaker_is_open": (
+        GaugeMetricFamily,
+        "everwarm_remote_breaker_open",
+        "1 while the remote store is not used",
+    ),
     "n_cells_used": (GaugeMetricFamily, "everwarm_kv_cells_used", "KV cells in use"),
-    "n_cells": (GaugeMetricFamily, "everwarm_kv_cells", "KV cells there are"),
+    "n_cells": (GaugeMetricFamily, "everwarm_kv_cells", "KV cells in total"),
     "n_decodes": (CounterMetricFamily, "llamacpp:n_decode", "Calls of llama_decode"),
 }
-# one name, a label, and where each of its values stands in the engine's counts
+# metric name → (help, label, the engine's counter for each value of the label)
 _LABELLED: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "everwarm_tier_bytes": ("Bytes of states and segments", "tier", {"ram": "ram_bytes", "disk": "disk_bytes"}),
     "everwarm_tier_budget_bytes": (
@@ -85,7 +93,7 @@ _LABELLED: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     ),
     "everwarm_tier_states": ("Checkpoints", "tier", {"device": "n_parked", "ram": "ram_n_states"}),
 }
-# how a request came to where it went on, and where most of that was
+# how a request continued from its checkpoint → the tier of that checkpoint
 _TIERS = {
     "in place": "device",
     "unparked": "device",
@@ -115,7 +123,7 @@ class Metrics:
         )
         self._restore = Histogram(
             "everwarm_restore_seconds",
-            "Going on from what was kept, by where that was",
+            "Time to restore a checkpoint, by its tier",
             ["tier"],
             buckets=_RESTORE_SECONDS,
             registry=self.registry,
@@ -124,7 +132,7 @@ class Metrics:
             self._restore.labels(tier)  # shown from the start
         self._keep = Histogram(
             "everwarm_keep_seconds",
-            "How long last frames waited until their turn was safe",
+            "How long last frames waited until their turn was kept",
             buckets=_RESTORE_SECONDS,
             registry=self.registry,
         )
@@ -134,12 +142,12 @@ class Metrics:
             self._kept.labels(where)
         self._lag = Histogram(
             "everwarm_loop_lag_seconds",
-            "How late the gateway's event loop was, looked at 50 times a second",
+            "Lag of the gateway's event loop, measured 50 times a second",
             buckets=_LAG_SECONDS,
             registry=self.registry,
         )
         self._queries = self._counter("everwarm_prefix_cache_queries", "Prompt tokens looked up in the cache")
-        self._hits = self._counter("everwarm_prefix_cache_hits", "Prompt tokens found there")
+        self._hits = self._counter("everwarm_prefix_cache_hits", "Prompt tokens found in the cache")
         self._n_read = self._n_written = 0
         self._read_s = self._write_s = 0.0
 
@@ -187,7 +195,7 @@ class Metrics:
         gauges: Mapping[str, tuple[str, float]],
         counters: Mapping[str, tuple[str, float | dict[str, float]]],
     ) -> bytes:
-        """The counters here, the engine's own, and gauges and counters of the moment."""
+        """The gateway's counters, the engine's, and the given gauges and counters."""
         moment = CollectorRegistry()
         moment.register(_Sample(engine, {**self.speeds(), **gauges}, counters))
         return generate_latest(self.registry) + generate_latest(moment)
@@ -228,7 +236,9 @@ class _Sample(Collector):
                 if key in self._engine:
                     family.add_metric([value], self._engine[key])
             yield family
-        gone = CounterMetricFamily("everwarm_evictions", "Good states and segments given up", labels=["cause"])
+        gone = CounterMetricFamily(
+            "everwarm_evictions", "Valid states and segments that were evicted", labels=["cause"]
+        )
         for cause, n in self._engine.get("evictions", {}).items():
             gone.add_metric([cause], n)
         yield gone

@@ -51,7 +51,7 @@ class Models:
         return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
 
     async def show(self, request: Request) -> Response:
-        """One of the list, by its own name or another of its names."""
+        """One model of the list, by its id or an alias."""
         id = request.path_params["id"]
         models = self._models()
         found = next((model for model in models if id in (model["id"], *model.get("aliases", ()))), None)

@@ -1,8 +1,8 @@
-"""The last requests, with where their time went, and what all of them together saved. In memory only; bounded.
+"""The last requests with their timings, and totals of what the cache saved. In memory only; bounded.
 
-Told by ``generate`` what the engine says to each choice of a request; tells whoever watches. Knows no HTTP.
+``generate`` records the engine's messages for each choice of a request; watchers are notified. Knows no HTTP.
 
-The log line has numbers, names and codes; never a word of a prompt, of a reply or of an error that may quote one.
+The log line has numbers, names and codes; never text of a prompt, of a reply or of an error that may quote one.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from everwarm.logs import FIELDS
 from everwarm.types import Json
 
 MOST_KEPT = 512
-TOLD_EVERY_S = 0.25
+NOTIFY_EVERY_S = 0.25
 
 Status = Literal["running", "done", "failed", "cancelled"]
 
-_SO_FAR = ("queue", "prefill", "decode")
+_PHASES_SO_FAR = ("queue", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asked for what."""
+    """A request as its caller sent it: id, model, path and namespace."""
 
     id: str
     model: str
     path: str
     stream: bool
     traceparent: str | None = None  # W3C's name for the span it belongs to
-    namespace: str = ""  # whose it is
+    namespace: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One choice of a request. Clock times are the gateway's until the engine has said its own."""
+    """One choice of a request. Timings are the gateway's until the engine reports its own."""
 
     id: str
     caller: Caller
     at: float = field(default_factory=time.time)
-    number: int | None = None  # the engine's, while it runs
+    number: int | None = None  # the engine's number for it, while it runs
     status: Status = "running"
-    error: str | None = None  # in words, which may quote the request
+    error: str | None = None  # its text may quote the request
     error_code: str | None = None
     done: m.Done | None = None
     n_prompt: int = 0
@@ -57,11 +57,11 @@ class RequestRecord:
     n_read: int = 0
     n_reply: int = 0
     slot: int | None = None
-    asked_at: float = field(default_factory=time.monotonic)
+    received_at: float = field(default_factory=time.monotonic)
     began_at: float | None = None
     first_at: float | None = None
 
-    def hear(self, message: m.ToGateway) -> None:
+    def record(self, message: m.ToGateway) -> None:
         match message:
             case m.Begun(id=id, n_prompt=n_prompt, n_cached=n_cached, slot=slot):
                 self.number, self.n_prompt, self.n_cached, self.slot = id, n_prompt, n_cached, slot
@@ -80,25 +80,25 @@ class RequestRecord:
                 self.status, self.error, self.error_code = "failed", text, code
 
     def forget_words(self) -> None:
-        """Nothing of it quotes a prompt any more."""
+        """Removes every text that may quote a prompt."""
         self.error = self.error_code
         self.done = None if self.done is None else _without_words(self.done)
 
     def phases(self) -> list[tuple[str, float]]:
-        """Where the time went, in seconds. Until the engine tells them apart, restoring is part of the queue."""
+        """Seconds per phase. Until the engine reports them, restoring counts as queueing."""
         done = self.done
         if done is not None:
             parts = done.queue_s, done.restore_s, done.prefill_s, done.decode_s
             return list(zip(("queue", "restore", "prefill", "decode"), parts, strict=True))
         now = time.monotonic()
-        marks = [self.asked_at, *(at for at in (self.began_at, self.first_at) if at is not None), now]
-        return [(name, stop - start) for name, start, stop in zip(_SO_FAR, marks, marks[1:], strict=False)]
+        marks = [self.received_at, *(at for at in (self.began_at, self.first_at) if at is not None), now]
+        return [(name, stop - start) for name, start, stop in zip(_PHASES_SO_FAR, marks, marks[1:], strict=False)]
 
     def first_s(self) -> float | None:
-        """From the asking to the first token."""
+        """Seconds from the request to the first token."""
         if self.done is not None:
             return self.done.queue_s + self.done.restore_s + self.done.prefill_s
-        return None if self.first_at is None else self.first_at - self.asked_at
+        return None if self.first_at is None else self.first_at - self.received_at
 
 
 def _without_words(done: m.Done) -> m.Done:
@@ -114,7 +114,7 @@ def _status(done: m.Done) -> Status:
 
 @dataclass(slots=True)
 class Totals:
-    """What the requests of one model came to, since the server started."""
+    """Totals of the requests of one model since the server started."""
 
     n_requests: int = 0
     n_prompt: int = 0
@@ -132,7 +132,7 @@ class Totals:
         self.restore_s += done.restore_s
 
     def seconds_saved(self, seconds_per_token: float | None) -> float:
-        """What reading the reused tokens would have taken, less what restoring took; 0 until reading was measured."""
+        """Time that reading the reused tokens would have taken, minus restore time; 0 until reading was measured."""
         return max(0.0, self.n_reused * (seconds_per_token or 0.0) - self.restore_s)
 
 
@@ -140,16 +140,16 @@ class RequestLog:
     def __init__(self) -> None:
         self._rows: deque[RequestRecord] = deque(maxlen=MOST_KEPT)
         self._totals: dict[str, Totals] = {}
-        self.tell: Callable[[RequestRecord], None] | None = None  # whoever watches; None: nobody does
-        self.ended: list[Callable[[RequestRecord], None]] = []  # whoever traces or logs
+        self.notify: Callable[[RequestRecord], None] | None = None  # None: there are no watchers
+        self.ended: list[Callable[[RequestRecord], None]] = []  # called at the end of each choice: traces and logs
 
     def rows(self, limit: int, namespace: str = "") -> Iterator[RequestRecord]:
-        """The newest first, of namespaces that begin so."""
+        """The newest first, of namespaces with this prefix."""
         newest = (row for row in reversed(self._rows) if row.caller.namespace.startswith(namespace))
         return (row for row, _ in zip(newest, range(limit), strict=False))
 
     def forget_words(self, model: str, namespace: str) -> None:
-        """What a model's requests in namespaces that begin so came to is known on, but no words of them."""
+        """Removes the text of a model's requests in namespaces with this prefix; their numbers stay."""
         for row in self._rows:
             if row.caller.model == model and row.caller.namespace.startswith(namespace):
                 row.forget_words()
@@ -158,7 +158,7 @@ class RequestLog:
         return self._totals.setdefault(model, Totals())
 
     def running(self, model: str, number: int) -> str | None:
-        """The id of the request that an engine knows by a number."""
+        """The id of the request with this number in the engine."""
         found = (row.id for row in self._rows if row.number == number and row.caller.model == model)
         return next(found, None)
 
@@ -176,13 +176,13 @@ class RequestLog:
             row.status = "cancelled"
         if row.done is not None:
             self.totals(row.caller.model).add(row.done)
-        for hear in self.ended:
-            hear(row)
+        for callback in self.ended:
+            callback(row)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTracker:
-    """Writes down what happens to the choices of one request."""
+    """Records the choices of one request."""
 
     request_log: RequestLog
     caller: Caller
@@ -193,11 +193,11 @@ class RequestTracker:
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """One choice, from its beginning to ``end``: a context manager that ends it if nothing else has."""
+    """One choice, from its beginning to ``end``: a context manager that ends it if it has not ended before."""
 
     request_log: RequestLog
     row: RequestRecord
-    _told_at: float = 0.0
+    _notified_at: float = 0.0
     _wants_progress: bool = True
     _is_over: bool = False
 
@@ -208,31 +208,31 @@ class TrackedRequest:
         self.end()
 
     def submit(self, submit: m.Submit) -> m.Submit:
-        """The same, but the engine tells its progress if the request log is watched."""
+        """The same message, with progress reports from the engine if there are watchers."""
         self._wants_progress = submit.wants_progress
-        self._tell()
-        if self.request_log.tell is None:
+        self._notify()
+        if self.request_log.notify is None:
             return submit
         return msgspec.structs.replace(submit, wants_progress=True)
 
     def is_for_caller(self, message: m.ToGateway) -> bool:
-        """Write a message down. Progress that the caller did not ask for is only for those who watch."""
-        self.row.hear(message)
-        if isinstance(message, m.Begun) or time.monotonic() - self._told_at >= TOLD_EVERY_S:
-            self._tell()
+        """Records a message. Progress that the caller did not request goes to watchers only."""
+        self.row.record(message)
+        if isinstance(message, m.Begun) or time.monotonic() - self._notified_at >= NOTIFY_EVERY_S:
+            self._notify()
         return self._wants_progress or not isinstance(message, m.PromptRead)
 
     def end(self) -> None:
-        """More than once does no harm."""
+        """Idempotent."""
         if not self._is_over:
             self._is_over = True
             self.request_log.end(self.row)
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        if self.request_log.tell is not None:
-            self._told_at = time.monotonic()
-            self.request_log.tell(self.row)
+    def _notify(self) -> None:
+        if self.request_log.notify is not None:
+            self._notified_at = time.monotonic()
+            self.request_log.notify(self.row)
 
 
 log = logging.getLogger("everwarm.requests")

@@ -1,4 +1,4 @@
-"""Whether the server is alive and ready, and its numbers.
+"""Health, readiness and metrics of the server.
 
 ``/health`` is open to callers without a key, so it names no file, no folder and no single model of many.
 """
@@ -45,35 +45,35 @@ class Status:
         ]
 
     async def health(self, _request: Request) -> Response:
-        """The gateway is alive: 200, whatever else is wrong. How each part is stands beside it; ``/ready`` says whether to
-        send requests."""
+        """Always 200: the gateway is alive. The body has the state of each component; ``/ready`` says whether to send
+        requests."""
         parts = components(self._pool.standings())
         return json_response({"status": "ok", "components": {name: part.as_json() for name, part in parts.items()}})
 
     async def ready(self, _request: Request) -> Response:
-        """Of one model: whether it can be used now. With several, whoever is needed is loaded: the server is ready."""
+        """With one model: whether it can be used now. With several the server is ready, because it loads them on demand."""
         standings = self._pool.standings()
         is_ready, wait_s, about = True, None, {"status": "ready", "models": len(standings)}
         if len(standings) == 1:
             (one,) = standings
-            sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it wakes when it is asked for
+            sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it is loaded on demand
             is_ready = one.supervisor.is_ready or (sleeps and not self._pool.is_stopping)
             wait_s, about = one.retry_in_s or one.supervisor.back_in_s, _condition(one)
         headers = {} if is_ready else {"retry-after": str(math.ceil(wait_s or 0.0) or 1)}
         return json_response(about, 200 if is_ready else 503, headers)
 
     async def metrics(self, request: Request) -> Response:
-        """The gateway's own, and the engine's of one model: the only one, or the one that is named."""
+        """The gateway's metrics, and the engine's metrics of one model: the only one, or the named one."""
         pool, name = self._pool, request.query_params.get("model")
         standings, lag = pool.standings(), self._lag.take_most()
         gauges = {
-            "everwarm_models": ("Models that can be asked for", float(len(standings))),
+            "everwarm_models": ("Models that requests can name", float(len(standings))),
             "everwarm_loop_lag_most_seconds": (
-                "The longest lag of the gateway's event loop since this was asked last",
+                "The longest lag of the gateway's event loop since the last scrape",
                 lag.wall_s,
             ),
             "everwarm_loop_lag_most_busy_seconds": (
-                "The same, as much of it as the gateway was computing and not waiting for a processor",
+                "The part of that lag in which the gateway was computing, not waiting for a processor",
                 lag.busy_s,
             ),
             "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
@@ -83,12 +83,12 @@ class Status:
         if name is not None or pool.catalog.find(None) is not None:
             served = pool.look(name)
             supervisor = served.supervisor
-            with contextlib.suppress(EngineStopped):  # it may be put to sleep just now
+            with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
                 engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
             gauges |= _engine_gauges(served)
             counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
             by_cause = {cause.value: float(supervisor.died_of[cause]) for cause in Cause}
-            counters["everwarm_engine_deaths"] = ("Times the engine died, by what of", by_cause)
+            counters["everwarm_engine_deaths"] = ("Times the engine died, by cause", by_cause)
         return Response(self._metrics.render(engine, gauges, counters), media_type=CONTENT_TYPE)
 
 
@@ -114,10 +114,10 @@ def _engine_gauges(served: Served) -> dict[str, tuple[str, float]]:
         "llamacpp:requests_deferred": ("Requests waiting for a slot", float(load.n_queued if load else 0)),
         "everwarm_engine_ready": ("1 if the engine is ready", float(supervisor.is_ready)),
         "everwarm_engine_failed_tries": (
-            "Tries in a row to start it again that failed, since it was given up",
+            "Failed attempts in a row to start the engine again",
             float(supervisor.deaths.n_given_up),
         ),
-        "everwarm_engine_retry_seconds": ("Until the next try; 0: it is not waited for", waits_s),
+        "everwarm_engine_retry_seconds": ("Seconds until the next attempt to start it; 0: none is planned", waits_s),
     }
 
 
@@ -126,7 +126,7 @@ ComponentState = Literal["ok", "asleep", "starting", "restarting", "stalled", "d
 _MIB = 1 << 20
 _STATES: dict[State, ComponentState] = {
     State.STARTING: "starting",
-    State.READY: "stalled",  # it would be ok if it had been heard of lately
+    State.READY: "stalled",  # running, but without a recent heartbeat
     State.RESTARTING: "restarting",
     State.UNHEALTHY: "down",
     State.STOPPED: "stopped",
@@ -135,7 +135,7 @@ _STATES: dict[State, ComponentState] = {
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One part of the server. ``more`` has numbers that only this part has."""
+    """One part of the server. ``more``: numbers that only this part has."""
 
     state: ComponentState
     reason: str | None = None
@@ -146,7 +146,7 @@ class Component:
 
 
 def components(standings: Sequence[Standing]) -> dict[str, Component]:
-    """Every part that has something to say."""
+    """The engine, and every tier that is degraded."""
     found = {"engine": engine_of(standings[0]) if len(standings) == 1 else engines_of(standings)}
     shrunk = [n for each in standings if (n := each.supervisor.shrunk_to) is not None]
     if shrunk:
@@ -181,7 +181,7 @@ def engines_of(standings: Sequence[Standing]) -> Component:
 
 
 def _tries(one: Standing) -> Json:
-    """``attempts``: tries in a row that failed since it was given up; ``retry_in_s``: until the next."""
+    """``attempts``: failed attempts in a row to start it again; ``retry_in_s``: seconds until the next."""
     wait_s = one.retry_in_s
     return {
         "restarts": one.supervisor.n_restarts,

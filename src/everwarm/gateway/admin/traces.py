@@ -1,5 +1,5 @@
 """OpenTelemetry: a span for each request and a child for each of its phases. Its packages are an extra, imported only when
-somebody wants traces; what goes wrong with a collector never reaches a request."""
+traces are enabled; errors of a collector never affect a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Traces:
 
 
 def traces_to(endpoint: str) -> Traces:
-    """Spans go to this collector (OTLP over HTTP), in batches, from a thread of their own."""
+    """Sends spans to this collector (OTLP over HTTP), in batches, from a separate thread."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -34,10 +34,10 @@ def traces_to(endpoint: str) -> Traces:
     provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
     tracer = provider.get_tracer("everwarm", __version__)
-    return Traces(lambda row: _say(tracer, row), provider.shutdown)
+    return Traces(lambda row: _export(tracer, row), provider.shutdown)
 
 
-def _say(tracer: Any, row: RequestRecord) -> None:
+def _export(tracer: Any, row: RequestRecord) -> None:
     from opentelemetry.trace import Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -51,12 +51,12 @@ def _say(tracer: Any, row: RequestRecord) -> None:
         at += int(seconds * 1e9)
         child.end(at)
     if row.status == "failed":
-        span.set_status(Status(StatusCode.ERROR, row.error_code))  # its words may quote the request
+        span.set_status(Status(StatusCode.ERROR, row.error_code))  # the error's text may quote the request
     span.end(at)
 
 
 def attributes(row: RequestRecord) -> dict[str, str | int]:
-    """What a span says besides its times; no texts."""
+    """The attributes of a span; no text of the request."""
     found: dict[str, str | int] = {
         "gen_ai.request.model": row.caller.model,
         "gen_ai.usage.input_tokens": row.n_prompt,

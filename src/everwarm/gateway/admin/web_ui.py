@@ -1,7 +1,7 @@
-"""The page at ``/`` for people, and its files under ``/page/``. Programs that ask for ``/`` get JSON as ever.
+"""The web page at ``/``, and its files under ``/page/``. Clients that do not accept HTML get JSON from ``/``.
 
-The files hold no data and may be read without a key; whatever the page shows it asks for like every other client. They are
-read once, when the server starts, so no path from outside ever reaches the disk.
+The files hold no data and may be read without a key; the page uses the API like every other client. They are read once,
+when the server starts, so no path of a request ever reaches the disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, and asked about every time: a new version is seen at once
+    "cache-control": "no-cache",  # revalidated every time, so that a new version is used at once
 }
 
 

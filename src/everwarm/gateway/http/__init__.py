@@ -1,3 +1,3 @@
-"""The socket's side: connections and bodies bounded in bytes and time, JSON weighed before it is parsed, server-sent
-events written, and how late the event loop is.
+"""HTTP below the routes: connections and bodies with limits in bytes and time, the cost of JSON estimated before it is
+parsed, server-sent events, and the lag of the event loop.
 """

@@ -1,8 +1,8 @@
-"""One client's TCP connection, bounded before anything of Everwarm sees it: how many there are, how long heads, how slow.
+"""One client's TCP connection, with limits on the number of connections, the size of headers and slow clients.
 
-A request's head is counted while it is parsed, so that nobody without a key takes memory or time with it. One request at a
-time: what is pipelined behind one that is being answered is left unanswered, and the client sends it again. A client that
-neither sends nor takes anything for a stated time is cut off. Knows HTTP's framing; knows no paths, keys or bodies.
+A request's head is counted while it is parsed, so that a client without a key cannot use much memory or time. One request
+at a time: a request pipelined behind one that is being answered gets no answer, and the client sends it again. A client
+that neither sends nor reads anything for a stated time is cut off. Knows HTTP's framing; knows no paths, keys or bodies.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-PIECE_BYTES = 16 << 10  # fed to the parser between two looks at what came of it
-LINGER_S = 2.0  # after a refusal: until the client has heard it
-SEND_BUFFER_BYTES = 256 << 10  # of the kernel, for each connection; more is kept by nobody but the reply itself
-MAX_IGNORED_BYTES = 64 << 20  # of a body that was answered before it was there
-MIN_BODY_BYTES = 4096  # within one client_timeout_s; a slower body is none
+PIECE_BYTES = 16 << 10  # fed to the parser between two checks of the limits
+LINGER_S = 2.0  # after a refusal: time for the client to read it
+SEND_BUFFER_BYTES = 256 << 10  # of the kernel, for each connection
+MAX_IGNORED_BYTES = 64 << 20  # of a body that arrives after its answer
+MIN_BODY_BYTES = 4096  # within one client_timeout_s; a slower body is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class ConnectionLimits:
     max_head_bytes: int = 64 << 10  # request line and headers, or trailers
     max_headers: int = 128
     max_url_bytes: int = 8 << 10
-    head_timeout_s: float = 10.0  # from its first byte, or from the connection's first moment
-    client_timeout_s: float = 30.0  # without a byte of a body that is awaited, or without taking what is written
+    head_timeout_s: float = 10.0  # from its first byte, or from the start of the connection
+    client_timeout_s: float = 30.0  # without sending an awaited body, or without reading the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that is answered here and goes no further."""
+    """An error answer that this module sends; the request does not reach the application."""
 
     status: HTTPStatus
     message: str
@@ -71,16 +71,16 @@ class ConnectionPhase(enum.Enum):
 
 
 class ConnectionTable:
-    """All open connections. When every place is taken, the one that has asked for nothing for longest goes, of the address
-    that has most of these; if everybody is being answered, the newcomer is refused."""
+    """All open connections. When the table is full, the longest idle connection of the address with the most idle ones is
+    closed; if every connection is being answered, the new one is refused."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
-        self._idle: dict[str, dict[Connection, None]] = {}  # by address, longest first
+        self._idle: dict[str, dict[Connection, None]] = {}  # by address, longest idle first
         self.n_open = 0
 
     def has_room(self) -> bool:
-        """True also where somebody had to go for it."""
+        """Whether a connection can be added; closes an idle one if that is needed."""
         if self.n_open < self._max_connections:
             return True
         if not self._idle:
@@ -90,7 +90,7 @@ class ConnectionTable:
         return True
 
     def add_idle(self, connection: Connection) -> None:
-        """As the one that was idle for the shortest time."""
+        """Adds it as the most recently idle one."""
         mates = self._idle.setdefault(connection.address, {})
         mates.pop(connection, None)
         mates[connection] = None
@@ -111,36 +111,38 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         limits: ConnectionLimits,
-        crowd: ConnectionTable,
+        table: ConnectionTable,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.limits = limits
         self.address = ""
-        self._crowd = crowd
+        self._table = table
         self._is_counted = False
         self._phase = ConnectionPhase.NOTHING
-        self._is_deaf = False  # nothing more is parsed: the connection ends with what is being said
+        self._ignores_input = False  # nothing more is parsed: the connection ends after the current answer
         self._wrong: Refusal | None = None
-        self._n_fed = self._n_head = self._n_headers = 0  # bytes fed of this head, and what was found in it
-        self._n_body = self._n_framing = self._n_silent = 0  # bytes of this body, around it, and since its last one
+        self._n_fed = self._n_head = self._n_headers = 0  # bytes fed of this head; bytes and headers found in it
+        self._n_body = self._n_framing = self._n_silent = (
+            0  # bytes of this body, of its framing, and since its last byte
+        )
         self._n_body_before = 0
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
-    # coming and going
+    # opening and closing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = network_of(self.client[0] if self.client else "")
         bound_send_buffer(transport)
-        if not self._crowd.has_room():
+        if not self._table.has_room():
             message = "every connection that this server allows is in use; try again later"
             transport.write(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message).as_bytes())
-            self._is_deaf = True
+            self._ignores_input = True
             return transport.close()
         self._is_counted = True
-        self._crowd.n_open += 1
-        self._crowd.add_idle(self)
+        self._table.n_open += 1
+        self._table.add_idle(self)
         self._await_client(self.limits.head_timeout_s, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -149,26 +151,27 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def cut_off(self) -> None:
-        """At once; whatever was still to be said is lost."""
+        """Closes at once; unsent data is lost."""
         self._leave()
         self.transport.abort()
 
     def _leave(self) -> None:
-        self._is_deaf = True
+        self._ignores_input = True
         self._stop_timers()
-        self._crowd.drop_idle(self)
-        self._crowd.n_open -= self._is_counted
+        self._table.drop_idle(self)
+        self._table.n_open -= self._is_counted
         self._is_counted = False
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Say so, then listen a little without understanding: a client that is still sending would lose the answer."""
-        self._is_deaf = True
+        """Sends the refusal, then reads and ignores input for ``LINGER_S``: on an immediate close, a client that is still
+        sending would lose the answer."""
+        self._ignores_input = True
         self._unset_keepalive_if_required()
         if self._is_answering:
             self.cycle.keep_alive = False
             if self.cycle.response_started:
                 return self.cut_off()
-            self.cycle.disconnected = True  # its handler is told that the client has gone
+            self.cycle.disconnected = True  # its handler sees a disconnected client
             self.cycle.message_event.set()
         if self.transport.is_closing():
             return None
@@ -182,7 +185,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         for at in range(0, len(data), PIECE_BYTES):
-            if self._is_deaf:
+            if self._ignores_input:
                 return
             self._feed(data[at : at + PIECE_BYTES])
 
@@ -190,13 +193,13 @@ class Connection(HttpToolsProtocol):
         before, n_body = self._phase, self._n_body
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:  # not offered here: the request is answered as it is, and is the last one
-            self._is_deaf = True
+        except httptools.HttpParserUpgrade:  # not supported: the request is answered without it, and is the last one
+            self._ignores_input = True
             if self._is_answering:
                 self.cycle.keep_alive = False
             return
         except httptools.HttpParserError:
-            if not self._is_deaf:
+            if not self._ignores_input:
                 self._refuse(self._wrong or INVALID)
             return
         if (
@@ -223,7 +226,7 @@ class Connection(HttpToolsProtocol):
         most = f"a request may have {self.limits.max_headers} headers of {self.limits.max_head_bytes:,} bytes together"
         return Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, most)
 
-    # what the parser finds; an exception ends the parsing
+    # the parser's callbacks; an exception ends the parsing
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -244,16 +247,16 @@ class Connection(HttpToolsProtocol):
         self._n_head += len(name) + len(value) + 4
         if self._n_headers > self.limits.max_headers or self._n_head > self.limits.max_head_bytes:
             self._stop_parsing(self._too_long())
-        if self._phase is ConnectionPhase.HEAD:  # what comes behind a body changes nothing of what was said before it
+        if self._phase is ConnectionPhase.HEAD:  # trailers do not change the headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._is_answering:  # pipelined: this answer is the connection's last
             self.cycle.keep_alive = False
-            self._is_deaf = True
+            self._ignores_input = True
             self._stop_parsing(INVALID)
         self._phase = ConnectionPhase.BODY
-        self._crowd.add_idle(self)  # until its body is there, too
+        self._table.add_idle(self)  # it counts as idle until its body is complete
         self._await_client(self.limits.client_timeout_s, self._body_is_late)
         super().on_headers_complete()
 
@@ -269,12 +272,12 @@ class Connection(HttpToolsProtocol):
         self._stop_reading_timer()
         super().on_message_complete()
         if self._is_answering:
-            self._crowd.drop_idle(self)
+            self._table.drop_idle(self)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._is_counted:
-            self._crowd.add_idle(self)
+            self._table.add_idle(self)
         if self._phase is ConnectionPhase.HEAD:
             self._await_client(self.limits.head_timeout_s, self._head_is_late)
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
@@ -301,7 +304,7 @@ class Connection(HttpToolsProtocol):
         return self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers took longer than {limit_s:g} s"))
 
     def _body_is_late(self) -> None:
-        """Not while we are the ones who do not read."""
+        """Refuses a body that is too slow, unless reading is paused on our side."""
         limit_s, n_new = self.limits.client_timeout_s, self._n_body - self._n_body_before
         self._n_body_before = self._n_body
         if self.flow.read_paused or n_new >= MIN_BODY_BYTES:
@@ -319,7 +322,7 @@ class Connection(HttpToolsProtocol):
         self._stop_writing_timer()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Also one that has not taken its last answer: closing would wait for it."""
+        """Cuts off a client that has not read its last answer: a normal close would wait for it."""
         if self.transport.get_write_buffer_size():
             self.cut_off()
         else:
@@ -341,7 +344,7 @@ class Connection(HttpToolsProtocol):
 
 
 def network_of(address: str) -> str:
-    """Who is one client by its address: a whole /64 where addresses are cheap."""
+    """What counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -352,7 +355,7 @@ def network_of(address: str) -> str:
 
 
 def bound_send_buffer(transport: asyncio.Transport) -> None:
-    """Else the kernel takes megabytes for a client that reads none."""
+    """Limits the kernel's send buffer, which otherwise grows to megabytes for a client that does not read."""
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""Errors as clients read them: one translation, by the path of the request. Pure."""
+"""Error bodies in the shape of each dialect, chosen by the path of the request. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_body(error: EverwarmError, request_id: str, path: str) -> Json:
-    """In the shape that callers of this path expect: OpenAI's unless another is known."""
+    """The error in the shape of the path's dialect; OpenAI's by default."""
     if path.startswith(OLLAMA):
         return {"error": str(error)}
     if path.startswith(ANTHROPIC):
@@ -49,7 +49,7 @@ def _openai(error: EverwarmError, request_id: str) -> Json:
 
 
 def _anthropic(error: EverwarmError, request_id: str) -> Json:
-    """Clients make room when they read that a prompt is too long, and know it by these very words."""
+    """Clients shorten a conversation when its prompt is too long, and recognise that by this exact wording."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     message = str(error)
     if isinstance(error, Refused) and error.n_prompt is not None and error.code == PromptTooLong.code:

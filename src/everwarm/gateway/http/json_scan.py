@@ -1,6 +1,6 @@
 """Exact weights of JSON texts, counted slice by slice with numpy. Pure.
 
-For texts that ``json_weight`` cannot call light at a glance. Between two slices other threads run.
+For texts that the estimate of ``json_weight`` cannot accept. Other threads run between two slices.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.http.json_weight import MAX_DIGITS, MAX_WEIGHT, Data, Weight, is_surely_light
 
 MAX_DEPTH = 256
-SLICE_BYTES = 64 << 10  # are counted at once
+SLICE_BYTES = 64 << 10  # counted at once
 
-_BLOCK_BYTES = 4096  # is base64, or text as a whole
+_BLOCK_BYTES = 4096  # classified as a whole, as base64 or text
 _QUOTE, _BACKSLASH, _SPACE = b'"\\ '
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 _BASE64 = np.zeros(256, np.bool_)
@@ -30,8 +30,8 @@ Bytes = NDArray[np.uint8]
 
 
 def check_weight(data: Data) -> None:
-    """Or BadRequest, as soon as it is clear. In slices, for a thread beside the event loop. How deep a light text is, its
-    parser finds out."""
+    """Raises ``BadRequest`` as soon as the text exceeds ``MAX_WEIGHT``. Works in slices; call it on a thread, not on the
+    event loop. The nesting depth of a light text is left to its parser."""
     if is_surely_light(data):
         return
     weight = Weight()
@@ -47,8 +47,8 @@ def check_weight(data: Data) -> None:
 
 
 def weights(data: Data) -> Iterator[Weight]:
-    """What each slice of a text weighs. What stands in strings is only text. BadRequest where something is nested too
-    deeply, or a number too long."""
+    """The weight of each slice of a text. Inside strings, everything counts as text. ``BadRequest`` if something is nested
+    too deeply, or a number is too long."""
     inside, escaped, depth = False, False, 0
     whole = np.frombuffer(data, np.uint8)
     for at in range(0, len(whole), SLICE_BYTES):
@@ -72,7 +72,7 @@ def weights(data: Data) -> Iterator[Weight]:
 
 
 def _n_base64(part: Bytes) -> int:
-    """Bytes of the blocks that have nothing else in them."""
+    """Bytes in blocks that are entirely base64."""
     plain = _BASE64[part]
     n_whole = len(part) // _BLOCK_BYTES * _BLOCK_BYTES
     n = int(plain[:n_whole].reshape(-1, _BLOCK_BYTES).all(axis=1).sum()) * _BLOCK_BYTES
@@ -80,7 +80,7 @@ def _n_base64(part: Bytes) -> int:
 
 
 def _quotes(part: Bytes, escaped: bool) -> tuple[NDArray[np.bool_], bool]:
-    """Where strings begin and end, and whether the byte after this part is escaped, as the first of it may be."""
+    """Where strings begin and end, and whether the next part begins escaped; ``escaped``: whether this one does."""
     quotes = part == _QUOTE
     slashes = np.flatnonzero(part == _BACKSLASH)
     if escaped:
@@ -96,7 +96,7 @@ def _quotes(part: Bytes, escaped: bool) -> tuple[NDArray[np.bool_], bool]:
 
 
 def _depth(outside: Bytes, depth: int) -> int:
-    """How deep the text is after this part."""
+    """The nesting depth after this part."""
     steps = _STEPS[outside]
     brackets = np.flatnonzero(steps)
     if not len(brackets):

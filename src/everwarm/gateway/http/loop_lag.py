@@ -1,7 +1,7 @@
-"""How late the event loop is: the sign that something keeps everybody waiting.
+"""The lag of the event loop, which shows that something delays every request.
 
-A task sleeps for a moment and looks how much later it woke. Threads share one lock with the loop, so they hand it over
-often, and garbage is collected rarely.
+A task sleeps for ``INTERVAL_S`` and measures how much later it wakes. To keep the lag small, threads hand over the
+interpreter lock often and garbage is collected rarely.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SWITCH_S = 0.001
 
 
 def favour_the_loop() -> None:
-    """For the process of a server, when all is set up: what is there stays for good."""
+    """Call once in a server process after set-up: objects that exist then are never garbage-collected."""
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()
@@ -28,21 +28,21 @@ def favour_the_loop() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """``busy_s``: as much of it as this process was computing; the rest of ``wall_s`` it waited for a processor."""
+    """``busy_s``: the part of ``wall_s`` in which this process was computing; in the rest it waited for a processor."""
 
     wall_s: float = 0.0
     busy_s: float = 0.0
 
 
 class LoopLag:
-    """``observe`` hears of every moment's lag, in seconds."""
+    """Calls ``observe`` with every measured lag, in seconds."""
 
     def __init__(self, observe: Callable[[float], None]) -> None:
         self._observe = observe
         self._most = Lag()
 
     def take_most(self) -> Lag:
-        """The longest lags since this was asked last."""
+        """The longest lags since the last call."""
         most, self._most = self._most, Lag()
         return most
 

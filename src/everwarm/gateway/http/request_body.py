@@ -1,7 +1,7 @@
-"""Bodies of requests: read within a budget of bytes and of time, weighed, and only then parsed.
+"""Request bodies: read within a budget of bytes and time, weighed, and only then parsed.
 
-A small body is parsed where it was read. What is large is weighed and parsed on one of two threads of their own, so that
-many large ones do not crowd out the event loop, nor each other's small neighbours. Knows no dialect.
+A small body is parsed on the event loop. A large one is weighed and parsed on one of two dedicated threads, so that large
+bodies delay neither the event loop nor small bodies. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from everwarm.gateway.http.json_weight import is_surely_light
 
 T = TypeVar("T")
 
-SMALL_BYTES = 64 << 10  # can hold nothing that takes long
-LARGE_BYTES = 256 << 10  # is worked on beside the event loop
+SMALL_BYTES = 64 << 10  # up to this size, parsing is always fast
+LARGE_BYTES = 256 << 10  # beyond this size, work is done on a thread
 _PIECE_BYTES = 1 << 20
-FIRST_S, BYTES_PER_S = 30.0, 128 << 10  # a body has so long, and for every so many bytes that have come a second more
+FIRST_S, BYTES_PER_S = (
+    30.0,
+    128 << 10,
+)  # a body's time limit: FIRST_S, plus a second for every BYTES_PER_S bytes received
 
 
 class ReceivedBody(NamedTuple, Generic[T]):
-    """A body, and how many bytes it was."""
+    """A parsed body and its size."""
 
     body: T
     n_bytes: int
 
 
 class BodyReader:
-    """``budget_bytes`` of bodies may be read and parsed at a time; a client, told by its address, may have half of it."""
+    """Reads and parses up to ``budget_bytes`` of bodies at a time, and up to half of it for one client address."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -45,11 +48,11 @@ class BodyReader:
 
     @property
     def n_bytes(self) -> int:
-        """Being read or parsed just now."""
+        """Bytes that are being read or parsed."""
         return self._n_bytes.total()
 
     async def read(self, request: Request, parse: Callable[[bytes | bytearray], T]) -> ReceivedBody[T]:
-        """``Overloaded`` before or while it is read if there is no room, 408 if it comes too slowly."""
+        """The parsed body. ``Overloaded`` before or while it is read if the budget is full, 408 if it is too slow."""
         client = request.client.host if request.client else ""
         with self._counted(client) as count:
             pieces = await self._all(request, count)
@@ -59,11 +62,11 @@ class BodyReader:
             return ReceivedBody(await self.beside(partial(_weighed, parse, pieces)), n_bytes)
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """On one of the threads for what is large."""
+        """Runs the work on one of the threads for large bodies."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def for_request(self, request: Request, work: Callable[[], T]) -> T:
-        """Work on a request's body, on a thread: that on large ones does not keep the others' waiting."""
+        """Runs work on a request's body on a thread. Large bodies have their own, so they do not delay small ones."""
         return await (self.beside(work) if is_large(request) else asyncio.to_thread(work))
 
     def close(self) -> None:
@@ -71,7 +74,7 @@ class BodyReader:
 
     @contextlib.contextmanager
     def _counted(self, client: str) -> Iterator[Callable[[int, int], None]]:
-        """A function that takes room for so many more bytes, if so many after them can be hoped for, too."""
+        """Yields a function that takes ``n_more`` bytes of the budget if it also has room for the ``n_following`` ones."""
         n_own = 0
 
         def count(n_more: int, n_following: int) -> None:
@@ -95,8 +98,7 @@ class BodyReader:
             raise Overloaded(f"bodies of {own - n_more:,} bytes from {client} are being read already; try again later")
 
     async def _all(self, request: Request, count: Callable[[int, int], None]) -> list[bytearray]:
-        """The body in pieces, each but the last of ``_PIECE_BYTES`` or more: a large buffer that grows is copied over and
-        over."""
+        """The body in pieces, each but the last of ``_PIECE_BYTES`` or more: a growing buffer is copied many times."""
         length = request.headers.get("content-length", "0")
         n_announced = int(length) if length.isascii() and length.isdigit() else 0
         pieces, n_bytes, began = [bytearray()], 0, asyncio.get_running_loop().time()
@@ -113,7 +115,7 @@ class BodyReader:
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
             raise BodyTooSlow(
-                f"{n_bytes:,} bytes of the body came in {took_s:.0f} s; send it faster, or less"
+                f"{n_bytes:,} bytes of the body arrived in {took_s:.0f} s; send it faster, or send less"
             ) from None
         return pieces
 
@@ -130,5 +132,5 @@ def _weighed(parse: Callable[[bytes | bytearray], T], pieces: list[bytearray]) -
         from everwarm.gateway.http.json_scan import check_weight  # loads numpy, which few servers ever need
 
         check_weight(data)
-    time.sleep(0)  # others run before the parser, which lets nobody
+    time.sleep(0)  # lets other threads run: the parser holds the interpreter lock
     return parse(data)

@@ -1,4 +1,4 @@
-"""Answers on the wire: JSON, server-sent events, and noticing that nobody is listening any more."""
+"""HTTP responses: JSON, server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 1.0  # an error within this time still gets its own status; then the stream begins
 KEEP_ALIVE_S = 10.0
-LOADING_S = 1.0  # between comments that say how far a model is loaded
+LOADING_S = 1.0  # between comments that report the progress of loading a model
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -34,7 +34,7 @@ def sse(body: Any) -> bytes:
 
 
 def sse_named(name: str, body: Any) -> bytes:
-    """An event with a name of its own."""
+    """A server-sent event with a name."""
     return b"event: " + name.encode() + b"\n" + sse(body)
 
 
@@ -43,14 +43,14 @@ SSE_KEEP_ALIVE = b": waiting\n\n"
 
 
 def sse_loading(model: str, loaded: float) -> bytes:
-    """A comment: clients ignore it, people and proxies see that something happens."""
+    """A comment with the progress of loading. Clients ignore it; it keeps proxies from timing out."""
     name = "".join(c for c in model if c.isprintable())
     return f": loading {name} {loaded:.0%}\n\n".encode()
 
 
 class EventStream(Response):
-    """Server-sent events, or lines, while ``admitted`` lasts. A refusal before the first keeps its own status code; closing
-    the connection closes ``frames`` at once, also while it waits."""
+    """Streams server-sent events, or lines, inside ``admitted``. An error before the first frame keeps its own status code.
+    When the client disconnects, ``frames`` is closed at once, even while it waits."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         with self._admitted as place, contextlib.suppress(ClientGone):
-            await unless_gone(receive, self._stream(send if place is None else _noting(place, send)))
+            await unless_gone(receive, self._stream(send if place is None else _recording(place, send)))
 
     async def _stream(self, send: Send) -> None:
         opening = _Opening(send, self.raw_headers, self._keep_alive_frame)
@@ -90,28 +90,29 @@ class EventStream(Response):
         await opening.close()
 
 
-def _noting(place: Place, send: Send) -> Send:
-    """A response whose place knows for how long its client has taken nothing."""
+def _recording(place: Place, send: Send) -> Send:
+    """A ``send`` that records in the place for how long the client has not read."""
 
-    async def noted(message: Message) -> None:
+    async def recorded(message: Message) -> None:
         with place.sending():
             await send(message)
 
-    return noted
+    return recorded
 
 
 class _Opening:
-    """A response that begins with its first frame, or when patience ends; a sign of life whenever it was silent long."""
+    """A response that starts with its first frame or after ``PATIENCE_S``, and sends a keep-alive frame after every
+    ``KEEP_ALIVE_S`` without a frame."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], keep_alive_frame: bytes) -> None:
         self._send = send
         self._headers = headers
         self._keep_alive_frame = keep_alive_frame
-        self._spoke_at = time.monotonic()
+        self._sent_at = time.monotonic()
         self.is_open = False
 
     async def send(self, frame: bytes) -> None:
-        self._spoke_at = time.monotonic()
+        self._sent_at = time.monotonic()
         if not self.is_open:
             self.is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
@@ -120,7 +121,7 @@ class _Opening:
     async def keep_alive(self) -> None:
         await asyncio.sleep(PATIENCE_S)
         while True:
-            if not self.is_open or time.monotonic() - self._spoke_at > KEEP_ALIVE_S:
+            if not self.is_open or time.monotonic() - self._sent_at > KEEP_ALIVE_S:
                 await self.send(self._keep_alive_frame)
             await asyncio.sleep(KEEP_ALIVE_S / 4)
 
@@ -132,7 +133,7 @@ class _Opening:
 
 @contextlib.asynccontextmanager
 async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
-    """No longer than this, or an error that says so."""
+    """Raises ``RequestTimedOut`` if the block takes longer than ``limit_s``."""
     try:
         async with asyncio.timeout(limit_s):
             yield
@@ -141,13 +142,13 @@ async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
 
 
 class ClientGone(Exception):
-    """The client has gone; nothing needs to be said any more."""
+    """The client has disconnected; no answer is needed."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, but drop it with ``ClientGone`` as soon as the client hangs up."""
+    """Awaits the work, but cancels it and raises ``ClientGone`` as soon as the client disconnects."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hung_up(receive))
+    gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -159,6 +160,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _hung_up(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,8 @@
 """The process that decodes images: ``python -m everwarm.gateway.images.decoder_worker BOUNDS LIFELINE``.
 
 Standard input is a socket: a length and an encoded image come in; a length, a head (JSON) and RGB rows go out. The head
-gives the size, or says what is wrong. Whatever a decoder can be tricked into happens here, with little memory, no files to
-open, no time to waste and no secret in reach. Knows Pillow; imports nothing of Everwarm, so that little is in its memory.
+gives the size, or says what is wrong. An exploited decoder is confined to this process, which has little memory and CPU
+time, no access to files and no secrets. Knows Pillow; imports nothing of Everwarm, so that little is in its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WANTED = "send a PNG, JPEG, WebP or GIF"
 _BAND_PIXELS = 1 << 20
 _OWN_BYTES = 64 << 20  # this process, and one band in its steps
 _ORIENTATION = 0x0112
-# All that an image can make Pillow import; it is imported before files can no longer be opened.
+# Everything that an image can make Pillow import. It is imported first, because files cannot be opened later.
 _PILLOW = ("ImagePalette", "ExifTags", "TiffImagePlugin", "MpoImagePlugin", "WebPImagePlugin")
 
 _KINDS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
@@ -49,7 +49,7 @@ _TURNS = {
 
 
 class Unusable(Exception):
-    """An image that is refused, with a sentence for whoever sent it."""
+    """An image that is refused, with a message for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ def main() -> None:
     bounds = Bounds(**json.loads(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
     warnings.simplefilter("ignore")
-    Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, with better sentences
+    Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, with better messages
     PngImagePlugin.MAX_TEXT_CHUNK = (
         8 << 20
-    )  # colour profiles of printers, and what image generators write about themselves
+    )  # large enough for colour profiles of printers and metadata of image generators
     Image.preinit()
     for name in _PILLOW:
         importlib.import_module(f"PIL.{name}")
@@ -84,19 +84,19 @@ def main() -> None:
 
 
 def die_with_parent(lifeline: int) -> None:
-    """When the other end of this pipe closes, because its holder ended in whatever way, the kernel kills this process: in
-    the midst of a decoder, and even when it is stopped."""
+    """The kernel kills this process when the parent ends, however it ends, because that closes the other end of this pipe:
+    also inside a decoder, and even when this process is stopped."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)  # else SIGIO, which ends it, too
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)  # the default is SIGIO, which also ends it
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
-        os.read(lifeline, 1)  # at an end: it was closed before we asked
+        os.read(lifeline, 1)  # end of file: it was closed before F_SETFL
         os._exit(1)
 
 
 def confine(bounds: Bounds) -> None:
-    """From here on: so much memory, no new files, sockets or processes, nothing written to disk, nothing said."""
+    """Limits memory; forbids new files, sockets and processes, writes to disk and output to stderr."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
@@ -115,7 +115,7 @@ def confine(bounds: Bounds) -> None:
 
 
 def allow_cpu(cpu_s: int) -> None:
-    """The limit counts from the start of the process, so it moves with every image. Beyond it the kernel ends us."""
+    """The limit counts from the start of the process, so it is raised for every image. The kernel enforces it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
@@ -148,14 +148,14 @@ def answer(wire: socket.socket, data: bytes, bounds: Bounds) -> None:
         return say(wire, {"wrong": str(wrong)})
     except MemoryError:
         return say(wire, {"wrong": f"it needs more memory than a picture may take: {WANTED} of fewer pixels"})
-    except Exception as error:  # noqa: BLE001 - whatever a decoder raises, it is the image's fault
-        return say(wire, {"wrong": f"it is damaged ({_told(error)}): save it again, or {WANTED}"})
+    except Exception as error:  # noqa: BLE001 - every exception of a decoder means a bad image
+        return say(wire, {"wrong": f"it is damaged ({_description(error)}): save it again, or {WANTED}"})
     say(wire, {"width": width, "height": height})
     for rows in bands(image, turn):
         wire.sendall(rows)
 
 
-def _told(error: Exception) -> str:
+def _description(error: Exception) -> str:
     text = str(error) if isinstance(error, OSError | ValueError | SyntaxError) else ""
     return "".join(c for c in text[:120] if c.isprintable() and c not in "<>") or type(error).__name__
 
@@ -164,7 +164,7 @@ def _told(error: Exception) -> str:
 
 
 def read(data: bytes, bounds: Bounds) -> Image.Image:
-    """Decoded, but as it lies in the file. Nothing is decoded before the size its header gives has been found right."""
+    """The decoded image, not yet upright. Nothing is decoded before the size in its header has been checked."""
     kind = kind_of(data)
     if kind == "WEBP":  # opening one takes memory for all its pixels
         _check(_webp_size(data), kind, 4, len(data), bounds)
@@ -182,7 +182,7 @@ def read(data: bytes, bounds: Bounds) -> Image.Image:
 
 
 def kind_of(data: bytes) -> str:
-    """By content; what anybody says it is does not matter."""
+    """The format by content; a declared type does not matter."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
     for beginning, kind in _KINDS.items():
@@ -224,13 +224,13 @@ def _check(size: tuple[int, int], kind: str, n_bands: int, n_bytes: int, bounds:
 
 
 def _bytes_per_pixel(kind: str, n_bands: int) -> int:
-    """What a decoder takes at its worst, besides the file: Pillow 4; libjpeg the coefficients of an image in several
-    scans, 2 for each band; libwebp three times 4 of its own."""
+    """The most memory that a decoder needs besides the file: Pillow 4; libjpeg 2 per band more, for the coefficients of a
+    progressive image; libwebp 12 more, for three buffers."""
     return {"WEBP": 16, "JPEG": 4 + 2 * n_bands}.get(kind, 4)
 
 
 def _set_transparency(image: Image.Image, depth: int) -> None:
-    """A PNG names its transparent colour in samples of the file; here it is compared with what they became."""
+    """A PNG names its transparent colour in samples of the file; converts it to the decoded samples."""
     value = image.info.get("transparency")
     if image.mode == "L" and isinstance(value, int):
         most = (1 << depth) - 1
@@ -244,18 +244,18 @@ _FROM_END = frozenset({_TURNS[3], _TURNS[4], _TURNS[7], _TURNS[8]})  # the first
 
 
 def _orientation(image: Image.Image) -> int:
-    """A tag that cannot be read turns nothing."""
+    """The EXIF orientation; 1 (upright) if the tag cannot be read."""
     try:
         found = image.getexif().get(_ORIENTATION, 1)
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - as many kinds as there are ways to damage a tag
+    except Exception:  # noqa: BLE001 - a damaged tag can raise almost anything
         return 1
     return found if isinstance(found, int) else 1
 
 
 def bands(image: Image.Image, turn: Image.Transpose | None) -> Iterator[bytes]:
-    """RGB rows from the top of the upright image, some at a time: a second copy of the whole would not fit."""
+    """RGB rows from the top of the upright image, a band at a time: a second copy of the whole would not fit."""
     by_rows = turn is None or turn in _UPRIGHT
     width, height = image.size if by_rows else image.size[::-1]
     n_rows = max(1, _BAND_PIXELS // width)
@@ -267,7 +267,7 @@ def bands(image: Image.Image, turn: Image.Transpose | None) -> Iterator[bytes]:
 
 
 def flat(band: Image.Image) -> Image.Image:
-    """RGB with eight bits; what shines through is white."""
+    """RGB with eight bits, on a white background."""
     if band.mode == "I;16":
         return _flat_grey16(band)
     if not band.has_transparency_data:
@@ -279,7 +279,7 @@ def flat(band: Image.Image) -> Image.Image:
 
 
 def _flat_grey16(band: Image.Image) -> Image.Image:
-    """The upper eight bits, as for colours. A transparent value is compared with all sixteen."""
+    """The upper eight bits, as for colours. The transparent value is compared with all sixteen bits."""
     samples = band.tobytes()
     low, high = (Image.frombytes("L", band.size, samples[i::2]) for i in (0, 1))
     clear = band.info.get("transparency")

@@ -1,8 +1,8 @@
-"""Fetching images from other servers, which is off unless hosts are named. Knows as much HTTP as that needs; no images.
+"""Downloads images from other servers; off unless hosts are allowed. Knows as much HTTP as that needs; no images.
 
-A request must not make this server reach what its sender cannot. So: only hosts that were allowed by name, one strict
-reading of an address for everything that is done with it, no redirects, no proxies, and a connection to exactly the address
-that was resolved and found public. Whatever goes wrong is the sender's ``BadRequest``; it never says what was found inside.
+A request must not make this server reach what the client cannot (SSRF). So: only hosts that are allowed by name, one strict
+parser for the URL, no redirects, no proxies, and a connection to exactly the address that was resolved and found public.
+Every failure is a ``BadRequest`` that reveals nothing about internal networks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _URL = re.compile(
 )
 _NAME = re.compile(rf"{_HOST}{_PORT}", re.ASCII)
 
-# Everything that is not a host on the public internet (IANA's special-purpose registries), and one cloud's inner server.
+# Everything that is not a host on the public internet (IANA's special-purpose registries), and one cloud's internal server.
 _INNER = ["0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24"]
 _INNER += ["192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"]
 _INNER += ["224.0.0.0/3", "168.63.129.16/32"]
@@ -58,16 +58,16 @@ def is_public(address: str) -> bool:
         return False
     if isinstance(ip, ipaddress.IPv6Address) and (ip.scope_id is not None or ip not in _OUTER_V6):
         return False
-    return not any(ip in network for network in _NOT_PUBLIC)  # never in one of the other version
+    return not any(ip in network for network in _NOT_PUBLIC)  # false for a network of the other IP version
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePolicy:
-    """``allowed_hosts``: exact names, each with its port where that is not the usual one."""
+    """``allowed_hosts``: exact names, each with its port unless that is the default."""
 
     allowed_hosts: tuple[str, ...]
     max_bytes: int = 20 << 20
-    timeout_s: float = 10.0  # for everything, from the name to the last byte
+    timeout_s: float = 10.0  # in total, from name resolution to the last byte
     https_only: bool = True
 
     def __post_init__(self) -> None:
@@ -86,12 +86,12 @@ class RemotePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An URL, read once; nothing reads the text again."""
+    """A parsed URL; nothing parses the text again."""
 
     scheme: str
     host: str  # lower case, without brackets
     port: int
-    target: str  # what is asked of the host
+    target: str  # path and query
 
     @property
     def authority(self) -> str:
@@ -121,8 +121,8 @@ def read_address(url: str) -> Address:
 
 
 def _is_host(host: str) -> bool:
-    """A name whose last label has a letter, or an address as everybody writes it: nothing that some reader takes for
-    another address (decimal, octal, hexadecimal, shortened)."""
+    """A name whose last label has a letter, or an IP address in canonical form: nothing that some parser takes for another
+    address (decimal, octal, hexadecimal, shortened)."""
     if host.startswith("[") or re.fullmatch(r"[0-9.]+", host):
         try:
             return str(ipaddress.ip_address(host.strip("[]"))) == host.strip("[]")
@@ -135,8 +135,8 @@ def _is_host(host: str) -> bool:
 
 
 class ImageDownloader:
-    """``resolve``, ``may_connect`` and ``tls`` are for tests: how names are looked up, which addresses count as public,
-    and whose certificates are believed."""
+    """``resolve``, ``may_connect`` and ``tls`` are for tests: how names are resolved, which addresses count as public, and
+    which certificates are trusted."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class ImageDownloader:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.policy = policy
-        self._threads = ThreadPoolExecutor(_N_RESOLVING, "everwarm-names")  # a slow name server holds up nobody else
+        self._threads = ThreadPoolExecutor(_N_RESOLVING, "everwarm-names")  # a slow name server delays only downloads
         self._resolve = resolve or self._look_up
         self._may_connect = may_connect
         self._tls = tls
@@ -182,7 +182,7 @@ class ImageDownloader:
     # connecting
 
     async def _connected(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """To the first address of the host that answers, among those that were checked."""
+        """Connects to the first checked address of the host that answers."""
         found = [ip for ip in await self._resolve(address.host, address.port) if self._may_connect(ip)]
         if not found:
             raise _failed(address, "it has no public address")
@@ -207,7 +207,7 @@ class ImageDownloader:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         return self._tls
 
-    # asking
+    # the request
 
     async def _exchange(self, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(
@@ -224,7 +224,7 @@ class ImageDownloader:
 
 
 class _Answer:
-    """What a server answers. ``wrong`` says why it is of no use."""
+    """A server's response. ``wrong``: why it cannot be used."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -241,7 +241,7 @@ class _Answer:
         return self._is_whole or self.wrong is not None
 
     def feed(self, data: bytes) -> None:
-        """What came; nothing, when the connection was closed."""
+        """``data`` is empty when the connection was closed."""
         if not data:
             return self._ended()
         if not self._is_final:
@@ -249,13 +249,13 @@ class _Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if not self.is_over:  # what comes after the end does not matter
-                self.wrong = "its answer is not right HTTP"
+            if not self.is_over:  # data after the end does not matter
+                self.wrong = "its answer is not valid HTTP"
         if not self._is_final and self._n_before_body > _MAX_HEADERS:
             self.wrong = self.wrong or "its headers are too long"
 
     def _ended(self) -> None:
-        """Right only for an answer that did not say how long it is."""
+        """Valid only for a response that did not announce its length."""
         if self._is_final and not {b"content-length", b"transfer-encoding"} & self._headers.keys():
             self._is_whole = True
         else:
@@ -279,9 +279,9 @@ class _Answer:
         elif status != 200:
             self.wrong = f"it answers {status}"
         elif self._headers.get(b"content-encoding", b"identity") not in (b"identity", b""):
-            self.wrong = "its answer is compressed, although that was not asked for"
+            self.wrong = "its answer is compressed, which was not requested"
         elif self._headers.get(b"transfer-encoding", b"chunked") != b"chunked":
-            self.wrong = "its answer is encoded in a way that was not asked for"
+            self.wrong = "its answer has an unsupported transfer encoding"
         elif int(self._headers.get(b"content-length", b"0")) > self._max_bytes:
             self.wrong = self._too_large
         else:

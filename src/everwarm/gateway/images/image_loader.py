@@ -1,13 +1,13 @@
-"""Images in requests: from a content part to RGB pixels, decoded in processes that may die without harm.
+"""Images in requests: from a content part to RGB pixels, decoded in child processes that may crash without harm.
 
-The gateway never runs a decoder. It reads base64, asks a child for the pixels, checks what the child says, and remembers
-images by their encoded bytes: one that comes with every turn is decoded once. Each namespace has its own: else time would
-tell which images others have sent. A request holds an ``ImageInfo`` for each image and no pixels; they are lent to it,
-within a bound for all, while an engine needs them. Whatever is wrong with an image, also that its decoder died or took
-too long, is the sender's ``BadRequest``. Knows no HTTP, no model and no prompt.
+The gateway never runs a decoder. It reads base64, requests the pixels from a child, checks its answer, and caches images by
+their encoded bytes: an image that is sent with every turn is decoded once. Each namespace has its own cache: otherwise
+timing would reveal which images others have sent. A request holds an ``ImageInfo`` for each image and no pixels; pixels are
+lent to it, within a limit for all requests, while an engine needs them. Every problem with an image, also a decoder that
+died or took too long, is a ``BadRequest``. Knows no HTTP, no model and no prompt.
 
-A decoder process is spoken to from one thread at a time, which blocks, and killed from any. Its answers are not
-trusted: sizes are checked again, and the digest of the pixels is computed on this side.
+One thread at a time talks to a decoder process and blocks; any thread may kill it. Its answers are not trusted: sizes are
+checked again, and the gateway computes the digest of the pixels.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = ["DecodedImage", "ImageInfo", "ImageLimits", "ImageLoader"]
 
 log = logging.getLogger("everwarm.gateway")
 
-_INLINE_BYTES = 64 << 10  # less is not worth a thread
-_PIECE_CHARS = 256 << 10  # of base64; between two pieces other threads may run
+_INLINE_BYTES = 64 << 10  # up to this size, work is not moved to a thread
+_PIECE_CHARS = 256 << 10  # of base64; other threads may run between two pieces
 _MAX_URL_HEAD = 1024  # of a data: URL, before its comma
 _N_FETCHES = 4
-_N_SIZES = 16_384  # sizes and digests that are remembered
+_N_SIZES = 16_384  # cached sizes and digests
 _EXAMPLE = "data:image/png;base64,…"
 
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """An image without its pixels, and where they came from. ``part`` is the client's, as it is in the body."""
+    """An image without its pixels. ``part``: the client's content part, as in the body."""
 
     part: Mapping[str, Any]
     width: int
@@ -66,7 +66,7 @@ class ImageInfo:
 
 
 class ImageLoader:
-    """Owned by one event loop. Children start when they are needed and end with ``close``, or with this process."""
+    """Owned by one event loop. Children start on demand and end with ``close``, or with this process."""
 
     def __init__(
         self,
@@ -82,7 +82,9 @@ class ImageLoader:
         self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-pictures")
         self._idle: list[DecoderProcess] = []
         self._busy: set[DecoderProcess] = set()
-        self._flights: dict[tuple[str, bytes], _Flight] = {}  # by namespace and encoded bytes, like both caches
+        self._flights: dict[
+            tuple[str, bytes], _Flight
+        ] = {}  # by namespace and digest of the encoded bytes, like both caches
         self._cache: NamespacedLru[DecodedImage] = NamespacedLru(self.limits.cache_bytes)
         self._sizes: NamespacedLru[tuple[int, int, bytes]] = NamespacedLru(_N_SIZES)
         self.lending = Lending(self.limits.max_lent_bytes, self.limits.max_waiting)
@@ -94,8 +96,8 @@ class ImageLoader:
         return [child.pid for child in (*self._idle, *self._busy) if child.pid is not None]
 
     async def from_parts(self, parts: Sequence[Mapping[str, Any]], namespace: str = "") -> list[ImageInfo]:
-        """All images of one request, one after the other: so requests take turns, however many images they bring. Each
-        is decoded unless it is known, and its pixels are kept by the cache alone."""
+        """All images of one request, one after the other, so that a request with many images does not delay the others.
+        Each is decoded unless it is cached; only the cache keeps its pixels."""
         limits = self.limits
         if len(parts) > limits.max_images_per_request:
             raise BadRequest(f"there are {len(parts)} pictures; send at most {limits.max_images_per_request}")
@@ -111,7 +113,7 @@ class ImageLoader:
 
     @contextlib.asynccontextmanager
     async def lent(self, images: Sequence[ImageInfo], namespace: str = "") -> AsyncIterator[list[DecodedImage]]:
-        """Their pixels, each image once, as soon as there is room for all of them. Who waits for it holds none."""
+        """Their pixels, each image once, as soon as there is room for all of them. A request that waits holds no pixels."""
         each = {image.digest: image for image in images}.values()
         async with self.lending.of(namespace, sum(image.n_bytes for image in each)):
             yield [await self._seen_again(image, namespace) for image in each]
@@ -121,7 +123,7 @@ class ImageLoader:
         return await self.decode(await self._encoded(part), namespace)
 
     async def decode(self, data: bytes, namespace: str = "") -> DecodedImage:
-        """The same bytes are decoded once in each namespace, also when several ask at the same time."""
+        """Decodes the same bytes once in each namespace, also for concurrent requests."""
         return await self._decoded_once(data, (namespace, await self._key(data)))
 
     async def _decoded_once(self, data: bytes, key: tuple[str, bytes]) -> DecodedImage:
@@ -138,7 +140,7 @@ class ImageLoader:
         try:
             return await flight.awaited()
         finally:
-            if flight.is_deserted:
+            if flight.is_abandoned:
                 flight.task.cancel()
                 self._forget(key, flight)
 
@@ -152,13 +154,13 @@ class ImageLoader:
         await asyncio.gather(*flights, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
         for child in (*self._idle, *self._busy):
-            await asyncio.to_thread(child.bury)
+            await asyncio.to_thread(child.reap)
         self._idle.clear()
         self._busy.clear()
         if self._fetcher is not None:
             self._fetcher.close()
 
-    # inside
+    # internals
 
     async def _encoded(self, part: Mapping[str, Any]) -> bytes:
         url = address_of(part)
@@ -215,7 +217,7 @@ class ImageLoader:
 
     async def _decoded(self, data: bytes) -> DecodedImage:
         loop = asyncio.get_running_loop()
-        child = self._rested() or DecoderProcess(self.limits)
+        child = self._take_idle() or DecoderProcess(self.limits)
         self._busy.add(child)
         try:
             await loop.run_in_executor(self._threads, child.start)
@@ -241,26 +243,26 @@ class ImageLoader:
             "the picture cannot be decoded, its decoder died: it is damaged; save it again as PNG or JPEG"
         )
 
-    def _rested(self) -> DecoderProcess | None:
+    def _take_idle(self) -> DecoderProcess | None:
         while self._idle:
             child = self._idle.pop()
             if child.is_fit:
                 return child
-            self._threads.submit(child.bury)
+            self._threads.submit(child.reap)
         return None
 
     def _give_back(self, child: DecoderProcess) -> None:
-        if self._is_closed:  # ``close`` buries it
+        if self._is_closed:  # ``close`` reaps it
             return
         self._busy.discard(child)
         if child.is_fit and child.n_images < self.limits.n_images_per_child:
             self._idle.append(child)
         else:
-            self._threads.submit(child.bury)
+            self._threads.submit(child.reap)
 
 
 class Gate:
-    """So many at once. The others wait in order of arrival, and not too many of them."""
+    """A semaphore with ``n_places`` and a FIFO queue of at most ``max_waiting``."""
 
     def __init__(self, n_places: int, max_waiting: int) -> None:
         self._places = asyncio.Semaphore(n_places)
@@ -290,8 +292,8 @@ class _Borrower:
 
 
 class Lending:
-    """How many bytes of pixels are on their way to engines or with them, in all and for each namespace. Whoever comes first
-    is first, but one namespace has half of it at most, and who waits for that holds up nobody else."""
+    """Limits the bytes of pixels that engines have or are being sent, in total and for each namespace. First come, first
+    served, but one namespace gets at most half, and requests that wait for that do not delay other namespaces."""
 
     def __init__(self, max_bytes: int, max_waiting: int) -> None:
         self._max_bytes = max_bytes
@@ -319,7 +321,7 @@ class Lending:
 
     def _serve(self) -> None:
         for borrower in list(self._waiting):
-            if borrower.turn.done():  # it is about to leave
+            if borrower.turn.done():  # it was cancelled
                 continue
             own = self._lent.get(borrower.namespace, 0)
             if self.n_bytes + borrower.n_bytes > self._max_bytes:
@@ -343,8 +345,8 @@ class Lending:
 
 
 class _Flight:
-    """An image on its way, and how many wait for it. When nobody does any more it is dropped, unless it is being decoded
-    already: then it lands in the cache."""
+    """A pending decode, and the number of requests that wait for it. It is cancelled when none is left, unless decoding has
+    begun: then the result goes to the cache."""
 
     task: asyncio.Task[DecodedImage]
 
@@ -353,7 +355,7 @@ class _Flight:
         self._n_waiting = 0
 
     @property
-    def is_deserted(self) -> bool:
+    def is_abandoned(self) -> bool:
         return not self._n_waiting and not self.has_begun
 
     async def awaited(self) -> DecodedImage:
@@ -373,7 +375,7 @@ class _Flight:
 
 
 def address_of(part: Mapping[str, Any]) -> str:
-    """The URL of an image in any of OpenAI's spellings."""
+    """The URL of an image in any of OpenAI's content parts."""
     kind = part.get("type")
     if kind not in ("image_url", "input_image"):
         raise BadRequest(f"content of type {str(kind)[:40]!r} is no picture: give image_url or input_image")
@@ -386,7 +388,7 @@ def address_of(part: Mapping[str, Any]) -> str:
 
 
 def _data_start(url: str) -> int:
-    """Where the base64 of a data: URL begins. What kind of image it claims to be does not matter."""
+    """Where the base64 of a data: URL begins. The declared media type does not matter."""
     comma = url.find(",", 0, _MAX_URL_HEAD)
     if comma < 0 or url[5:comma].rpartition(";")[2].strip().lower() != "base64":
         raise BadRequest(f"{url[:40]!r} is not a data: URL in base64: give one like {_EXAMPLE}")
@@ -394,8 +396,8 @@ def _data_start(url: str) -> int:
 
 
 def read_base64(text: str, start: int, max_bytes: int) -> bytes:
-    """Spaces and line ends may stand anywhere, and the padding may be missing; nothing else may. In pieces, because one
-    call for all of it would stop every other thread."""
+    """Decodes base64. Spaces and line ends are allowed anywhere, and padding may be missing; nothing else is tolerated.
+    Works in pieces, because one call for all of it would block every other thread."""
     if (len(text) - start) * 2 > max_bytes * 3:  # even if some of it is spaces
         raise _too_large(max_bytes)
     parts, left, n_bytes = [], b"", 0
@@ -435,9 +437,9 @@ log = logging.getLogger("everwarm.gateway")
 WORKER = "everwarm.gateway.images.decoder_worker"
 SLOW = "it took too long"
 _START_S = 30.0
-_LATE_S = 5  # after its time is over a child is killed; if nobody is there to do it, its thread still comes back
+_LATE_S = 5  # beyond the time limit, when a child is killed: its thread returns even if that did not happen
 _MAX_HEAD_BYTES = 4096
-# A child is given no secret of ours, and gives memory back to the system.
+# A child gets no secrets from the environment, and returns freed memory to the system.
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 _OWN_VARIABLES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 
@@ -451,7 +453,7 @@ class DecodedImage:
 
     @classmethod
     def of(cls, width: int, height: int, rgb: bytes) -> DecodedImage:
-        """The digest covers kind, size, layout and pixels: nothing of the file they came in."""
+        """The digest covers kind, size, layout and pixels, and nothing else of the file."""
         assert len(rgb) == 3 * width * height, "rows and size disagree"
         about = struct.pack("<8sII8s", b"image", width, height, b"RGB")
         return cls(width, height, rgb, blake3.blake3(about).update(rgb).digest())
@@ -470,7 +472,7 @@ class ImageLimits:
     n_images_per_child: int = 256
     max_waiting: int = 64  # for a child; more get 429
     cache_bytes: int = 256 << 20  # of pixels
-    max_lent_bytes: int = 512 << 20  # of pixels that engines have or are being sent, for all requests together
+    max_lent_bytes: int = 512 << 20  # of pixels that engines have or are being sent, for all requests
 
     def __post_init__(self) -> None:
         least = {"max_bytes": 1024, "child_memory": 128 << 20, "max_waiting": 0, "cache_bytes": 0}
@@ -482,7 +484,7 @@ class ImageLimits:
 
 
 class DecoderDied(Exception):
-    """A child is gone, in the midst of an image."""
+    """A child died while it decoded an image."""
 
     def __init__(self, why: str, *, was_slow: bool) -> None:
         super().__init__(why)
@@ -490,7 +492,7 @@ class DecoderDied(Exception):
 
 
 class DecodedHead(msgspec.Struct, frozen=True):
-    """What a child says before the rows."""
+    """What a child sends before the rows."""
 
     ready: bool = False
     width: int = 0
@@ -520,7 +522,7 @@ class DecoderProcess:
         return not self._why and self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Blocks until it is ready, or raises what the server must be told. Does nothing when it runs already."""
+        """Blocks until it is ready; ``EverwarmError`` if it does not start. Does nothing if it runs already."""
         if self._process is not None:
             return
         with self._lock:
@@ -556,7 +558,7 @@ class DecoderProcess:
         )
 
     def decode(self, data: bytes) -> DecodedImage:
-        """Blocks. ``BadRequest`` when the child finds the image wrong, ``DecoderDied`` when it finds nothing any more."""
+        """Blocks. ``BadRequest`` if the child rejects the image, ``DecoderDied`` if the child died."""
         self.n_images += 1
         try:
             self._wire.sendall(len(data).to_bytes(4, "big"))
@@ -584,7 +586,7 @@ class DecoderProcess:
             raise EOFError
 
     def _exactly(self, n_bytes: int) -> bytes:
-        """In one call and without a copy: nobody else waits while many megabytes arrive."""
+        """Reads in one call and without a copy, so that other threads run while many megabytes arrive."""
         data = self._wire.recv(n_bytes, socket.MSG_WAITALL)
         if len(data) < n_bytes:
             raise EOFError
@@ -593,16 +595,16 @@ class DecoderProcess:
     # its end
 
     def kill(self, why: str) -> None:
-        """From any thread, at any time. Whoever waits for an answer finds out."""
+        """May be called from any thread at any time. A thread that waits for an answer gets an error."""
         with self._lock:
             self._why = self._why or why
             if self._process is not None:
                 self._process.kill()
-            with contextlib.suppress(OSError):  # it was buried already
+            with contextlib.suppress(OSError):  # it was reaped already
                 self._wire.shutdown(socket.SHUT_RDWR)
 
-    def bury(self) -> None:
-        """Kill it, wait for it, and close what is ours. Once."""
+    def reap(self) -> None:
+        """Kills it, waits for it, and closes our descriptors. Call once."""
         self.kill("it is not needed any more")
         self._end()
         if self._process is None:

@@ -1,24 +1,24 @@
-// Asking the server: the key, errors, and streams of events. Knows no elements.
+// Requests to the server: the key, errors, and event streams. Knows no elements.
 
 const KEY = "everwarm.key";
 
 export class Trouble extends Error {
   constructor(status, message, more = {}) {
     super(message);
-    this.status = status; // 0: nobody answered
+    this.status = status; // 0: no answer
     this.code = more.code ?? "";
     this.n_prompt = more.n_prompt_tokens;
     this.n_ctx = more.n_ctx;
   }
 }
 
-/** Tells of `locked` (a key is wanted), `lost` (nobody answers) and `found`. */
+/** Dispatches `locked` (a key is required), `lost` (the server does not answer) and `found`. */
 export const link = new EventTarget();
 
-const tell = (name) => link.dispatchEvent(new Event(name));
+const notify = (name) => link.dispatchEvent(new Event(name));
 
 export function setKey(key) {
-  try { sessionStorage.setItem(KEY, key); } catch { /* a browser that keeps nothing asks again */ }
+  try { sessionStorage.setItem(KEY, key); } catch { /* a browser without storage asks for the key again */ }
   kept = key;
 }
 
@@ -37,9 +37,9 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
     throw new Trouble(0, "the server cannot be reached");
   }
   if (answer.ok) return answer;
-  const said = await answer.json().catch(() => ({}));
-  if (answer.status === 401) tell("locked");
-  throw new Trouble(answer.status, said.error?.message ?? `the server answered ${answer.status}`, said.error);
+  const problem = await answer.json().catch(() => ({}));
+  if (answer.status === 401) notify("locked");
+  throw new Trouble(answer.status, problem.error?.message ?? `the server answered ${answer.status}`, problem.error);
 }
 
 export const json = async (path, options) => (await ask(path, options)).json();
@@ -49,14 +49,14 @@ let isWatching = false;
 async function watchForReturn() {
   if (isWatching) return;
   isWatching = true;
-  tell("lost");
+  notify("lost");
   for (let wait_ms = 500; ; wait_ms = Math.min(8000, wait_ms * 1.6)) {
     await pause(wait_ms);
     const answer = await fetch("/health", { cache: "no-store", credentials: "omit" }).catch(() => null);
     if (answer?.ok) break;
   }
   isWatching = false;
-  tell("found");
+  notify("found");
 }
 
 export const pause = (ms) => new Promise((done) => setTimeout(done, ms));

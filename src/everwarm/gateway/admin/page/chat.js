@@ -20,7 +20,7 @@ export class Chat {
     this.talk = this.talks[0] ?? newTalk();
     this.setup = loadSetup();
     this.model = null;
-    this.extra = {}; // more fields of requests, for whoever opens the console
+    this.extra = {}; // more fields of requests, for the browser's console
     this.writing = null; // {stop, message}
     this._frame = 0;
     this.list = h("ul", { class: "talk-list" });
@@ -62,7 +62,7 @@ export class Chat {
     storeTalks(this.talks);
   }
 
-  // saying and hearing
+  // sending and receiving
 
   send(text, pictures = []) {
     if (this.writing || (!text.trim() && !pictures.length)) return false;
@@ -103,7 +103,7 @@ export class Chat {
     this.writing?.stop.abort();
   }
 
-  // what can be done with a message
+  // actions on a message
 
   edit(message) {
     const area = h("textarea", { "aria-label": "Edit the message", value: message.content });

@@ -1,4 +1,4 @@
-// The page's colours for canvases, as they are now: light or dark. Asked again when that changes.
+// The page's current colours for canvases, light or dark. Read again when the theme changes.
 
 const NAMES = ["paper", "raised", "sunk", "ink", "muted", "line", "ember", "ember-soft", "amber", "cool"];
 

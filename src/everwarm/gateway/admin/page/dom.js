@@ -20,7 +20,7 @@ export function button(words, attributes, listener) {
   return h("button", { type: "button", ...attributes, on: { click: listener } }, words);
 }
 
-/** For people who hear the page. */
+/** Announces a text to screen readers. */
 export function say(words) {
   find("said").textContent = words;
 }

@@ -1,4 +1,4 @@
-// The stream of what happens. Open only while a view that shows it is open and the tab can be seen.
+// The stream of server events. Open only while a view that shows it is open and the tab is visible.
 
 import { ask, events, link, pause } from "./api.js";
 
@@ -8,8 +8,8 @@ export class Feed extends EventTarget {
     this.model = null;
     this.isWanted = false;
     this.overview = null;
-    this.role = ""; // of whoever's key this page has; empty: not known yet
-    this.requests = new Map(); // by id, in order of their beginning
+    this.role = ""; // the role of this page's key; empty: not known yet
+    this.requests = new Map(); // by id, in order of their start
     this._stop = null;
     this._wait = 500;
     document.addEventListener("visibilitychange", () => this._settle());
@@ -29,7 +29,7 @@ export class Feed extends EventTarget {
     this._settle();
   }
 
-  /** With another key other things may be seen. */
+  /** Reconnects with another key, which may see other things. */
   again() {
     this.role = "";
     this.overview = null;
@@ -59,7 +59,7 @@ export class Feed extends EventTarget {
       const answer = await ask(`/cache/events?model=${encodeURIComponent(this.model)}`, { signal: stop.signal });
       for await (const { event, data } of events(answer)) {
         this._wait = 500;
-        if (event) this._hear(event, data);
+        if (event) this._receive(event, data);
       }
     } catch (error) {
       if (error.name === "AbortError" || error.status === 401) return this._ended(stop);
@@ -77,16 +77,16 @@ export class Feed extends EventTarget {
   async _listRequests(signal) {
     const { requests } = await (await ask("/cache/requests?limit=200", { signal })).json();
     this.requests = new Map(requests.reverse().map((row) => [row.id, row]));
-    this._tell("requests", null);
+    this._notify("requests", null);
   }
 
-  _hear(event, data) {
+  _receive(event, data) {
     if (event === "hello" || event === "stats") this.overview = data;
     if (event === "hello") this.role = data.caller?.role ?? "";
     if (event === "tree" && this.overview) this.overview.version = data.version;
     if (event === "engine" && this.overview) Object.assign(this.overview.engine, data);
     if (event === "request") this._keep(data);
-    this._tell(event === "hello" ? "stats" : event, data);
+    this._notify(event === "hello" ? "stats" : event, data);
   }
 
   _keep(row) {
@@ -94,7 +94,7 @@ export class Feed extends EventTarget {
     if (this.requests.size > 512) this.requests.delete(this.requests.keys().next().value);
   }
 
-  _tell(name, detail) {
+  _notify(name, detail) {
     this.dispatchEvent(new CustomEvent(name, { detail }));
   }
 }

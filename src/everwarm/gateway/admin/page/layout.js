@@ -73,7 +73,7 @@ export function nearest(rows, row, x) {
   return all[Math.min(all.length - 1, first(all.length, (nth) => all[nth].to >= x))];
 }
 
-/** A node and all it stands on. */
+/** A node and all its ancestors. */
 export function lineage(place) {
   const found = [];
   for (let at = place; at; at = at.parent) found.push(at);

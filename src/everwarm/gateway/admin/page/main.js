@@ -52,7 +52,7 @@ function setBeside(isBeside) {
 
 // which model
 
-let asked = ""; // whether this model sees was asked; it is not asked of one that sleeps, which would wake it
+let checkedModel = ""; // the model whose vision support is known; one that is not loaded is not checked, because that would load it
 let sees = false;
 
 async function modelChanged() {
@@ -60,8 +60,8 @@ async function modelChanged() {
   feed.choose(model?.id ?? null);
   if (tree.data.model !== (model?.id ?? null)) tree.choose(model?.id ?? null);
   showEngine();
-  if (!model || model.status.value !== "loaded" || asked === model.id) return chat.setModel(model?.id ?? null, asked === model?.id && sees);
-  asked = model.id;
+  if (!model || model.status.value !== "loaded" || checkedModel === model.id) return chat.setModel(model?.id ?? null, checkedModel === model?.id && sees);
+  checkedModel = model.id;
   sees = false;
   chat.setModel(model.id, false);
   const props = await json(`/props?model=${encodeURIComponent(model.id)}`).catch(() => null);
@@ -83,18 +83,18 @@ function showEngine() {
 
 function showBanner(engine, model) {
   const banner = find("banner");
-  let said = "";
+  let text = "";
   let kind = "wait";
-  if (isLost) [said, kind] = ["The server cannot be reached. Trying again …", "bad"];
-  else if (engine?.state === "restarting" || engine?.state === "starting") said = "The engine is being started again. What was read is still known.";
+  if (isLost) [text, kind] = ["The server cannot be reached. Trying again …", "bad"];
+  else if (engine?.state === "restarting" || engine?.state === "starting") text = "The engine is being started again. What was read is still known.";
   else if (engine?.state === "unhealthy") {
     const next = engine.retry_at ? ` It is tried again at ${new Date(1000 * engine.retry_at).toLocaleTimeString()}.` : "";
-    [said, kind] = [`The engine is down: ${engine.reason ?? "the server's log says why"}.${next}`, "bad"];
+    [text, kind] = [`The engine is down: ${engine.reason ?? "the server's log says why"}.${next}`, "bad"];
   }
-  else if (model?.status.failed) [said, kind] = [`${model.id} could not be loaded: ${model.status.reason ?? "no reason given"}`, "bad"];
-  if (banner.textContent !== said) banner.textContent = said;
+  else if (model?.status.failed) [text, kind] = [`${model.id} could not be loaded: ${model.status.reason ?? "no reason given"}`, "bad"];
+  if (banner.textContent !== text) banner.textContent = text;
   banner.dataset.kind = kind;
-  banner.hidden = !said;
+  banner.hidden = !text;
 }
 
 // keys, colours, shortcuts
@@ -172,4 +172,4 @@ go();
 models.refresh();
 chat.composer.focus();
 
-window.everwarm = { tree, chat, feed }; // for whoever opens the console
+window.everwarm = { tree, chat, feed }; // for the browser's console

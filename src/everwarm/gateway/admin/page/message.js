@@ -1,4 +1,4 @@
-// One message as elements: what was said, thought and called, its branches, what can be done with it, and what it cost.
+// One message as elements: its text, thinking and tool calls, its branches, its actions, and its cost.
 
 import { button, h } from "./dom.js";
 import { markdown } from "./markdown.js";
@@ -13,7 +13,7 @@ export function messageElement(talk, message, acts, isBusy) {
   return element;
 }
 
-/** Only what changes while a reply is written. */
+/** Updates only what changes while a reply is written. */
 export function refresh(element, message) {
   const isOpen = element.querySelector(".thinking")?.open;
   const fresh = body(message);

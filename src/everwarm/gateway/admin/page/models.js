@@ -1,4 +1,4 @@
-// The models: which there are, which are in memory, loading and unloading them.
+// The list of models with their state, and buttons to load and unload them.
 
 import { json, link } from "./api.js";
 import { button, find, h, say } from "./dom.js";
@@ -49,7 +49,7 @@ export class Models extends EventTarget {
     if ((isMoving || this._isExpecting()) && !document.hidden) this._again = setTimeout(() => this.refresh(), KEEP_LOOKING_MS);
   }
 
-  /** For a moment after an order, until it can be seen. */
+  /** For a few seconds after an order, until its effect is visible. */
   _isExpecting() {
     return performance.now() < (this._expectingUntil ?? 0);
   }
@@ -100,15 +100,15 @@ export class Models extends EventTarget {
   }
 }
 
-/** The one to begin with: loaded, or at least not broken. */
+/** The default model: a loaded one, or else one that has not failed. */
 function usual(models) {
   return models.find((each) => each.status.value === "loaded") ?? models.find((each) => !each.status.failed) ?? models[0];
 }
 
 function about(model) {
-  const said = [];
-  if (model.meta) said.push(`${(model.meta.n_params / 1e6).toFixed(1)} M parameters`, bytes(model.meta.size));
-  if (model.max_input_tokens) said.push(`${count(model.max_input_tokens)} tokens of context`);
-  if (model.n_running || model.n_waiting) said.push(`${model.n_running} running, ${model.n_waiting} waiting`);
-  return said.join(" · ") || "asleep: loaded when it is asked for";
+  const facts = [];
+  if (model.meta) facts.push(`${(model.meta.n_params / 1e6).toFixed(1)} M parameters`, bytes(model.meta.size));
+  if (model.max_input_tokens) facts.push(`${count(model.max_input_tokens)} tokens of context`);
+  if (model.n_running || model.n_waiting) facts.push(`${model.n_running} running, ${model.n_waiting} waiting`);
+  return facts.join(" · ") || "asleep: loaded on demand";
 }

@@ -1,4 +1,4 @@
-// What chat and requests both show: the bar of reused and read, the timeline, and the reason in words.
+// Elements of both the chat and the request list: the bar of reused and read tokens, the timeline, and the reason.
 
 import { h } from "./dom.js";
 import { count, duration, explained } from "./words.js";
@@ -22,9 +22,9 @@ export function timeline(phases) {
       spent.map((phase) => h("span", { class: `chip phase-key phase-${phase.name}` }, `${PHASES[phase.name] ?? phase.name} ${duration(phase.ms)}`))));
 }
 
-/** Why it was read, and the words on both sides of the difference where the request asked for them. */
+/** Why the prompt was read, and the text on both sides of the first difference if the request enabled that. */
 export function whyCard(cache, n_cached, n_read, phases) {
-  const card = h("div", { class: "why" }, explained(cache, n_cached, n_read).map((said) => h("p", {}, said)));
+  const card = h("div", { class: "why" }, explained(cache, n_cached, n_read).map((text) => h("p", {}, text)));
   const diverged = cache?.diverged;
   if (diverged && (diverged.known || diverged.given)) {
     card.append(h("div", { class: "words", role: "group", "aria-label": "The first difference" },

@@ -1,4 +1,4 @@
-// One reply as it comes over the wire, written into a message. Knows no elements.
+// Streams one reply into a message. Knows no elements.
 
 import { Trouble, ask, events } from "./api.js";
 
@@ -12,7 +12,7 @@ export async function reply(body, message, signal, changed) {
     for await (const { event, data } of events(answer)) {
       if (event === "") message.note = data.startsWith("loading") ? data : "waiting";
       else if (data?.error) throw new Trouble(data.error.status ?? 500, data.error.message, data.error);
-      else if (data) hear(message, data, began);
+      else if (data) receive(message, data, began);
       changed();
     }
   } catch (error) {
@@ -25,7 +25,7 @@ export async function reply(body, message, signal, changed) {
   }
 }
 
-function hear(message, chunk, began) {
+function receive(message, chunk, began) {
   const progress = chunk.prompt_progress;
   if (progress) message.progress = { cached: progress.cache, read: progress.processed - progress.cache, total: progress.total };
   if (chunk.timings) message.timings = chunk.timings;
@@ -36,11 +36,11 @@ function hear(message, chunk, began) {
   if (content || thought || calls) message.first_ms ??= performance.now() - began;
   if (content) message.content += content;
   if (thought) message.thinking = (message.thinking ?? "") + thought;
-  for (const call of calls ?? []) hearCall((message.calls ??= []), call);
+  for (const call of calls ?? []) receiveCall((message.calls ??= []), call);
   if (choice.finish_reason) message.finish = choice.finish_reason;
 }
 
-function hearCall(calls, delta) {
+function receiveCall(calls, delta) {
   const call = (calls[delta.index ?? calls.length] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
   if (delta.id) call.id = delta.id;
   if (delta.function?.name) call.function.name = delta.function.name;

@@ -1,4 +1,4 @@
-// A conversation with branches: messages form a tree, and of each one's children one is chosen. Pure but for the ids.
+// A conversation with branches: messages form a tree, and one child of each message is chosen. Pure except for the ids.
 
 let n = 0;
 export const newId = () => `${Date.now().toString(36)}-${(n++).toString(36)}-${Math.floor(Math.random() * 1e6).toString(36)}`;
@@ -43,12 +43,12 @@ export function choose(talk, message) {
 
 export const lastOf = (talk) => path(talk).at(-1) ?? null;
 
-/** The messages up to one of them, as the API wants them. */
+/** The messages up to `leaf`, in the format of the API. */
 export function toSend(talk, leaf, system) {
   const lineage = [];
   for (let at = leaf; at; at = talk.messages[at]?.parent) if (talk.messages[at]) lineage.unshift(talk.messages[at]);
-  const said = lineage.filter((each) => !each.error || each.content).map(wire);
-  return system.trim() ? [{ role: "system", content: system }, ...said] : said;
+  const messages = lineage.filter((each) => !each.error || each.content).map(wire);
+  return system.trim() ? [{ role: "system", content: system }, ...messages] : messages;
 }
 
 function wire(message) {

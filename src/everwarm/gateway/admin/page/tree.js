@@ -73,7 +73,7 @@ export class Tree {
     else this.data.stop();
   }
 
-  /** Nothing is asked of a model that does not run. */
+  /** Sends no requests for a model that does not run. */
   _refresh() {
     if (!this.isShown || document.hidden || !this.feed.overview) return;
     if (this.feed.overview.version === null) this._changed(layout([]), null);

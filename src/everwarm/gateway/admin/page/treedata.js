@@ -1,4 +1,4 @@
-// The prefix tree of a model, page by page. Asked again when it changed, but seldom enough to cost the server next to nothing.
+// The prefix tree of a model, page by page. Read again when it changes, but rarely enough to cost the server almost nothing.
 
 import { json, pause } from "./api.js";
 import { layout } from "./layout.js";
@@ -29,7 +29,7 @@ export class TreeData {
     this._stop = null;
   }
 
-  /** Soon: at once, or when the last reading is long enough ago. */
+  /** Reads the tree at once, or when the last reading is long enough ago. */
   async refresh() {
     this._isStale = true;
     if (this._stop || this.model === null) return;
@@ -68,7 +68,7 @@ export class TreeData {
           after = `&after=${encodeURIComponent(page.next)}`;
         }
       } catch (error) {
-        if (error.status !== 409) throw error; // 409: it changed under our feet
+        if (error.status !== 409) throw error; // 409: the tree changed meanwhile
       }
     }
     return [];

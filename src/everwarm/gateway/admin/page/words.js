@@ -59,15 +59,15 @@ const sentence = (code, cache) => (SENTENCES[code] ?? (() => `The server says: $
 /** Why a prompt was read, as sentences; `cache` is `timings.cache`. */
 export function explained(cache, n_cached, n_read) {
   if (!cache) return [];
-  const said = [sentence(cache.reason, cache)];
-  if (cache.again && cache.again !== cache.reason) said.push(`Some of what was known was read again. ${sentence(cache.again, cache)}`);
-  if (cache.restored) said.push(`It started from the state at token ${count(cache.restored.n_tokens)} (${cache.restored.kind}, ${cache.restored.how}).`);
+  const sentences = [sentence(cache.reason, cache)];
+  if (cache.again && cache.again !== cache.reason) sentences.push(`Some of what was known was read again. ${sentence(cache.again, cache)}`);
+  if (cache.restored) sentences.push(`It started from the state at token ${count(cache.restored.n_tokens)} (${cache.restored.kind}, ${cache.restored.how}).`);
   const avoidable = Math.max(0, cache.n_shared - n_cached);
-  if (n_read) said.push(`Of ${count(n_cached + n_read)} tokens ${count(cache.n_shared)} were known, ${count(n_cached)} reused, ${count(avoidable)} read again.`);
-  return said;
+  if (n_read) sentences.push(`Of ${count(n_cached + n_read)} tokens ${count(cache.n_shared)} were known, ${count(n_cached)} reused, ${count(avoidable)} read again.`);
+  return sentences;
 }
 
-/** What to say of an error that the server answered with, or that kept it from answering. */
+/** The message for an error of the server or of the connection. */
 export function trouble(error) {
   if (error.status === 0) return "The server cannot be reached.";
   if (error.status === 401) return "The server wants a key.";
