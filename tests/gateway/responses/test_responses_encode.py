@@ -59,7 +59,7 @@ def encoded(pieces: list[Piece], finish: str = "stop", **body: Any) -> list[dict
 
 
 def output(events: list[dict[str, Any]]) -> list[Any]:
-    """What was answered; it must be what the items' own events events."""
+    """What was answered; it must match the events of the items."""
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]

@@ -212,9 +212,7 @@ class Quote:
     offsets: list[int]  # where its pieces begin
     places: list[int]  # where these are in the whole text
     end: int  # of the last message, in the whole text
-    bridges: frozenset[
-        int
-    ]  # pieces before which something was left out; the first one is what comes before all messages
+    bridges: frozenset[int]  # pieces before which something was left out; 0 precedes all messages
 
     @classmethod
     def of(cls, layout: Layout, messages: Sequence[Message]) -> Quote | None:

@@ -120,7 +120,7 @@ class OllamaChat(OllamaBody, frozen=True, kw_only=True):
 
 
 class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
-    """One prompt. With ``raw`` it is what the model reads, without a template."""
+    """One prompt. With ``raw`` the model reads it without a template."""
 
     prompt: str | None = None
     system: str | None = None

@@ -1,7 +1,7 @@
 """A reply split into thinking and answer while it streams.
 
 A model thinks at the beginning of its reply, between two tags; the template may already have opened the first one in the
-prompt. Whatever comes after the closing tag is text, also if it looks like a tag. Whitespace around the tags belongs to
+prompt. Everything after the closing tag is text, also if it looks like a tag. Whitespace around the tags belongs to
 neither side. Pure: knows text; knows no tokens, no tool calls and no JSON.
 """
 

@@ -414,7 +414,7 @@ def _assistant(messages: list[Json], is_over: Callable[[Json], bool]) -> Json:
 
 
 def _content(content: str | list[Json]) -> str | list[Json]:
-    """One text where there is only text."""
+    """One text if all parts are text."""
     if isinstance(content, str):
         return content
     parts = [_part(part) for part in content]

@@ -65,7 +65,7 @@ class RequestPreparer:
         self._images = images
         self._bodies = bodies
         self._metrics = metrics
-        self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # random, so that no text contains it
+        self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
         self._models: dict[str, tuple[str, ChatModel]] = {}  # by id, each with the text of its template
 
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
