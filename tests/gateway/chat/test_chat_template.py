@@ -98,8 +98,8 @@ def test_what_a_template_raises_is_the_callers_mistake_in_its_own_words():
         render("{{ raise_exception('roles must alternate') }}")
 
 
-def test_a_template_that_cannot_be_read_is_said_so():
-    with pytest.raises(BadRequest, match="cannot be read"):
+def test_a_template_that_cannot_be_parsed_is_refused():
+    with pytest.raises(BadRequest, match="cannot be parsed"):
         ChatTemplate("{% if %}")
 
 

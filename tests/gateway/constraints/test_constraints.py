@@ -225,7 +225,7 @@ def test_what_cannot_be_meant_is_refused_with_words(body: dict[str, Any], words:
 
 
 def test_a_template_without_calls_cannot_be_forced_to_one() -> None:
-    with pytest.raises(BadRequest, match="teaches no format"):
+    with pytest.raises(BadRequest, match="no known tool call format"):
         chat_constraint(ChatBody(messages=ASK, tools=TOOLS, tool_choice="required"), ModelSyntax("{{ messages }}"), "")
 
 

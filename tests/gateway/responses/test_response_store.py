@@ -1,4 +1,4 @@
-"""What can be gone on from: per namespace, bounded, and there whole or not at all."""
+"""Stored responses that a request can continue: per namespace, bounded, and complete or absent."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_conversation_that_is_too_much_to_read_is_refused(monkeypatch: pytest.
         for i in range(6):
             store.keep("n", kept(f"r{i}", f"r{i - 1}" if i else None, "x" * 1000))
         assert chain(store, "r3") == ["r0", "r1", "r2", "r3"]
-        with pytest.raises(BadRequest, match="at most 5,000 can be gone on from"):
+        with pytest.raises(BadRequest, match="at most 5,000 can be continued"):
             store.chain("n", "r5")
 
 

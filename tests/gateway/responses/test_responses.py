@@ -210,7 +210,7 @@ def test_instructions_hold_for_one_response_only(client):
 def test_what_is_not_stored_cannot_be_gone_on_from(client):
     unkept = ask(client, "Hello.", store=False)
     for id in (unkept.id, "resp_0", "resp_" + "0" * 24):
-        with pytest.raises(openai.NotFoundError, match="not kept here"):
+        with pytest.raises(openai.NotFoundError, match="not stored here"):
             ask(client, "Hello.", previous_response_id=id)
 
 

@@ -42,23 +42,27 @@ TOOLS: Any = [
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def told(events: list[Piece], finish: str = "stop", **body: Any) -> list[dict[str, Any]]:
+def encoded(pieces: list[Piece], finish: str = "stop", **body: Any) -> list[dict[str, Any]]:
     wish = msgspec.convert({"input": "a", "tools": TOOLS, **body}, ResponsesBody)
     tools = offered(TOOLS)
-    teller = ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, tools), tools)
-    said = [*teller.begin(), *(event for heard in events for event in teller.say(heard)), *teller.end(DONE, finish)]
-    assert [event["sequence_number"] for event in said] == list(range(len(said)))
-    for event in said:
+    encoder = ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, tools), tools)
+    events = [
+        *encoder.begin(),
+        *(event for piece in pieces for event in encoder.encode(piece)),
+        *encoder.end(DONE, finish),
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
         EVENTS.validate_python(event, strict=False)
-    Response.model_validate(said[-1]["response"])
-    return said
+    Response.model_validate(events[-1]["response"])
+    return events
 
 
-def output(said: list[dict[str, Any]]) -> list[Any]:
-    """What was answered; it must be what the items' own events said."""
-    done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
-    assert done == said[-1]["response"]["output"]
-    added = [event["item"] for event in said if event["type"] == "response.output_item.added"]
+def output(events: list[dict[str, Any]]) -> list[Any]:
+    """What was answered; it must match the events of the items."""
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [item["id"] for item in added] == [item["id"] for item in done]
     assert len({item["id"] for item in done}) == len(done)
     return done
@@ -71,7 +75,7 @@ def call(name: str, arguments: str, *, complete: bool = True) -> list[Piece]:
 
 def test_calls_are_named_as_the_client_named_its_tools():
     def said(name: str, arguments: str) -> Any:
-        (item,) = output(told(call(name, arguments)))
+        (item,) = output(encoded(call(name, arguments)))
         return [item["type"], item["name"], item.get("namespace"), item.get("arguments"), item.get("input")]
 
     assert said("f", '{"a": 1}') == ["function_call", "f", None, '{"a": 1}', None]
@@ -83,27 +87,27 @@ def test_calls_are_named_as_the_client_named_its_tools():
 
 
 def test_spaces_around_calls_are_no_message():
-    said = told([Reasoning("hm"), Text("\n"), *call("f", "{}"), Text("\n"), *call("f", "{}"), Text(" \n")])
+    said = encoded([Reasoning("hm"), Text("\n"), *call("f", "{}"), Text("\n"), *call("f", "{}"), Text(" \n")])
     assert [item["type"] for item in output(said)] == ["reasoning", "function_call", "function_call"]
-    said = told([Text(" "), Text("Yes. "), *call("f", "{}"), Text("\n"), Text("So.")])
+    said = encoded([Text(" "), Text("Yes. "), *call("f", "{}"), Text("\n"), Text("So.")])
     assert [item["type"] for item in output(said)] == ["message", "function_call", "message"]
     assert [item["content"][0]["text"] for item in output(said)[::2]] == [" Yes. ", "\nSo."]
 
 
 def test_what_breaks_off_is_incomplete():
-    said = told([Reasoning("hm"), Text("Ye")], "length")
+    said = encoded([Reasoning("hm"), Text("Ye")], "length")
     assert [item["status"] for item in output(said)] == ["completed", "incomplete"]
     assert said[-1]["type"] == "response.incomplete" and said[-1]["response"]["status"] == "incomplete"
-    (item,) = output(told(call("f", '{"a": ', complete=False), "length"))
+    (item,) = output(encoded(call("f", '{"a": ', complete=False), "length"))
     assert item["status"] == "incomplete" and item["arguments"] == '{"a": '
 
 
 def test_thinking_comes_as_content_or_as_summary():
     heard: list[Piece] = [Reasoning("a"), Reasoning("b"), Text("c")]
-    plain, summed = output(told(heard))[0], output(told(heard, reasoning={"summary": "auto"}))[0]
+    plain, summed = output(encoded(heard))[0], output(encoded(heard, reasoning={"summary": "auto"}))[0]
     assert (plain["content"][0]["text"], plain["summary"], "encrypted_content" in plain) == ("ab", [], False)
     assert (summed["summary"][0]["text"], summed["content"]) == ("ab", [])
-    both = output(told(heard, include=["reasoning.encrypted_content"]))[0]
+    both = output(encoded(heard, include=["reasoning.encrypted_content"]))[0]
     assert unsealed(both["encrypted_content"]) == "ab"
 
 
@@ -118,8 +122,8 @@ def test_thinking_comes_as_content_or_as_summary():
 )
 def test_a_failure_is_an_event_with_a_code_clients_know(error, code):
     wish = msgspec.convert({"input": "a"}, ResponsesBody)
-    teller = ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, offered(None)), offered(None))
-    events = teller.fail(error)
+    encoder = ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, offered(None)), offered(None))
+    events = encoder.fail(error)
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     assert events[-1]["response"]["error"] == {"code": code, "message": str(error)}
 

@@ -17,13 +17,13 @@ from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
-SIGNATURE = "everwarm"  # thinking comes back with it; nobody checks it
+SIGNATURE = "everwarm"  # clients send it back with the thinking; it is not checked
 PING: Json = {"type": "ping"}
 
 
 @dataclass(frozen=True, slots=True)
 class MessageHeader:
-    """What is known of a reply before it begins. ``marks_cache``: the client said what is to be kept."""
+    """What is known of a reply before it begins. ``marks_cache``: the client set ``cache_control``."""
 
     id: str
     model: str
@@ -34,8 +34,8 @@ class MessageHeader:
         return {**start, "stop_reason": None, "stop_sequence": None, "usage": usage, **more}
 
     def usage(self, n_prompt: int, n_cached: int, n_stable: int, n_reply: int) -> Json:
-        """The three kinds of input sum up to the prompt. What was read anew counts as written to the cache up to the stable
-        point, and only for clients that said they want one."""
+        """The three kinds of input tokens sum to the prompt. Tokens that were read count as cache writes up to the stable
+        point, and only for clients that set ``cache_control``."""
         n_created = max(0, min(n_stable, n_prompt) - n_cached) if self.marks_cache else 0
         return {
             "input_tokens": n_prompt - n_cached - n_created,
@@ -48,7 +48,7 @@ class MessageHeader:
 def whole(header: MessageHeader, choice: Choice) -> Json:
     """A complete reply, with the same blocks in the same order as its stream."""
     done, begun = choice.done, choice.begun
-    assert begun is not None, "a reply ends that never began"
+    assert begun is not None, "a reply ended that never began"
     usage = header.usage(done.n_prompt, done.n_cached, begun.n_stable, done.n_reply)
     return header.message(usage, content=_content(choice.pieces), **_end(done, choice.finish, broke_off=False))
 
@@ -78,7 +78,7 @@ def _settled_block(block: Json) -> Json:
 
 
 def _whole_number(digits: str) -> int | float:
-    """Models write numbers of any length; on the wire there are 64 bits."""
+    """Models write integers of any length; one that needs more than 64 bits becomes a float."""
     number = int(digits) if len(digits) <= 20 else 1 << 64
     return number if -(1 << 63) <= number < 1 << 64 else float(digits)
 
@@ -93,23 +93,23 @@ class AnthropicEncoder(Dialect):
         self._n_stable = 0
         self._index = -1
         self._open: str | None = None
-        self._blank = ""  # held back: a block of nothing but whitespace is none
+        self._blank = ""  # held back: a block of only whitespace is left out
         self._broke_off = False
         self.has_begun = False
 
-    def loading(self, model: str, fraction: float) -> list[bytes]:  # noqa: ARG002 - a ping says nothing
+    def loading(self, model: str, fraction: float) -> list[bytes]:  # noqa: ARG002 - a ping has no fields
         return [self.keep_alive]
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
-        told = [self.events_of(piece) for piece in event.pieces]
+        groups = [self.events_of(piece) for piece in event.pieces]
         match event.message:
             case m.Begun() as begun:
-                told.append(self.begun(begun))
+                groups.append(self.begun(begun))
             case m.PromptRead():
-                told.append([PING])
+                groups.append([PING])
             case m.Done() as done:
-                told.append(self.ended(done, event.finish))
-        return [b"".join(sse_named(each["type"], each) for each in events) for events in told if events]
+                groups.append(self.ended(done, event.finish))
+        return [b"".join(sse_named(each["type"], each) for each in events) for events in groups if events]
 
     def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - the body is the event
         return sse_named("error", body)
@@ -170,7 +170,7 @@ class AnthropicEncoder(Dialect):
 
 
 def _end(done: m.Done, finish: str, *, broke_off: bool) -> Json:
-    """Why it ended. Half a call that was streamed already must not pass for a whole one: the reply counts as cut off."""
+    """Why the reply ended. If an incomplete call was streamed, the reply counts as cut off: no client may run it."""
     if finish == "length" or broke_off:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if finish == "tool_calls":

@@ -1,4 +1,4 @@
-"""Anthropic's routes: messages, and how many tokens they would be."""
+"""Anthropic's routes: messages, and counting their tokens."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from everwarm.gateway.openai.schema import MAX_MESSAGES, Count, Name, Probabilit
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    cache_control: Any = None  # where the client hopes for a cache; never seen by a template
+    cache_control: Any = None  # a breakpoint of the client; never seen by a template
 
 
 class TextBlock(Block, frozen=True, tag="text"):
@@ -63,7 +63,7 @@ class ThinkingBlock(Block, frozen=True, tag="thinking"):
 
 
 class RedactedThinkingBlock(Block, frozen=True, tag="redacted_thinking"):
-    """Thinking of another server, in cipher: nothing to read."""
+    """Encrypted thinking of another server; it is ignored."""
 
 
 Shown = TextBlock | ImageBlock | DocumentBlock
@@ -100,7 +100,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a prompt. The last two are Everwarm's own."""
+    """The fields that a prompt depends on. The last two are Everwarm's own."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
@@ -114,7 +114,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def marks_cache(self) -> bool:
-        """Whether the client said anywhere what is to be kept."""
+        """Whether the client set ``cache_control`` anywhere."""
         blocks = [self, *(self.tools or ()), *blocks_of(self.system)]
         for turn in self.messages:
             for block in blocks_of(turn.content):
@@ -123,7 +123,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
-    """``max_tokens`` may be 0: the prompt is read and nothing is said."""
+    """``max_tokens`` may be 0: the prompt is read and nothing is generated."""
 
     max_tokens: Count
     output_config: dict[str, Any] | None = None
@@ -145,8 +145,8 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
         return read(data, kind)
     except BadRequest as error:
         if "Invalid value '" in str(error) and str(error).endswith(".type`"):
-            told = "text, image, document (text), tool_use, tool_result and thinking can be used here"
-            raise BadRequest(f"{error}: of blocks, {told}") from None
+            supported = "text, image, document (text), tool_use, tool_result and thinking"
+            raise BadRequest(f"{error}: the supported blocks are {supported}") from None
         raise
 
 

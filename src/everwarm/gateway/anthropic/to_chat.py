@@ -1,7 +1,7 @@
 """Anthropic's conversation as a chat body.
 
-What has no counterpart is said in words the model can read, or refused: what a model would never see must not pass for
-seen. Pure: knows no HTTP and no engine.
+A block without a counterpart becomes text that the model can read, or is refused: content that the model never sees must
+not be accepted silently. Pure: knows no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from everwarm.gateway.openai.schema import ChatBody
 from everwarm.types import Json
 
 REMINDER = "<system-reminder>"
-HARMLESS_TOOLS = "tool_search_tool_"  # they find tools that were held back; here none are
+HARMLESS_TOOLS = "tool_search_tool_"  # they find tools that were deferred; Everwarm defers none
 
 
 def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
-    """The same conversation in the words of a chat body."""
+    """The same conversation as a chat body."""
     tools = _tools(body.tools or ())
-    asked: Json = {}
+    options: Json = {}
     if isinstance(body, MessagesBody):
-        asked = {
+        options = {
             "max_tokens": body.max_tokens,
             "stream": body.stream,
             "stop": body.stop_sequences,
@@ -69,12 +69,12 @@ def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
         chat_template_kwargs={"enable_thinking": thinks, **(body.chat_template_kwargs or {})},
         cache_salt=body.cache_salt,
         prompt_cache_key=session[:512] if session else None,
-        **asked,
+        **options,
     )
 
 
 def _response_format(config: Json) -> Json | None:
-    """What a reply must look like, in OpenAI's words."""
+    """What a reply must look like, as OpenAI's ``response_format``."""
     format = config.get("format")
     if not isinstance(format, dict) or format.get("type") != "json_schema":
         return None
@@ -91,7 +91,7 @@ def _tools(tools: Sequence[AnthropicTool]) -> list[Json]:
 def _tool(tool: AnthropicTool) -> Json:
     if tool.input_schema is None or not tool.name:
         what = f"type {tool.type[:60]!r}" if tool.type and tool.type != "custom" else f"name {tool.name[:60]!r}"
-        raise BadRequest(f"the tool of {what} cannot be used here: give tools a name and an input_schema")
+        raise BadRequest(f"the tool of {what} is not supported: give tools a name and an input_schema")
     function: Json = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -116,7 +116,7 @@ def _tool_choice(choice: ToolChoice | None, tools: Sequence[Json]) -> Any:
 
 @dataclass(slots=True)
 class _ChatMessage:
-    """A message of the chat while it is put together; neighbours of one role are one message."""
+    """A chat message under construction; consecutive messages of one role are merged."""
 
     role: str
     blocks: list[Shown] = field(default_factory=list)
@@ -147,7 +147,7 @@ def chat_messages(body: CountBody) -> list[Json]:
             case "system":
                 _remind(chat, [TextBlock(text=_wrapped(block.text)) for block in _text_only(turn)])
     if not chat or chat[-1].role in ("system", "assistant"):
-        raise BadRequest("the conversation must end with a message of the user; replies cannot be begun for the model")
+        raise BadRequest("the conversation must end with a user message; prefilling the reply is not supported")
     return [each.message() for each in chat]
 
 
@@ -170,8 +170,8 @@ def _assistant(chat: list[_ChatMessage], turn: AnthropicMessage) -> None:
 
 
 def _user(chat: list[_ChatMessage], turn: AnthropicMessage) -> None:
-    """Results of tools first, then what the user said. A reminder beside results stays with them: as a message of its own
-    it would open a new turn, and many templates drop the thinking of the turns before."""
+    """Tool results first, then the user's content. A reminder beside results stays with them: as a message of its own it
+    would open a new turn, and many templates drop the thinking of the turns before."""
     blocks = blocks_of(turn.content)
     shown: list[Shown] = []
     for block in blocks:
@@ -191,7 +191,7 @@ def _user(chat: list[_ChatMessage], turn: AnthropicMessage) -> None:
 
 
 def _remind(chat: list[_ChatMessage], blocks: Sequence[Shown]) -> None:
-    """Said by the client in passing, to whatever was said last."""
+    """Appends reminders of the client to the last user or tool message."""
     if blocks:
         now = chat[-1] if chat and chat[-1].role in ("user", "tool") else _last(chat, "user")
         now.blocks.extend(blocks)
@@ -204,7 +204,7 @@ def _last(chat: list[_ChatMessage], role: str) -> _ChatMessage:
 
 
 def _result(block: ToolResultBlock) -> list[Shown]:
-    """A mark on the whole result is one on its last block; that it is an error is said in words."""
+    """The blocks of a tool result. Its ``cache_control`` moves to its last block; an error is marked by a text block."""
     blocks: list[Shown] = [*blocks_of(block.content)]
     if block.is_error:
         blocks = [TextBlock(text="Error:"), *blocks]
@@ -231,14 +231,14 @@ def _wrapped(text: str) -> str:
 
 def _misplaced(block: AnyBlock, who: str) -> BadRequest:
     kind = type(block).__struct_config__.tag
-    return BadRequest(f"a block of type {kind!r} cannot be said by {who}")
+    return BadRequest(f"a block of type {kind!r} cannot be in a message of {who}")
 
 
 # content
 
 
 def _content(blocks: Sequence[Shown], *, separated: bool) -> str | list[Json]:
-    """One text where that says it all, else parts. Blocks of text are told apart by a line end where they have none."""
+    """One text if all blocks are plain text, else parts. Text blocks are separated by a line end where they have none."""
     parts = [_part(block) for block in blocks]
     if separated:
         for part, following in itertools.pairwise(parts):

@@ -1,8 +1,8 @@
-"""Volatile noise in system text: lines that clients put there for somebody else and that differ from request to request.
+"""Volatile noise in system text: lines that clients put there for other servers and that differ from request to request.
 
-One such line at the very beginning makes every prompt a new one. What is known to be noise, by an anchored pattern with a
-name, is left out: whole lines at the head of a system text or of one of its parts. Pure: never looks at what users, tools
-or models said, and changes no other byte.
+One such line at the beginning makes every prompt a new one. Known noise, matched by an anchored pattern with a name, is
+removed: whole lines at the head of a system text or of one of its parts. Pure: never looks at messages of users, tools or
+models, and changes no other byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """Messages without noise, and the name of the rule for each line that went."""
+    """Messages without noise, and the name of the rule for each removed line."""
 
     messages: list[Json]
     removed: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ def canonical(messages: Sequence[Json]) -> Canonical:
 
 
 def without_noise(text: str) -> tuple[str, list[str]]:
-    """The text from its first line on that is no noise, and the rules that took the lines before it."""
+    """The text from its first line that is no noise, and the rules that removed the lines before it."""
     names, at = [], 0
     while at < len(text):
         end = text.find("\n", at)
@@ -65,7 +65,7 @@ def without_noise(text: str) -> tuple[str, list[str]]:
 
 
 def _cleaned(message: Json) -> tuple[Json | None, list[str]]:
-    """None where nothing but noise was in it."""
+    """None if it was only noise."""
     content = message.get("content")
     if isinstance(content, str):
         text, names = without_noise(content)

@@ -1,10 +1,10 @@
-"""Chat messages to prompt text with a model's own template, and where that text should be cut.
+"""Renders chat messages to prompt text with a model's own template, and finds where that text should be cut.
 
-Hints are a function of the template, what it is given and, where it shows the time, the time. Knows text; knows no tokens.
+Hints are a function of the template, its arguments and, if the template uses it, the time. Knows text; knows no tokens.
 
-Clients say ``developer`` for ``system`` and send several such messages, also in the middle of a conversation. Most
-templates take one, at the beginning; some drop the others silently, some refuse them. What a template would not show
-is moved to where it does show it: to the beginning together with the first one, later on into the user's message.
+Clients also use ``developer`` for ``system`` and send several such messages, also in the middle of a conversation. Most
+templates take one, at the beginning; some drop the others silently, some refuse them. A system message that a template
+would not show is moved: at the beginning it is merged with the first one, later on it becomes a user message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from everwarm.types import Json
 
 Tools = Sequence[Mapping[str, Any]]
 
-_N_ENDS = 4  # messages whose ends are searched for where a template does not say where they are
+_N_ENDS = 4  # messages whose ends are searched for if the layout does not give them
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The text for these messages; what the template raises is the caller's mistake."""
+        """The text for these messages; what the template raises becomes ``BadRequest``."""
         given = Given(tools_without_breakpoints(tools), kwargs)
         wanted = self._template.adapted(list(map(without_breakpoints, messages)))
         return self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt).text
@@ -97,10 +97,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,  # noqa: ARG002 - the same options as for the prompt itself
         **kwargs: Any,
     ) -> str | None:
-        """The text that the next request is sure to begin with, once this message was given as the reply.
+        """The text that the next request is sure to begin with, after this reply.
 
         It holds whether the client sends thinking back or leaves it out, for any next question, and after tool calls for
-        any results of theirs, which nothing else may follow. None: the template does not say.
+        any results, as long as only results follow. None: the template refuses such messages, or nothing is shared.
         """
         given = Given(tools_without_breakpoints(tools), kwargs)
         plain = list(map(without_breakpoints, messages))
@@ -117,7 +117,7 @@ class ChatTemplate:
             return None
 
     def _ends(self, layout: Layout, messages: Sequence[Message], given: Given) -> tuple[int, ...]:
-        """Where messages end. A template that does not say is asked for the conversation up to the last ones."""
+        """Where messages end. If the layout does not give the ends, prefixes of the conversation are rendered."""
         if layout.end is not None:
             return tuple(sorted({at for at in (*(start for _, start in layout.starts), layout.end) if at > 0}))
         found = set()
@@ -153,7 +153,7 @@ def _instructs(message: Json) -> bool:
 
 
 def _joined(contents: Sequence[Any]) -> str | list[Any]:
-    """One content of several; texts stay apart by an empty line."""
+    """Several contents as one; an empty line separates texts."""
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(contents)
     parts: list[Any] = []

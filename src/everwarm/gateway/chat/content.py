@@ -1,6 +1,6 @@
 """Message content in the forms that clients send and templates take, and the breakpoints that clients set in it.
 
-Pure: nothing given is changed. Knows no templates.
+Pure: changes no argument. Knows no templates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def text_as_parts(message: Message, text: str) -> Message:
 
 
 def with_objects(message: Message, calls: Sequence[Any]) -> Message:
-    """With the arguments of its calls as objects; what is no JSON stays as it is."""
+    """The message with the arguments of its calls as objects; arguments that are no JSON stay text."""
     return {**message, "tool_calls": [_with_object(call) for call in calls]}
 
 
@@ -62,12 +62,12 @@ def is_breakpoint(part: Any) -> bool:
 
 
 def breakpoint_in(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a part says that it is one."""
+    """The keys of a part that make it a breakpoint."""
     return {key: part[key] for key in BREAKPOINT_KEYS if key in part}
 
 
 def without_breakpoints(message: Message) -> Message:
-    """A message as a template may see it; the same object where there is nothing to take away."""
+    """A message without its breakpoints, as a template may see it; the same object if it has none."""
     content = message.get("content")
     if isinstance(content, list) and any(_has_keys(part) for part in content):
         message = {**message, "content": [_plain(part) for part in content]}
@@ -99,7 +99,7 @@ def breakpoints_of_messages(messages: Sequence[Message]) -> list[tuple[int, int 
 
 
 def with_text_at(message: Message, n_parts: int | None, text: str) -> Message:
-    """With a text put in after so many parts."""
+    """The message with a text inserted after so many parts."""
     content = message.get("content")
     if isinstance(content, list):
         n = len(content) if n_parts is None else n_parts

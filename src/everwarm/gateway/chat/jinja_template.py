@@ -1,7 +1,7 @@
-"""A model's own Jinja template as a function from messages to text, which also says where each message begins in it.
+"""A model's own Jinja template as a function from messages to text, which also records where each message begins.
 
-The template comes with the model file, so it is untrusted: it runs in Jinja's sandbox, which does not let it change what it
-is given. Nothing in it is random, and it is told the time. Knows no cuts and no tokens.
+The template comes with the model file, so it is untrusted: it runs in Jinja's sandbox, which does not let it change its
+arguments. Nothing in it is random, and the time is an argument. Knows no cuts and no tokens.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from everwarm.gateway.chat.content import Message, parts_as_text, text_as_parts,
 
 _PROBE = "a8f3c1"
 MAX_PROMPT_CHARS = 8 << 20  # of one text
-_MANY_VALUES = 5_000  # more are not written by the library's fast encoder, which lets no other thread run
+_MANY_VALUES = 5_000  # more are not encoded by the library's fast encoder, which holds the GIL
 _TRACE = "everwarm_trace"  # the name under which a template finds the recorder of its own loops
 
 
 class PromptTextTooLong(BadRequest):
     def __init__(self) -> None:
         super().__init__(
-            f"the chat template makes a text of more than {MAX_PROMPT_CHARS:,} characters of this conversation: "
+            f"the chat template renders this conversation to more than {MAX_PROMPT_CHARS:,} characters: "
             "shorten it, or its tools"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rendered text. ``starts`` are (message, character), ascending, for the loops that wrote the messages, and ``end``
-    is where they were done; without such loops there are none."""
+    """A rendered text. ``starts`` are (message, character), ascending, from the loops that wrote the messages, and ``end``
+    is where these loops ended; without such loops there are none."""
 
     text: str
     starts: tuple[tuple[int, int], ...] = ()
@@ -53,7 +53,7 @@ class Layout:
 
 @dataclass(slots=True)
 class Given:
-    """What a template is given besides the messages, for all renders of one request. Texts made of its tools are kept."""
+    """The arguments of a template besides the messages, for all renders of one request. JSON texts of tools are cached."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Given:
 
     @property
     def later(self) -> Given:
-        """As the next request will see it: the day is the same, the time of day is not."""
+        """The arguments of the next request: the same day, another time of day."""
         step = datetime.timedelta(hours=1, minutes=1, seconds=1)
         then = self.now + step if (self.now + step).date() == self.now.date() else self.now - step
         return Given(self.tools, self.kwargs, then, self.json_texts)
@@ -79,15 +79,15 @@ class Template:
         try:
             self._frozen = _compiled(_Frozen, source)
         except jinja2.TemplateError as error:
-            raise BadRequest(f"the chat template cannot be read: {error}") from None
+            raise BadRequest(f"the chat template cannot be parsed: {error}") from None
 
     def lay_out(self, messages: Sequence[Message], given: Given, *, add_generation_prompt: bool = True) -> Layout:
-        """The text for messages in the form the template wants; what it raises is the caller's mistake."""
+        """The text for messages in the form the template takes; what it raises becomes ``BadRequest``."""
         try:
             return self._lay_out(messages, given, add_generation_prompt)
         except PromptTextTooLong:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a template does wrong, it is not the server's accident
+        except Exception as error:  # noqa: BLE001 - an error of a template is no error of the server
             raise BadRequest(f"the chat template refused the messages: {error or type(error).__name__}") from None
 
     def _lay_out(self, messages: Sequence[Message], given: Given, add_generation_prompt: bool) -> Layout:
@@ -113,10 +113,10 @@ class Template:
         """For the few templates that change lists and objects: they get copies."""
         return _compiled(_Environment, self.source)
 
-    # the forms a template wants
+    # the content forms that a template takes
 
     def adapted(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with content in the form the template takes: most want one text and would print a list of parts."""
+        """Messages with content in the form the template takes: most take one text and would print a list of parts."""
         return [self._as_wanted(message) for message in messages]
 
     def _as_wanted(self, message: Message) -> Message:
@@ -135,7 +135,7 @@ class Template:
 
     @functools.cached_property
     def _wants_objects(self) -> bool:
-        """Whether a call's arguments as clients send them, JSON as text, would come out as text of text."""
+        """Whether a call's arguments as clients send them, JSON as text, would be encoded twice."""
         function = {"name": "f", "arguments": f'{{"{_PROBE}": 1}}'}
         messages: list[Message] = [
             {"role": "user", "content": "a"},
@@ -143,7 +143,7 @@ class Template:
         ]
         try:
             text = self._lay_out(messages, Given(), False).text
-        except Exception:  # noqa: BLE001 - it may have tried to look into a text
+        except Exception:  # noqa: BLE001 - it may expect an object instead of a text
             return True
         return f'"{_PROBE}"' not in text.replace(f'\\"{_PROBE}\\"', "")
 
@@ -152,10 +152,10 @@ class Template:
         return self._takes_parts and not self._shows(_PROBE)
 
     def _shows(self, content: Any) -> bool:
-        """Whether content of that form comes out as its text alone."""
+        """Whether content of that form is rendered as its text alone."""
         try:
             text = self._lay_out([{"role": "user", "content": content}], Given(), False).text
-        except Exception:  # noqa: BLE001 - whatever it does, this is not its way
+        except Exception:  # noqa: BLE001 - any error means that it does not take this form
             return False
         return _PROBE in text and "'text'" not in text and '"text"' not in text
 
@@ -164,7 +164,7 @@ class Template:
 
 
 class _Trace:
-    """Where the output was when a loop came to a message. A template may call it, and then gets other hints, no more."""
+    """Where the output was when a loop came to a message. A template may call it itself: that changes hints only."""
 
     __slots__ = ("_index", "_messages", "ends", "given", "keeps", "loops", "pieces")
 
@@ -175,7 +175,7 @@ class _Trace:
         self.given = given
         self.loops: dict[int, list[tuple[int, int]]] = {}
         self.ends: dict[int, int] = {}
-        self.pieces: list[str] = []  # of the text, as far as it is written
+        self.pieces: list[str] = []  # of the text written so far
 
     def __call__(self, loop: Any, *items: Any) -> None:
         if not items:
@@ -188,7 +188,7 @@ class _Trace:
             starts.append((index, len(self.pieces)))
 
     def layout(self) -> Layout:
-        """By the loops that wrote something, if they went over the messages in order and once."""
+        """From the loops that wrote text, if they visited the messages once and in order."""
         text = "".join(self.pieces)
         wrote = [loop for loop, starts in self.loops.items() if self.ends.get(loop, 0) > starts[0][1]]
         starts = [start for loop in wrote for start in self.loops[loop]]
@@ -226,7 +226,7 @@ _BUFFERED = (jinja2.nodes.Macro, jinja2.nodes.CallBlock, jinja2.nodes.FilterBloc
 
 
 def _traced(body: list[jinja2.nodes.Node], numbers: itertools.count[int]) -> list[jinja2.nodes.Node]:
-    """Statements in which every loop that writes straight to the output says what it has come to, and when it is done."""
+    """Statements in which every loop that writes directly to the output records each item, and its own end."""
     found: list[jinja2.nodes.Node] = []
     for node in body:
         found.append(node)
@@ -254,7 +254,7 @@ _OF_DICTS = frozenset(dir(dict))
 
 
 class _Environment(jinja2.sandbox.SandboxedEnvironment):
-    """The sandbox, with a short way for what templates do all the time. What it allows and gives is the same."""
+    """The sandbox, with a fast path for what templates do most. It allows and returns the same."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -280,11 +280,11 @@ class _Environment(jinja2.sandbox.SandboxedEnvironment):
 
 
 class _Frozen(_Environment, jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Nothing can be changed, so nothing has to be copied."""
+    """The sandbox lets nothing be changed, so nothing has to be copied."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what a model writes; for a prompt its body stands as it is."""
+    """``{% generation %}`` marks what a model writes; for a prompt its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own way of declaring tags
 
@@ -297,7 +297,7 @@ class _Generation(jinja2.ext.Extension):
 def _tojson(
     context: jinja2.runtime.Context, value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any
 ) -> str:
-    """Templates want plain JSON, not JSON escaped for HTML. That of a tool is made once for all renders of a request."""
+    """Templates want plain JSON, not JSON escaped for HTML. A tool is encoded once for all renders of a request."""
     trace = context.get(_TRACE)
     if type(trace) is not _Trace or id(value) not in trace.keeps:
         return _json_text(value, ensure_ascii, indent)
@@ -308,7 +308,7 @@ def _tojson(
 
 
 def _json_text(value: Any, ensure_ascii: bool, indent: int | None) -> str:
-    """Up to ``MAX_PROMPT_CHARS``: what is nested deeply and indented becomes far longer than it was."""
+    """Up to ``MAX_PROMPT_CHARS``: indenting deeply nested values makes them far longer."""
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, default=list)
     if indent is None and not _has_many_values(value):
         return encoder.encode(value)
@@ -332,7 +332,7 @@ def _has_many_values(value: Any) -> bool:
 
 
 def _first(values: Sequence[Any]) -> Any:
-    """What stands in for chance: a prompt that is another one every time could never be reused."""
+    """Replaces random choice: a prompt that changes every time could never be reused."""
     return next(iter(values))
 
 

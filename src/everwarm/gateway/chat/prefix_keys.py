@@ -1,7 +1,7 @@
-"""What a request begins with, as keys of its message boundaries, told from its body alone: no template, no tokens.
+"""Keys of the prefixes of a request at its message boundaries, from its body alone: no template, no tokens.
 
-Two requests that begin with the same tools, system text and messages have the same first keys, whichever process looks at
-them. A key says where a prompt was probably read, never what may be reused: that the engine decides, token by token. Pure.
+Two requests that begin with the same tools, system text and messages have the same first keys, in every process. A key
+tells which replica has probably read a prompt, never what may be reused: the engine decides that, token by token. Pure.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from blake3 import blake3
 from everwarm.gateway.chat.canonicalize import canonical
 from everwarm.types import Json
 
-MAX_BOUNDARIES = 256  # of one request; in a longer one those in the middle are passed over
+MAX_BOUNDARIES = 256  # of one request; of more, the first and the last ones are kept
 BLOCK_CHARACTERS = 1024  # a prompt without messages is cut into such pieces
 BLOCK_TOKENS = 256
-MARKS = ("cache_control", "prompt_cache_breakpoint")  # where a client hopes for a cache; they move from turn to turn
+MARKS = ("cache_control", "prompt_cache_breakpoint")  # breakpoints of the client; they move from turn to turn
 
 
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """``keys[i]`` stands for the first ``ends[i]`` bytes of what is asked. ``bound``: who has this must answer."""
+    """``keys[i]`` stands for the first ``ends[i]`` bytes of the request. ``bound``: only a server with it can answer."""
 
     keys: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ NOTHING = Prefixes()
 
 
 def prefixes_of(body: Any, namespace: str = "") -> Prefixes:
-    """Of a decoded request body in any dialect. What is no request has no prefixes; nothing here refuses anything."""
+    """The prefixes of a decoded request body in any dialect. A body that is no request has none; nothing is refused."""
     if not isinstance(body, dict):
         return NOTHING
     before = body.get("previous_response_id")
@@ -61,7 +61,7 @@ def prefixes_of(body: Any, namespace: str = "") -> Prefixes:
 
 
 def response_key(id: str) -> int:
-    """Stands for a kept response, which only one server has."""
+    """The key of a stored response, which only one server has."""
     return int.from_bytes(blake3(b"response:" + id.encode("utf-8", "replace")).digest(8), "little")
 
 
@@ -69,7 +69,7 @@ def _encoded(piece: Any) -> bytes:
     try:
         return _encode(piece)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
-        return b"?"  # JSON that cannot be written again; it only costs a good guess
+        return b"?"  # JSON that cannot be encoded again; routing only gets worse
 
 
 def _pieces(body: Json) -> Iterator[Any]:

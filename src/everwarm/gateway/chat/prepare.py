@@ -1,8 +1,8 @@
 """From a chat body to the prompt that an engine reads.
 
-``prepare_chat`` is the one way to do that: the server, ``/apply-template``, token counts, prewarming of next turns and
-``everwarm explain`` all call it, so all of them see the same prompt. Pure but for asking the template; knows no HTTP and
-no engine. It does all the work that grows with a conversation, for a thread beside the event loop.
+``prepare_chat`` is the only way to do that: the server, ``/apply-template``, token counts, prewarming of next turns and
+``everwarm explain`` all call it, so all of them see the same prompt. Pure but for the template; knows no HTTP and no
+engine. All work that grows with a conversation is here, so that it can run in a thread beside the event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ImageMarker = Callable[[Json], str]  # the text that stands for an image, given 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """What of a model decides how its chat prompts are written."""
+    """The properties of a model that its chat prompts depend on."""
 
     template: ChatTemplate
     bos: str
@@ -33,8 +33,8 @@ class ChatModel:
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """What a server changes in conversations before it renders them. Whatever else it is told to rewrite, or remembers,
-    belongs here: a value, so that every caller of ``prepare_chat`` gets the same prompt."""
+    """What a server changes in conversations before it renders them. Every such rule belongs here, as a value, so that all
+    callers of ``prepare_chat`` get the same prompt."""
 
     canonicalise: bool = True  # leave out known noise at the head of system text
 
@@ -47,17 +47,17 @@ class PreparedChat:
     hints: CutHints  # in characters of the text
     add_special: bool  # whether the tokenizer adds BOS
     messages: list[Json]  # as the template got them
-    options: Json  # what else the template got
+    options: Json  # the other arguments of the template
     images: list[Json]  # content parts, one for each marker
     removed: tuple[str, ...] = ()  # the rule by which each line of noise was left out
 
     def next_text(self, template: ChatTemplate, reply: Json) -> str | None:
-        """The text that the next request is sure to begin with, once ``reply`` was the answer; None: it is not known."""
+        """The text that the next request is sure to begin with, after ``reply``; None: it is not known."""
         return template.after_reply(self.messages, reply, **self.options)
 
 
 def prepare_chat(body: ChatBody, model: ChatModel, rules: PromptRules, marker: ImageMarker) -> PreparedChat:
-    """``BadRequest`` where the conversation cannot be used."""
+    """Renders the prompt of a chat; ``BadRequest`` if the template or the content is not usable."""
     cleaned = canonical(body.messages) if rules.canonicalise else Canonical(body.messages)
     messages, images = _with_markers(in_known_roles(cleaned.messages, model.template), marker)
     options = _template_options(body)
@@ -67,8 +67,8 @@ def prepare_chat(body: ChatBody, model: ChatModel, rules: PromptRules, marker: I
 
 
 def _with_markers(messages: list[Json], marker: ImageMarker) -> tuple[list[Json], list[Json]]:
-    """The messages with a marker as text in the place of every image, and the images' parts. Whatever is neither text
-    nor image is refused: what a model would never see must not pass for seen."""
+    """The messages with a marker as text in the place of every image, and the images' parts. Other content is refused:
+    content that the model never sees must not be accepted silently."""
     images: list[Json] = []
     marked = []
     for message in messages:
@@ -90,7 +90,7 @@ def _as_text(part: Any, marker: ImageMarker, images: list[Json]) -> Any:
 
 
 def _template_options(body: ChatBody) -> Json:
-    """What a template is given besides the messages."""
+    """The arguments of a template besides the messages."""
     kwargs = body.chat_template_kwargs or {}
     if {"messages", "tools", "add_generation_prompt"} & kwargs.keys() or not all(map(str.isidentifier, kwargs)):
         raise BadRequest("chat_template_kwargs must be names of template variables other than messages and tools")

@@ -1,6 +1,6 @@
-"""How much of a prompt the next turn will share, found by rendering what is likely to come next.
+"""How much of a prompt the next turn will share, found by rendering likely next turns.
 
-Pure: texts and messages in, characters out; the template is a function that is given. A guess changes speed, never results.
+Pure: texts and messages in, characters out; the template is passed in as a function. A guess changes speed, never results.
 
 Breakpoints that clients set in content and tools are found in the text of a prompt in the same way. A breakpoint is
 never part of a prompt or of a key; it changes speed only.
@@ -23,7 +23,7 @@ _SIGNS = [f"\ue0d5{chr(0xE100 + i)}" for i in range(MAX_BREAKPOINTS)]  # private
 
 
 def in_messages(text: str, marked: Sequence[Message], plain: Sequence[Message], render: Render) -> set[int]:
-    """The ends of the parts that ``said`` marks, as characters of the text that ``plain`` gave."""
+    """The ends of the parts with a breakpoint in ``marked``, as characters of the text that ``plain`` renders to."""
     found = breakpoints_of_messages(marked)[-MAX_BREAKPOINTS:]
     if not found:
         return set()
@@ -56,7 +56,7 @@ def _end_of_part(text: str, plain: Sequence[Message], i: int, n_parts: int | Non
 
 
 def in_tools(text: str, marked: Tools | None, plain: Tools | None, render: Callable[[Tools], str | None]) -> set[int]:
-    """The ends of the tools that ``said`` marks: what prompts without the later tools, or with others there, share."""
+    """The ends of the tools with a breakpoint in ``marked``: what prompts with no later tools, or with others, share."""
     ends = set()
     for n in breakpoints_of_tools(marked)[-MAX_BREAKPOINTS:]:
         before, after = list(plain or ())[:n], list(plain or ())[n:]
@@ -67,7 +67,7 @@ def in_tools(text: str, marked: Tools | None, plain: Tools | None, render: Calla
 
 
 def _other(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool like another one, that begins differently as early as it can."""
+    """A copy of a tool that differs from it as early as possible."""
     function = tool.get("function")
     if isinstance(function, Mapping):
         return {**tool, "function": {**function, "name": _SIGNS[0]}}
@@ -76,13 +76,13 @@ def _other(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 Render = Callable[[list[Message]], str | None]  # None: the template refuses such messages
 
-WORDS = ("so it goes", "Yes, 7 of 9")  # what nobody knows yet: two texts that have no beginning in common
+WORDS = ("so it goes", "Yes, 7 of 9")  # stand for unknown text: two texts without a common prefix
 _BLOCK = 1 << 18  # characters
 _MIN_LEFT_OUT = 16  # messages; fewer are not worth leaving out
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Block by block: whoever compares megabytes at once lets no other thread run."""
+    """Compares block by block: one comparison of megabytes would hold the GIL and stop all other threads."""
     n = min(len(a), len(b))
     low = next((at for at in range(0, n, _BLOCK) if a[at : at + _BLOCK] != b[at : at + _BLOCK]), n)
     high = min(low + _BLOCK, n)
@@ -97,12 +97,12 @@ def common_prefix(a: str, b: str) -> int:
     return low
 
 
-# what may come next
+# likely next turns
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """A way the conversation may go on: the last ``n_changed`` messages are replaced."""
+    """A possible next turn: ``messages`` replace the last ``n_changed`` messages."""
 
     messages: tuple[Message, ...]
     n_changed: int = 0
@@ -118,7 +118,7 @@ def likely_next(messages: Sequence[Message], *, with_tools: bool) -> list[Next]:
     found = [Next((reply, user)) for reply in replies]
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant":
-        found.append(Next((with_text_at(last, None, WORDS[0]), user), n_changed=1))  # its rest is what is asked for
+        found.append(Next((with_text_at(last, None, WORDS[0]), user), n_changed=1))  # the model continues it
         if last.get("tool_calls"):
             found.append(Next(tuple(results_of(last, WORDS[0]))))
     if with_tools:
@@ -128,7 +128,7 @@ def likely_next(messages: Sequence[Message], *, with_tools: bool) -> list[Next]:
 
 
 def results_of(reply: Message, text: str) -> Iterator[Message]:
-    """What the tools a reply calls may answer."""
+    """A result for each tool call of a reply."""
     calls = reply.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         fields = call if isinstance(call, dict) else {}
@@ -154,8 +154,8 @@ def _user(text: str) -> Message:
 def stable_points(
     layout: Layout, messages: Sequence[Message], render: Render, *, end: int, with_tools: bool
 ) -> tuple[int, ...]:
-    """Where the likely next turns part from this text, ascending. Behind ``end``, where the last message is over, comes
-    only what asks for a reply: what agrees up to there is said to agree exactly up to there."""
+    """Where the likely next turns diverge from this text, ascending. After ``end``, the end of the last message, comes only
+    the generation prompt, so no stable point lies beyond ``end``."""
     quote = Quote.of(layout, messages)
     likely = likely_next(messages, with_tools=with_tools)
     shared = list(_shared(layout, messages, quote, likely, render))
@@ -167,7 +167,7 @@ def stable_points(
 def _shared(
     layout: Layout, messages: Sequence[Message], quote: Quote | None, likely: Sequence[Next], render: Render
 ) -> Iterator[int | None]:
-    """How far each of the next turns agrees with this text; None: it is refused."""
+    """How much of this text each of the next turns shares; None: the template refuses it."""
     is_faithful = False
     for turn in likely:
         found = None if quote is None else quote.shared_with(render(turn.after(quote.messages)))
@@ -182,7 +182,7 @@ def _shared(
 
 
 def after_reply(messages: Sequence[Message], reply: Message, render: Render) -> str | None:
-    """What the next request is sure to begin with, once this reply was given."""
+    """The text that the next request is sure to begin with after this reply."""
     silent = {k: v for k, v in reply.items() if k != "reasoning_content"}
     texts = []
     for sent, answer in itertools.product([reply] if silent == reply else [reply, silent], WORDS):
@@ -200,11 +200,11 @@ def after_reply(messages: Sequence[Message], reply: Message, render: Render) -> 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A conversation with turns left out that are like others, and the text they would have by the whole one's layout.
+    """A conversation without turns that are like others, and its text according to the layout of the whole.
 
-    What a template does to a message depends on what kind it is and where it is, hardly on its words. So of every kind of
-    turn the first is kept, where a change would show first, and the last ones. Where a quote is not rendered like the
-    whole, or a change may have begun in what it leaves out, it says nothing, and the whole has to be rendered.
+    How a template renders a message depends on its kind and its place, rarely on its words. So a quote keeps the first turn
+    of every kind, where a change would show first, and the last turns. If the template renders a quote differently from the
+    whole, or a change may begin in an omitted turn, the quote gives no answer, and the whole has to be rendered.
     """
 
     messages: list[Message]
@@ -212,13 +212,11 @@ class Quote:
     offsets: list[int]  # where its pieces begin
     places: list[int]  # where these are in the whole text
     end: int  # of the last message, in the whole text
-    bridges: frozenset[
-        int
-    ]  # pieces before which something was left out; the first one is what comes before all messages
+    bridges: frozenset[int]  # pieces before which something was left out; 0 precedes all messages
 
     @classmethod
     def of(cls, layout: Layout, messages: Sequence[Message]) -> Quote | None:
-        """None: it is not worth it, or the template says too little of where its messages are."""
+        """None: too little would be left out, or the places of the messages are not known."""
         first = layout.starts[0][0] if layout.starts else 0
         if layout.end is None or len(layout.starts) != len(messages) - first or len(messages) < 2 * _MIN_LEFT_OUT:
             return None
@@ -239,12 +237,12 @@ class Quote:
         return cls([messages[i] for i in kept], text, offsets, places, layout.end, frozenset(bridges))
 
     def is_faithful(self, render: Render) -> bool:
-        """Whether what is quoted is rendered as in the whole, up to the end of the last message."""
+        """Whether the quote is rendered as in the whole, up to the end of the last message."""
         text = render(self.messages)
         return text is not None and common_prefix(self.text, text) >= self.offsets[-1]
 
     def shared_with(self, text: str | None) -> int | None:
-        """How far the whole text would agree with this quote's next turn; None: it cannot be told from a quote."""
+        """How much of the whole text the quote's next turn shares; None: a quote cannot decide it."""
         if text is None:
             return None
         n = common_prefix(self.text, text)
@@ -253,7 +251,7 @@ class Quote:
 
 
 def _kept(messages: Sequence[Message]) -> list[int]:
-    """The messages to quote: what comes before all turns, the first turn of every kind, and the last ones."""
+    """The messages to quote: those before all turns, the first turn of every kind, and the last ones."""
     kinds = [_kind(message) for message in messages]
     *earlier, last = _turns(messages) or [[]]
     turns = [*(_varied(steps, kinds) for steps in earlier), _varied(last, kinds, n_last=2)]
@@ -262,7 +260,7 @@ def _kept(messages: Sequence[Message]) -> list[int]:
 
 
 def _varied(groups: list[list[int]], kinds: list[tuple[Any, ...]], n_last: int = 0) -> list[int]:
-    """Of groups of messages every kind of group once, the first one, and the last ones."""
+    """The first group of every kind, and the last ``n_last`` groups."""
     seen: set[tuple[Any, ...]] = set()
     kept = []
     for i, group in enumerate(groups):

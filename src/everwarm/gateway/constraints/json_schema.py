@@ -1,4 +1,4 @@
-"""JSON schemas as clients send them, made fit to bind a reply. Pure: knows what JSON Schema's words mean to a writer."""
+"""Adapts clients' JSON schemas so that a reply can be constrained by them. Pure: knows JSON Schema's keywords."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _TYPE_NAMES = frozenset(name for _, name in _JSON_TYPES) | {"null"}
 _OTHER_TYPE = "other"  # a name that JSON does not know
 _SAY_WHAT_ELSE = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf")
 
-# A little freedom for whitespace, and no room to go on with it for ever.
+# Some whitespace is allowed, but not without end.
 _LOOSE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,32}"}
 _TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def answer_schema(schema: Any, *, strict: bool) -> str:
-    """For an answer in JSON. Unless ``strict``, words that cannot be enforced are passed over."""
+    """For an answer in JSON. Unless ``strict``, keywords that cannot be enforced are ignored."""
     return json.dumps(_bound(schema, _LOOSE | {"lenient": not strict}))
 
 
 def value_schema(schema: Any, root: Mapping[str, Any]) -> str:
-    """For a value inside a call, spelled as models are taught to. ``root``: the schema that it is a part of; of what
-    ``root`` defines, only what the value refers to comes along."""
+    """For a value inside a call, spelled as models are taught to. ``root``: the schema that it is a part of; of the
+    definitions of ``root``, only those that the value refers to are included."""
     whole = {**used_definitions(schema, root), **schema} if isinstance(schema, dict) else schema
     return json.dumps(_bound(whole, _TIGHT | {"lenient": True}))
 
@@ -52,7 +52,7 @@ def used_definitions(schema: Any, root: Mapping[str, Any]) -> Json:
     todo = [schema]
     while todo:
         for reference in _references(todo.pop()):
-            if reference != "#" and not reference.startswith("#/"):  # by an anchor or an address: it may be any of them
+            if reference != "#" and not reference.startswith("#/"):  # by an anchor or a URI: it may be any of them
                 return {key: root[key] for key in _DEFINITIONS if key in root}
             key, _, rest = reference.removeprefix("#/").partition("/")
             name = _unescaped(rest.partition("/")[0])
@@ -64,7 +64,7 @@ def used_definitions(schema: Any, root: Mapping[str, Any]) -> Json:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Every ``$ref`` in it, however deep."""
+    """Every ``$ref`` in it, at any depth."""
     todo = [schema]
     while todo:
         value = todo.pop()
@@ -106,7 +106,7 @@ def _inside(value: Json | list[Any]) -> list[Any]:
 
 
 def _closed(schema: Any) -> Any:
-    """Objects with named properties take no others unless the schema says something about others. Parts of ``allOf`` must
+    """Objects with named properties take no others unless the schema allows them. Parts of ``allOf`` must
     not be closed one by one."""
     if not isinstance(schema, dict):
         return [_closed(part) for part in schema] if isinstance(schema, list) else schema
@@ -126,7 +126,7 @@ def _closed(schema: Any) -> Any:
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a schema's ``$ref`` points to; None where it leads nowhere."""
+    """What a schema's ``$ref`` points to; None if it is not found."""
     at: Any = root
     for step in reference.removeprefix("#").strip("/").split("/"):
         at = at.get(step) if isinstance(at, Mapping) else None
@@ -134,10 +134,10 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def allowed_types(schemas: Sequence[Any], root: Mapping[str, Any]) -> list[frozenset[str]]:
-    """The JSON types that each of these schemas allows, as far as it says so plainly; ``root`` is what they refer to.
+    """The JSON types that each of these schemas allows, as far as it lists them; ``root`` is what they refer to.
 
-    Linear in the size of all of them: every schema is looked at once, and what its parts allow is handed up to it, which
-    can happen no more often than there are types. So schemas may refer to each other in circles."""
+    Linear in the size of all of them: every schema is visited once, and types of its parts are propagated to it, at most
+    once per type. So schemas may refer to each other in cycles."""
     found: dict[int, set[str]] = {}  # by the schema's id()
     users: defaultdict[int, list[int]] = defaultdict(list)  # which schemas a schema is an alternative of
     todo = list(schemas)
@@ -160,7 +160,7 @@ def allowed_types(schemas: Sequence[Any], root: Mapping[str, Any]) -> list[froze
 
 
 def _plain_types(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
-    """The types that a schema names itself, or the schemas that say it for this one."""
+    """The types that a schema names itself, or the schemas that define them for it."""
     if not isinstance(schema, Mapping):
         return set(), []
     named = schema.get("type")

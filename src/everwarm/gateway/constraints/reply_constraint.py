@@ -25,7 +25,7 @@ def completion_constraint(body: CompletionBody) -> Constraint | None:
 
 
 def chat_constraint(body: ChatBody, syntax: ModelSyntax, prompt: str) -> Constraint | None:
-    """As the body asks for, after whatever the model may think first. ``syntax`` and ``prompt`` tell how it writes."""
+    """The constraint of the body, which holds after the model's thinking. ``syntax`` and ``prompt`` give its form."""
     constraint, forced = _given_constraint(body), forced_tools(body.tool_choice, body.tools)
     if constraint is None and forced is None:
         return None
@@ -51,7 +51,7 @@ def _thought(syntax: ModelSyntax, prompt: str) -> Thought | None:
     return Thought(style.closing, "" if style.begins is Begins.INSIDE else style.opening)
 
 
-# what was said
+# constraints of the body
 
 
 def _given_constraint(body: Body) -> Constraint | None:
@@ -62,7 +62,7 @@ def _given_constraint(body: Body) -> Constraint | None:
     }
     constraints = {name: constraint for name, constraint in given.items() if constraint is not None}
     if len(constraints) > 1:
-        raise BadRequest(f"{' and '.join(constraints)} each say what the reply must look like; give one of them")
+        raise BadRequest(f"{' and '.join(constraints)} each constrain the reply; give one of them")
     return next(iter(constraints.values()), None)
 
 
@@ -103,7 +103,7 @@ def _response_format(format: Mapping[str, Any]) -> Constraint | None:
 def _calls(body: ChatBody, syntax: ModelSyntax, tools: Tools) -> CallRules:
     format = syntax.tools
     if format is None:
-        raise BadRequest("this model's chat template teaches no format of tool calls that could be forced")
+        raise BadRequest("this model's chat template has no known tool call format, so a call cannot be forced")
     return call_rules(format, syntax.template, tools, many=body.parallel_tool_calls is not False)
 
 

@@ -1,5 +1,5 @@
-"""Calls of tools as grammars, in each format that a model's template may teach. What such a grammar lets a model write, the
-reader of the same format reads as calls that obey the tools' schemas, as far as the format can say it.
+"""Grammars of tool calls, in each format that a model's template may teach. What such a grammar lets a model write, the
+parser of the same format reads as calls that obey the tools' schemas, as far as the format can express them.
 
 Pure: makes Lark text; knows no tokens. ``tag_0`` and ``tag_1`` stand for the tags around calls.
 """
@@ -23,7 +23,7 @@ _MAX_REFERENCES = 8
 _NAME = re.compile(r"[\w.:/@-]{1,128}")
 _XML_KEY = re.compile(r"[^<>\r\n]{1,256}")
 _PYTHON_KEY = re.compile(r"[-.\w]{1,256}")
-_MAX_MADE_CHARS = 4 * MAX_CONSTRAINT_CHARS  # of schemas that are written down, also where two turn out to be the same
+_MAX_MADE_CHARS = 4 * MAX_CONSTRAINT_CHARS  # of all schemas that are written, duplicates included
 _ANYTHING: Mapping[str, Any] = {}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SAY_MORE = ("$ref", "allOf", "anyOf", "oneOf")
@@ -32,7 +32,7 @@ _TEXT_RULE = 'text[suffix="</parameter>"]: /(?s:.)*/'
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Lark rules of which the first is ``calls``, and the tags they stand on."""
+    """Lark rules of which the first is ``calls``, and the tags they use."""
 
     text: str
     tags: tuple[str, ...]
@@ -51,7 +51,7 @@ def call_rules(format: str, template: str, tools: Sequence[Mapping[str, Any]], *
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What stands before, around, between and after calls."""
+    """The text before, around, between and after calls."""
 
     tags: tuple[str, ...]
     before: str
@@ -70,7 +70,7 @@ def _listed(*tags: str, gap: str = "") -> _Frame:
 
 
 def _q(text: str) -> str:
-    """Text as it stands, in Lark's spelling."""
+    """Literal text, in Lark's syntax."""
     return json.dumps(text)
 
 
@@ -90,7 +90,7 @@ _FRAMES = {
 @dataclass(slots=True)
 class _Rules:
     """Rules as they are made, each under a name of its own, up to ``MAX_CONSTRAINT_CHARS`` together. Equal schemas share a
-    rule, and a schema that many arguments refer to is looked at once."""
+    rule, and a schema that many arguments refer to is visited once."""
 
     lines: list[str] = field(default_factory=list)
     n_chars: int = 0
@@ -121,8 +121,8 @@ class _Rules:
             self._add(line)
 
     def value(self, schema: Mapping[str, Any], root: Mapping[str, Any], write: Callable[[], str]) -> str:
-        """What ``write`` makes of a schema, made once. ``schema`` and ``root`` outlive these rules: their ids stand for
-        them."""
+        """What ``write`` makes of a schema, made once. ``schema`` and ``root`` outlive these rules, so their ids are
+        the keys."""
         key = id(schema), id(root)
         if key not in self._values:
             self._values[key] = write()
@@ -150,7 +150,7 @@ def _check_size(n_chars: int, most: int) -> None:
     if n_chars > most:
         raise BadRequest(
             f"the tools' schemas make a grammar of more than {most:,} characters, which cannot be forced: "
-            "offer fewer tools, or arguments that refer to less"
+            "offer fewer tools, or smaller schemas"
         )
 
 
@@ -167,7 +167,7 @@ def _told(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str
     for tool in tools:
         name, root = name_and_schema(tool)
         if not _NAME.fullmatch(name):
-            raise BadRequest(f"no model can be made to call a tool named {name[:40]!r}; use letters, digits, _ and -")
+            raise BadRequest(f"a call of a tool named {name[:40]!r} cannot be forced; use letters, digits, _ and -")
         schema = _resolved(root, root)
         wanted = schema.get("required")
         required = {key for key in wanted if isinstance(key, str)} if isinstance(wanted, list) else set()
@@ -203,7 +203,7 @@ def _xml_call(rules: _Rules, name: str, root: Mapping[str, Any], arguments: list
     parts = []
     for argument in arguments:
         if not _XML_KEY.fullmatch(argument.name):
-            raise BadRequest(f"no model can be made to write an argument named {argument.name[:40]!r} in this format")
+            raise BadRequest(f"an argument named {argument.name[:40]!r} cannot be forced in this format")
         begins = _q(f"<parameter={argument.name}>\n")
         part = rules.rule(f"{begins} {_xml_value(rules, argument, root)} {_NEWLINE}")
         parts.append(part if argument.required else f"{part}?")
@@ -211,7 +211,7 @@ def _xml_call(rules: _Rules, name: str, root: Mapping[str, Any], arguments: list
 
 
 def _xml_value(rules: _Rules, argument: _Argument, root: Mapping[str, Any]) -> str:
-    """With the closing tag. Whatever can be a string is read as one, so only strings are written then."""
+    """The value with its closing tag. A value that can be a string is parsed as one, so only strings are written then."""
     if argument.kind.types and "string" not in argument.kind.types:
         rule = rules.value(argument.schema, root, lambda: rules.json(argument.schema, root))
         return f"{rule} {_PARAMETER_ENDS}"
@@ -223,7 +223,7 @@ def _xml_value(rules: _Rules, argument: _Argument, root: Mapping[str, Any]) -> s
 
 
 def _bounded_texts(rules: _Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
-    """Terminals for all that a schema says of strings; none where it leaves some of them free."""
+    """Terminals for the strings that a schema allows; none if it leaves some of them free."""
     parts = schema.get("anyOf") or schema.get("oneOf")
     if not isinstance(parts, list):
         text = rules.bounded_text(schema)
@@ -263,7 +263,7 @@ def _length(value: Any) -> int | None:
 
 
 def _searched(pattern: str) -> str | None:
-    """A pattern that may match anywhere as one that matches a whole text; None where that is not plain to see."""
+    """A pattern that may match anywhere as one that matches a whole text; None if that cannot be decided."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[begins : len(pattern) - ends]
     if "^" in re.sub(r"\[\^", "", inner) or "$" in inner or ("|" in inner and (begins or ends)):
@@ -278,13 +278,13 @@ def _searched(pattern: str) -> str | None:
 def _python_call(rules: _Rules, name: str, root: Mapping[str, Any], arguments: list[_Argument]) -> str:
     for argument in arguments:
         if not _PYTHON_KEY.fullmatch(argument.name):
-            raise BadRequest(f"no model can be made to write an argument named {argument.name[:40]!r} in this format")
+            raise BadRequest(f"an argument named {argument.name[:40]!r} cannot be forced in this format")
     given = [rules.rule(f"{_q(a.name + '=')} {_python_argument(rules, a, root)}") for a in arguments]
     return rules.rule(f'{_q(name + "(")} {_comma_list(rules, given, [a.required for a in arguments])} ")"')
 
 
 def _comma_list(rules: _Rules, items: list[str], required: list[bool]) -> str:
-    """In order, some left out, with commas only between two."""
+    """Items in order, optional ones possibly left out, with commas between them."""
     more, first = '""', '""'
     for item, must in zip(reversed(items), reversed(required), strict=True):
         first = rules.rule(f"{item} {more}" + ("" if must else f" | {first}"))
@@ -297,7 +297,7 @@ def _python_argument(rules: _Rules, argument: _Argument, root: Mapping[str, Any]
 
 
 def _python_value(rules: _Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """JSON is Python but for three words, which stand alone here and inside of lists and objects as JSON has them."""
+    """JSON is Python but for three words: Python's at the top level, JSON's inside lists and objects."""
     named = schema.get("type")
     types = named if isinstance(named, list) else [named]
     if "enum" in schema or "const" in schema or not all(isinstance(name, str) for name in types):

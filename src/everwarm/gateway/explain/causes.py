@@ -1,4 +1,4 @@
-"""Usual causes of a changed prompt, guessed from two request bodies. Pure; says nothing where it sees nothing."""
+"""Usual causes of a changed prompt, guessed from two request bodies. Pure; an unknown cause is not reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIME = re.compile(
 )
 _RANDOM = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-|\b(?=[a-z]*\d)(?=\d*[a-z])[0-9a-z]{16,}", re.IGNORECASE)
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-_NEAR = 24  # characters around a difference in which its cause is looked for
+_NEAR = 24  # characters around a difference that are searched for its cause
 _SYSTEM = ("system", "developer")
 
 
@@ -31,7 +31,7 @@ def hints(first: Json, second: Json, *, before: str, known: str, given: str) -> 
 
 def _of_settings(first: Json, second: Json) -> Iterator[str]:
     if (first.get("cache_salt") or "") != (second.get("cache_salt") or ""):
-        yield "another cache_salt: nothing is shared between the two, whatever they say"
+        yield "another cache_salt: nothing is shared between the two, whatever their content"
     if second.get("cache_prompt") is False or _mode(second) == "off":
         yield "the second switches the cache off (cache_prompt or prompt_cache_options)"
     if (first.get("model") or "") != (second.get("model") or ""):
@@ -116,5 +116,5 @@ def _of_text(before: str, known: str, given: str) -> Iterator[str]:
 
 
 def _reaches(pattern: re.Pattern[str], text: str, at: int) -> bool:
-    """Whether it is found at the difference itself."""
+    """Whether the pattern matches at the difference itself."""
     return any(match.start() <= at + 2 and match.end() > at for match in pattern.finditer(text))

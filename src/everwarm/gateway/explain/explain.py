@@ -1,9 +1,9 @@
 """Two request bodies, explained: rendered, tokenized and compared as a server would have read them one after the other.
 
-The prompts come from ``prepare_chat``, as the server's do. Knows a model through its vocabulary and template only; where
-these come from is the caller's business.
+The prompts come from ``prepare_chat``, as the server's do. Knows a model through its vocabulary and template only; the
+caller provides both.
 
-Without a model file, vocabulary and template are asked of a running server over HTTP.
+Without a model file, a running server gives the template and tokenizes, over HTTP.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedRequest:
-    """A body as it was in a file."""
+    """A request body from a file."""
 
     body: ChatBody | CompletionBody
     raw: Json
@@ -76,7 +76,7 @@ def read_file(path: Path) -> ExplainedRequest:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict) or not {"messages", "prompt"} & raw.keys():
-        raise BadRequest(f"{path} is no request body: it has neither messages (chat) nor prompt (completion)")
+        raise BadRequest(f"{path} is not a request body: it has neither messages (chat) nor prompt (completion)")
     try:
         return ExplainedRequest(read(data, ChatBody) if "messages" in raw else read(data, CompletionBody), raw)
     except BadRequest as error:
@@ -84,7 +84,7 @@ def read_file(path: Path) -> ExplainedRequest:
 
 
 def explained(first: ExplainedRequest, second: ExplainedRequest, source: PromptSource) -> Explained:
-    """What a server that has read the first does with the second."""
+    """What a server that has read the first prompt reuses and reads of the second."""
     sides = prompt_side(first.body, source), prompt_side(second.body, source)
     same = (first.body.cache_salt or "") == (second.body.cache_salt or "")
     found = compare(*sides, source.model, same_namespace=same, use_cache=second.body.uses_cache)
@@ -122,7 +122,7 @@ def _chat_side(body: ChatBody, source: PromptSource) -> Side:
 
 
 def _image_name(part: Json) -> str:
-    """Stands for an image: the same image, the same name."""
+    """A placeholder for an image: the same image has the same name."""
     digest = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:12]
     return f"[picture {digest}]"
 
@@ -131,7 +131,7 @@ TIMEOUT_S = 60.0
 
 
 class ServerVocab:
-    """Whole texts only: nothing is known of the control tokens."""
+    """Whole texts only: the control tokens are not known."""
 
     bos: int | None = None
     eos: int | None = None
@@ -171,7 +171,9 @@ def source_of(url: str, api_key: str | None, model: str | None) -> PromptSource:
         every, most = int(props["checkpoint_every"]), int(props["max_checkpoints"])
         kind, adds_bos = str(props["memory_kind"]), bool(props["adds_bos"])
     except (KeyError, TypeError, ValueError):
-        raise EverwarmError(f"{url} does not say how it keeps prompts; is it an Everwarm of this version?") from None
+        raise EverwarmError(
+            f"{url} does not report its checkpoint settings; is it an Everwarm of this version?"
+        ) from None
     params = CheckpointParams(most, every_n_tokens=every)
     spacing = params.fitted(state_bytes=0, kv_bytes_per_token=1, window="window" in kind)
     chat = ChatModel(ChatTemplate(text, bos=bos, eos=eos), bos, adds_bos) if text else None

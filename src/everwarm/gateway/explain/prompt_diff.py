@@ -1,4 +1,4 @@
-"""Two prompts side by side: what they share, what a server would have kept of the first, and what it reads of the second.
+"""Compares two prompts: what they share, what a server would keep of the first, and what it reads of the second.
 
 Pure: tokens and cut hints in, facts out. The reasons are the engine's own codes.
 """
@@ -26,7 +26,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What decides where a prompt can be gone on from."""
+    """The properties of a model that decide where a prompt can resume."""
 
     spacing: Spacing
     needs_checkpoints: bool = True
@@ -34,7 +34,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``resume``: where the second prompt goes on from; None: from nowhere."""
+    """``resume``: the cut at which the second prompt resumes; None: it is read from the start."""
 
     n_first: int
     n_second: int
@@ -57,7 +57,7 @@ class Difference:
 def compare(
     first: Side, second: Side, model: ModelFacts, *, same_namespace: bool = True, use_cache: bool = True
 ) -> Difference:
-    """What a server that has read the first, and nothing else, does with the second."""
+    """What a server that has read only the first prompt reuses and reads of the second."""
     n_common = int(first.prompt.common_prefix(second.prompt)) if same_namespace else 0
     kept = _kept(first, model)
     most = min(n_common, len(second.prompt) - 1) if use_cache else 0

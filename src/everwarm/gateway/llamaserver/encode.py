@@ -73,7 +73,7 @@ def _end(model: str, done: m.Done) -> Json:
 
 
 def tokenized(tokens: m.Tokenized, *, with_pieces: bool) -> bytes:
-    """Tokens as JSON, made part by part, so that a thread that makes it never keeps others waiting for long."""
+    """Tokens as JSON, encoded part by part, so that no other thread waits long for the GIL."""
     ids = struct.unpack(f"<{len(tokens.ids) // 4}i", tokens.ids)
     shown: Iterator[Any] = iter(ids)
     if with_pieces:

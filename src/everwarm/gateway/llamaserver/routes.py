@@ -28,7 +28,7 @@ from everwarm.router.supervise.supervisor import Question
 from everwarm.state.store.slot_names import COMPANION, checked_name, namespace_folder
 from everwarm.types import Json
 
-IMAGE_MARKER = "<__media__>"  # llama.cpp's own, in the text that /apply-template answers
+IMAGE_MARKER = "<__media__>"  # llama.cpp's own, in the answer of /apply-template
 _TEXT_ONLY = {"vision": False, "audio": False, "video": False}
 
 
@@ -56,7 +56,7 @@ class LlamaServer:
 
     async def completion(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
-        body = msgspec.structs.replace(body, n=None)  # this dialect knows one choice
+        body = msgspec.structs.replace(body, n=None)  # this dialect has one choice
         model = body.model or self._pool.find(body.model).id
         if body.stream:
             return self._replies.stream(request, n_bytes, body, LlamaEncoder(model))
@@ -128,8 +128,8 @@ class LlamaServer:
         query = request.query_params
         namespace = "" if principal.is_admin else principal.namespace(query.get("cache_salt"))
         served = self._pool.look(query.get("model"))
-        if not served.supervisor.is_running:  # looking loads no model
-            raise EngineStopped(f"{served.id} is not loaded; it is when somebody asks it for a reply")
+        if not served.supervisor.is_running:  # this route loads no model
+            raise EngineStopped(f"{served.id} is not loaded; a request for a reply loads it")
         answer = served.supervisor.ask(m.AskSlots, namespace=namespace)
         return json_response(await self._gate.within_time(request, answer))
 
@@ -154,7 +154,7 @@ class LlamaServer:
         return json_response({"id_slot": answer["id_slot"], **shown, **answer})
 
     async def _ask(self, request: Request, name: str | None, question: type[Question], **fields: Any) -> Any:
-        """Ask a model's engine something, with the model loaded for it if need be."""
+        """Asks a model's engine; loads the model if need be."""
 
         async def answer() -> Any:
             with self._pool.lease(name) as lease:
@@ -165,7 +165,7 @@ class LlamaServer:
 
 
 def _asleep(served: Served) -> Json:
-    """What the catalog knows of a model that is not loaded. As in llama-server, looking does not wake it."""
+    """What the catalog knows of a model that is not loaded. As in llama-server, this does not load it."""
     settings = served.spec.settings
     return {
         "default_generation_settings": {"n_ctx": settings.n_ctx, "params": {}},
@@ -184,7 +184,7 @@ MAX_FILES_OF_A_USER = 64  # in each of its namespaces
 
 
 def slot_file_fields(request: Request, settings: ServerSettings, filename: str, namespace: str) -> dict[str, Any]:
-    """What an engine is told of a file. The directory itself belongs to callers with the server's one key, or with none
+    """The engine's fields of a slot file. The directory itself belongs to callers with the server's one key, or with none
     where it has none, who give no ``cache_salt``; every other namespace has a folder in it."""
     name, directory = checked_name(filename), _directory(settings)
     is_default = namespace == own_namespace(settings.api_key)
@@ -199,12 +199,12 @@ def slot_file_fields(request: Request, settings: ServerSettings, filename: str, 
 
 
 def may_trust_slot_files(request: Request, settings: ServerSettings) -> bool:
-    """Whether the caller's word is enough for a file without a companion. It takes the start flag, and an admin."""
+    """Whether the caller may restore a file without a companion: only an admin, and only with the start flag."""
     return settings.trust_slot_files and principal_of(request).is_admin
 
 
 def _require_quota(folder: Path, name: str) -> None:
-    """Nothing removes slot files but whoever owns the disk, so a user has a number of them and no more."""
+    """The server never removes slot files, so each user may have a limited number of them."""
     if not (folder / name).exists() and folder.is_dir():
         n_files = sum(not entry.name.endswith(COMPANION) for entry in os.scandir(folder) if entry.is_file())
         if n_files >= MAX_FILES_OF_A_USER:

@@ -19,7 +19,7 @@ from everwarm.types import Json
 
 MEDIA_TYPE = "application/x-ndjson"
 
-Speech = Callable[..., Json]  # text, thinking and calls as fields of a line
+ReplyFields = Callable[..., Json]  # takes text, thinking and calls; returns the fields of a line
 
 _encode = msgspec.json.Encoder().encode
 
@@ -28,38 +28,38 @@ def line(body: Json) -> bytes:
     return _encode(body) + b"\n"
 
 
-def chat_speech(text: str, thinking: str = "", calls: list[Json] | None = None) -> Json:
+def chat_fields(text: str, thinking: str = "", calls: list[Json] | None = None) -> Json:
     message: Json = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
     return {"message": message | ({"tool_calls": calls} if calls else {})}
 
 
-def generate_speech(text: str, thinking: str = "", calls: list[Json] | None = None) -> Json:  # noqa: ARG001 - has none
+def generate_fields(text: str, thinking: str = "", calls: list[Json] | None = None) -> Json:  # noqa: ARG001 - has none
     return {"response": text} | ({"thinking": thinking} if thinking else {})
 
 
 class OllamaEncoder(Dialect):
-    """Of one reply. A call is written when it is complete; what broke off is the text it was written as."""
+    """The encoder of one reply. A call is sent when it is complete; an incomplete call is sent as text."""
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, model: str, speech: Speech) -> None:
+    def __init__(self, model: str, reply_fields: ReplyFields) -> None:
         self._model = model
-        self._speech = speech
+        self._reply_fields = reply_fields
         self._began_at = time.monotonic()
         self._name = ""
         self._arguments: list[str] = []
-        self.keep_alive = self._line({**speech(""), "done": False})
+        self.keep_alive = self._line({**reply_fields(""), "done": False})
 
-    def loading(self, model: str, fraction: float) -> list[bytes]:  # noqa: ARG002 - Ollama says nothing of it
+    def loading(self, model: str, fraction: float) -> list[bytes]:  # noqa: ARG002 - Ollama has no such line
         return []
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
-        told = [self._fields(piece) for piece in event.pieces]
-        lines = [self._line({**fields, "done": False}) for fields in told if fields is not None]
+        found = [self._line_fields(piece) for piece in event.pieces]
+        lines = [self._line({**fields, "done": False}) for fields in found if fields is not None]
         if isinstance(event.message, m.Done):
-            lines.append(self._line(self._end(self._speech(""), event.message, event.finish)))
+            lines.append(self._line(self._end(self._reply_fields(""), event.message, event.finish)))
         return lines
 
     def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - the body is the line
@@ -69,37 +69,37 @@ class OllamaEncoder(Dialect):
         message = message_of(choice.pieces)
         functions = [one["function"] for one in message.get("tool_calls", ())]
         calls = [_call(function["name"], function["arguments"]) for function in functions]
-        told = self._speech(message["content"] or "", message.get("reasoning_content", ""), calls)
-        return self.dated(self._end(told, choice.done, choice.finish))
+        fields = self._reply_fields(message["content"] or "", message.get("reasoning_content", ""), calls)
+        return self.dated(self._end(fields, choice.done, choice.finish))
 
     def dated(self, fields: Json) -> Json:
-        """With what every line begins with."""
+        """A line with the fields that every line begins with."""
         now = datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
         return {"model": self._model, "created_at": now, **fields}
 
     def _line(self, fields: Json) -> bytes:
         return line(self.dated(fields))
 
-    def _fields(self, piece: Piece) -> Json | None:
-        """What a line says about a piece, if it says anything."""
+    def _line_fields(self, piece: Piece) -> Json | None:
+        """The fields of a piece's line; None: it has no line."""
         match piece:
             case Reasoning(text=text):
-                return self._speech("", text)
+                return self._reply_fields("", text)
             case Text(text=text):
-                return self._speech(text) if text else None
+                return self._reply_fields(text) if text else None
             case CallBegun(name=name):
                 self._name = name
                 self._arguments = []
             case CallArguments(json_fragment=fragment):
                 self._arguments.append(fragment)
             case CallEnded(complete=True):
-                return self._speech("", "", [_call(self._name, "".join(self._arguments))])
+                return self._reply_fields("", "", [_call(self._name, "".join(self._arguments))])
             case CallEnded(raw=raw):
-                return self._speech(raw)
+                return self._reply_fields(raw)
         return None
 
     def _end(self, fields: Json, done: m.Done, finish: str) -> Json:
-        """With the accounting. What the engine did not need of the time since the request came was loading."""
+        """The last line, with the accounting. Time since the request that the engine does not account for was loading."""
         reason = "length" if finish == "length" else "stop"
         return {**fields, "done": True, "done_reason": reason, **_durations(done, time.monotonic() - self._began_at)}
 

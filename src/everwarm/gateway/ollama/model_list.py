@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: which there are, what one is like, which are in memory. Loads none of them."""
+"""Ollama's routes about models: the list, the details of one, and which are in memory. They load no model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from everwarm.router.plan import Phase
 from everwarm.router.pool import Pool, Standing
 from everwarm.types import Json
 
-DIALECT = "0.12.0"  # of Ollama, as its clients ask before they use what is new
+DIALECT = "0.12.0"  # the version of Ollama that we claim: clients check it before they use new features
 _STAYS = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)
 _IN_MEMORY = (Phase.LOADING, Phase.READY, Phase.DRAINING)
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
@@ -71,7 +71,7 @@ def _listed(standings: list[Standing]) -> list[Json]:
 
 
 def _file(spec: ModelSpec) -> ModelFile | None:
-    """What its file says; nothing if that is gone by now."""
+    """The model's file; None if it was removed since."""
     try:
         return one_file(spec.path)
     except ModelFileError:
@@ -142,7 +142,7 @@ def _template(spec: ModelSpec) -> str | None:
 
 
 def capabilities(template: str, *, sees: bool) -> list[str]:
-    """What can be asked of a model, as far as we can read what it answers."""
+    """What a model can do, as far as we can parse its output."""
     found = {"tools": bool(detect_tools(template)), "thinking": bool(detect_reasoning(template, "")), "vision": sees}
     return ["completion", *(name for name, is_there in found.items() if is_there)]
 

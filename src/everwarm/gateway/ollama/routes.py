@@ -1,4 +1,4 @@
-"""Ollama's routes: chat and generate, streamed as lines of JSON unless told otherwise."""
+"""Ollama's routes: chat and generate, streamed as lines of JSON unless the client sets ``stream`` to false."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.routing import Route
 from everwarm.errors import NotSupported
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import json_response
-from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, Speech, chat_speech, generate_speech, line
+from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, ReplyFields, chat_fields, generate_fields, line
 from everwarm.gateway.ollama.model_list import OllamaModels
 from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate
 from everwarm.gateway.serving.replies import GenerationBody, Replies
@@ -56,10 +56,10 @@ class Ollama:
         ]
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, OllamaChat, chat_speech)
+        return await self._answer(request, OllamaChat, chat_fields)
 
     async def generate(self, request: Request) -> Response:
-        return await self._answer(request, OllamaGenerate, generate_speech)
+        return await self._answer(request, OllamaGenerate, generate_fields)
 
     async def refuse(self, request: Request) -> Response:
         raise NotSupported(f"{request.url.path} is not offered here; models are files that the server finds")
@@ -67,15 +67,15 @@ class Ollama:
     async def refuse_embedding(self, _request: Request) -> Response:
         raise NotSupported("embeddings are not offered here; this server writes text")
 
-    async def _answer(self, request: Request, kind: type[OllamaRequest], speech: Speech) -> Response:
+    async def _answer(self, request: Request, kind: type[OllamaRequest], reply_fields: ReplyFields) -> Response:
         body, n_bytes = await self._gate.read(request, kind)
         if body.ignored:
             log.debug("options that change nothing here: %s", ", ".join(body.ignored)[:500])
         unloads = body.unloads and principal_of(request).is_admin
         if body.unloads and body.only_loads and not unloads:
-            raise admin_only("unloading a model (keep_alive 0)")  # in a chat it is only a wish: the model stays
+            raise admin_only("unloading a model (keep_alive 0)")  # in a chat it is ignored: the model stays
         model = body.model or self._pool.find(None).id
-        encoder = OllamaEncoder(model, speech)
+        encoder = OllamaEncoder(model, reply_fields)
 
         async def generation_body() -> GenerationBody:
             if isinstance(body, OllamaGenerate) and body.raw:
@@ -93,11 +93,11 @@ class Ollama:
         with self._gate.admitted(request, n_bytes):
             work = self._load(body, model, unloads) if body.only_loads else whole()
             fields = await self._gate.within_time(request, work)
-        answer = encoder.dated({**speech(""), **fields}) if body.only_loads else fields
+        answer = encoder.dated({**reply_fields(""), **fields}) if body.only_loads else fields
         return Response(line(answer), media_type=MEDIA_TYPE) if body.streams else json_response(answer)
 
     async def _load(self, body: OllamaRequest, model: str, unloads: bool) -> Json:
-        """There is no prompt: the model is loaded, or unloaded."""
+        """For a request without a prompt: loads the model, or unloads it."""
         with self._unloading(model, unloads):
             if not unloads:
                 with self._pool.lease(body.model) as lease:
@@ -106,7 +106,7 @@ class Ollama:
 
     @contextlib.contextmanager
     def _unloading(self, model: str, unloads: bool) -> Iterator[None]:
-        """Afterwards the model is unloaded, if that was asked for."""
+        """Unloads the model afterwards, if the request asks for that."""
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
-"""Ollama's bodies, and what they are in our own words: ``ChatBody`` and ``CompletionBody``. Pure; knows no HTTP.
+"""Ollama's bodies, and their translation to ``ChatBody`` and ``CompletionBody``. Pure; knows no HTTP.
 
-Ollama's clients name no calls: they are numbered in the order in which they stand, so that a history that grows is written
-the same way every time.
+Ollama's clients send no ids of calls: calls are numbered in order, so that a growing history is rendered the same way every
+time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OllamaMessage(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What is heeded; whatever else is asked for belongs to the start of a server. Bounds are those of our own bodies."""
+    """The options that are used; others are settings of the server. Bounds are those of our own bodies."""
 
     num_predict: int | None = None
     temperature: float | None = None
@@ -70,7 +70,7 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and generate have in common."""
 
     model: Name | None = None
-    stream: bool | None = None  # not said: yes
+    stream: bool | None = None  # None: yes
     think: Think = None
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
@@ -88,13 +88,13 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unloads(self) -> bool:
-        """Whether the model is to leave when the reply is there."""
+        """Whether the model is unloaded after the reply."""
         return self.keep_alive is not None and _is_zero(self.keep_alive)
 
     def common(self) -> Json:
-        """Fields of every body of ours."""
+        """The fields that both of our bodies share."""
         if self.logprobs:
-            raise BadRequest("logprobs are not given here; use /v1/chat/completions")
+            raise BadRequest("logprobs are not supported here; use /v1/chat/completions")
         try:
             options = msgspec.convert(self.options or {}, Options)
         except msgspec.ValidationError as error:
@@ -120,7 +120,7 @@ class OllamaChat(OllamaBody, frozen=True, kw_only=True):
 
 
 class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
-    """One prompt. With ``raw`` it is what the model reads, without a template."""
+    """One prompt. With ``raw`` the model reads it without a template."""
 
     prompt: str | None = None
     system: str | None = None
@@ -146,7 +146,7 @@ class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
         return _converted({**self.common(), "prompt": self.prompt or ""}, CompletionBody)
 
     def _check(self) -> None:
-        """What would change the prompt in a way we do not know must not pass for done."""
+        """Refuses fields that would change the prompt in ways that are not supported."""
         if self.suffix:
             raise BadRequest("suffix is not supported: no model here fills in the middle; put everything into prompt")
         if self.template:
@@ -156,7 +156,7 @@ class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
 
 
 class NamedBody(msgspec.Struct, frozen=True):
-    """Of a question about one model; older clients say ``name``."""
+    """The body of a question about one model; older clients send ``name``."""
 
     model: Name | None = None
     name: Name | None = None
@@ -183,7 +183,7 @@ def messages_of(given: list[OllamaMessage]) -> list[Json]:
 
 
 class _Waiting:
-    """Calls without a result. Each is looked at no more often than it is found, however many wait."""
+    """Calls without a result. Each lookup is O(1) amortised, however many calls wait."""
 
     def __init__(self, calls: Sequence[tuple[str, str]] = ()) -> None:
         self._calls = calls
@@ -224,7 +224,7 @@ def _call(id: str, function: Function) -> Json:
 
 
 def _answered(message: OllamaMessage, waiting: _Waiting) -> Json:
-    """Which call a result belongs to; it waits no longer."""
+    """The call that a result belongs to; it is removed from ``waiting``."""
     id, name = waiting.take(message.tool_call_id, message.tool_name) or (message.tool_call_id, message.tool_name)
     about = {"tool_call_id": message.tool_call_id or id, "name": message.tool_name or name}
     return {key: value for key, value in about.items() if value is not None}
@@ -256,7 +256,7 @@ def _converted(fields: Json, kind: type[T]) -> T:
 
 
 def _is_zero(duration: float | str) -> bool:
-    """``0``, ``"0"``, ``"0s"`` …; what is no duration is an error."""
+    """``0``, ``"0"``, ``"0s"`` …; a text that is no duration is an error."""
     if not isinstance(duration, str):
         return duration == 0
     if not _DURATION.fullmatch(duration):

@@ -19,7 +19,7 @@ from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
-_LOWEST = -3.4e38  # JSON knows no infinity
+_LOWEST = -3.4e38  # JSON has no infinity
 
 
 def usage(choices: Sequence[m.Done]) -> Json:
@@ -107,7 +107,7 @@ class CompletionEncoder(Dialect):
 
     @abc.abstractmethod
     def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
-        """A choice (or none) and what stands beside it, for each chunk that an event is worth."""
+        """A choice (or none) and the other fields, for each chunk of an event."""
 
     @abc.abstractmethod
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -255,12 +255,12 @@ def cache(done: m.Done) -> Json:
 
 
 def n_written(done: m.Done) -> int:
-    """Tokens that were read and are kept from now on."""
+    """Tokens that were read and are cached now."""
     return 0 if done.why.reason == Reason.CACHE_OFF.value else done.n_prompt - done.n_cached
 
 
 def diagnostics(done: m.Done) -> Json:
-    """For whoever asked with ``prompt_cache_diagnostics``."""
+    """For requests with ``prompt_cache_diagnostics``."""
     why = done.why
     return {
         "status": _status(done),
@@ -280,7 +280,7 @@ def _status(done: m.Done) -> str:
 
 
 def _diverged(why: m.ReadReasonMessage) -> Json | None:
-    """Words that nobody asked for are not there."""
+    """Without the texts that the request did not ask for."""
     if why.diverged is None:
         return None
     return {name: value for name, value in msgspec.structs.asdict(why.diverged).items() if value is not None}

@@ -46,7 +46,7 @@ class OpenAI:
     async def _answer(
         self, request: Request, body: GenerationBody, n_bytes: int, encoder: CompletionEncoder
     ) -> Response:
-        """As a stream or whole, whichever was asked for."""
+        """Streams the reply if the body asks for it, else sends it whole."""
         if body.stream:
             return self._replies.stream(request, n_bytes, body, encoder)
         with self._gate.admitted(request, n_bytes):

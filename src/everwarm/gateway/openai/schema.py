@@ -29,14 +29,14 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class CacheOptions(msgspec.Struct, frozen=True):
-    """OpenAI's. How long something is kept is decided by what it saves, so ``ttl`` is read and not used."""
+    """OpenAI's options. ``ttl`` is parsed and not used: eviction depends on the value of a checkpoint."""
 
     mode: Name | None = None
     ttl: Annotated[str, Meta(max_length=64)] | Annotated[float, Meta(ge=0.0, le=1e12)] | None = None
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What every kind of completion may carry. ``None`` means: not said."""
+    """What every kind of completion may carry. ``None`` means: not given."""
 
     model: Name | None = None
     stream: bool | None = None
@@ -104,7 +104,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_form(self) -> bool:
-        """Whether anything is said about what the reply must look like."""
+        """Whether the body constrains the reply."""
         return bool(self.grammar) or self.json_schema is not None or self.response_format is not None
 
     @property
@@ -176,7 +176,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 
 
 class SlotBody(msgspec.Struct, frozen=True):
-    """Of a slot action; erasing needs no file."""
+    """The body of a slot action; erasing needs no file."""
 
     filename: Annotated[str, Meta(max_length=256)] = ""
     model: Name | None = None
@@ -184,7 +184,7 @@ class SlotBody(msgspec.Struct, frozen=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """Of an order to load or unload."""
+    """The body of a request to load or unload a model."""
 
     model: Name
 
@@ -193,7 +193,7 @@ T = TypeVar("T")
 
 
 def read(data: bytes | bytearray, kind: type[T]) -> T:
-    """A body, or BadRequest with the place and the reason."""
+    """Parses a body; ``BadRequest`` has the place and the reason."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -203,7 +203,7 @@ def read(data: bytes | bytearray, kind: type[T]) -> T:
 
 
 def _shortened(reason: str) -> str:
-    """It may quote what was sent, and ends with the place."""
+    """A reason may quote the body and ends with the place, so its middle is cut."""
     if len(reason) <= _MAX_REASON_CHARS:
         return reason
     return f"{reason[: _MAX_REASON_CHARS // 2]} … {reason[-_MAX_REASON_CHARS // 2 :]}"

@@ -1,6 +1,6 @@
-"""From a model's text to what it means, while it is being written: reasoning, tool calls, content.
+"""Splits a model's output into reasoning, tool calls and content while it streams.
 
-``output_parser`` is what callers use, and knows how this model writes. ``reasoning`` splits thinking from the
-answer; ``tool_parser`` finds calls in the formats of ``tool_formats``, which take text from a ``tool_reader`` and
-values by ``tool_values``. Pure.
+``output_parser`` is what callers use, and knows the model's syntax. ``reasoning`` splits thinking from the
+answer; ``tool_parser`` finds calls in the formats of ``tool_formats``, which read text through a ``tool_reader``
+and values with ``tool_values``. Pure.
 """

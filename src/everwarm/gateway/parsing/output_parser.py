@@ -1,6 +1,6 @@
-"""A chat reply: thinking, text and tool calls, told apart while it streams or when it is all there.
+"""A chat reply split into thinking, text and tool calls, while it streams or when it is complete.
 
-``ModelSyntax`` says how a model writes its thoughts and its calls: as its template shows, unless the operator sets
+``ModelSyntax`` is how a model writes its thinking and its calls: detected from its template, unless the operator sets
 it.
 """
 
@@ -26,7 +26,8 @@ Piece = Reasoning | Text | CallBegun | CallArguments | CallEnded
 
 
 class OutputParser:
-    """Of one reply: fed with its text in order. With ``one_call`` nothing is said after the first whole call."""
+    """The parser of one reply, fed with its text in order. With ``one_call`` it drops everything after the first complete
+    call."""
 
     def __init__(
         self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, *, one_call: bool = False
@@ -46,21 +47,21 @@ class OutputParser:
         with_thinking: bool,
         one_call: bool = False,
     ) -> OutputParser:
-        """As the model writes after a prompt that ends so. Without ``kinds``, of the tools there are, nothing is a call;
-        thinking may stay text."""
+        """A parser for the reply to this prompt. Without ``kinds`` (the arguments of the tools) nothing is a call; without
+        ``with_thinking`` thinking stays text."""
         style = notation.thinking(prompt) if with_thinking else None
         format = notation.tools if kinds else None
         parser = ToolParser(format, kinds=kinds) if format else None
         return cls(ReasoningParser(style) if style else None, parser, one_call=one_call)
 
     def read(self, text: str) -> list[Piece]:
-        """What is certain by now."""
+        """The pieces that are certain so far."""
         if self._reasoning is None and self._tools is None:
             return [Text(text)] if text else []
         return self._counted(self._with_calls(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
 
     def rest(self) -> list[Piece]:
-        """What was held back, when the reply ends."""
+        """What was held back, at the end of the reply."""
         found = self._with_calls(self._reasoning.finish()) if self._reasoning else []
         return self._counted([*found, *(self._tools.finish() if self._tools else ())])
 
@@ -77,17 +78,17 @@ class OutputParser:
         return found
 
     def _counted(self, events: list[Piece]) -> list[Piece]:
-        told: list[Piece] = []
+        counted: list[Piece] = []
         for event in events:
             if self._one_call and self.n_calls:
                 break
-            told.append(event)
+            counted.append(event)
             self.n_calls += isinstance(event, CallEnded) and event.complete
-        return told
+        return counted
 
 
 def message_of(pieces: Sequence[Piece]) -> Json:
-    """A whole reply's pieces as one message in OpenAI's shape. A call that broke off is the text it was written as."""
+    """A whole reply's pieces as one message in OpenAI's shape. An incomplete call becomes text."""
     thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     rest = settled(piece for piece in pieces if not isinstance(piece, Reasoning))
     calls: list[Json] = []
@@ -111,7 +112,7 @@ def call_of(begun: CallBegun) -> Json:
 ToolFormat = Literal["auto", "none", "hermes", "qwen-xml", "jamba", "nemotron", "pythonic"]
 ThinkingTags = Literal["auto", "none", "think", "start-thinking", "thinking", "bracket-think", "seed-think"]
 
-TAIL = 64  # characters of a prompt's end that say how its reply begins
+TAIL = 64  # characters of a prompt's end that decide how its reply begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,13 @@ class ModelSyntax:
 
     @property
     def tools(self) -> str | None:
-        """The name of the format of its calls; None: it has none that we know."""
+        """The name of the model's tool call format; None: unknown."""
         if self.tool_format == "auto":
             return detect_tools(self.template)
         return None if self.tool_format == "none" else self.tool_format
 
     def thinking(self, prompt: str) -> ReasoningStyle | None:
-        """How it thinks in the reply to this prompt; None: not at all."""
+        """The reasoning style of the reply to this prompt; None: no thinking."""
         if self.thinking_tags == "auto":
             return detect_reasoning(self.template, prompt[-TAIL:])
         return None if self.thinking_tags == "none" else reasoning_style(self.thinking_tags, prompt[-TAIL:])

@@ -1,7 +1,7 @@
-"""A reply split into what the model thought and what it said, while it is being written.
+"""A reply split into thinking and answer while it streams.
 
 A model thinks at the beginning of its reply, between two tags; the template may already have opened the first one in the
-prompt. Whatever comes after the closing tag is text, also if it looks like a tag. Whitespace around the tags belongs to
+prompt. Everything after the closing tag is text, also if it looks like a tag. Whitespace around the tags belongs to
 neither side. Pure: knows text; knows no tokens, no tool calls and no JSON.
 """
 
@@ -15,19 +15,19 @@ import msgspec
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Something the model said."""
+    """A piece of the answer."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Something the model thought."""
+    """A piece of the thinking."""
 
     text: str
 
 
 class Begins(enum.Enum):
-    """What the end of the prompt says about the beginning of the reply."""
+    """Where the reply begins, by the end of the prompt."""
 
     BEFORE = "before"  # no tag yet: the reply may open one
     INSIDE = "inside"  # the prompt opened the tag
@@ -52,7 +52,7 @@ REASONING_TAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def reasoning_style(name: str, prompt_tail: str) -> ReasoningStyle:
-    """The style of that name (a key of ``REASONING_TAGS``) for the reply to a prompt that ends so."""
+    """The style of that name (a key of ``REASONING_TAGS``) for the reply to a prompt with this end."""
     opening, closing = REASONING_TAGS[name]
     end = prompt_tail.rstrip()
     if end.endswith(opening):
@@ -76,7 +76,7 @@ class _State(enum.Enum):
     OPENING = "opening"  # the next thing may be the opening tag
     THINKING = "thinking"
     CLOSED = "closed"  # only whitespace came after the closing tag
-    SAYING = "saying"
+    ANSWERING = "answering"
 
 
 class ReasoningParser:
@@ -95,7 +95,7 @@ class ReasoningParser:
         return self._read(text, final=False)
 
     def finish(self) -> list[Text | Reasoning]:
-        """What was held back, when the reply ends."""
+        """What was held back, at the end of the reply."""
         return self._read("", final=True)
 
     def _read(self, text: str, *, final: bool) -> list[Text | Reasoning]:
@@ -108,14 +108,14 @@ class ReasoningParser:
             text = self._think(text, events, final=final)
         if self._state is _State.CLOSED:
             text = text.lstrip()
-            self._state = _State.SAYING if text else _State.CLOSED
-        if self._state is _State.SAYING and (text or self._spaces):
+            self._state = _State.ANSWERING if text else _State.CLOSED
+        if self._state is _State.ANSWERING and (text or self._spaces):
             events.append(Text("".join((*self._spaces, text))))
             self._spaces.clear()
         return events
 
     def _open(self, text: str, *, final: bool) -> str:
-        """Past the opening tag, if there is one; what remains to be read."""
+        """Skips the opening tag, if there is one; returns the rest."""
         style = self._style
         rest = text.lstrip()
         if style.begins is Begins.BEFORE and len(rest) < len(text):
@@ -127,7 +127,7 @@ class ReasoningParser:
         if style.opening.startswith(rest) and not final:
             self._tail = rest
             return ""
-        self._state = _State.THINKING if style.begins is Begins.INSIDE else _State.SAYING
+        self._state = _State.THINKING if style.begins is Begins.INSIDE else _State.ANSWERING
         return rest
 
     def _think(self, text: str, events: list[Text | Reasoning], *, final: bool) -> str:
@@ -141,13 +141,13 @@ class ReasoningParser:
         n_certain = len(text) if final else len(text) - _n_begun(text, closing)
         self._thought(text[:n_certain], events)
         self._tail = text[n_certain:]
-        if final and self._spaces:  # never closed: what was held back is part of the thought
+        if final and self._spaces:  # never closed: what was held back is part of the thinking
             events.append(Reasoning("".join(self._spaces)))
             self._spaces.clear()
         return ""
 
     def _thought(self, text: str, events: list[Text | Reasoning]) -> None:
-        """Says it but for the whitespace at its end, and for that at the very beginning."""
+        """Emits the text; holds back whitespace at its end and drops whitespace at the beginning of the thinking."""
         if not self._has_thought:
             text = text.lstrip()
         visible = text.rstrip()
@@ -160,6 +160,6 @@ class ReasoningParser:
 
 
 def _n_begun(text: str, tag: str) -> int:
-    """How many characters at the end of the text may begin the tag. A tag's first character stands in it once."""
+    """How many characters at the end of the text may begin the tag. A tag contains its first character once."""
     at = text.rfind(tag[0], -len(tag))
     return len(text) - at if at >= 0 and tag.startswith(text[at:]) else 0

@@ -1,8 +1,8 @@
-"""How models write tool calls: JSON, XML-like and Python-like, read while they are being written.
+"""The formats in which models write tool calls: JSON, XML-like and Python-like, parsed while they stream.
 
 Each format is a generator over a ``ToolReader``: it takes what it understands, yields where the text so far is too short,
-and raises ``NotACall`` where it cannot be a call. It says of a call only what is certain. Pure: knows text; knows no
-tokens, no HTTP and no tool's meaning.
+and raises ``NotACall`` where the text cannot be a call. It emits only what is certain. Pure: knows text; knows no tokens,
+no HTTP and no tool's meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader
 from everwarm.gateway.parsing.tool_values import (
-    Say,
+    Emit,
     as_object,
     bare_as_json,
     escaped,
@@ -35,7 +35,7 @@ FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>
 Section = Callable[[ToolReader, str, str], Reading[None]]
 
 
-def json_section(r: ToolReader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - every format is called alike
+def json_section(r: ToolReader, opener: str, closer: str) -> Reading[None]:  # noqa: ARG001 - every format has the same signature
     """One call as an object, or several: in a list, or one after the other."""
     listed = (yield from r.spaces()) == "["
     if listed:
@@ -62,7 +62,7 @@ def _json_calls(r: ToolReader, closer: str, *, listed: bool) -> Reading[None]:
 
 
 def _close(r: ToolReader, closer: str) -> Reading[None]:
-    """A closing tag may be missing: it may have been the end of the reply."""
+    """The closing tag may be missing at the end of a reply."""
     yield from r.spaces()
     if closer:
         yield from r.word(closer)
@@ -84,7 +84,7 @@ def _json_call(r: ToolReader) -> Reading[None]:
             name = yield from json_text(r)
         elif key in ("arguments", "parameters") and name and follows == "{":
             _begin(r, name)
-            yield from json_value(r, r.say)
+            yield from json_value(r, r.emit)
         else:
             value = yield from kept(json_value, r)
             arguments = as_object(value) if key in ("arguments", "parameters") else arguments
@@ -94,7 +94,7 @@ def _json_call(r: ToolReader) -> Reading[None]:
     r.take_one("}")
     if not r.begun:
         _begin(r, name)
-        r.say(arguments or "{}")
+        r.emit(arguments or "{}")
     r.whole()
 
 
@@ -126,7 +126,7 @@ def xml_section(r: ToolReader, opener: str, closer: str) -> Reading[None]:
             break
         yield from _xml_parameter(r, name, ", " if n_arguments else "{")
         n_arguments += 1
-    r.say("}" if n_arguments else "{}")
+    r.emit("}" if n_arguments else "{}")
     r.whole()
     yield from _close(r, closer)
 
@@ -136,15 +136,15 @@ def _xml_parameter(r: ToolReader, tool: str, before: str) -> Reading[None]:
     r.take_one(">")
     kind = r.kind(tool, key)
     if kind.is_string:
-        r.say(f'{before}{quoted(key)}: "')
-        yield from _xml_text(r, lambda text: r.say(escaped(text)))
-        r.say('"')
+        r.emit(f'{before}{quoted(key)}: "')
+        yield from _xml_text(r, lambda text: r.emit(escaped(text)))
+        r.emit('"')
     else:
         value = yield from kept(_xml_text, r)
-        r.say(f"{before}{quoted(key)}: {bare_as_json(kind, value)}")
+        r.emit(f"{before}{quoted(key)}: {bare_as_json(kind, value)}")
 
 
-def _xml_text(r: ToolReader, say: Say) -> Reading[None]:
+def _xml_text(r: ToolReader, emit: Emit) -> Reading[None]:
     """A parameter's text and its closing tag; one line end on either side belongs to the tags."""
     yield from r.word("\r\n", "\n")
     while True:
@@ -159,7 +159,7 @@ def _xml_text(r: ToolReader, say: Say) -> Reading[None]:
         if end > r.at and r.text[end - 1] == "\r":
             end -= 1
         if end > r.at:
-            say(r.take(end))
+            emit(r.take(end))
         if tag >= 0:
             r.take(tag + len(_PARAMETER_END))
             return
@@ -199,7 +199,7 @@ def _python_call(r: ToolReader) -> Reading[None]:
         yield from r.spaces()
         if not r.begun:
             r.begin(name)
-        r.say(f"{', ' if n_arguments else '{'}{quoted(key)}: ")
+        r.emit(f"{', ' if n_arguments else '{'}{quoted(key)}: ")
         yield from _python_argument(r, r.kind(name, key))
         n_arguments += 1
         if (yield from r.spaces()) == ",":
@@ -209,13 +209,13 @@ def _python_call(r: ToolReader) -> Reading[None]:
     r.take_one(")")
     if not r.begun:
         r.begin(name)
-    r.say("}" if n_arguments else "{}")
+    r.emit("}" if n_arguments else "{}")
     r.whole()
 
 
 def _python_argument(r: ToolReader, kind: Kind) -> Reading[None]:
     if kind.is_string and r.peek() in ("'", '"'):
-        yield from python_string(r, r.say)
+        yield from python_string(r, r.emit)
     else:
         value = yield from kept(python_value, r)
-        r.say(literal_as_json(kind, value))
+        r.emit(literal_as_json(kind, value))

@@ -1,7 +1,7 @@
-"""A reply split into text and tool calls, while it is being written.
+"""A reply split into text and tool calls while it streams.
 
-A call is said piece by piece as soon as it is certain that it is one; what turns out to be none comes out as text, in its
-place. Pure but for the calls' random ids: knows text and the tools' schemas; knows no tokens and no HTTP.
+A call is emitted piece by piece as soon as it is certain to be one; what turns out to be no call is emitted as text, in
+order. Pure but for the calls' random ids: knows text and the tools' schemas; knows no tokens and no HTTP.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """Tags that open a section of calls, each with the one that closes it ("" where none does)."""
+    """Tags that open a section of calls, each with its closing tag ("" where there is none)."""
 
     tags: dict[str, str]
     section: Section
@@ -60,7 +60,7 @@ TOOL_FORMATS: Mapping[str, _Format] = MappingProxyType(
 
 
 def detect_tools(template_source: str) -> str | None:
-    """The name of the format that a model's template teaches; None where it is none of ours."""
+    """The name of the format that a model's template teaches; None if it is unknown."""
 
     def has(*tags: str) -> bool:
         return all(tag in template_source for tag in tags)
@@ -73,7 +73,7 @@ def detect_tools(template_source: str) -> str | None:
         return "qwen-xml"
     if has("<tool_calls>"):
         return "jamba"
-    if has("<arg_key>") or has("<invoke name="):  # other families' insides of the same tag
+    if has("<arg_key>") or has("<invoke name="):  # other model families use the same tag
         return None
     return "hermes" if has("<tool_call>") or has("<|tool_call|>") else None
 
@@ -83,8 +83,8 @@ def call_id() -> str:
 
 
 class ToolParser:
-    """Fed with text in order. ``format`` is a name from ``TOOL_FORMATS``; ``tools`` as clients send them: their schemas
-    tell strings from other values where the format does not. ``kinds``: what they say, where that is known already."""
+    """Fed with text in order. ``format`` is a name from ``TOOL_FORMATS``; ``tools`` are as clients send them: their
+    schemas decide what is a string where the format does not. ``kinds``: the result of ``kinds_of``, if it is known."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ToolParser:
         return self._reader.drain()
 
     def finish(self) -> list[Event]:
-        """What was held back, when the reply ends."""
+        """What was held back, at the end of the reply."""
         self._reader.final = True
         self._reader.add("")
         next(self._reading, None)
@@ -121,7 +121,7 @@ class ToolParser:
                 r.give_up()
 
     def _text(self) -> Reading[str | None]:
-        """Says text up to a tag that opens a section, and takes the tag; None at the end of the reply."""
+        """Emits text up to a tag that opens a section, and takes the tag; None at the end of the reply."""
         r = self._reader
         while True:
             opener = self._opener.search(r.text, r.at)
@@ -135,15 +135,14 @@ class ToolParser:
             yield
 
     def _n_certain(self) -> int:
-        """How far the text is no beginning of a tag; in a tag there is one ``<``, its first character."""
+        """The end of the text that cannot begin a tag; a tag contains one ``<``, its first character."""
         text = self._reader.text
         at = text.rfind("<", self._reader.at)
         return at if at >= 0 and any(tag.startswith(text[at:]) for tag in self._format.tags) else len(text)
 
 
 def settled(events: Iterable[Event]) -> list[Event]:
-    """For a reply that is all there: calls that went wrong after they had begun are the text they were written as, and
-    the others are counted anew."""
+    """The events of a complete reply: incomplete calls become text, and the other calls are renumbered."""
     done: list[Event] = []
     call: list[Event] = []
     n_calls = 0
@@ -163,11 +162,11 @@ def settled(events: Iterable[Event]) -> list[Event]:
     return done
 
 
-# what the tools' schemas say
+# the tools' schemas
 
 
 def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
-    """What each argument of each tool may be."""
+    """The kind of each argument of each tool."""
     kinds = {}
     for tool in tools:
         name, root = name_and_schema(tool)
@@ -179,7 +178,7 @@ def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
 
 
 def name_and_schema(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Of a tool as any client sends it."""
+    """The name and schema of a tool in any dialect."""
     function = _mapping(tool.get("function")) or tool
     schema = function.get("parameters") or function.get("input_schema")
     return str(function.get("name")), _mapping(schema)

@@ -1,6 +1,6 @@
-"""A reply being read for tool calls: the text that has come, what was taken of it, and what can be said for certain.
+"""The text of a reply while it is searched for tool calls: what arrived, what was taken, and the events that are certain.
 
-Whatever is taken ends up in exactly one place: in a call's ``raw`` or in a ``Text``. Pure: knows no format.
+All text that is taken ends up in exactly one place: in a call's ``raw`` or in a ``Text``. Pure: knows no format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class NotACall(Exception):
-    """What was read cannot be, or did not become, a tool call. Never leaves the parser."""
+    """The text is no tool call, or an incomplete one. Never leaves the parser."""
 
 
 class CallBegun(msgspec.Struct, frozen=True):
@@ -37,8 +37,8 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 class CallEnded(msgspec.Struct, frozen=True):
-    """``raw`` is how the model wrote the call, markup included. A call that is not ``complete`` broke off or went wrong
-    after it had begun: its arguments are no JSON yet."""
+    """``raw`` is the call as the model wrote it, with markup. A call that is not ``complete`` broke off or became invalid
+    after it began: its arguments are not valid JSON."""
 
     index: int
     raw: str
@@ -49,13 +49,13 @@ Event = Text | CallBegun | CallArguments | CallEnded
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What a tool's schema says about an argument; ``types`` is empty where it says nothing."""
+    """The types that a tool's schema allows for an argument; ``types`` is empty where it does not say."""
 
     types: frozenset[str] = frozenset()
 
     @property
     def is_string(self) -> bool:
-        """Whether it can only be a string, and so be said before its end is known."""
+        """Whether it can only be a string, so that it can be emitted before its end is known."""
         return not self.types or self.types == {"string"}
 
 
@@ -63,8 +63,8 @@ UNKNOWN = Kind()
 
 
 class ToolReader:
-    """The text that has come and not been taken, and what is to be said about it. ``_raw`` was taken: its first
-    ``_n_shown`` pieces have become part of a call, the others come out as text if it is none."""
+    """The text that was not taken yet, and the events to emit. ``_raw`` was taken: its first ``_n_shown`` pieces are part
+    of a call, the others are emitted as text if there is no call."""
 
     def __init__(self, kinds: Mapping[str, Mapping[str, Kind]], new_id: Callable[[], str]) -> None:
         self.text, self.at, self.final = "", 0, False
@@ -79,7 +79,7 @@ class ToolReader:
     def kind(self, tool: str, argument: str) -> Kind:
         return self._kinds.get(tool, {}).get(argument, UNKNOWN)
 
-    # what comes
+    # input
 
     def add(self, text: str) -> None:
         self.text, self.at = self.text[self.at :] + text, 0
@@ -105,20 +105,20 @@ class ToolReader:
             raise NotACall
         return self.take(self.at + 1)
 
-    def spaces(self, say: Callable[[str], object] | None = None) -> Reading[str]:
-        """Past whitespace, said if it is part of what is said; the character after it, "" at the end of the reply."""
+    def spaces(self, emit: Callable[[str], object] | None = None) -> Reading[str]:
+        """Skips whitespace, which goes to ``emit``, if given; returns the character after it, "" at the reply's end."""
         while True:
             match = _SPACES.match(self.text, self.at)
             if match and match.end() > self.at:
                 space = self.take(match.end())
-                if say:
-                    say(space)
+                if emit:
+                    emit(space)
             if self.at < len(self.text) or self.final:
                 return self.peek()
             yield
 
     def word(self, *words: str) -> Reading[str | None]:
-        """Which of these comes next, and past it."""
+        """Takes the one of these words that comes next; None: none of them."""
         while True:
             for word in words:
                 if self.text.startswith(word, self.at):
@@ -129,7 +129,7 @@ class ToolReader:
             yield
 
     def match(self, pattern: re.Pattern[str], max_chars: int) -> Reading[str]:
-        """All that fits the pattern."""
+        """Takes all that matches the pattern."""
         while True:
             match = pattern.match(self.text, self.at)
             end = match.end() if match else self.at
@@ -139,27 +139,27 @@ class ToolReader:
                 return self.take(end)
             yield from self.more()
 
-    # what is said
+    # output
 
     def text_until(self, end: int) -> None:
-        """Text but for the whitespace at its end, which belongs to a call if one comes next."""
+        """Emits text without the whitespace at its end, which belongs to a call if one comes next."""
         text = self.text[self.at : end]
         visible = text.rstrip()
         if visible:
-            self._say_text("".join((*self._raw, visible)))
+            self._emit_text("".join((*self._raw, visible)))
             self._raw = [text[len(visible) :]] if len(visible) < len(text) else []
         elif text:
             self._raw.append(text)
         self.at = end
 
     def text_ended(self) -> None:
-        """Nothing comes any more. Whitespace after a call is no text."""
+        """The reply is over. Whitespace after a call is no text."""
         if not self._just_ended:
-            self._say_text("".join(self._raw))
+            self._emit_text("".join(self._raw))
         self._raw = []
 
     def drain(self) -> list[Event]:
-        """Everything said since the last time."""
+        """All events since the last time."""
         self._flush()
         events, self._events = self._events, []
         return events
@@ -171,23 +171,23 @@ class ToolReader:
         self._n_shown = len(self._raw)
         self.begun = True
 
-    def say(self, fragment: str) -> None:
-        """A piece of the arguments."""
+    def emit(self, fragment: str) -> None:
+        """Emits a piece of the arguments."""
         self._n_shown = len(self._raw)
         self._pieces.append(fragment)
 
     def whole(self) -> None:
-        """The arguments are all there; only markup may follow."""
+        """The arguments are complete; only markup may follow."""
         self._n_shown = len(self._raw)
         self._whole = True
 
     def end(self) -> None:
-        """All that was taken is part of the call."""
+        """Ends the call: all that was taken is part of it."""
         self.whole()
         self.give_up()
 
     def give_up(self) -> None:
-        """What has not become part of a call is text."""
+        """Ends the call as it is; what did not become part of it is text."""
         held = self._raw[self._n_shown :]
         if self.begun:
             self._flush()
@@ -195,9 +195,9 @@ class ToolReader:
             self._events.append(CallEnded(self._n_begun - 1, raw, self._whole))
             self._just_ended = True
         self._raw, self._n_shown, self.begun, self._whole = [], 0, False, False
-        self._say_text("".join(held))
+        self._emit_text("".join(held))
 
-    def _say_text(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             self._just_ended = False
             self._pieces.append(text)

@@ -1,6 +1,6 @@
-"""Values inside tool calls as JSON text: JSON itself, Python literals, and bare text with a schema's word on its type.
+"""Values inside tool calls as JSON text: JSON itself, Python literals, and bare text whose type a schema gives.
 
-JSON and Python values are read while they are being written. Pure: knows nothing about the calls around them.
+JSON and Python values are parsed while they stream. Pure: knows nothing about the calls around them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader
 
 T = TypeVar("T")
-Say = Callable[[str], object]
+Emit = Callable[[str], object]
 
 MAX_ATOM_CHARS = 400
 MAX_DEPTH, MAX_PYTHON_DEPTH = 128, 32
@@ -38,8 +38,8 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def kept(value: Callable[[ToolReader, Say], Reading[None]], r: ToolReader) -> Reading[str]:
-    """A value's JSON, not said yet."""
+def kept(value: Callable[[ToolReader, Emit], Reading[None]], r: ToolReader) -> Reading[str]:
+    """A value's JSON as a text, not emitted."""
     pieces: list[str] = []
     yield from value(r, pieces.append)
     return "".join(pieces)
@@ -50,123 +50,123 @@ def json_text(r: ToolReader) -> Reading[str]:
     return text
 
 
-def json_value(r: ToolReader, say: Say) -> Reading[None]:
-    """Any value, spelled as the model did: it will read its own words again in the next turn."""
+def json_value(r: ToolReader, emit: Emit) -> Reading[None]:
+    """Any value, spelled as the model did, so that the next turn renders the same text."""
     inside: list[str] = []
     while True:
-        begins = yield from r.spaces(say)
+        begins = yield from r.spaces(emit)
         if begins == '"':
-            yield from _json_string(r, say)
+            yield from _json_string(r, emit)
         elif begins and begins in "{[" and len(inside) < MAX_DEPTH:
-            say(r.take_one("{["))
-            if (yield from r.spaces(say)) != _CLOSES[begins]:
+            emit(r.take_one("{["))
+            if (yield from r.spaces(emit)) != _CLOSES[begins]:
                 inside.append(begins)
-                yield from _json_key(r, say, begins)
+                yield from _json_key(r, emit, begins)
                 continue
-            say(r.take_one("}]"))
+            emit(r.take_one("}]"))
         else:
             atom = yield from r.match(_ATOM, MAX_ATOM_CHARS)
             if not _JSON_ATOM.fullmatch(atom):
                 raise NotACall
-            say(atom)
-        while inside and (yield from r.spaces(say)) == _CLOSES[inside[-1]]:
-            say(r.take_one("}]"))
+            emit(atom)
+        while inside and (yield from r.spaces(emit)) == _CLOSES[inside[-1]]:
+            emit(r.take_one("}]"))
             inside.pop()
         if not inside:
             return
-        say(r.take_one(","))
-        yield from _json_key(r, say, inside[-1])
+        emit(r.take_one(","))
+        yield from _json_key(r, emit, inside[-1])
 
 
-def _json_key(r: ToolReader, say: Say, inside: str) -> Reading[None]:
+def _json_key(r: ToolReader, emit: Emit, inside: str) -> Reading[None]:
     if inside == "{":
-        yield from r.spaces(say)
-        yield from _json_string(r, say)
-        yield from r.spaces(say)
-        say(r.take_one(":"))
+        yield from r.spaces(emit)
+        yield from _json_string(r, emit)
+        yield from r.spaces(emit)
+        emit(r.take_one(":"))
 
 
-def _json_string(r: ToolReader, say: Say) -> Reading[None]:
+def _json_string(r: ToolReader, emit: Emit) -> Reading[None]:
     """Line ends are escaped where the model forgot to, and so are backslashes that begin no escape."""
-    say(r.take_one('"'))
+    emit(r.take_one('"'))
     while True:
         plain = _JSON_PLAIN.match(r.text, r.at)
         if plain:
-            say(escaped(r.take(plain.end())))
+            emit(escaped(r.take(plain.end())))
         follows = r.peek()
         if follows == '"':
-            say(r.take_one('"'))
+            emit(r.take_one('"'))
             return
         if follows == "\\" and (escape := _JSON_ESCAPE.match(r.text, r.at)):
-            say(r.take(escape.end()))
+            emit(r.take(escape.end()))
         elif follows and not _JSON_ESCAPE_BEGUN.match(r.text, r.at):
             r.take_one("\\")
-            say("\\\\")
+            emit("\\\\")
         else:
             yield from r.more()
 
 
-def python_value(r: ToolReader, say: Say, depth: int = 0) -> Reading[None]:
-    """A literal, as JSON."""
+def python_value(r: ToolReader, emit: Emit, depth: int = 0) -> Reading[None]:
+    """A Python literal, as JSON."""
     begins = yield from r.spaces()
     if begins in ("'", '"'):
-        yield from python_string(r, say)
+        yield from python_string(r, emit)
     elif begins in _CLOSES and depth < MAX_PYTHON_DEPTH:
-        yield from _python_container(r, say, depth)
+        yield from _python_container(r, emit, depth)
     else:
-        say(_python_atom((yield from r.match(_ATOM, MAX_ATOM_CHARS))))
+        emit(_python_atom((yield from r.match(_ATOM, MAX_ATOM_CHARS))))
 
 
-def _python_container(r: ToolReader, say: Say, depth: int) -> Reading[None]:
+def _python_container(r: ToolReader, emit: Emit, depth: int) -> Reading[None]:
     begins = r.take_one("[({")
     closes, n_items = _CLOSES[begins], 0
-    say("{" if begins == "{" else "[")
+    emit("{" if begins == "{" else "[")
     while (yield from r.spaces()) != closes:
         if n_items:
-            say(", ")
+            emit(", ")
         if begins == "{":
             if r.peek() in _CLOSES:
                 raise NotACall
             key = yield from kept(python_value, r)
-            say(f"{key if key.startswith(chr(34)) else quoted(key)}: ")
+            emit(f"{key if key.startswith(chr(34)) else quoted(key)}: ")
             yield from r.spaces()
             r.take_one(":")
-        yield from python_value(r, say, depth + 1)
+        yield from python_value(r, emit, depth + 1)
         n_items += 1
         if (yield from r.spaces()) == ",":
             r.take_one(",")
         elif r.peek() != closes:
             raise NotACall
     r.take_one(closes)
-    say("}" if begins == "{" else "]")
+    emit("}" if begins == "{" else "]")
 
 
-def python_string(r: ToolReader, say: Say) -> Reading[None]:
+def python_string(r: ToolReader, emit: Emit) -> Reading[None]:
     """A quote ends the string only where a value may end: models forget to escape apostrophes."""
     quote = r.take_one("'\"")
-    say('"')
+    emit('"')
     while True:
         plain = _PYTHON_PLAIN[quote].match(r.text, r.at)
         if plain:
-            say(escaped(r.take(plain.end())))
+            emit(escaped(r.take(plain.end())))
         follows = r.peek()
         if follows == quote and _PYTHON_STRING_ENDS.match(r.text, r.at):
             r.take_one(quote)
-            say('"')
+            emit('"')
             return
         if follows == quote and not _PYTHON_STRING_MAY_END.match(r.text, r.at):
-            say(escaped(r.take_one(quote)))
+            emit(escaped(r.take_one(quote)))
         elif follows == "\\" and (escape := _PYTHON_ESCAPE.match(r.text, r.at)):
-            say(_python_escape(r.take(escape.end())))
+            emit(_python_escape(r.take(escape.end())))
         elif follows == "\\" and not _PYTHON_ESCAPE_BEGUN.match(r.text, r.at):
             r.take_one("\\")
-            say("\\\\")
+            emit("\\\\")
         else:
             yield from r.more()
 
 
 def _python_escape(escape: str) -> str:
-    """As a part of a JSON string; an unknown escape stands for itself."""
+    """A Python escape inside a JSON string; an unknown escape is kept as text."""
     if len(escape) == 10:
         return escaped(chr(int(escape[2:], 16)))
     if len(escape) > 2:
@@ -184,7 +184,7 @@ def _python_atom(atom: str) -> str:
     except ValueError:
         pass
     try:
-        number = float("nan" if atom.isdigit() else atom)  # a postcode's 02139 is no number
+        number = float("nan" if atom.isdigit() else atom)  # a postcode such as 02139 is no number
     except ValueError:
         return quoted(atom)
     return repr(number) if math.isfinite(number) else quoted(atom)
@@ -201,7 +201,7 @@ def as_object(value: str) -> str:
 
 
 def bare_as_json(kind: Kind, text: str) -> str:
-    """For a value written without quotes."""
+    """The JSON of a value written without quotes."""
     stripped = text.strip()
     if kind.is_string or ("string" in kind.types and not (stripped == "null" and "null" in kind.types)):
         return quoted(text)
@@ -209,7 +209,7 @@ def bare_as_json(kind: Kind, text: str) -> str:
 
 
 def literal_as_json(kind: Kind, value: str) -> str:
-    """For JSON that comes from a literal with a type of its own."""
+    """The JSON of a literal that has a type of its own."""
     if value.startswith('"'):
         return value if not kind.types or "string" in kind.types else bare_as_json(kind, json.loads(value))
     return quoted(value) if kind.types == {"string"} and value != "null" else value
@@ -228,7 +228,7 @@ def _python_as_json(text: str) -> str | None:
 
 
 def _run(reading: Reading[T]) -> T:
-    """To its end, over text that is all there."""
+    """Runs a reading to its end, over complete text."""
     while True:
         try:
             next(reading)
@@ -250,7 +250,7 @@ def _no_number(name: str) -> None:
 
 
 def escaped(text: str) -> str:
-    """As the inside of a JSON string."""
+    """The text as the inside of a JSON string."""
     return _encodable(encode_basestring(text)[1:-1])
 
 
@@ -259,5 +259,5 @@ def quoted(text: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """JSON text with half characters, which no encoding knows, as escapes."""
+    """JSON text with lone surrogates, which UTF-8 cannot encode, as escapes."""
     return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

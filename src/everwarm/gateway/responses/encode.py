@@ -1,6 +1,6 @@
-"""A reply as the responses dialect says it: items and typed events, numbered. Pure; knows no HTTP.
+"""A reply in the responses dialect: items and typed, numbered events. Pure; knows no HTTP.
 
-What is streamed and what is answered whole are the same thing: the last event carries the response.
+A stream and a whole answer have the same content: the last event carries the response.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everwarm.types import Json
 
 
 def skeleton(body: ResponsesBody, id: str, model: str, created_at: int, tools: Offered) -> Json:
-    """What a response says before anything is written."""
+    """A response before anything is generated."""
     return {
         "id": id,
         "object": "response",
@@ -52,7 +52,7 @@ def skeleton(body: ResponsesBody, id: str, model: str, created_at: int, tools: O
 
 
 def usage(done: m.Done) -> Json:
-    """``cached_tokens`` is part of ``input_tokens``; the rest was read now. Tokens of thinking are not told apart."""
+    """``cached_tokens`` is part of ``input_tokens``; the rest was read now. Tokens of thinking are not counted apart."""
     return {
         "input_tokens": done.n_prompt,
         "input_tokens_details": {"cached_tokens": done.n_cached, "cache_write_tokens": done.n_prompt - done.n_cached},
@@ -81,7 +81,7 @@ class _Open:
 
 
 class ResponsesEncoder:
-    """Of one response: told what is heard, says it in events."""
+    """The encoder of one response: takes the pieces of the reply, returns events."""
 
     def __init__(self, response: Json, tools: Offered, *, seals: bool = False, summarises: bool = False) -> None:
         self.response = response
@@ -89,7 +89,7 @@ class ResponsesEncoder:
         self._tools, self._seals, self._summarises = tools, seals, summarises
         self._output: list[Json] = []
         self._open: _Open | None = None
-        self._spaces = ""  # before a message: only said if something follows
+        self._spaces = ""  # before a message: sent only if text follows
         self._n_events = 0
         self.has_begun = False
 
@@ -104,21 +104,21 @@ class ResponsesEncoder:
         now = {"response": dict(self.response)}
         return [self._event("response.created", **now), self._event("response.in_progress", **now)]
 
-    def say(self, event: Piece) -> list[Json]:
+    def encode(self, event: Piece) -> list[Json]:
         match event:
             case Reasoning(text=text):
-                return self._thought(text)
+                return self._more_thought(text)
             case Text(text=text):
-                return self._said(text)
+                return self._more_text(text)
             case CallBegun():
                 return self._begun(event)
             case CallArguments(json_fragment=fragment):
-                return self._argued(fragment)
+                return self._more_arguments(fragment)
             case CallEnded(complete=complete):
                 return self._close("completed" if complete else "incomplete")
 
     def end(self, done: m.Done, finish: str) -> list[Json]:
-        """The rest, and the response as it is now."""
+        """The remaining events; the last one carries the response."""
         status = "incomplete" if finish == "length" else "completed"
         events = [*self.begin(), *self._close(status)]
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -164,7 +164,7 @@ class ResponsesEncoder:
 
     # thinking
 
-    def _thought(self, text: str) -> list[Json]:
+    def _more_thought(self, text: str) -> list[Json]:
         events: list[Json] = []
         opened = self._open
         if opened is None or opened.item["type"] != "reasoning":
@@ -200,7 +200,7 @@ class ResponsesEncoder:
 
     # text
 
-    def _said(self, text: str) -> list[Json]:
+    def _more_text(self, text: str) -> list[Json]:
         events: list[Json] = []
         opened = self._open
         if opened is None or opened.item["type"] != "message":
@@ -233,11 +233,11 @@ class ResponsesEncoder:
             return self._opened("ctc", "custom_tool_call", origin, **fields, input="")[1]
         return self._opened("fc", "function_call", origin, **fields, arguments="")[1]
 
-    def _argued(self, fragment: str) -> list[Json]:
+    def _more_arguments(self, fragment: str) -> list[Json]:
         opened = self._open
         assert opened is not None and opened.origin is not None, "arguments belong to a call"
         opened.pieces.append(fragment)
-        if opened.origin.is_custom:  # its text is only known when the JSON around it is whole
+        if opened.origin.is_custom:  # its text is known only when the JSON around it is complete
             return []
         return [self._event("response.function_call_arguments.delta", **opened.where, delta=fragment)]
 
@@ -258,7 +258,7 @@ def _text(text: str) -> Json:
 
 
 def _code(error: EverwarmError) -> str:
-    """In the words clients of this dialect look for."""
+    """The error code that clients of this dialect expect."""
     if error.code == "exceed_context_size_error":
         return "context_length_exceeded"
     if error.status == 429:

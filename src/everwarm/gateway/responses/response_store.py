@@ -1,9 +1,9 @@
-"""Responses that can be gone on from: SQLite, in a file where the server keeps states, otherwise in memory.
+"""Stored responses that a request can continue: SQLite, in a file if the server has a state directory, else in memory.
 
-Each row is what one response added (its own input and its output) and the name of the one before: a conversation is stored
-once, however long it gets. A row is there whole or not at all, after any crash. When there are too many, the namespace that
-has most gives up what it used least recently. Everything belongs to a namespace; no other one can see it, nor push it out
-while it has more itself. Knows rows; knows no HTTP.
+Each row holds what one response added (its own input and its output) and the id of the response before: a conversation is
+stored once, however long it gets. After any crash a row is complete or absent. When the store is full, the namespace that
+holds most loses its least recently used responses. Every row belongs to one namespace; another namespace cannot see it,
+and cannot evict it while it holds more itself. Knows rows; knows no HTTP.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("everwarm.responses")
 
 FILE = "responses.sqlite"
 MAX_LINKS = 10_000  # of one conversation
-MAX_CHAIN_BYTES = 32 << 20  # that is gone on from: as much as a body may have
+MAX_CHAIN_BYTES = 32 << 20  # of a conversation that is continued: as much as a body may have
 _BUSY_S = 5.0
 _VERSION = 1
 
-_TABLES = (  # apart, because a use writes a row again
+_TABLES = (  # bodies are apart, because every use rewrites the row
     "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, namespace TEXT NOT NULL, parent TEXT, "
     "used INTEGER NOT NULL, n_bytes INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS bodies (id TEXT PRIMARY KEY, body BLOB NOT NULL)",
@@ -52,7 +52,7 @@ IN_MEMORY = ResponseLimits(20_000, 128 << 20)
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """What one response added. ``response`` as it was answered, with its output."""
+    """What one response added. ``response`` is the answer that was sent, with its output."""
 
     input: list[Json]
     response: Json
@@ -72,7 +72,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class LinkMissing(Exception):
-    """A response is not kept: the one that was asked for, or one before it."""
+    """A response is not stored: the requested one, or one before it."""
 
     def __init__(self, id: str) -> None:
         super().__init__(id)
@@ -84,7 +84,7 @@ _decode = msgspec.json.Decoder(StoredResponse).decode
 
 
 class ResponseStore:
-    """Opened at its first use; from any thread. What the disk refuses is logged and missed, never an accident."""
+    """Opened at its first use; thread-safe. A disk error is logged and counts as a miss."""
 
     def __init__(self, directory: str | None, limits: ResponseLimits | None = None) -> None:
         self._path = Path(directory).expanduser() / FILE if directory is not None else None
@@ -99,7 +99,7 @@ class ResponseStore:
                 self._opened = None
 
     def keep(self, namespace: str, kept: StoredResponse) -> bool:
-        """Whether it is there now, and will be after a crash of this process."""
+        """Whether it is stored, so that it survives a crash of this process."""
         body = _encode(kept)
         try:
             with self._transaction() as database:
@@ -110,7 +110,7 @@ class ResponseStore:
                 _touch(database, _chain_ids(database, namespace, kept.id), used)
                 self._evict(database, kept.id)
         except (sqlite3.Error, OSError) as error:
-            log.warning("a response cannot be kept: %s", error)
+            log.warning("a response cannot be stored: %s", error)
             return False
         return True
 
@@ -123,8 +123,8 @@ class ResponseStore:
             return None
 
     def chain(self, namespace: str, id: str) -> list[StoredResponse]:
-        """The conversation that ends with this response, oldest first. ``LinkMissing`` if any of it is gone, ``BadRequest``
-        if it is too much to be read at once."""
+        """The conversation that ends with this response, oldest first. ``LinkMissing`` if a part of it is not stored,
+        ``BadRequest`` if it is too large."""
         found: list[StoredResponse] = []
         try:
             with self._transaction() as database:
@@ -143,33 +143,33 @@ class ResponseStore:
         return found[::-1]
 
     def delete(self, namespace: str, id: str) -> bool:
-        """Whether it was there."""
+        """Whether it was stored."""
         try:
             with self._transaction() as database:
                 query = "SELECT id FROM responses WHERE id = ? AND namespace = ?"
                 was_there = database.execute(query, (id, namespace)).fetchone() is not None
                 _drop(database, [id] if was_there else [])
             with self._lock:
-                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # nothing of it stays in the log
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # leaves no copy in the log
         except (sqlite3.Error, OSError) as error:
             raise EverwarmError(f"the response cannot be deleted now: {error}") from None
         return was_there
 
     def delete_all(self, namespace: str) -> int:
-        """Those of namespaces that begin so; how many there were."""
+        """Deletes the responses of namespaces with this prefix; returns how many there were."""
         try:
             with self._transaction() as database:
                 rows = database.execute("SELECT id, namespace FROM responses").fetchall()
                 gone = [id for id, own in rows if own.startswith(namespace)]
                 _drop(database, gone)
             with self._lock:
-                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # nothing of them stays in the log
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # leaves no copy in the log
         except (sqlite3.Error, OSError) as error:
             raise EverwarmError(f"the responses cannot be deleted now: {error}") from None
         return len(gone)
 
     def size(self) -> tuple[int, int]:
-        """How many, and their bytes."""
+        """How many responses, and their bytes."""
         with self._transaction() as database:
             return _size(database)
 
@@ -196,7 +196,7 @@ class ResponseStore:
 
 @dataclass(slots=True)
 class NamespaceShare:
-    """What one namespace keeps. ``rows``: ids with their sizes, the next to go first."""
+    """What one namespace stores. ``rows``: ids with their sizes, in the order of eviction."""
 
     n: int
     n_bytes: int
@@ -204,7 +204,7 @@ class NamespaceShare:
 
 
 def victims(shares: list[NamespaceShare], limits: ResponseLimits) -> list[str]:
-    """Of whoever has most, the least recently used first, until there are few enough."""
+    """The ids to evict until the limits hold: always of the largest namespace, the least recently used first."""
     n, n_bytes = sum(share.n for share in shares), sum(share.n_bytes for share in shares)
     gone = []
     while shares and (n > limits.max_responses or n_bytes > limits.max_bytes):
@@ -221,7 +221,7 @@ def victims(shares: list[NamespaceShare], limits: ResponseLimits) -> list[str]:
 
 
 def _shares(database: sqlite3.Connection, newest: str) -> list[NamespaceShare]:
-    """All but the newest may go; of one conversation the later ones first, so that what stays is whole."""
+    """All but the newest may be evicted; of one conversation the later ones first, so that what stays is complete."""
     rows = "SELECT id, n_bytes FROM responses WHERE namespace = ? AND id != ? ORDER BY used, rowid DESC"
     sums = database.execute("SELECT namespace, COUNT(*), SUM(n_bytes) FROM responses GROUP BY namespace").fetchall()
     return [NamespaceShare(n, n_bytes, database.execute(rows, (namespace, newest))) for namespace, n, n_bytes in sums]
@@ -242,7 +242,7 @@ def _read(database: sqlite3.Connection, namespace: str, id: str) -> StoredRespon
     try:
         return _decode(row[0]) if row is not None else None
     except (msgspec.MsgspecError, RecursionError, TypeError) as error:
-        log.warning("a kept response is damaged: %s", error)
+        log.warning("a stored response is damaged: %s", error)
         return None
 
 
@@ -264,7 +264,7 @@ def _require_small(database: sqlite3.Connection, ids: list[str]) -> None:
     n_bytes = sum(int(database.execute(query, (id,)).fetchone()[0]) for id in ids)
     if n_bytes > MAX_CHAIN_BYTES:
         raise BadRequest(
-            f"the conversation before this response has {n_bytes:,} bytes; at most {MAX_CHAIN_BYTES:,} can be gone on from"
+            f"the conversation before this response has {n_bytes:,} bytes; at most {MAX_CHAIN_BYTES:,} can be continued"
             ": send what matters of it as input"
         )
 
@@ -279,24 +279,24 @@ def _touch(database: sqlite3.Connection, ids: list[str], used: int) -> None:
 
 
 def _open(path: Path | None) -> sqlite3.Connection:
-    """A file that is damaged or of another version is moved aside and begun anew. What fails is kept in memory: it merely
-    does not outlive the server."""
+    """A file that is damaged or of another version is moved aside, and a new one is created. If no file can be used,
+    responses are kept in memory until the server stops."""
     if path is not None:
         for _ in range(2):
             try:
                 return _connect(path)
-            except (sqlite3.OperationalError, OSError) as error:  # locked, full, read-only: not ours to throw away
+            except (sqlite3.OperationalError, OSError) as error:  # locked, full, read-only: the file may be good
                 log.warning("responses are kept in memory: %s", error)
                 break
             except sqlite3.DatabaseError as error:
-                log.warning("kept responses cannot be used: %s", error)
+                log.warning("stored responses cannot be used: %s", error)
                 if not _move_aside(path):
                     break
     return _prepared(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
 
 
 def _move_aside(path: Path) -> bool:
-    """Whoever wrote it may want it back: a later version, or somebody who can mend it."""
+    """The file is not deleted: a later version may read it, or an operator may repair it."""
     aside = next(p for i in itertools.count(1) if not (p := path.with_name(f"{path.name}.aside-{i}")).exists())
     try:
         for suffix in ("-wal", "-shm", ""):
@@ -305,7 +305,7 @@ def _move_aside(path: Path) -> bool:
     except OSError as error:
         log.warning("%s cannot be moved aside, responses are kept in memory: %s", path, error)
         return False
-    log.warning("%s was moved to %s, and responses are kept anew", path, aside)
+    log.warning("%s was moved to %s, and a new file was created", path, aside)
     return True
 
 

@@ -30,7 +30,7 @@ from everwarm.types import Json
 
 MAX_LISTED = 100
 MAX_REFERRED = 32
-_REASONS = "it was never stored, was deleted, or had to make room"
+_REASONS = "it was never stored, was deleted, or was evicted"
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
 
@@ -63,7 +63,7 @@ class Responses:
         chat = await turn.chat_body()
         (choice,) = await self._replies.collect(request, chat)
         for piece in choice.pieces:
-            turn.encoder.say(piece)
+            turn.encoder.encode(piece)
         turn.end(choice.done, choice.finish)
         return await turn.response()
 
@@ -79,7 +79,7 @@ class Responses:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        """Those of this response itself; those before are in the responses before."""
+        """The input items of this response only; earlier items belong to the responses before it."""
         items = (await self._found(request)).input
         return json_response(_page(items, dict(request.query_params)))
 
@@ -95,7 +95,7 @@ class Responses:
 
 
 class ResponsesTurn(Dialect):
-    """One response from its body to its last event, which carries the response and leaves when that is stored."""
+    """One response from its body to its last event, which carries the response and is sent once that is stored."""
 
     def __init__(
         self, pool: Pool, gate: RequestGate, store: ResponseStore, request: Request, body: ResponsesBody
@@ -129,7 +129,7 @@ class ResponsesTurn(Dialect):
         return turn.chat
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
-        events = [each for piece in event.pieces for each in self.encoder.say(piece)]
+        events = [each for piece in event.pieces for each in self.encoder.encode(piece)]
         match event.message:
             case m.Begun() | m.PromptRead():
                 events += self.encoder.begin()
@@ -138,7 +138,7 @@ class ResponsesTurn(Dialect):
         return list(map(_frame, events))
 
     def end(self, done: m.Done, finish: str) -> list[Json]:
-        """All events of the end but the very last."""
+        """All final events but the last, which is sent by ``finish``."""
         *events, self._last = self.encoder.end(done, finish)
         return events
 
@@ -147,33 +147,33 @@ class ResponsesTurn(Dialect):
         return [_frame(self._last)]
 
     async def response(self) -> Json:
-        """The complete response, stored unless the client does not want that."""
+        """The complete response, stored unless the client sent ``store: false``."""
         response: Json = self._last["response"]
         if self._body.is_stored:
             await asyncio.to_thread(self._store.keep, self._namespace, StoredResponse(self._items, response))
         return response
 
-    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - this dialect has its own words
+    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - this dialect has its own errors
         if self._encoder is None:
             return _frame({"type": "error", "sequence_number": 0, "code": error.code, "message": str(error)})
         return b"".join(map(_frame, self._encoder.fail(error)))
 
     async def _before(self) -> list[Json]:
-        """The items of the conversation that is gone on with."""
+        """The items of the conversation that this request continues."""
         id = self._body.previous_response_id
         if id is None:
             return []
         try:
             chain = await asyncio.to_thread(self._store.chain, self._namespace, id)
         except LinkMissing as missing:
-            words = f"the previous response {id[:80]!r} is not kept here: {_REASONS}"
+            words = f"the previous response {id[:80]!r} is not stored here: {_REASONS}"
             if missing.id != id:
-                words = f"{missing.id[:80]!r}, which {id[:80]!r} goes on from, is not kept any more"
+                words = f"{missing.id[:80]!r}, which {id[:80]!r} continues, is not stored any more"
             raise PreviousNotFound(f"{words}; send the whole conversation as input") from None
         return [item for kept in chain for item in kept.items]
 
     def _item_finder(self) -> Callable[[str], Json | None]:
-        """Finds items that are kept: an item's id says with which response. Each response is read once."""
+        """Finds stored items: an item's id contains the id of its response. Each response is read once."""
         known: dict[str, dict[Any, Json]] = {}  # items by id, by response
 
         def find(id: str) -> Json | None:
@@ -201,8 +201,8 @@ def _not_found(id: str) -> ResponseNotFound:
     return ResponseNotFound(f"there is no response {id[:80]!r} here: {_REASONS}")
 
 
-def _page(items: list[Json], wish: dict[str, str]) -> Json:
-    limit, order, after = wish.get("limit", "20"), wish.get("order", "desc"), wish.get("after")
+def _page(items: list[Json], query: dict[str, str]) -> Json:
+    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
         raise BadRequest(f"limit is {limit[:20]!r}; give 1 to {MAX_LISTED}")
     if order not in ("asc", "desc"):

@@ -1,10 +1,10 @@
-"""The body of ``/v1/responses``, and the chat it stands for. Pure: knows no HTTP and no storage.
+"""The body of ``/v1/responses``, and its translation to a chat body. Pure: knows no HTTP and no storage.
 
-A conversation is a list of items here: messages, thoughts, calls and their outputs. Those that a model wrote in one go
-become one assistant message again, so that what is rendered is what it wrote.
+A conversation is a list of items here: messages, thoughts, calls and their outputs. Items that a model wrote in one
+reply become one assistant message again, so that the template renders what the model wrote.
 
-A custom tool takes free text: it becomes a function with one string, ``input``. The functions of a namespace carry
-its name in front. Tools that run elsewhere (web search, files, computers …) are not offered, so no model will call
+A custom tool takes free text: it becomes a function with one string, ``input``. The functions of a namespace get
+its name as a prefix. Tools that run elsewhere (web search, files, computers …) are not offered, so no model will call
 them.
 """
 
@@ -29,7 +29,7 @@ INPUT = "input"
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
-    """Of any type. ``tools``: those of a namespace; ``format``: the grammar of a custom tool's text."""
+    """A tool of any type. ``tools``: those of a namespace; ``format``: the grammar of a custom tool's text."""
 
     type: str
     name: str | None = None
@@ -42,7 +42,7 @@ class ResponsesTool(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a function that is offered was described as."""
+    """How the client described a function that the model is offered."""
 
     name: str
     namespace: str | None = None
@@ -51,14 +51,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """``functions`` in the chat dialect's shape; ``shown`` as the client described those that are offered."""
+    """``functions`` are in the shape of the chat dialect; ``shown`` are the client's tools that are offered."""
 
     functions: list[Json] = field(default_factory=list)
     origins: Mapping[str, Origin] = field(default_factory=dict)
     shown: list[Json] = field(default_factory=list)
 
     def origin(self, name: str) -> Origin:
-        """Also of what was never offered: models do that."""
+        """The origin of a function. Models also call functions that were never offered."""
         return self.origins.get(name) or Origin(name)
 
 
@@ -121,7 +121,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_text(arguments: str) -> str:
-    """The other way round; what is no such argument comes as it was written."""
+    """The inverse of ``custom_arguments``; other JSON, or text that is no JSON, is returned unchanged."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ Choice = Literal["none", "auto", "required"]
 
 
 def choice(given: str | Json | None, tools: Offered) -> Choice | Json | None:
-    """``tool_choice`` in the chat dialect's shape. Of allowed tools only the mode holds: all stay offered."""
+    """``tool_choice`` in the chat dialect's shape. ``allowed_tools`` sets only the mode: all tools stay offered."""
     match given:
         case None | "none" | "auto":
             return given
@@ -171,19 +171,19 @@ _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class ReasoningWish(msgspec.Struct, frozen=True):
-    """``effort``: none and minimal mean no thinking; ``summary``: any but none means that thinking comes as a summary."""
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """``effort``: none and minimal mean no thinking; ``summary``: any other than none sends thinking as a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Annotated[str, Meta(max_length=32)] | None = None
 
 
-class TextWish(msgspec.Struct, frozen=True):
+class TextOptions(msgspec.Struct, frozen=True):
     format: Json | None = None
 
 
 class ResponsesBody(Body, frozen=True, kw_only=True):
-    """``None`` means: not said."""
+    """``None`` means: not given."""
 
     input: str | Annotated[list[Json], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | list[Json] | None = None
@@ -192,8 +192,8 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Count | None = None
-    text: TextWish | None = None
-    reasoning: ReasoningWish | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     include: Annotated[list[str], Meta(max_length=64)] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -217,13 +217,13 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         return self.reasoning is not None and self.reasoning.summary not in (None, "none")
 
     def check(self) -> None:
-        """What is not there and would change the answer if it were left out."""
+        """Refuses features that are not supported and would change the answer if they were ignored."""
         if self.background:
-            raise BadRequest("background responses are not there; leave background out and stream instead")
+            raise BadRequest("background responses are not supported; leave background out and stream instead")
         if self.conversation is not None:
-            raise BadRequest("conversations are not there; use previous_response_id")
+            raise BadRequest("conversations are not supported; use previous_response_id")
         if self.prompt is not None:
-            raise BadRequest("stored prompts are not there; send instructions and input")
+            raise BadRequest("stored prompts are not supported; send instructions and input")
 
 
 # items
@@ -259,7 +259,7 @@ class ReasoningItem(msgspec.Struct, frozen=True):
     encrypted_content: str | None = None
 
     def thought(self) -> str:
-        """From the seal where it is ours, else from what can be read."""
+        """From ``encrypted_content`` if this server wrote it, else from the readable text."""
         sealed = unsealed(self.encrypted_content) if self.encrypted_content else None
         return sealed if sealed is not None else _plain(self.content or ()) or _plain(self.summary or ())
 
@@ -296,8 +296,8 @@ def _converted(item: Json, kind: type[T]) -> T:
 
 
 def own_items(body: ResponsesBody, tail: str, find: Callable[[str], Json | None]) -> list[Json]:
-    """The items of this request's input, each with an id that ends in ``tail`` and its number; references are what
-    ``find`` says."""
+    """The items of this request's input, each with an id that ends in ``tail`` and its number; references are
+    resolved by ``find``."""
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
     items = []
     for i, item in enumerate(given):
@@ -305,7 +305,7 @@ def own_items(body: ResponsesBody, tail: str, find: Callable[[str], Json | None]
             id = _converted(item, ReferenceItem).id
             found = find(id)
             if found is None:
-                raise BadRequest(f"the item {id[:80]!r} is not kept here; send it whole")
+                raise BadRequest(f"the item {id[:80]!r} is not stored here; send it whole")
             items.append(found)
         else:
             typed(item)
@@ -314,7 +314,7 @@ def own_items(body: ResponsesBody, tail: str, find: Callable[[str], Json | None]
 
 
 def _normal(item: Json, tail: str) -> Json:
-    """As the API shows it: with a type, an id, and content in parts."""
+    """An item as the API shows it: with a type, an id, and content in parts."""
     kind, content = item.get("type") or "message", item.get("content")
     if isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -328,14 +328,14 @@ def _normal(item: Json, tail: str) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """What is asked of the model, and what its calls are to be named."""
+    """The chat body, and the tools by which the model's calls are named."""
 
     chat: ChatBody
     tools: Offered
 
 
 def chat_request(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest:
-    """The chat that a body stands for. ``items``: the whole conversation, oldest first."""
+    """A body as a chat. ``items``: the whole conversation, oldest first."""
     tools = offered(body.tools)
     instructions = body.instructions
     before = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else instructions or []
@@ -343,7 +343,7 @@ def chat_request(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise BadRequest(f"there are {len(messages)} messages; send at least one and at most {MAX_MESSAGES}")
     shared = {name: getattr(body, name) for name in Body.__struct_fields__}
-    told: Json = {
+    own: Json = {
         "n": None,
         "messages": messages,
         "tools": tools.functions or None,
@@ -353,13 +353,13 @@ def chat_request(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest
         "chat_template_kwargs": {**_thinking(body.reasoning), **(body.chat_template_kwargs or {})} or None,
     }
     if body.max_output_tokens is not None:
-        told["max_completion_tokens"] = body.max_output_tokens
-    return ResponsesRequest(ChatBody(**(shared | told)), tools)
+        own["max_completion_tokens"] = body.max_output_tokens
+    return ResponsesRequest(ChatBody(**(shared | own)), tools)
 
 
-def _thinking(wish: ReasoningWish | None) -> Json:
-    """What a template is told about it."""
-    effort = wish.effort if wish else None
+def _thinking(options: ReasoningOptions | None) -> Json:
+    """Template variables for the requested reasoning."""
+    effort = options.effort if options else None
     if effort in ("none", "minimal"):
         return {"enable_thinking": False}
     return {"reasoning_effort": _EFFORTS[effort]} if effort else {}
@@ -407,14 +407,14 @@ def _thoughts(message: Json) -> Json:
 
 
 def _assistant(messages: list[Json], is_over: Callable[[Json], bool]) -> Json:
-    """The assistant message that is being put together: the last one unless it is over."""
+    """The assistant message under construction: the last one unless it is over."""
     if not messages or messages[-1]["role"] != "assistant" or is_over(messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def _content(content: str | list[Json]) -> str | list[Json]:
-    """One text where there is only text."""
+    """One text if all parts are text."""
     if isinstance(content, str):
         return content
     parts = [_part(part) for part in content]
@@ -440,16 +440,16 @@ def _plain(parts: Iterable[Json]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-# thinking that clients carry for us
+# thinking that clients send back
 
 
 def sealed(thought: str) -> str:
-    """Thinking in a form that clients send back as it is. It is encoded, not encrypted: it is theirs to read."""
+    """Thinking in a form that clients send back unchanged. It is encoded, not encrypted: clients may read it."""
     return base64.b64encode(_SEAL + thought.encode()).decode()
 
 
 def unsealed(text: str) -> str | None:
-    """None for what was not sealed here."""
+    """None for a text that ``sealed`` did not write."""
     try:
         data = base64.b64decode(text, validate=True)
         return data.removeprefix(_SEAL).decode() if data.startswith(_SEAL) else None

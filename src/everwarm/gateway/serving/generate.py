@@ -19,7 +19,7 @@ EngineMessage = m.Begun | m.PromptRead | m.TextPiece | m.Done
 
 
 class ReplyEvent(msgspec.Struct, frozen=True):
-    """What the engine told about one choice, with its text taken apart. ``finish`` comes with ``Done``: stop, length or
+    """A message of the engine about one choice, with its text parsed. ``finish`` comes with ``Done``: stop, length or
     tool_calls."""
 
     index: int
@@ -65,7 +65,7 @@ class Choice:
 
 
 def finish_reason(done: m.Done, n_calls: int = 0) -> str:
-    """In OpenAI's words."""
+    """OpenAI's ``finish_reason``."""
     if done.finish != "stop":
         return "length"
     return "tool_calls" if n_calls else "stop"
@@ -73,7 +73,7 @@ def finish_reason(done: m.Done, n_calls: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRun:
-    """One choice on its way: what the engine gets, how its text is read, and its line in the request log."""
+    """One running choice: what the engine gets, the parser of its text, and its line in the request log."""
 
     index: int
     submit: m.Submit
@@ -81,7 +81,7 @@ class ChoiceRun:
     tracked: TrackedRequest
 
     def event(self, message: m.ToGateway) -> ReplyEvent | None:
-        """None where the caller did not ask for that message; raises what the engine refused."""
+        """None if the message is not for the caller; raises the error of a failed request."""
         if not self.tracked.is_for_caller(message):
             return None
         match message:
@@ -104,8 +104,8 @@ async def generate(
     lend: Lend | None = None,
     observe: Callable[[ReplyEvent], None] = lambda _: None,
 ) -> AsyncGenerator[ReplyEvent, None]:
-    """All choices at once, as they come. A failed one ends them all with its error; leaving early cancels them all.
-    ``observe`` sees every event before the caller does."""
+    """Runs all choices at once and yields their events as they come. The error of one ends them all; closing the generator
+    cancels them all. ``observe`` gets every event before the caller does."""
     with contextlib.ExitStack() as stack:
         runs = [
             ChoiceRun(i, submit, parser(), stack.enter_context(tracker.choice(i))) for i, submit in enumerate(submits)
@@ -118,7 +118,7 @@ async def generate(
                         observe(event)
                         yield event
             return
-        queue: _Queue = asyncio.Queue(len(runs))  # who is not read waits
+        queue: _Queue = asyncio.Queue(len(runs))  # bounded: choices wait for a slow caller
         tasks = _start(supervisor, runs, queue, lend)
         try:
             n_running = len(tasks)
@@ -143,7 +143,7 @@ _Queue = asyncio.Queue[ReplyEvent | BaseException | None]
 def _start(
     supervisor: Supervisor, runs: Sequence[ChoiceRun], queue: _Queue, lend: Lend | None
 ) -> list[asyncio.Task[None]]:
-    """Where there are images, the first choice reads them, and the others begin when it has."""
+    """If there are images, the first choice reads them, and the others start afterwards."""
     is_read = asyncio.Event()
     if lend is None:
         is_read.set()
@@ -153,7 +153,7 @@ def _start(
 async def _pump(
     supervisor: Supervisor, run: ChoiceRun, queue: _Queue, lend: Lend | None, is_read: asyncio.Event
 ) -> None:
-    """``is_read``: whether the first choice has read what all of them read."""
+    """``is_read``: set when the first choice has read the shared prompt."""
     try:
         if run.index:
             await is_read.wait()

@@ -1,6 +1,6 @@
-"""After a reply: what the next turn will begin with is rendered and offered to the engine's idle time.
+"""After a reply, renders what the next turn will begin with and offers it to the engine for its idle time.
 
-Only while no request runs: a busy server has no idle time, and a client in a loop of tools is back at once. Knows
+Only while no request runs: a busy server has no idle time, and a client in a tool loop continues at once. Knows
 templates and replies; the engine decides whether and when the text is read.
 """
 
@@ -25,7 +25,7 @@ SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """A conversation that may go on when its reply is there."""
+    """A conversation that may continue after its reply."""
 
     chat: PreparedChat
     template: ChatTemplate
@@ -34,7 +34,7 @@ class NextTurn:
     session: str | None
 
     def text(self, reply: str) -> str | None:
-        """What the next turn will begin with; None: the template does not say."""
+        """What the next turn will begin with; None: it is not known."""
         return self.chat.next_text(self.template, self.parser().message(reply))
 
 
@@ -51,7 +51,7 @@ class NextTurnPrewarmer:
             task.add_done_callback(self._tasks.pop)
 
     def forget(self, namespace: str) -> None:
-        """Cancel the offers of namespaces that begin so."""
+        """Cancels the offers of namespaces with this prefix."""
         for task in [task for task, own in self._tasks.items() if own.startswith(namespace)]:
             task.cancel()
 
@@ -62,7 +62,7 @@ class NextTurnPrewarmer:
         try:
             text = await asyncio.to_thread(turn.text, reply)
         except Exception:
-            log.exception("what the next turn begins with could not be worked out")
+            log.exception("the beginning of the next turn could not be rendered")
             return
         if text and not self._limits.n_requests:
             supervisor.tell(m.Prewarm(text, turn.chat.add_special, turn.namespace, turn.session))

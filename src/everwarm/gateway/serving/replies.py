@@ -36,27 +36,27 @@ class Dialect(abc.ABC):
     """The encoder of one reply. Frames are sent one by one, in order. What most dialects share is here."""
 
     media_type = "text/event-stream"
-    keep_alive: bytes = SSE_KEEP_ALIVE  # sent when nothing else was for long
+    keep_alive: bytes = SSE_KEEP_ALIVE  # sent after a long time without other frames
 
     @abc.abstractmethod
     def encode(self, event: ReplyEvent) -> Sequence[bytes]:
-        """The frames that an event is worth."""
+        """The frames of an event."""
 
     def loading(self, model: str, fraction: float) -> Sequence[bytes]:
-        """While the model is not in memory yet."""
+        """Frames to send while the model is loading."""
         return [sse_loading(model, fraction)]
 
     async def finish(self) -> Sequence[bytes]:
-        """After all choices have ended."""
+        """Frames to send after all choices have ended."""
         return ()
 
-    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - for those whose words are not the path's
-        """``body``: the error in the words of the request's path."""
+    def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - for dialects with their own errors
+        """``body``: the error in the form of the request's path."""
         return sse(body)
 
 
 GenerationBody = ChatBody | CompletionBody
-BodySource = Callable[[], Awaitable[GenerationBody]]  # where a dialect's own body becomes one of these
+BodySource = Callable[[], Awaitable[GenerationBody]]  # makes one of these from a dialect's own body
 
 
 class Replies:
@@ -84,7 +84,7 @@ class Replies:
         dialect: Dialect,
         scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> EventStream:
-        """``scope`` is entered once the request is admitted, and left after its model was given back."""
+        """``scope`` is entered once the request is admitted, and left after its model was released."""
 
         @contextlib.contextmanager
         def admitted() -> Iterator[Place]:
@@ -104,7 +104,7 @@ class Replies:
         )
 
     async def collect(self, request: Request, body: GenerationBody) -> list[Choice]:
-        """Every choice, when it is complete."""
+        """All choices, complete."""
         with self._pool.lease(body.model) as lease:
             served = await lease.ready()
             prepared = await self._preparer.prepare(request, body, served)
@@ -151,7 +151,7 @@ class Replies:
 
 @dataclass(slots=True)
 class _Accounts:
-    """What a request's events change outside of its reply."""
+    """The effects of a request's events outside of its reply."""
 
     metrics: Metrics
     place: Place | None

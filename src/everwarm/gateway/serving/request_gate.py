@@ -1,4 +1,4 @@
-"""What every request passes before and while it is answered: its body is read, it gets a place, its time is bounded."""
+"""Admission of every request: reads its body, gives it a place, bounds its time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RequestGate:
     timeout_s: float | None  # of a whole request; None: any
 
     async def read(self, request: Request, kind: type[T]) -> ReceivedBody[T]:
-        """The request's body, if there is room to read it and it is what it should be."""
+        """The request's body, if there is room to read it and it is valid."""
         return await self.bodies.read(request, lambda data: read(data, kind))
 
     @contextlib.contextmanager
     def admitted(self, request: Request, n_body_bytes: int) -> Iterator[Place]:
-        """A place for a request: until its answer is over or, if that is sooner, the engine has done its part."""
+        """A place for a request: until its answer is over or, if that is earlier, the engine is done with it."""
         n_context = max((spec.settings.n_ctx for spec in self.pool.catalog.specs.values()), default=None)
         cut_off = getattr(request.state, "abort", None)
         with self.limits.admitted(n_body_bytes, _client(request), n_context=n_context, cut_off=cut_off) as place:
@@ -41,7 +41,7 @@ class RequestGate:
             yield place
 
     async def within_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Drop the work when the client hangs up or its time is over."""
+        """Cancels the work when the client disconnects or its time is over."""
         async with within(self.timeout_s):
             return await unless_gone(request.receive, work)
 
@@ -53,6 +53,6 @@ def place_of(request: Request) -> Place | None:
 
 
 def _client(request: Request) -> str:
-    """Who asks, as far as that can be known: the address, and whose key it is."""
+    """The client, as far as it is known: its address, and the owner of its key."""
     address = network_of(request.client.host if request.client is not None else "")
     return f"{address} {principal_of(request).namespace(None)}"

@@ -1,6 +1,6 @@
-"""From a body to what the engine is sent: the prompt, the sampling, the images and the constraint of its reply.
+"""From a body to the ``Submit`` of the engine: the prompt, the sampling, the images and the constraint of its reply.
 
-What a prompt is, ``prepare_chat`` decides; here are the effects around it: threads, image downloads, the caller's
+``prepare_chat`` makes the prompt; here are the effects around it: threads, image downloads, the caller's
 namespace, metrics.
 """
 
@@ -42,8 +42,8 @@ from everwarm.router.supervise.supervisor import Lend
 
 log = logging.getLogger("everwarm.gateway")
 
-# Which conversation a request belongs to, as real clients tell it. It decides which slot is given up last, never what
-# may be reused.
+# Headers by which real clients name the conversation of a request. It decides which slot is evicted last, never what may
+# be reused.
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
 Parser = Callable[[], OutputParser]
@@ -51,7 +51,7 @@ Parser = Callable[[], OutputParser]
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What the engine is sent, once per choice, and how its replies are read."""
+    """The messages to the engine, one per choice, and the parser of its replies."""
 
     submits: tuple[m.Submit, ...]  # the supervisor gives them their numbers
     parser: Parser = OutputParser
@@ -140,14 +140,14 @@ class RequestPreparer:
     def _count_noise(self, prepared: PreparedChat) -> None:
         for rule, n_lines in Counter(prepared.removed).items():
             self._metrics.removed_noise(rule, n_lines)
-            log.debug("%d lines of system text were left out: %s", n_lines, rule)
+            log.debug("%d lines of system text were removed: %s", n_lines, rule)
 
 
 @contextlib.asynccontextmanager
 async def lent_images(
     loader: ImageLoader, images: list[ImageInfo], namespace: str
 ) -> AsyncIterator[tuple[m.SentImage, ...]]:
-    """An image for each place in the prompt. One that has several brings its pixels to the first."""
+    """An image for each place in the prompt. A repeated image has its pixels only at the first place."""
     async with loader.lent(images, namespace) as decoded:
         pixels = {image.digest: image.rgb for image in decoded}
         del decoded[:]
@@ -162,7 +162,7 @@ def session_of(headers: Mapping[str, str], body: Body) -> str | None:
 
 
 def _parser(body: ChatBody, syntax: ModelSyntax, text: str) -> Parser:
-    """Reads replies to a prompt that ends as ``text`` does."""
+    """The parser of replies to a prompt with this text."""
     return partial(
         OutputParser.of,
         syntax,
@@ -225,7 +225,7 @@ def _choices(submit: m.Submit, body: Body) -> tuple[m.Submit, ...]:
 
 
 def _recount(request: Request, n_tokens: int) -> None:
-    """The request's place counts its prompt, now that this is known."""
+    """Counts the prompt in the request's place, now that its size is known."""
     place = place_of(request)
     if place is not None:
         place.recount(n_tokens)
