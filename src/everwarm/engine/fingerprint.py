@@ -104,7 +104,7 @@ CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
 }
 
 MEDIA_PARAMS: Mapping[str, ParameterRow] = {
-    "use_gpu": ParameterRow(_BITS, "which kernels encode a picture"),
+    "use_gpu": ParameterRow(_BITS, "which kernels encode an image"),
     "device": _DEFAULT,
     "print_timings": ParameterRow(_NONE, "prints"),
     "n_threads": ParameterRow(_BITS, "the order of sums"),
@@ -126,7 +126,7 @@ OTHERS: Mapping[str, ParameterRow] = {
     "model file": ParameterRow(_IN, "the digest of every part: weights, metadata, vocabulary"),
     "LoRA adapters": ParameterRow(_IN, "the digest and the scale of each, in their order"),
     "projector": ParameterRow(
-        _IN, "its digest is part of a picture's identity in the prompt, not of the model's fingerprint"
+        _IN, "its digest is part of an image's identity in the prompt, not of the model's fingerprint"
     ),
     "control vectors": ParameterRow(_FIXED, "refused: there is no option for them"),
     "build": ParameterRow(

@@ -46,7 +46,7 @@ class Ask:
     n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
     slot: int | None = None  # wait for this very slot
     session: str | None = None  # whose conversation this is: slots of a session that is active are given up last
-    pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
+    images: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like

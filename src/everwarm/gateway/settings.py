@@ -32,9 +32,7 @@ class ServerSettings:
     client_timeout_s: float = 30.0  # how long a client may send or take nothing while it is to
     request_timeout_s: float = 0.0  # 0: none
     grace_s: float = 10.0
-    picture_hosts: tuple[
-        str, ...
-    ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
+    picture_hosts: tuple[str, ...] = ()  # whose images may be fetched by address; none: images come with the request
     tool_format: ToolFormat = "auto"  # how models write calls; auto: as their templates say
     thinking_tags: ThinkingTags = "auto"
     otel_endpoint: str | None = None  # where traces go; None: there are none

@@ -39,6 +39,6 @@ def read_image(context: Context, images: ImageCache, feed: ImageFeed) -> None:
     """Encode the image unless it is known, and append it to the slot's sequence. ``ContextFull``: nothing changed;
     ``DecodeFailed``: the sequence is lost; ``PixelsMissing`` or ``BadRequest``: it cannot be encoded."""
     ask = feed.request.ask
-    embedding = images.embedding(feed.item, ask.pictures, ask.namespace)
+    embedding = images.embedding(feed.item, ask.images, ask.namespace)
     end = ask.prompt.mark(feed.slot.n_fed + 1)
     context.see(feed.slot.seq, images.media, embedding, end, wants_logits=feed.wants_logits)

@@ -4,7 +4,7 @@ Both sides import this and nothing of each other. No pickle: a frame can only be
 
     header    bytes that follow · of these, the message · the number of the request or question, 0 for none
     message   MessagePack
-    pixels    of a Submit's pictures, one after the other, as they are: they are not copied to be sent
+    pixels    of a Submit's images, one after the other, as they are: they are not copied to be sent
 
 Whoever sends checks the size before, and whoever receives a frame that is too large skips it: it is the error of the one
 request whose number it bears.
@@ -73,7 +73,7 @@ class Submit(Message, frozen=True, tag=True):
     wants_progress: bool = False
     wants_diagnostics: bool = False
     marker: str = ""
-    pictures: tuple[SentImage, ...] = ()
+    images: tuple[SentImage, ...] = ()
     constraint: Constraint | None = None
 
 
@@ -115,7 +115,7 @@ class Count(Message, frozen=True, tag=True):
     text: str
     add_special: bool
     marker: str = ""
-    pictures: tuple[SentImage, ...] = ()
+    images: tuple[SentImage, ...] = ()
     namespace: str = ""
 
 
@@ -413,10 +413,10 @@ class Frame(msgspec.Struct, frozen=True):
 def frame(message: Message, most: int = MAX_FRAME_BYTES) -> Frame:
     """Or ``FrameTooLarge``, which is the fault of this message alone."""
     pixels: list[bytes] = []
-    if isinstance(message, Submit) and message.pictures:
-        pixels = [picture.rgb for picture in message.pictures if picture.rgb]
-        shown = (msgspec.structs.replace(p, rgb=b"") if p.rgb else p for p in message.pictures)
-        message = msgspec.structs.replace(message, pictures=tuple(shown))
+    if isinstance(message, Submit) and message.images:
+        pixels = [image.rgb for image in message.images if image.rgb]
+        shown = (msgspec.structs.replace(p, rgb=b"") if p.rgb else p for p in message.images)
+        message = msgspec.structs.replace(message, images=tuple(shown))
     n_text = len(getattr(message, "text", None) or "")  # as many bytes or more
     _check_size(n_text + sum(map(len, pixels)), most)
     data = bytearray(HEADER.size)
@@ -451,16 +451,16 @@ def header_of(data: bytes | bytearray) -> FrameHeader:
 
 def wanted_pixels(message: ToEngine) -> list[int]:
     """How many bytes of pixels follow the message, image by image."""
-    pictures = message.pictures if isinstance(message, Submit) else ()
-    return [3 * p.width * p.height for p in pictures if p.rgb == b""]
+    images = message.images if isinstance(message, Submit) else ()
+    return [3 * p.width * p.height for p in images if p.rgb == b""]
 
 
 def with_pixels(message: ToEngine, pixels: Sequence[bytes]) -> ToEngine:
     if not isinstance(message, Submit) or not pixels:
         return message
     following = iter(pixels)
-    shown = (msgspec.structs.replace(p, rgb=next(following)) if p.rgb == b"" else p for p in message.pictures)
-    return msgspec.structs.replace(message, pictures=tuple(shown))
+    shown = (msgspec.structs.replace(p, rgb=next(following)) if p.rgb == b"" else p for p in message.images)
+    return msgspec.structs.replace(message, images=tuple(shown))
 
 
 class FrameBuffer:

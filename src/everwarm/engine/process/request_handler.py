@@ -184,12 +184,12 @@ class RequestHandler:
         return prompt.n_tokens(len(prompt))
 
     def _ask(self, message: m.Submit) -> Ask:
-        pictures: dict[bytes, Pixels] = {}
+        images: dict[bytes, Pixels] = {}
         tokenizer = self._tokenizer.within(message.namespace)
-        if message.text is not None and message.pictures:
+        if message.text is not None and message.images:
             if self._images is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, hints, pictures = ImagePrompt(self._images, tokenizer).prompt(message, message.text)
+            prompt, hints, images = ImagePrompt(self._images, tokenizer).prompt(message, message.text)
         elif message.text is not None:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:
@@ -208,7 +208,7 @@ class RequestHandler:
             message.n_probs,
             message.slot,
             message.session,
-            pictures,
+            images,
             hints.stables,
             hints.breakpoints,
             None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),

@@ -217,7 +217,7 @@ class Supervisor:
         it for as long as the request lasts."""
         has_begun = False
         message: m.ToGateway | None = None
-        if lend is None or self._images.knows(submit.namespace, submit.pictures):
+        if lend is None or self._images.knows(submit.namespace, submit.images):
             with self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id())) as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
@@ -229,14 +229,14 @@ class Supervisor:
                     return
         assert lend is not None, "pixels are asked for only where there are some"
         message = None
-        async with lend() as pictures:
-            opened = self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id(), pictures=pictures))
-            del pictures  # from here on only the frame holds the pixels
+        async with lend() as images:
+            opened = self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id(), images=images))
+            del images  # from here on only the frame holds the pixels
             with opened as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
                     if isinstance(message, m.TextPiece | m.Done):
-                        self._images.add(submit.namespace, submit.pictures)
+                        self._images.add(submit.namespace, submit.images)
                     if not (has_begun and isinstance(message, m.Begun)):
                         yield message
 
