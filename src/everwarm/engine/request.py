@@ -1,4 +1,4 @@
-"""A request's way through the engine: what was asked, how far it is, what came out."""
+"""A request's way through the engine: what the caller wants, how far it is, what came out."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Request:
         return self.ask.prompt.media.get(n_items)
 
     def note_start(self, n_restored: int, n_shared: int, used: CheckpointUse | None) -> None:
-        """It goes on from ``n_restored`` items; ``n_shared`` of its prompt were ever read."""
+        """Records that it continues from ``n_restored`` items; ``n_shared`` items of its prompt were ever read."""
         self.restored_at = time.monotonic()
         self.n_cached = min(n_restored, self.n_prompt)
         self.n_shared = n_shared

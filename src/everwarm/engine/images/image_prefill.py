@@ -21,12 +21,12 @@ class ImageFeed(NamedTuple):
 
     @property
     def wants_logits(self) -> bool:
-        """Nothing follows it: the reply does."""
+        """Whether the prompt ends with it, so that the reply follows."""
         return self.slot.n_fed + 1 == self.request.n_items
 
 
 def next_image(oldest_first: Iterable[Slot]) -> ImageFeed | None:
-    """One image, for the oldest request that has come to one."""
+    """The next image of the oldest request whose next item is one."""
     for slot in oldest_first:
         request = slot.request
         item = None if request is None else request.media_at(slot.n_fed)

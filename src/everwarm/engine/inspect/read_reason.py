@@ -1,8 +1,8 @@
 """Why a request read what it read, as one of a few codes. Pure: what was known, what was restored, what was allowed.
 
-A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason is the one of
-whatever is the larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its
-items; ``diagnostics`` turns them into text.
+A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason explains the
+larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its items;
+``diagnostics`` turns them into text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class ReadFacts:
-    """Everything that decides."""
+    """Everything that the reason depends on."""
 
     prompt: Prompt
     match: Match

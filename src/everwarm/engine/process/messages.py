@@ -6,8 +6,8 @@ Both sides import this and nothing of each other. No pickle: a frame can only be
     message   MessagePack
     pixels    of a Submit's images, one after the other, as they are: they are not copied to be sent
 
-Whoever sends checks the size before, and whoever receives a frame that is too large skips it: it is the error of the one
-request whose number it bears.
+The sender checks the size first, and the receiver skips a frame that is too large: only the request with the frame's
+number fails.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Tokenize(Message, frozen=True, tag=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """Tokens in so few values that a million of them are read at once: ids and the pieces' sizes are packed, four bytes
-    each, and the pieces stand one after the other."""
+    """Tokens in few values, so that a million of them are decoded at once: ids and the pieces' sizes are packed, four
+    bytes each, and the pieces stand one after the other."""
 
     ids: bytes
     sizes: bytes = b""
@@ -125,7 +125,7 @@ class Detokenize(Message, frozen=True, tag=True):
 
 
 class AskSlots(Message, frozen=True, tag=True):
-    """``namespace``: of slots that others use only whether they are busy is said; "": everything is."""
+    """``namespace``: slots of other namespaces show only whether they are busy; "": all slots are shown in full."""
 
     id: int
     namespace: str = ""
@@ -166,7 +166,7 @@ class AskTree(Message, frozen=True, tag=True):
 
 
 class CacheOrder(Message, frozen=True, tag=True):
-    """Keep a node longest, no longer so, or forget it with everything below. Without a node: everything."""
+    """Pin a node, unpin it, or drop it with everything below. Without a node: everything."""
 
     id: int
     action: Literal["pin", "unpin", "drop"]
@@ -280,7 +280,7 @@ class Beat(Message, frozen=True, tag=True):
     n_running: int
     n_queued: int
     version: int = 0  # of the tree
-    degraded: dict[str, str] = {}  # tiers, and why each does not do all that was asked of it
+    degraded: dict[str, str] = {}  # tiers, and why each does not work as configured
     backlog: Backlog | None = None  # None: no model is loaded yet
 
 
@@ -317,7 +317,7 @@ class TextPiece(Message, frozen=True, tag=True):
 
 
 class Diverged(msgspec.Struct, frozen=True):
-    """Where a prompt leaves what was known. The words only where they were asked for."""
+    """Where a prompt differs from what was known. The texts only where the request wants them."""
 
     at: int
     before: str | None = None
@@ -472,7 +472,7 @@ class FrameBuffer:
         self._n_skipped = 0  # bytes that are still to be thrown away
 
     def feed(self, data: bytes) -> Iterator[bytes | Failed]:
-        """Bodies of messages; in the place of one that is too large, what its request is told."""
+        """Bodies of messages; in place of one that is too large, the error for its request."""
         n_skipped = min(self._n_skipped, len(data))
         self._n_skipped -= n_skipped
         self._data += memoryview(data)[n_skipped:]

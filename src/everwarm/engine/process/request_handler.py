@@ -90,7 +90,7 @@ class RequestHandler:
     # frames in, on the reader's thread
 
     def handle(self, message: m.ToEngine, loop: Loop) -> None:
-        """Never raises for what a frame says: the mistake goes back to the sender."""
+        """Never raises for the content of a frame: the sender gets the error."""
         try:
             self._dispatch(message, loop)
         except EverwarmError as error:
@@ -122,7 +122,7 @@ class RequestHandler:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
     def _take(self, message: m.Submit, loop: Loop) -> None:
-        """At once where that is quick: all frames that come later wait for it."""
+        """Prepares a request at once where that is quick; all later frames wait for it."""
         if message.constraint is not None and not self._constraints.is_settled(message.constraint, message.namespace):
             self._preparing_constraints.add(message.id, message.namespace, partial(self._prepare, message, loop))
         elif len(message.text or "") > LONG_TEXT:
