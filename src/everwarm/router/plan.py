@@ -206,7 +206,7 @@ class Planner:
         self._effects: list[Effect] = []
 
     def on(self, event: Event) -> list[Effect]:
-        """What is to be done now, in this order."""
+        """Applies an event; returns the effects, in order."""
         self._now = event.at
         self._effects = []
         match event:
@@ -233,7 +233,7 @@ class Planner:
         return ModelStatus(m.phase, len(m.leases), len(m.waiting), m.last_used, m.reason)
 
     def check(self) -> None:
-        """What always holds between two events."""
+        """Checks the invariants that hold between two events."""
         models = self._models.values()
         held = self._held()
         assert self._fit(held, []), "more is in memory than allowed"
@@ -309,7 +309,7 @@ class Planner:
     # what to do about it
 
     def _settle(self) -> None:
-        """Give turns and leases as far as they can be given now."""
+        """Grants turns and leases as far as possible now."""
         draining = self._take_turns()
         for model in self._models.values():
             if model.phase in (Phase.READY, Phase.DRAINING):
@@ -321,7 +321,7 @@ class Planner:
         self._models = {id: m for id, m in self._models.items() if not (m.is_removed and m.phase is Phase.ASLEEP)}
 
     def _take_turns(self) -> set[_Model]:
-        """Load, or make room for, what is waited for; returns the models that are to drain for it."""
+        """Loads, or makes room for, models with waiting requests; returns the models that must drain for it."""
         wishes = [(m.wanted_since, m) for m in self._models.values() if m.phase is Phase.ASLEEP]
         coming: list[_Model] = []
         going: set[_Model] = set()
@@ -347,7 +347,7 @@ class Planner:
         return draining
 
     def _victims(self, coming: Sequence[_Model], going: Collection[_Model]) -> list[_Model] | None:
-        """The least used models without which, and without ``going``, all that is ``coming`` fits; each one is needed."""
+        """The least recently used models to stop, besides ``going``, so that all of ``coming`` fits; none too many."""
         staying = [m for m in self._held() if m.stays and m not in going]
 
         def fits_without(victims: Collection[_Model]) -> bool:
@@ -365,7 +365,8 @@ class Planner:
         return chosen
 
     def _refuse_if_hopeless(self, model: _Model) -> bool:
-        """Whether there can be no room for it, even if everything goes that may."""
+        """Refuses what waits for a model that has no room even if everything stoppable is stopped; returns whether it
+        did."""
         name = model.plan.id
         pinned = [m for m in self._held() if m.stays and m.plan.pinned]
         if self._fit(pinned, [model]):
