@@ -256,7 +256,7 @@ def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
         identity = identity_of(path, settings.model)
         owner = settings.fingerprint(identity, rope_limit_of(path))
     except (OSError, ModelFileError):
-        return None  # opening the model will say it
+        return None  # opening the model will raise it
     if not Arena.is_left(fd, owner, settings.ram_bytes):
         return None
     arena = Arena(fd, owner, settings.ram_bytes, 0)

@@ -59,7 +59,7 @@ log = logging.getLogger("everwarm.engine")
 OPEN_WAIT_S = 20.0  # for the disk tier to open, before stopping
 NAP_S = 0.25  # between looks at whether it has opened
 FILES_WAIT_S = 0.01  # at once, while a file is read again
-STATUS_S = 0.1  # after so long a status is published anew while steps go on
+STATUS_S = 0.1  # between two published statuses while steps run
 DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: a request may be cancelled
 MAX_SHOWN = 16  # waiting requests, in the log of a stall
 
@@ -567,7 +567,7 @@ class Core:
         else:
             restored = self.restorer.start_cold(slot, goal)
         if not is_as_before(slot, request, is_clean=self.context.is_clean(slot.seq)):
-            restored = self.restorer.start_cold(slot, goal)  # what it was suspended with is lost: it is read again
+            restored = self.restorer.start_cold(slot, goal)  # its suspended state was lost: it is read again
         slot.seat(request, self._plan_cuts(request, match, restored))
         self._is_status_old = True
         if not request.ask.ahead:

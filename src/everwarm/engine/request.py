@@ -45,7 +45,7 @@ class Ask:
     ignore_eos: bool = False
     n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
     slot: int | None = None  # wait for this very slot
-    session: str | None = None  # whose conversation this is: slots of a session that is active are given up last
+    session: str | None = None  # the conversation's session: slots of an active session are reused last
     images: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ class Request:
     attempts: int = 0
     admitted: int | None = None  # which one it was to be admitted; kept when it is suspended
     n_furthest: int = 0  # items it had decoded when it was suspended, at most
-    chunks: Chunks = ()  # how they were decoded, of a deterministic one: it goes on in the same way
+    chunks: Chunks = ()  # how they were decoded, if deterministic: it continues in the same chunks
     cuts: tuple[Cut, ...] = ()  # where its prompt is cut, of a deterministic one
     started_at: float | None = None
     restored_at: float | None = None

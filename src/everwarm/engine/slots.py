@@ -74,10 +74,10 @@ class Slot:
         self.chunks: list[tuple[int, int]] = []  # how the items were decoded
         self.cuts: list[Cut] = []  # still ahead, nearest last
         self.n_settled = 0  # where the last request went on from: nothing of that was left aside
-        self.is_offloaded = True  # nothing of it is left to be copied to RAM while its reply is written
-        self.is_tidy = True  # everything of it that is worth keeping is in RAM
+        self.is_offloaded = True  # nothing is left to copy to RAM while the reply is written
+        self.is_tidy = True  # everything worth keeping is in RAM
         self.is_archived = True  # and has been offered to the disk
-        self.is_joined = True  # and lies there in few segments
+        self.is_joined = True  # and is joined into few segments there
 
     # questions
 

@@ -33,7 +33,7 @@ class Phase(enum.Enum):
     ASLEEP = "asleep"  # no process; a ``reason`` tells why the last load failed
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"  # its leases go on, new requests wait
+    DRAINING = "draining"  # its leases continue, new requests wait
     STOPPING = "stopping"  # its memory is not free yet
 
 

@@ -215,7 +215,7 @@ def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
     return given_up
 
 
-# What serves only its own prompt goes before what a next turn, a retry or another conversation goes on from.
+# A kind that serves only its own prompt is thinned before one that a next turn, a retry or another conversation uses.
 _RANK = {
     CutKind.PREWARM: 0,
     CutKind.EVERY: 0,

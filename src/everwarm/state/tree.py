@@ -203,7 +203,7 @@ class Node:
     segment: Segment | None = None
     pins: int = 0  # must not be evicted: it is being restored
     holders: int = 0  # slots that stand here: must not be pruned
-    evicted: bool = False  # something of it was given up for want of room
+    evicted: bool = False  # something of it was evicted
     n_evicted: int = 0  # the first point on its edge of which that is true; 0: there is none
     ram_bytes: int = 0  # of a root: what everything below it weighs
     is_volatile: bool = False  # of a root: nothing below it is ever written down, shared, or left to the next engine
@@ -499,7 +499,7 @@ class Tree:
         above = node.parent
         self._merge(node)
         if above is not None:
-            self._merge(above)  # what leads on from it may have been in the way
+            self._merge(above)  # it may be mergeable now, too
 
     def _merge(self, node: Node) -> None:
         """Merges an empty node with a single child into that child's edge. So each node that holds something adds at

@@ -28,7 +28,7 @@ from everwarm.state.store.object import Damaged, ObjectHeader
 from everwarm.state.tree import Node
 
 PAUSE_EVERY, LONG_PAUSE_EVERY = 32, 128  # things between two pauses; of the simple ones
-MOST_POINTS = 1 << 16  # that are remembered, of nodes that are gone
+MOST_POINTS = 1 << 16  # remembered points of removed nodes
 MOST_HEADERS = 1 << 14
 BETWEEN = " … "  # the beginning and the end of a text
 

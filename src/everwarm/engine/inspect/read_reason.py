@@ -32,8 +32,8 @@ class Why:
     reason: Reason
     again: Reason | None = None  # why items that were known were read again, if more than a few were
     n_shared: int = 0  # items that were ever read, whether or not anything is left of them
-    n_kv: int | None = None  # items whose KV was at hand; None: this model has none
-    n_checkpoint: int = 0  # items up to the deepest state that was kept of it, usable or not
+    n_kv: int | None = None  # items whose KV was available; None: this model has none
+    n_checkpoint: int = 0  # items up to its deepest kept state, usable or not
     first_different: Different | None = None
 
     def counted(self, n_tokens: Callable[[int], int]) -> Why:

@@ -160,8 +160,8 @@ class AskTree(Message, frozen=True, tag=True):
     id: int
     limit: int
     after: int | None = None
-    namespace: str = ""  # only those that begin so
-    words_of: str | None = None  # words of those that begin so; None: of none
+    namespace: str = ""  # only namespaces with this prefix
+    words_of: str | None = None  # texts of namespaces with this prefix; None: of none
     alone: bool = False  # as if there were no others
 
 
@@ -171,7 +171,7 @@ class CacheOrder(Message, frozen=True, tag=True):
     id: int
     action: Literal["pin", "unpin", "drop"]
     node: int | None = None
-    namespace: str = ""  # only in those that begin so
+    namespace: str = ""  # only in namespaces with this prefix
     pin_quota: float | None = None  # the share of RAM that a namespace's pins may hold; None: any
 
 

@@ -78,7 +78,7 @@ class RequestHandler:
         self._send = send
         self._replies: dict[int, Reply] = {}  # by the core's request id
         self._requests: dict[int, int] = {}  # the core's request id by the gateway's number
-        self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
+        self._gathering: dict[int, Reply] = {}  # replies with unsent tokens, by the gateway's number
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
         self._preparing_constraints = Preparing("constraints")

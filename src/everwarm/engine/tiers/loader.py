@@ -169,7 +169,7 @@ class Loader:
         """Begin to read the deepest stored point that is worth it, on other threads; else say why there is none.
         ``exact``: what is in RAM counts only if it is of one clean reading."""
         if is_unverified(namespace):
-            return Brought()  # nothing of it was ever written
+            return Brought()  # no prefix of it was ever written
         needs_checkpoints = self._context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv

@@ -255,7 +255,7 @@ class Ram:
         known: dict[str, Prompt] = {}
         for about, blob in sorted(found, key=lambda pair: (bool(pair[0].cut), pair[0].n_start, pair[0].n_items)):
             path = _path_of(about, known, ends)
-            if path is not None:  # else the way to it is not known any more
+            if path is not None:  # else its lineage is not known any more
                 self._lay(about, blob, path)
                 self.n_adopted += 1
         for about, blob in whole:

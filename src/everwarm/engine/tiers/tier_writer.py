@@ -58,7 +58,7 @@ class FinishedTurn:
 
     end: Node
     stable: int | None
-    n_asked: int  # items of the request and its reply; what lies beyond was prewarmed
+    n_asked: int  # items of the request and its reply; later ones were prewarmed
     ended_at: float
 
     @classmethod
@@ -286,7 +286,7 @@ class TierWriter:
     def _keep(self, disk: DiskTier, node: Node) -> str | None:
         """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
-            self._jobs.put(self.pins.note(pinned))  # this point is on the way there
+            self._jobs.put(self.pins.note(pinned))  # this point is part of its lineage
         segments = self._packing.segments(node)
         if segments is None:
             return None

@@ -402,7 +402,7 @@ class Report:
     findings: tuple[Finding, ...]
     not_replayed: str  # why no state was read again; "": they were
     n_left: int  # states that could have been read again, beyond the limit
-    not_put_aside: str = ""  # why what is wrong lies where it was; "": it does not
+    not_put_aside: str = ""  # why wrong objects were not moved to quarantine; "": they were
 
     @property
     def wrong(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class Stderr:
         self._lines.extend(line.decode("utf-8", "replace") for line in lines)
         shown = (_as_json(line) if is_json and not line.startswith(b"{") else line for line in lines)
         data = b"".join(line + b"\n" for line in shown)
-        with contextlib.suppress(OSError):  # this process's standard error is closed: the engine must go on
+        with contextlib.suppress(OSError):  # this process's standard error is closed: the engine must continue
             while data:
                 data = data[os.write(_STDERR, data) :]
 

@@ -34,7 +34,7 @@ class RestartLimits:
     silent_s: float = 6.0  # no beat for so long: killed
     start_s: float = 60.0  # the same before the first one: a cold disk is slow
     step_s: float = 900.0  # one decode step for so long: killed
-    steady_s: float = 60.0  # ready for so long: what it died of before is forgotten
+    steady_s: float = 60.0  # after being ready this long, earlier deaths are forgotten
     first_back_off_s: float = 0.1
     most_back_off_s: float = 5.0
     first_retry_s: float = 1.0  # after giving up

@@ -57,7 +57,7 @@ class Extent:
     room: int
     ref: weakref.ref[Blob]
     row: int | None = None
-    about: tuple[int, int] | None = None  # where that lies, and its room
+    about: tuple[int, int] | None = None  # where the description lies, and its capacity
     doubt: bytes | None = None  # the digest its bytes must have, until they are verified
 
 

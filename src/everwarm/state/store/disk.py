@@ -72,7 +72,7 @@ class Pins:
         self._path = path
         self._files = files
         self._by_key: dict[str, Pin] = {}
-        self.marked: frozenset[Point] = frozenset()  # points whose states go last
+        self.marked: frozenset[Point] = frozenset()  # points whose states are evicted last
         self.trouble: OSError | None = None  # why the file could not be read: it is tried again before it is written
         try:
             self._read()

@@ -104,7 +104,7 @@ def locked(directory: Path, *, shared: bool = False) -> Iterator[None]:
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        yield  # the caller's own operation will say what is wrong
+        yield  # the caller's own operation will raise the error
         return
     try:
         _wait_for_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
