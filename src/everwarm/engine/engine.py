@@ -5,8 +5,8 @@
         for token in stream: ...
         print(stream.result().n_cached)
 
-One thread owns the token loop (``Core``); asks go in through an inbox, events come out through each stream. Tokenizing
-happens on the caller's thread.
+One thread owns the token loop (``Core``); requests go in through an inbox, events come out through each stream.
+Tokenizing happens on the caller's thread.
 """
 
 from __future__ import annotations

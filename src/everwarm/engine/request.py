@@ -50,7 +50,7 @@ class Ask:
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like
-    ahead: bool = False  # no client has asked for it yet: see ``prewarm``
+    ahead: bool = False  # no client has requested it yet: see ``prewarm``
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")

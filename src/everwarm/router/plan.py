@@ -172,7 +172,7 @@ class _Model:
     held_bytes: int = 0  # what its process counts for
     leases: set[int] = field(default_factory=set)
     waiting: dict[int, float] = field(default_factory=dict)  # request ids, since when
-    load_asked: float | None = None
+    load_requested_at: float | None = None
     must_go: bool = False  # stopped as soon as it is idle, whether or not its place is needed
     is_removed: bool = False
     last_used: float = 0.0
@@ -180,7 +180,7 @@ class _Model:
 
     @property
     def wanted_since(self) -> float | None:
-        return min((at for at in (*self.waiting.values(), self.load_asked) if at is not None), default=None)
+        return min((at for at in (*self.waiting.values(), self.load_requested_at) if at is not None), default=None)
 
     @property
     def is_idle(self) -> bool:
@@ -280,11 +280,11 @@ class Planner:
     def _on_order(self, order: Order, model: _Model) -> None:
         if isinstance(order, LoadRequested | RetryRequested):
             may = isinstance(order, LoadRequested) or self._has_room_for(model)
-            if may and not model.stays and model.load_asked is None:
-                model.load_asked = self._now
+            if may and not model.stays and model.load_requested_at is None:
+                model.load_requested_at = self._now
             return
         model.must_go = model.phase is not Phase.ASLEEP
-        model.load_asked = None
+        model.load_requested_at = None
         if isinstance(order, Removed):
             model.is_removed = True
             self._refuse(model, "model_not_found", f"the model {model.plan.id!r} was removed")
@@ -332,7 +332,7 @@ class Planner:
             victims = self._victims([*coming, model], going)
             if victims == [] and self._fit(self._held(), [model]):
                 model.phase, model.held_bytes = Phase.LOADING, model.plan.n_bytes
-                model.load_asked = model.reason = None
+                model.load_requested_at = model.reason = None
                 self._effects.append(Load(model.plan.id))
                 continue
             coming.append(model)
@@ -405,7 +405,7 @@ class Planner:
             del self._requests[request_id]
             self._effects.append(Refuse(request_id, code, message))
         model.waiting.clear()
-        model.load_asked = None
+        model.load_requested_at = None
         model.reason = message
 
     def _stop(self, model: _Model) -> None:

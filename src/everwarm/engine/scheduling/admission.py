@@ -64,7 +64,7 @@ class Admission:
     # the disk
 
     def _is_fetching(self, request: Request) -> bool:
-        """Whether what is known only on disk is still being read; the first time this asks for it. Others may pass."""
+        """Whether a load from disk is still running for it; the first call starts the load. Others may pass."""
         if not self._loader.is_on or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:

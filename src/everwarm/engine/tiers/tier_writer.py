@@ -58,7 +58,7 @@ class FinishedTurn:
 
     end: Node
     stable: int | None
-    n_asked: int  # items of the request and its reply; later ones were prewarmed
+    n_turn_items: int  # items of the request and its reply; later ones were prewarmed
     ended_at: float
 
     @classmethod
@@ -343,7 +343,7 @@ class TierWriter:
         end = turn.end
         lineage = end.lineage()
         if not self._context.kind.needs_checkpoints and lineage:
-            n_items = min(turn.stable or end.n_items, end.n_items, turn.n_asked)
+            n_items = min(turn.stable or end.n_items, end.n_items, turn.n_turn_items)
             return self._tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
         return _point(n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None)
 

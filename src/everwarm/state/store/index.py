@@ -126,7 +126,7 @@ def _open(path: Path) -> sqlite3.Connection:
         try:
             return _connect(place)
         except (sqlite3.Error, OSError) as error:
-            log.warning("the index cannot be used and is made anew: %s", error)
+            log.warning("the index cannot be used and is rebuilt: %s", error)
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(OSError):
                     path.with_name(path.name + suffix).unlink(missing_ok=True)
