@@ -42,7 +42,7 @@ def run() -> None:
 
 def _talk(servers: tuple[Server, Server]) -> list[tuple[str, ...]]:
     rows = []
-    messages: list[dict[str, Any]] = [{"role": "user", "content": [_text("Look at this."), _picture(), _text("?")]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [_text("Look at this."), _image(), _text("?")]}]
     for turn in range(N_TURNS):
         (n_prompt, n_ours, ours_s), (_, n_theirs, theirs_s) = (_ask(server, messages) for server in servers)
         times = f"{1e3 * ours_s:.0f}", str(n_theirs), f"{1e3 * theirs_s:.0f}"
@@ -62,7 +62,7 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _picture() -> dict[str, Any]:
+def _image() -> dict[str, Any]:
     pixels = np.random.default_rng(0).integers(0, 255, (448, 640, 3), np.uint8)
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")

@@ -46,7 +46,7 @@ def files(about: str, found: Mapping[str, Sequence[Curve]]) -> dict[str, str]:
     """Everything the report consists of, by file name."""
     plots = {f"scaling-{name}.svg": _plot(name, found[name]) for name in AXES if name in found}
     data = {name: {curve.name: curve.points for curve in curves} for name, curves in found.items()}
-    pictures = "\n\n".join(f"![{name.removesuffix('.svg')}]({name})" for name in plots)
+    images = "\n\n".join(f"![{name.removesuffix('.svg')}]({name})" for name in plots)
     parts = [
         "# How it grows",
         "Written by `python -m bench scaling`; do not edit. What it means and how it is made: [README](README.md).",
@@ -56,7 +56,7 @@ def files(about: str, found: Mapping[str, Sequence[Curve]]) -> dict[str, str]:
         "The exponent is *k* of *t = c · nᵏ*, by least squares on logarithms: over all sizes, and over the upper half of "
         f"them. It is as it should be up to {TOLERANCE:g} more than 0 (constant) or 1 (linear).",
         _table(found),
-        pictures,
+        images,
     ]
     return {"scaling.md": "\n\n".join(parts) + "\n", "data/scaling.json": json.dumps(data, indent=1) + "\n", **plots}
 

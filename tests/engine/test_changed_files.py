@@ -17,7 +17,7 @@ from everwarm.errors import ModelChanged
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state.store.arena_file import memory_file
 from support.drive import check, drain, open_core, run, submit, text
-from support.image_cores import ask, picture, seeing_core
+from support.image_cores import ask, make_image, seeing_core
 from support.kept_cores import kept_core, put_away, sharing
 from support.lora import WIDTH, write_lora
 from support.models import tiny_model, tiny_vision
@@ -226,13 +226,13 @@ def test_a_projector_that_is_overwritten_ends_the_engine_too(tmp_path: Path) -> 
     live = tmp_path / "mmproj.gguf"
     shutil.copyfile(mmproj, live)
     with seeing_core(mmproj=live) as core:
-        ask(core, [text(3, 20), picture(1), text(4, 20)])
+        ask(core, [text(3, 20), make_image(1), text(4, 20)])
         assert drain(core)
         data = bytearray(live.read_bytes())
         data[-4:] = b"\0\0\0\0" if data[-4:] != b"\0\0\0\0" else b"\1\1\1\1"
         with live.open("r+b") as file:
             file.write(data)
-        ask(core, [text(3, 20), picture(2), text(4, 20)])
+        ask(core, [text(3, 20), make_image(2), text(4, 20)])
         with pytest.raises(ModelChanged, match=r"mmproj\.gguf"):
             drain(core)
 

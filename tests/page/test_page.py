@@ -202,7 +202,7 @@ def test_the_keyboard_is_enough(tab):
     assert page.evaluate("document.activeElement.id") == "say"
 
 
-def test_pictures_can_be_shown_to_a_model_that_sees(browser, tmp_path):
+def test_images_can_be_shown_to_a_model_that_sees(browser, tmp_path):
     model, mmproj = tiny_vision("qwen35")
     with serving("--mmproj", str(mmproj), model=model) as server, opened(browser, server.url, setup=setup("")) as tab:
         tab.page.wait_for_selector("#attach")
@@ -212,10 +212,10 @@ def test_pictures_can_be_shown_to_a_model_that_sees(browser, tmp_path):
         tab.page.wait_for_selector(".attached img")
         tab.ask("What is this?")
         assert tab.questions().last.locator(".pictures img").count() == 1
-        assert sum(tab.figures()) > 40, "the picture is part of the prompt"
+        assert sum(tab.figures()) > 40, "the image is part of the prompt"
 
 
-def test_the_chat_of_a_blind_model_takes_no_pictures(tab):
+def test_the_chat_of_a_blind_model_takes_no_images(tab):
     tab.page.wait_for_function("() => everwarm.chat.model")
     assert not tab.page.locator("#attach").is_visible()
 

@@ -27,7 +27,7 @@ def test_what_was_not_read_before_a_cancel_is_not_free():
     assert [s.n_unavoidable for s in shares([cut, whole])] == [2, 3]
 
 
-def test_two_pictures_are_never_the_same_because_of_their_place():
+def test_two_images_are_never_the_same_because_of_their_place():
     known, a, b = Known(), image("a"), image("b")
     known.add(Prompt.of_items([1, a, 2]))
     assert known.n_shared(Prompt.of_items([1, a, 3])) == 2

@@ -9,7 +9,7 @@ from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Mark, Position, SeqId, TokenCount
-from support.tree_oracle import picture
+from support.tree_oracle import snapshot
 
 CAT = MediaItem(b"same" + b"cat" * 4, TokenCount(60), Position(8))
 DOG = MediaItem(b"same" + b"dog" * 4, TokenCount(60), Position(8))
@@ -150,7 +150,7 @@ def test_a_dropped_leaf_takes_its_bare_ancestors_along():
     assert deep.parent.n_items == 3
     tree.drop_checkpoint(deep)
     tree.drop_checkpoint(fork)
-    assert [items for _, items in picture(tree)] == [(1, 2)]
+    assert [items for _, items in snapshot(tree)] == [(1, 2)]
 
 
 def test_what_is_held_or_pinned_is_not_pruned():
@@ -161,8 +161,8 @@ def test_what_is_held_or_pinned_is_not_pruned():
         with_state(tree, node)
         tree.drop_checkpoint(node)
         tree.release(node)
-        assert picture(tree)
-    assert not picture(tree)
+        assert snapshot(tree)
+    assert not snapshot(tree)
 
 
 def test_dropping_only_the_ram_copy_keeps_the_parked_one():

@@ -12,7 +12,7 @@ from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Position, SeqId, TokenCount
-from support.tree_oracle import Key, Oracle, common, items_of, picture
+from support.tree_oracle import Key, Oracle, common, items_of, snapshot
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 TWINS = [MediaItem(b"twin" + bytes([i]) * 12, TokenCount(60), Position(8)) for i in (1, 2)]
@@ -165,9 +165,9 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, prompt=items, data=st.data(), needs_kv=st.booleans())
     def match(self, namespace, prompt, data, needs_kv):
         n_resident = data.draw(st.integers(0, len(prompt)))
-        before = picture(self.tree)
+        before = snapshot(self.tree)
         match = self.tree.match(namespace, Prompt.of_items(prompt), n_resident, needs_kv=needs_kv)
-        assert picture(self.tree) == before
+        assert snapshot(self.tree) == before
         assert match.n_shared == self.oracle.n_shared(namespace, prompt)
         covered = self.oracle.has_kv(namespace, prompt, n_resident if needs_kv else len(prompt))
         assert [items_of(n.path, n.n_items) for n in match.usable] == self.usable(namespace, prompt, covered)
@@ -191,7 +191,7 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_dictionary(self):
         expected = {k: (v.checkpoint, v.segment, v.holders, v.pins) for k, v in self.oracle.nodes.items()}
-        assert picture(self.tree) == expected
+        assert snapshot(self.tree) == expected
 
     @invariant()
     def what_has_something_outnumbers_what_has_not(self):
@@ -223,7 +223,7 @@ class TreeMachine(RuleBasedStateMachine):
                 self.tree.drop_segment(node)
             while node.holders:
                 self.tree.release(node)
-        assert picture(self.tree) == {} and self.tree.ram_bytes == 0
+        assert snapshot(self.tree) == {} and self.tree.ram_bytes == 0
 
 
 TreeMachine.TestCase.settings = settings(

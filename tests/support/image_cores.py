@@ -30,20 +30,20 @@ def seeing_core(arch="qwen35", *, memory=None, mmproj=None, **settings):
         core.close()
 
 
-def picture(seed: int, width: int = 96, height: int = 64) -> Pixels:
+def make_image(seed: int, width: int = 96, height: int = 64) -> Pixels:
     rgb = np.random.default_rng(seed).integers(0, 256, 3 * width * height, np.uint8).tobytes()
     return Pixels(blake3.blake3(rgb + bytes([width % 256, height % 256])).digest(), width, height, rgb)
 
 
 def ask(core, parts: list, *, max_tokens: int = 4, with_pixels: bool = True, **more):
-    """``parts`` are token lists and pictures."""
-    items, pictures = [], {}
+    """``parts`` are token lists and images."""
+    items, images = [], {}
     for part in parts:
         if isinstance(part, Pixels):
             item = core.images.item(part)
-            pictures[item.digest] = part if with_pixels else Pixels(part.digest, part.width, part.height)
+            images[item.digest] = part if with_pixels else Pixels(part.digest, part.width, part.height)
             items.append(item)
         else:
             items += part
     options = {"sampling": GREEDY, "ignore_eos": True} | more
-    return core.submit(Ask(Prompt.of_items(items), max_tokens=max_tokens, pictures=pictures, **options))
+    return core.submit(Ask(Prompt.of_items(items), max_tokens=max_tokens, images=images, **options))

@@ -1,4 +1,4 @@
-"""Pictures as files, made by hand where Pillow would not write them: depths, interlacing, sizes that lie, bombs."""
+"""Images as files, made by hand where Pillow would not write them: depths, interlacing, sizes that lie, bombs."""
 
 import base64
 import io

@@ -18,13 +18,13 @@ MIB = 1 << 20
 @contextlib.asynccontextmanager
 async def opened(**limits: float) -> AsyncIterator[ImageLoader]:
     """And afterwards no child is left."""
-    pictures = ImageLoader(ImageLimits(**limits))  # type: ignore[arg-type]
+    images = ImageLoader(ImageLimits(**limits))  # type: ignore[arg-type]
     try:
-        yield pictures
+        yield images
     finally:
-        pids = pictures.child_pids
-        await pictures.close()
-        assert pictures.child_pids == [] and not [pid for pid in pids if is_there(pid)]
+        pids = images.child_pids
+        await images.close()
+        assert images.child_pids == [] and not [pid for pid in pids if is_there(pid)]
 
 
 def running(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -56,8 +56,8 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def outcome(pictures: ImageLoader, data: bytes) -> DecodedImage | str:
+async def outcome(images: ImageLoader, data: bytes) -> DecodedImage | str:
     try:
-        return await pictures.decode(data)
+        return await images.decode(data)
     except BadRequest as error:
         return str(error)

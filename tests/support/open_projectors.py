@@ -15,7 +15,7 @@ from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model
 from support.models import tiny_vision
 from support.trials import outcome
-from support.vision import picture
+from support.vision import make_image
 
 SIZE = (96, 64)
 
@@ -23,7 +23,7 @@ SIZE = (96, 64)
 def look(model: Model, path: str) -> str:
     with MediaModel(Path(path), model, n_threads=1, use_gpu=False) as opened:
         shape = opened.shape(*SIZE)
-        found = opened.encode(picture(*SIZE), *SIZE)
+        found = opened.encode(make_image(*SIZE), *SIZE)
         assert found.shape == shape
         return f"saw {shape.n_tokens} cells"
 

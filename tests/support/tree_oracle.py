@@ -106,7 +106,7 @@ def items_of(prompt: Prompt, n_items: int) -> Items:
     return tuple(prompt.media[i] if i in prompt.media else int(prompt.codes[i]) for i in range(n_items))
 
 
-def picture(tree: Tree) -> dict[Key, tuple]:
+def snapshot(tree: Tree) -> dict[Key, tuple]:
     """Everything a tree holds, as plain values."""
     return {
         (namespace, items_of(node.path, node.n_items)): look(node)

@@ -25,7 +25,7 @@ N_SEQS = 4
 Logits = np.ndarray
 
 
-def picture(width: int, height: int, seed: int = 1) -> bytes:
+def make_image(width: int, height: int, seed: int = 1) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, width * height * 3, np.uint8).tobytes()
 
 

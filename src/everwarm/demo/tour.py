@@ -305,9 +305,9 @@ def _show(console: Console, engine: Engine) -> None:
 
 def _ask(engine: Engine, text: str, image: m.SentImage) -> Result:
     assert engine.core.images is not None
-    message = m.Submit(0, text=text, marker=_MARKER, pictures=(image,))
+    message = m.Submit(0, text=text, marker=_MARKER, images=(image,))
     prompt, _, pixels = ImagePrompt(engine.core.images, engine.tokenizer).prompt(message, text)
-    return engine.submit(prompt, GREEDY, max_tokens=8, ignore_eos=True, pictures=pixels).result()
+    return engine.submit(prompt, GREEDY, max_tokens=8, ignore_eos=True, images=pixels).result()
 
 
 def _gradient(seed: int) -> m.SentImage:

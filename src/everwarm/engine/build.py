@@ -53,8 +53,8 @@ LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should
 
 
 def assemble(path: Path, settings: EngineSettings, progress: Progress | None = None, memory: int | None = None) -> Core:
-    """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start, and
-    what of it has no room any more goes before the context asks for memory."""
+    """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start,
+    and the part that no longer fits is evicted before the context allocates its memory."""
     tree = Tree()
     with contextlib.ExitStack() as undo:
         fd = memory_file() if memory is None else memory
@@ -87,7 +87,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
 
 
 def _is_right(model: Model, images: ImageCache | None) -> bool:
-    """Whether everything that was computed until now is what the files say."""
+    """Whether everything computed so far matches the model files as they are."""
     watched = [model.files, *([] if images is None else [images.media.files])]
     return all(files.is_right() for files in watched)
 
@@ -119,7 +119,7 @@ class _Keeping:
 
 
 def _core(opened: _Opened, *, outlives_us: bool) -> Core:
-    """``outlives_us``: a later engine may go on with the RAM tier's memory."""
+    """``outlives_us``: a later engine may take over the RAM tier's memory."""
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
     keeping = _keeping(opened)
     residents, budget, writer, checkpointer = keeping.residents, keeping.budget, keeping.writer, keeping.checkpointer
@@ -210,7 +210,7 @@ def _fingerprint(model: Model, settings: EngineSettings) -> str:
 
 
 def _take_up(left: Memory, tree: Tree, model: Model, is_right: IsRight, undo: contextlib.ExitStack) -> Ram:
-    """Lay what an earlier engine left into the tree, as far as the budget goes."""
+    """Adds what an earlier engine left to the tree, within the budget."""
     ram = Ram(left.arena, tree, model.memory_kind, left.pinning, is_right)
     undo.callback(ram.close)
     ram.adopt()
@@ -248,15 +248,15 @@ class Memory:
 
 
 def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
-    """What an earlier engine left is pinned and looked at while the model loads. None: nothing was left, or whether it will
-    be needed on a GPU shows only later."""
+    """Pins and verifies what an earlier engine left while the model loads. None: nothing was left, or it is not known
+    yet whether a GPU will need it."""
     if settings.model.n_gpu_layers >= 0 or gpu_free_bytes(lib()) == 0:
         return None
     try:
         identity = identity_of(path, settings.model)
         owner = settings.fingerprint(identity, rope_limit_of(path))
     except (OSError, ModelFileError):
-        return None  # opening the model will say it
+        return None  # opening the model will raise it
     if not Arena.is_left(fd, owner, settings.ram_bytes):
         return None
     arena = Arena(fd, owner, settings.ram_bytes, 0)
@@ -264,7 +264,7 @@ def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
 
 
 def _open_left_on_host(model: Model, settings: EngineSettings, fd: int) -> Memory | None:
-    """The same where no GPU copies from it: then nothing is pinned, and it can be opened before sizes are decided."""
+    """The same without a GPU: nothing is pinned, and it can be opened before sizes are decided."""
     owner = settings.fingerprint(model.identity, model.rope_limit)
     if is_on_gpu(model) or not Arena.is_left(fd, owner, settings.ram_bytes):
         return None
@@ -278,7 +278,7 @@ def _open_memory(model: Model, settings: EngineSettings, sizes: Sizes, fd: int) 
 
 
 def _pinning(arena: Arena, settings: EngineSettings, *, on_gpu: bool, at_once: bool = False) -> Pinning | None:
-    """Only memory that a GPU copies from gains by it; elsewhere there is nothing to say about it either."""
+    """Only memory that a GPU copies from gains by pinning; elsewhere nothing is reported either."""
     free = host_free_bytes() + arena.n_used  # what is found in it needs no more memory
     reason = why_not(settings.pin_ram, is_on_gpu=on_gpu, n_bytes=arena.budget_bytes, free_bytes=free)
     if reason is None:

@@ -59,7 +59,7 @@ log = logging.getLogger("everwarm.engine")
 OPEN_WAIT_S = 20.0  # for the disk tier to open, before stopping
 NAP_S = 0.25  # between looks at whether it has opened
 FILES_WAIT_S = 0.01  # at once, while a file is read again
-STATUS_S = 0.1  # after so long a status is published anew while steps go on
+STATUS_S = 0.1  # between two published statuses while steps run
 DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: a request may be cancelled
 MAX_SHOWN = 16  # waiting requests, in the log of a stall
 
@@ -137,13 +137,13 @@ class Core:
         return [self.model.files, *([] if self.images is None else [self.images.media.files])]
 
     def require_same_model(self) -> None:
-        """``ModelChanged``: a file was overwritten. Nothing that is here is right any more for what the file is now."""
+        """``ModelChanged``: a file was overwritten. Nothing computed here is valid for the file as it is now."""
         for files in self.files:
             if files.is_changed:
                 raise ModelChanged(files.reason)
 
     def is_right(self) -> bool:
-        """Whether everything that was computed until now is what the files say. Takes time while that is not known."""
+        """Whether everything computed so far matches the model files. Takes time while that is not known."""
         return all(files.is_right() for files in self.files)
 
     def _may_compute(self) -> bool:
@@ -155,7 +155,7 @@ class Core:
         return not held
 
     def put_away(self) -> None:
-        """Before stopping: everything worth keeping is durable when this returns, also of what still runs."""
+        """Before stopping: makes everything worth keeping durable, also of running requests."""
         self.prewarm.waiting.clear()
         self.tier_writer.wait_open(OPEN_WAIT_S)
         for slot in self.slots:
@@ -175,14 +175,14 @@ class Core:
         return request
 
     def give_way(self) -> None:
-        """A request has come: what is being read ahead stops where it is, and goes on later from there."""
+        """A request has come: prewarming stops, and continues later from the same point."""
         ahead = self.prewarm.give_way()
         if ahead is not None:
             self.cancel(ahead.id)
             self.counts.n_prewarms_interrupted += 1
 
     def enqueue(self, ask: Ask) -> Request:
-        """Nothing that gets past here can abort libllama."""
+        """Queues a request, after checks that keep it from aborting libllama."""
         require_possible(ask, self.context, len(self.slots), self.images)
         ask = self.unverified.route(ask)
         matcher = None if ask.constraint is None else ask.constraint.matcher(ignore_eos=ask.ignore_eos)
@@ -195,7 +195,7 @@ class Core:
         return request
 
     def cancel(self, request_id: int) -> None:
-        """Takes effect at the next step. What was read until then is kept."""
+        """Cancels a request at the next step. What was read until then is kept."""
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             if request.id == request_id:
                 request.cancelled = self.has_cancelled = True
@@ -253,7 +253,8 @@ class Core:
     # the step
 
     def step(self) -> list[Event]:
-        """What it leaves to keep is kept by ``keep_ends``: call that next, once the events are on their way."""
+        """Runs one step. Call ``keep_ends`` next, once the events are sent: it keeps the prompt ends that the step
+        reached."""
         self.keep_ends()
         events: list[Event] = []
         if self._step(events):
@@ -275,7 +276,7 @@ class Core:
         self._is_status_old = False
 
     def _step(self, events: list[Event]) -> bool:
-        """False: nothing may be computed now, which is no stall."""
+        """False: nothing may be computed now. That does not count as a stall."""
         if self.has_cancelled:
             self._drop_cancelled(events)
         if self.queue:
@@ -316,7 +317,8 @@ class Core:
         return plan(self._lanes(), self.step_budget, order[0] if order else None)
 
     def _with_room(self, grants: list[Grant], events: list[Event]) -> list[Grant]:
-        """What of a plan has room, once as many of the youngest as need be were suspended. Empty only if nothing runs."""
+        """The part of a plan that fits, after suspending as many of the youngest requests as needed. Empty only if
+        nothing runs."""
         while grants and not self.room.make_room(sum(grant.n_tokens for grant in grants)):
             kept = fit(grants, self.oldest_first(), self.context.cells.free)
             if kept:
@@ -335,8 +337,8 @@ class Core:
         return [self.slots[i] for i in self.oldest_first()]
 
     def requeue(self, request: Request) -> None:
-        """A request that was admitted before waits again: before those that never were, in the order of admission. One that
-        runs alone waits behind the others that do, so that each of them has its turn."""
+        """Queues a request that was admitted before: ahead of those that never were, in the order of admission. A
+        deterministic one goes to the end of the queue, so that each of them has its turn."""
         assert request.admitted is not None
         together = [] if request.ask.deterministic else [r for r in self.queue if not r.ask.deterministic]
         younger = (r for r in together if r.admitted is None or r.admitted > request.admitted)
@@ -352,7 +354,7 @@ class Core:
                 self.checkpointer.take(slot, CutKind.END, logits=logits)  # parks or does nothing
 
     def _lanes(self) -> list[Lane]:
-        """Who has text to read or to write; an image is read by itself."""
+        """The requests that have text to read or to write; an image is read by itself."""
         running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
         ready = ((i, s, r) for i, s, r in running if r.media_at(s.n_fed) is None)
         return [Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt) for i, s, r in ready]
@@ -389,7 +391,7 @@ class Core:
             row += feed.wants_logits
 
     def move_on(self, slot: Slot, request: Request, n_items: int, row: int | None, events: list[Event]) -> None:
-        """So many items more are read. ``row``: where the logits after the last are."""
+        """Records that more items were decoded. ``row``: where the logits after the last item are."""
         slot.advance(n_items)
         if request.ask.deterministic and not self._seat_window(slot, request):
             return self._start_over([slot], StateRejected("its window was lost while it was seated anew"), events)
@@ -402,7 +404,7 @@ class Core:
             self._advance(slot, request, row, events)
 
     def _seat_window(self, slot: Slot, request: Request) -> bool:
-        """Where a deterministic request with a window can be suspended, its window is seated anew in any case."""
+        """Seats the window anew wherever a deterministic request could be suspended, whether it is or not."""
         if self.context.kind.has_window and seats_window(slot, request):
             try:
                 self.context.touch(slot.seq)
@@ -413,7 +415,7 @@ class Core:
         return True
 
     def _advance(self, slot: Slot, request: Request, row: int, events: list[Event]) -> None:
-        """Everything a request has is decoded: pick what comes next."""
+        """All items of a request are decoded: pick the next token."""
         at_prompt_end = slot.n_fed == request.n_prompt
         logits = self.context.logits(row).copy() if at_prompt_end else None
         try:
@@ -459,7 +461,7 @@ class Core:
         return self.offload.finish(slot, request.n_prompt, request.ended_at)
 
     def _finish_ahead(self, slot: Slot, request: Request, finish: Finish, events: list[Event]) -> None:
-        """What was read ahead is kept, and belongs to no conversation yet."""
+        """Keeps what was read ahead; it belongs to no conversation yet."""
         self.counts.n_prewarm_tokens += slot.n_fed - request.n_cached
         self.counts.n_prewarms += self.prewarm.ended(request)
         if slot.n_fed:
@@ -473,7 +475,7 @@ class Core:
             self._take(slot, kind)
 
     def _take(self, slot: Slot, kind: CutKind) -> bool:
-        """False: keeping the state lost it, and the slot is empty now."""
+        """Takes a checkpoint. False: the state was lost by that, and the slot is empty now."""
         try:
             self.checkpointer.take(slot, kind)
         except StateRejected as error:
@@ -513,7 +515,8 @@ class Core:
         self.close_request(request, finish, events, error)
 
     def _admit(self, events: list[Event]) -> None:
-        """In order, but a request that waits for a particular slot, for another's prefill or its turn lets others pass."""
+        """Admits in order, but a request that waits for a particular slot, for another's prefill or for its turn lets
+        others pass."""
         self._take_turns()
         is_full = sum(r.ask.deterministic and r.admitted is not None for r in self.queue) >= len(self.slots)
         for request in list(self.queue):
@@ -564,7 +567,7 @@ class Core:
         else:
             restored = self.restorer.start_cold(slot, goal)
         if not is_as_before(slot, request, is_clean=self.context.is_clean(slot.seq)):
-            restored = self.restorer.start_cold(slot, goal)  # what it was suspended with is lost: it is read again
+            restored = self.restorer.start_cold(slot, goal)  # its suspended state was lost: it is read again
         slot.seat(request, self._plan_cuts(request, match, restored))
         self._is_status_old = True
         if not request.ask.ahead:
@@ -588,7 +591,7 @@ class Core:
         self._go_on(slot, request, token, probabilities(logits, token, request.ask.n_probs), events)
 
     def _plan_cuts(self, request: Request, match: Match, restored: Restored) -> list[Cut]:
-        """Where its prompt is cut, the nearest last."""
+        """Where the prompt is cut, the nearest last."""
         known = match.n_shared if match.n_shared - restored.n_items > policy.GUARD else None
         found = policy.cuts(
             request.n_prompt,
@@ -626,7 +629,7 @@ class Core:
         self.finish(effect.slot, request, effect.finish, events, effect.error)
 
     def _suspend(self, slot: Slot, reason: str) -> None:
-        """Move a running request to RAM. It comes back in the order of admission and goes on where it was."""
+        """Moves a running request to RAM. It comes back in the order of admission and continues where it was."""
         request = slot.request
         assert request is not None
         log.debug("request %d waits at %d tokens: %s", request.id, slot.n_fed, reason)
@@ -660,8 +663,8 @@ class Core:
                     self.close_request(request, Finish.ERROR, events, error)
 
     def _lose_numbers(self, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
-        """The model's state overflowed. Nothing of it may stay: it spoils whatever attends over it or gets its place. The
-        requests that ran beside it start over as well; all others are moved out, and everything is zeroed."""
+        """The model's state overflowed. Nothing of it may stay: it spoils all that attends over it or reuses its cells.
+        The requests that ran beside it start over as well; all others are moved out, and everything is zeroed."""
         self.checkpointer.scrub(slot.node)
         running = [other for other in self.slots if other.request is not None]
         for other in running:

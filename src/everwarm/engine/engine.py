@@ -5,8 +5,8 @@
         for token in stream: ...
         print(stream.result().n_cached)
 
-One thread owns the token loop (``Core``); asks go in through an inbox, events come out through each stream. Tokenizing
-happens on the caller's thread.
+One thread owns the token loop (``Core``); requests go in through an inbox, events come out through each stream.
+Tokenizing happens on the caller's thread.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class Engine(Closing):
         use_cache: bool = True,
         deterministic: bool = False,
         ignore_eos: bool = False,
-        pictures: Mapping[bytes, Pixels] | None = None,
+        images: Mapping[bytes, Pixels] | None = None,
         constraint: Constraint | None = None,
     ) -> TokenStream:
         """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items;
-        ``pictures`` the pixels of its media items, by their digests; ``constraint`` what the reply must look like."""
+        ``images`` the pixels of its media items, by their digests; ``constraint`` what the reply must look like."""
         if isinstance(prompt, str):
             prompt = self.prompt(prompt)
         elif not isinstance(prompt, Prompt):
@@ -134,7 +134,7 @@ class Engine(Closing):
             use_cache,
             deterministic,
             ignore_eos,
-            pictures=pictures or {},
+            images=images or {},
             constraint=None if constraint is None else self.constraints.compile(constraint, namespace),
         )
         stream = TokenStream(self)

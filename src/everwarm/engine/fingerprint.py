@@ -1,8 +1,8 @@
 """Which kept states an engine may use: the fingerprint, and for every parameter whether it is in it and why. Pure.
 
-A state may be used where the model would compute the same numbers from the same tokens. Whatever libllama or libmtmd can be
-told is decided here, once: a test fails on a parameter that is not, and ``docs/reference/fingerprint.md`` shows the tables.
-The disk tier, the RAM tier, slot files, the remote store and bundles all compare this one text.
+A state may be used where the model would compute the same numbers from the same tokens. Every parameter of libllama and
+libmtmd is classified here, once: a test fails on one that is missing, and ``docs/reference/fingerprint.md`` shows the
+tables. The disk tier, the RAM tier, slot files, the remote store and bundles all compare this one text.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
 }
 
 MEDIA_PARAMS: Mapping[str, ParameterRow] = {
-    "use_gpu": ParameterRow(_BITS, "which kernels encode a picture"),
+    "use_gpu": ParameterRow(_BITS, "which kernels encode an image"),
     "device": _DEFAULT,
     "print_timings": ParameterRow(_NONE, "prints"),
     "n_threads": ParameterRow(_BITS, "the order of sums"),
@@ -126,7 +126,7 @@ OTHERS: Mapping[str, ParameterRow] = {
     "model file": ParameterRow(_IN, "the digest of every part: weights, metadata, vocabulary"),
     "LoRA adapters": ParameterRow(_IN, "the digest and the scale of each, in their order"),
     "projector": ParameterRow(
-        _IN, "its digest is part of a picture's identity in the prompt, not of the model's fingerprint"
+        _IN, "its digest is part of an image's identity in the prompt, not of the model's fingerprint"
     ),
     "control vectors": ParameterRow(_FIXED, "refused: there is no option for them"),
     "build": ParameterRow(
@@ -211,8 +211,8 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
 def state_fingerprint(
     model: str, options: ContextOptions, rope_limit: int | None, environment: Mapping[str, str]
 ) -> str:
-    """``model`` stands for the files and the build, ``rope_limit`` is the file's (see ``llama.model``). What few models and
-    nobody's environment has is added at the end: without it the text stays as it is."""
+    """``model`` stands for the files and the build, ``rope_limit`` is the file's (see ``llama.model``). Rare properties
+    are added at the end, only where a model or environment has them, so that other fingerprints stay the same."""
     always = (model, options.cache_type_k, options.cache_type_v, options.flash_attention, "unified")
     return "|".join((*always, *_rope(options, rope_limit), *_switches(options, environment)))
 
@@ -245,7 +245,7 @@ def _short(value: str) -> str:
 
 
 def decided(name: str) -> ParameterRow | None:
-    """What is decided about a variable of the environment; None: libllama does not read it."""
+    """The row of an environment variable; None: libllama does not read it."""
     return next((row for pattern, row in ENVIRONMENT.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 

@@ -48,7 +48,7 @@ class Loop:
         return None if began is None else time.monotonic() - began
 
     def run(self) -> None:
-        """Until ``stop``. What a step raises comes out of here."""
+        """Runs until ``stop``. Raises what a step raises."""
         while self._take_jobs():
             if self.core.has_work:
                 self._step_began = time.monotonic()

@@ -18,7 +18,7 @@ class ReadSpeed:
         self._lock = threading.Lock()
 
     def learn(self, n_tokens: int, seconds: float) -> None:
-        """A step has read so many tokens. The first one replaces what was only guessed."""
+        """Records the speed of a step. The first measurement replaces the guess."""
         with self._lock:
             memory = min(_MEMORY, 1 - 1 / (self.n_measured + 1))
             self.seconds_per_token = memory * self.seconds_per_token + (1 - memory) * seconds / n_tokens

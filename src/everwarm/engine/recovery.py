@@ -1,7 +1,8 @@
-"""What becomes of running requests when a step does not fit or fails. Pure: returns effects, and ``core`` applies them.
+"""Decides what happens to running requests when a step does not fit or fails. Pure: returns effects, and ``core``
+applies them.
 
-``StallWatch`` looks for a step without progress although requests wait. The scheduler's rule excludes that; it is
-here for an unknown mistake, because a loop that turns without end looks alive from outside.
+``StallWatch`` looks for a step without progress although requests wait. The scheduler's rule excludes that; it guards
+against an unknown bug, because an endless loop looks alive from outside.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A request's way through the engine: what was asked, how far it is, what came out."""
+"""A request's way through the engine: what the caller wants, how far it is, what came out."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Ask:
     ignore_eos: bool = False
     n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
     slot: int | None = None  # wait for this very slot
-    session: str | None = None  # whose conversation this is: slots of a session that is active are given up last
-    pictures: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
+    session: str | None = None  # the conversation's session: slots of an active session are reused last
+    images: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like
-    ahead: bool = False  # no client has asked for it yet: see ``prewarm``
+    ahead: bool = False  # no client has requested it yet: see ``prewarm``
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
@@ -128,7 +128,7 @@ class Request:
     attempts: int = 0
     admitted: int | None = None  # which one it was to be admitted; kept when it is suspended
     n_furthest: int = 0  # items it had decoded when it was suspended, at most
-    chunks: Chunks = ()  # how they were decoded, of a deterministic one: it goes on in the same way
+    chunks: Chunks = ()  # how they were decoded, if deterministic: it continues in the same chunks
     cuts: tuple[Cut, ...] = ()  # where its prompt is cut, of a deterministic one
     started_at: float | None = None
     restored_at: float | None = None
@@ -169,7 +169,7 @@ class Request:
         return self.ask.prompt.media.get(n_items)
 
     def note_start(self, n_restored: int, n_shared: int, used: CheckpointUse | None) -> None:
-        """It goes on from ``n_restored`` items; ``n_shared`` of its prompt were ever read."""
+        """Records that it continues from ``n_restored`` items; ``n_shared`` items of its prompt were ever read."""
         self.restored_at = time.monotonic()
         self.n_cached = min(n_restored, self.n_prompt)
         self.n_shared = n_shared

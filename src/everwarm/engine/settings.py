@@ -43,7 +43,7 @@ class RemoteSettings:
     key_file: str | None = None
     endpoint: str | None = None  # of an S3-compatible store; None: as AWS's environment variables say
     restore_policy: RestorePolicy = "auto"
-    wait_s: float = 0.25  # for the first answer to a request, before it goes on without
+    wait_s: float = 0.25  # for the first answer to a request, before it continues without the store
 
     def __post_init__(self) -> None:
         from everwarm.state.remote.bucket import require_bucket  # loads asyncio, which only a remote store needs

@@ -29,8 +29,8 @@ class Device(Protocol):
 
 
 class Slot:
-    """The first ``n_fed`` items of a request or of an idle conversation are decoded. ``node`` is the last tree node on the
-    way there; the slot holds on to it, or it could be pruned."""
+    """The first ``n_fed`` items of a request or of an idle conversation are decoded. ``node`` is the last tree node
+    inside them; the slot holds it so that it is not pruned."""
 
     __slots__ = (
         "_device",
@@ -74,10 +74,10 @@ class Slot:
         self.chunks: list[tuple[int, int]] = []  # how the items were decoded
         self.cuts: list[Cut] = []  # still ahead, nearest last
         self.n_settled = 0  # where the last request went on from: nothing of that was left aside
-        self.is_offloaded = True  # nothing of it is left to be copied to RAM while its reply is written
-        self.is_tidy = True  # everything of it that is worth keeping is in RAM
+        self.is_offloaded = True  # nothing is left to copy to RAM while the reply is written
+        self.is_tidy = True  # everything worth keeping is in RAM
         self.is_archived = True  # and has been offered to the disk
-        self.is_joined = True  # and lies there in few segments
+        self.is_joined = True  # and is joined into few segments there
 
     # questions
 
@@ -90,7 +90,7 @@ class Slot:
         return self.items if self.request is None else self.request.items(self.n_fed)
 
     def next_stop(self) -> int:
-        """Where the next chunk must end at the latest."""
+        """The item at which the next chunk must end at the latest."""
         assert self.request is not None
         stop = self.cuts[-1].at if self.cuts else self.request.n_items
         image = self.request.ask.prompt.next_media(self.n_fed) if self.request.ask.prompt.media else None
@@ -99,7 +99,8 @@ class Slot:
     # a request's stay
 
     def seat(self, request: Request, cuts: list[Cut]) -> None:
-        """A request runs here from now on, from what the slot holds. ``cuts``: where it stops, the nearest last."""
+        """A request runs here from now on, continuing what the slot holds. ``cuts``: where it stops, the nearest
+        last."""
         self.request = request
         self.cuts = cuts
         self.stable = request.ask.stable
@@ -107,12 +108,12 @@ class Slot:
         self.n_settled = self.n_fed
 
     def advance(self, n_items: int) -> None:
-        """So many items more were decoded, in one chunk."""
+        """Records that more items were decoded, in one chunk."""
         self.n_fed += n_items
         record(self.chunks, n_items)
 
     def note_window_seated(self) -> None:
-        """The sliding window was seated anew: that is part of how the items were decoded."""
+        """Records that the sliding window was seated anew: that is part of the decoding history."""
         record(self.chunks, SEATED)
 
     def add_cut(self, cut: Cut) -> None:
@@ -121,7 +122,7 @@ class Slot:
             bisect.insort(self.cuts, cut, key=lambda other: -other.at)
 
     def pop_cut(self) -> Cut | None:
-        """The cut that the slot has just come to, if it has come to one."""
+        """The cut that the slot has just reached, if any."""
         return self.cuts.pop() if self.cuts and self.n_fed == self.cuts[-1].at else None
 
     def release(self) -> None:
@@ -132,7 +133,7 @@ class Slot:
         self.cuts = []
 
     def remember(self, namespace: str) -> None:
-        """What the slot holds is a conversation of this namespace, also when it has left the context."""
+        """Records whose conversation the slot holds, also after it has left the context."""
         self.content = self.items
         self.namespace = namespace
 
@@ -145,13 +146,13 @@ class Slot:
     # what the sequence holds
 
     def stand_at(self, node: Node) -> None:
-        """``node`` is the last one on the slot's way now."""
+        """``node`` is the last node of the slot's lineage now."""
         self._tree.hold(node)
         self._tree.release(self.node)
         self.node = node
 
     def hold(self, items: Prompt, node: Node, chunks: Chunks | list[tuple[int, int]]) -> None:
-        """The idle slot's sequence was brought to hold just these items, decoded so."""
+        """Records that the idle slot's sequence was restored to exactly these items, in these chunks."""
         self.stand_at(node)
         self.n_fed = len(items)
         self.items = items
@@ -159,7 +160,7 @@ class Slot:
         self.has_changed()
 
     def hold_as(self, items: Prompt) -> None:
-        """The same items, as the prompt that goes on from them has them."""
+        """The same items, as part of the prompt that continues them."""
         assert len(items) == self.n_fed
         self.items = items
 
@@ -189,7 +190,7 @@ class Slot:
         self.is_joined = True
 
     def archive_again(self) -> None:
-        """What was offered to the disk may not be there."""
+        """What was offered to the disk may not be there: offer it again."""
         self.is_archived = False
 
 
@@ -230,7 +231,7 @@ class Spares:
         self._set_free(spare)
 
     def scrub(self, spare: SeqId) -> None:
-        """The same for a state that is not a number: no trace of it stays on the device."""
+        """Empties a spare whose state contains NaN: no trace of it stays on the device."""
         self._device.scrub(spare)
         self._set_free(spare)
 

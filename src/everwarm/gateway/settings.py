@@ -32,9 +32,7 @@ class ServerSettings:
     client_timeout_s: float = 30.0  # how long a client may pause in sending its body or reading its answer
     request_timeout_s: float = 0.0  # 0: none
     grace_s: float = 10.0
-    picture_hosts: tuple[
-        str, ...
-    ] = ()  # whose pictures may be fetched by address; none: pictures come with the request
+    picture_hosts: tuple[str, ...] = ()  # whose images may be fetched by address; none: images come with the request
     tool_format: ToolFormat = "auto"  # how models write tool calls; auto: as their templates define it
     thinking_tags: ThinkingTags = "auto"
     otel_endpoint: str | None = None  # the OpenTelemetry collector; None: no traces

@@ -27,7 +27,8 @@ _NO_END = 1 << 31
 
 
 def describes_cells(blob: Blob, n_cells: int, tail: Blob | None) -> bool:
-    """Whether a full blob is so many cells of attention and nothing else: ``tail`` is what an empty state looks like."""
+    """Whether a full blob holds this many attention cells and nothing else: ``tail`` is what an empty state looks
+    like."""
     if len(blob) < _WINDOW.size:
         return False
     magic, _, n_streams, found = _WINDOW.unpack_from(blob.data)
@@ -108,7 +109,8 @@ def _is_whole(data: Blob, kind: MemoryKind, mark: Mark, words: int) -> bool:
 
 
 def _section(data: Blob, words: int, mark: Mark) -> tuple[int | None, Blob]:
-    """The number of cells of one attention cache, and what follows it. None: it is none of one sequence up to there."""
+    """The number of cells of one attention cache, and what follows it. None: the data is not such a cache of one
+    sequence."""
     try:
         n_streams, n_cells = CELLS.unpack_from(data.data)
         if n_streams != 1 or not _are_cells(data[CELLS.size :], n_cells, words, mark.pos):

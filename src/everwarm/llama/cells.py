@@ -47,7 +47,7 @@ class Cells:
         return _n_distinct(span for seq in seqs for span in self._spans[seq])
 
     def used_with(self, seqs: Iterable[int], other: int, n: int) -> int:
-        """The same with the first ``n`` cells of one more sequence."""
+        """Cells held by any of these sequences and the first ``n`` cells of one more."""
         return _n_distinct([*(span for seq in seqs for span in self._spans[seq]), *_first(self._spans[other], n)])
 
     @property

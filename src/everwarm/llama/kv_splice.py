@@ -75,7 +75,7 @@ def cut(blob: Blob, start: int, stop: int, n_tail: int, place: Place) -> Blob:
 
 
 def cut_bytes(blob: Blob, n_cells: int, n_tail: int) -> int:
-    """What so many of a blob's cells take."""
+    """The bytes of this many of a blob's cells."""
     return _n_bytes(_read(blob, n_tail), n_cells, n_tail)
 
 

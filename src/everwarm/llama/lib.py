@@ -37,7 +37,7 @@ class Lib:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._said: collections.deque[str] = collections.deque(maxlen=_RECENT_LINES)
+        self._recent_lines: collections.deque[str] = collections.deque(maxlen=_RECENT_LINES)
         self._cdll = _load(path)
         _bind(self, self._cdll, abi.FUNCTIONS, "llama_", path)
         _check_versions(self, path)
@@ -60,17 +60,17 @@ class Lib:
 
     def _on_log(self, level: int, text: bytes, _user: int) -> None:
         if level in (_LEVEL_WARN, _LEVEL_ERROR) and _HARMLESS not in text:  # called from C threads: keep it trivial
-            self._said.append(text.decode("utf-8", "replace").strip())
+            self._recent_lines.append(text.decode("utf-8", "replace").strip())
 
     def forget_log(self) -> None:
-        self._said.clear()
+        self._recent_lines.clear()
 
     def last_words(self) -> str:
         """The last warning or error libllama printed, for an error message."""
-        return self._said[-1] if self._said else "no message"
+        return self._recent_lines[-1] if self._recent_lines else "no message"
 
     def all_words(self) -> tuple[str, ...]:
-        return tuple(self._said)
+        return tuple(self._recent_lines)
 
 
 class Mtmd:

@@ -49,7 +49,8 @@ def _read(path: Path, _identities: tuple[str, ...]) -> int | None:
 
 
 def _limit(header: int) -> int:
-    """What the model was first trained for; libllama takes its context where the file does not say."""
+    """The context length of the original training; where the file does not say, libllama takes the model's context
+    length."""
     arch = _text(header, "general.architecture")
     found = _number(header, f"{arch}.rope.scaling.original_context_length")
     return found if found is not None else _number(header, f"{arch}.context_length") or 0

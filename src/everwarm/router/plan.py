@@ -33,7 +33,7 @@ class Phase(enum.Enum):
     ASLEEP = "asleep"  # no process; a ``reason`` tells why the last load failed
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"  # its leases go on, new requests wait
+    DRAINING = "draining"  # its leases continue, new requests wait
     STOPPING = "stopping"  # its memory is not free yet
 
 
@@ -172,7 +172,7 @@ class _Model:
     held_bytes: int = 0  # what its process counts for
     leases: set[int] = field(default_factory=set)
     waiting: dict[int, float] = field(default_factory=dict)  # request ids, since when
-    load_asked: float | None = None
+    load_requested_at: float | None = None
     must_go: bool = False  # stopped as soon as it is idle, whether or not its place is needed
     is_removed: bool = False
     last_used: float = 0.0
@@ -180,7 +180,7 @@ class _Model:
 
     @property
     def wanted_since(self) -> float | None:
-        return min((at for at in (*self.waiting.values(), self.load_asked) if at is not None), default=None)
+        return min((at for at in (*self.waiting.values(), self.load_requested_at) if at is not None), default=None)
 
     @property
     def is_idle(self) -> bool:
@@ -206,7 +206,7 @@ class Planner:
         self._effects: list[Effect] = []
 
     def on(self, event: Event) -> list[Effect]:
-        """What is to be done now, in this order."""
+        """Applies an event; returns the effects, in order."""
         self._now = event.at
         self._effects = []
         match event:
@@ -233,7 +233,7 @@ class Planner:
         return ModelStatus(m.phase, len(m.leases), len(m.waiting), m.last_used, m.reason)
 
     def check(self) -> None:
-        """What always holds between two events."""
+        """Checks the invariants that hold between two events."""
         models = self._models.values()
         held = self._held()
         assert self._fit(held, []), "more is in memory than allowed"
@@ -280,11 +280,11 @@ class Planner:
     def _on_order(self, order: Order, model: _Model) -> None:
         if isinstance(order, LoadRequested | RetryRequested):
             may = isinstance(order, LoadRequested) or self._has_room_for(model)
-            if may and not model.stays and model.load_asked is None:
-                model.load_asked = self._now
+            if may and not model.stays and model.load_requested_at is None:
+                model.load_requested_at = self._now
             return
         model.must_go = model.phase is not Phase.ASLEEP
-        model.load_asked = None
+        model.load_requested_at = None
         if isinstance(order, Removed):
             model.is_removed = True
             self._refuse(model, "model_not_found", f"the model {model.plan.id!r} was removed")
@@ -309,7 +309,7 @@ class Planner:
     # what to do about it
 
     def _settle(self) -> None:
-        """Give turns and leases as far as they can be given now."""
+        """Grants turns and leases as far as possible now."""
         draining = self._take_turns()
         for model in self._models.values():
             if model.phase in (Phase.READY, Phase.DRAINING):
@@ -321,7 +321,7 @@ class Planner:
         self._models = {id: m for id, m in self._models.items() if not (m.is_removed and m.phase is Phase.ASLEEP)}
 
     def _take_turns(self) -> set[_Model]:
-        """Load, or make room for, what is waited for; returns the models that are to drain for it."""
+        """Loads, or makes room for, models with waiting requests; returns the models that must drain for it."""
         wishes = [(m.wanted_since, m) for m in self._models.values() if m.phase is Phase.ASLEEP]
         coming: list[_Model] = []
         going: set[_Model] = set()
@@ -332,7 +332,7 @@ class Planner:
             victims = self._victims([*coming, model], going)
             if victims == [] and self._fit(self._held(), [model]):
                 model.phase, model.held_bytes = Phase.LOADING, model.plan.n_bytes
-                model.load_asked = model.reason = None
+                model.load_requested_at = model.reason = None
                 self._effects.append(Load(model.plan.id))
                 continue
             coming.append(model)
@@ -347,7 +347,7 @@ class Planner:
         return draining
 
     def _victims(self, coming: Sequence[_Model], going: Collection[_Model]) -> list[_Model] | None:
-        """The least used models without which, and without ``going``, all that is ``coming`` fits; each one is needed."""
+        """The least recently used models to stop, besides ``going``, so that all of ``coming`` fits; none too many."""
         staying = [m for m in self._held() if m.stays and m not in going]
 
         def fits_without(victims: Collection[_Model]) -> bool:
@@ -365,7 +365,8 @@ class Planner:
         return chosen
 
     def _refuse_if_hopeless(self, model: _Model) -> bool:
-        """Whether there can be no room for it, even if everything goes that may."""
+        """Refuses what waits for a model that has no room even if everything stoppable is stopped; returns whether it
+        did."""
         name = model.plan.id
         pinned = [m for m in self._held() if m.stays and m.plan.pinned]
         if self._fit(pinned, [model]):
@@ -404,7 +405,7 @@ class Planner:
             del self._requests[request_id]
             self._effects.append(Refuse(request_id, code, message))
         model.waiting.clear()
-        model.load_asked = None
+        model.load_requested_at = None
         model.reason = message
 
     def _stop(self, model: _Model) -> None:

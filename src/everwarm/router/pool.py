@@ -1,4 +1,4 @@
-"""Many models behind one address: requests borrow them, and they are loaded and unloaded as needed.
+"""Many models behind one address: requests lease them, and they are loaded and unloaded as needed.
 
 Carries out what ``plan`` decides, with one supervisor per model. When an engine is stopped, its supervisor stays and keeps
 the RAM tier, so a model that is loaded again still has its conversations cached. Knows no HTTP.
@@ -199,7 +199,7 @@ class Pool:
         return self.look(name)
 
     def look(self, name: str | None) -> Served:
-        """The same without reading the catalog again."""
+        """Finds a model without reading the catalog again."""
         spec = self.catalog.find(name)
         if spec is None:
             names = ", ".join(sorted(self.catalog.specs)) or "none"
@@ -300,7 +300,8 @@ class Pool:
                     lease._granted.exception()  # marks it as retrieved, in case the request is gone
 
     async def _live(self, served: Served) -> None:
-        """Follow one engine from its start until it is stopped or given up. Crashes in between are the supervisor's."""
+        """Follows one engine from its start until it is stopped or given up. The supervisor handles crashes in
+        between."""
         supervisor = served.supervisor
         began = time.monotonic()
         served.n_loads += 1

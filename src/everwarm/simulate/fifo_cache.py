@@ -120,7 +120,7 @@ class FifoMemory:
     # checkpoints
 
     def _restore(self, slot: _FifoSlot, prompt: Prompt) -> tuple[int, bool]:
-        """Where reading starts, and whether a checkpoint was needed for it."""
+        """Where prefill starts, and whether that needs a checkpoint."""
         n = _common(slot, prompt)
         n_past = n
         from_point = False
@@ -161,7 +161,7 @@ class FifoMemory:
         self.held.written += self._curves.state_bytes
 
     def _spaced(self, points: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Without those of earlier requests that follow another too closely, until there is room."""
+        """The checkpoints without those of earlier requests that are too close to another, until there is room."""
         kept: list[tuple[int, int]] = []
         for i, point in enumerate(points):
             n_now = len(kept) + len(points) - i

@@ -90,7 +90,7 @@ class SimulatedCache:
     # starting
 
     def _bring(self, slot: _Slot, prompt: Prompt, match: Match, common: Sequence[int], number: int) -> tuple[int, int]:
-        """Stand at the deepest point of the prompt that can be had: where that is, and the bytes it took."""
+        """Restores the deepest kept point of the prompt: returns where that is, and the bytes it took."""
         own = common[number]
         usable = next((node for node in match.usable if node.n_items < len(prompt)), None)
         if 0 < own == slot.n_fed < len(prompt) and (usable is None or usable.n_items <= own):
@@ -219,5 +219,5 @@ class SimulatedCache:
 
 
 def _weightless(n_bytes: int) -> Blob:
-    """An array of so many bytes that takes none."""
+    """An array that claims a size in bytes and takes no memory."""
     return np.broadcast_to(_BYTE, (n_bytes,))

@@ -117,7 +117,7 @@ def _of_line(line: _Line) -> TraceTurn:
     require((line.tokens is None) != (line.blocks is None), "give either tokens or blocks")
     codes = _codes(line.tokens) if line.tokens is not None else _expanded(line.blocks or [])
     require(0 < len(codes) <= MAX_ITEMS, f"the prompt has {len(codes)} items; give 1 to {MAX_ITEMS}")
-    media = {m.index: _picture(m, len(codes)) for m in line.media}
+    media = {m.index: _image(m, len(codes)) for m in line.media}
     n = len(codes)
     hints = (*line.boundaries, *line.users, *(h for h in (line.stable, line.stop_at) if h is not None))
     bad = next((hint for hint in hints if not 0 <= hint <= n), None)
@@ -152,7 +152,7 @@ def _expanded(blocks: list[tuple[int, int]]) -> Codes:
     return np.repeat(_codes([code for code, _ in blocks]), lengths)
 
 
-def _picture(media: _Media, n_items: int) -> MediaItem:
+def _image(media: _Media, n_items: int) -> MediaItem:
     require(0 <= media.index < n_items, f"a picture is at {media.index}; the prompt has {n_items} items")
     require(0 < media.n_tokens <= MAX_ITEMS and 0 < media.n_pos <= MAX_ITEMS, "a picture needs tokens and positions")
     try:

@@ -1,8 +1,9 @@
-"""How the states that are only on disk hang together, and where they hang in the tree in RAM. Pure: from the index alone.
+"""Which of the states that are only on disk share prefixes, and where they attach to the tree in RAM. Pure: from the
+index alone.
 
-A state names the KV that makes it whole, in order, and how far each part of it is used. Names of KV hold the names of the
-lineages where it starts and ends (``object.name_of``), so they say which points a state's lineage passes. States that use
-the same KV lie on one lineage as far as both use it. Without KV nothing is known: such states hang at their root.
+A state names the KV that makes it whole, in order, and how far each part of it is used. Names of KV hold the names of
+the lineages where it starts and ends (``object.name_of``), so they say which points a state's lineage passes. States
+that use the same KV lie on one lineage as far as both use it. States without KV are attached to their root.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _END = slice(4 + N_SHORT, 4 + 2 * N_SHORT)
 
 @dataclass(frozen=True, slots=True)
 class TreePoint:
-    """A node to hang others at: of the tree in RAM, or a state on disk."""
+    """A node that others attach to: of the tree in RAM, or a state on disk."""
 
     id: int
     n_items: int
@@ -66,7 +67,7 @@ class DiskTree:
 
 
 def id_of(name: str) -> int:
-    """Of a state's lineage or of a space: negative, and the same in every process."""
+    """The id of a state's lineage or of a space: negative, and the same in every process."""
     return -1 - int(blake3.blake3(name.encode()).hexdigest()[:N_ID], 16)
 
 
@@ -77,8 +78,8 @@ def build_disk_tree(
     roots: Mapping[str, int],
     pace: Callable[[Iterable[IndexedObject]], Iterable[IndexedObject]] = iter,
 ) -> DiskTree:
-    """All states at whose points RAM has no node (``in_ram`` are those it has). ``sizes``: of all KV; ``roots``: the nodes
-    of spaces that RAM knows; ``pace``: how to walk over many."""
+    """All states whose point has no node in RAM (``in_ram`` are the points that have). ``sizes``: of all KV; ``roots``:
+    the nodes of spaces that RAM knows; ``pace``: how to walk over many."""
     known = {point_of(kept.key, kept.n_items): kept for kept in states}
     own = {point: kept for point, kept in known.items() if point not in in_ram}
     ends: dict[str, list[IndexedObject]] = defaultdict(list)
@@ -95,7 +96,7 @@ def build_disk_tree(
 
 
 def kv_on_path(kept: IndexedObject) -> Iterator[tuple[str, int, Point | None, Point | None]]:
-    """The KV on the way to a state, the last first: its name, how far it is used, and the points at that end and at its
+    """The KV of a state's lineage, the last first: its name, how far it is used, and the points at that end and at its
     start."""
     if len(kept.needs) != len(kept.reaches):
         return
@@ -110,7 +111,7 @@ def _above(
     in_ram: Mapping[Point, TreePoint],
     ends: Mapping[str, list[IndexedObject]],
 ) -> TreePoint | None:
-    """The deepest node that is known on the way to a state."""
+    """The deepest known node of a state's lineage."""
 
     def at(point: Point | None) -> TreePoint | None:
         if point is None or point[1] >= kept.n_items:
@@ -158,7 +159,7 @@ def _listed(tops: dict[int, DiskNode], children: dict[int, list[DiskNode]], size
 
 
 def _weighed(node: DiskNode, sizes: Mapping[str, int], counted: set[str]) -> DiskNode:
-    """With the bytes of the KV that no node before it has counted, so that all of it adds up."""
+    """Adds the bytes of the KV that no earlier node has counted, so that the sum is right."""
     if node.kept is None:
         return node
     n_bytes = 0

@@ -1,5 +1,5 @@
 """What may be evicted, and what it is worth: in RAM one pass down the tree and one pass up; on disk one over the index.
-``policy`` then says what goes. Pure: reads the tree and the index, changes nothing.
+``policy`` then chooses what is evicted. Pure: reads the tree and the index, changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scales:
 
 
 def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
-    """Entries for all states and segments that may go. Keys are 2·index for a state, 2·index + 1 for a segment.
+    """Entries for all states and segments that may be evicted. Keys are 2·index for a state, 2·index + 1 for a segment.
 
     ``nodes`` come parents first.
     """
@@ -90,12 +90,12 @@ def _from_below(nodes: Sequence[Node], index: dict[int, int]) -> tuple[list[bool
 
 
 def _is_first(node: Node) -> bool:
-    """Whether no other node before it uses its segment: what the segment weighs counts there."""
+    """Whether no earlier node uses its segment: the segment's bytes count at the first one."""
     return node.parent is None or node.parent.segment is not node.segment
 
 
 def _segment_entry(i: int, node: Node, segment: Segment, scales: Scales) -> Entry:
-    """A segment goes from a node on, with all that use it below."""
+    """The entry of a segment from this node on, with all nodes below that use it."""
     size = segment.blob.nbytes if _is_first(node) else 0
     seconds = (segment.n_stop - node.start) * scales.seconds_per_token
     return Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=scales.needs_checkpoints, pinned=node.n_pinned > 0)
@@ -134,7 +134,7 @@ class DiskLimits:
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidates:
-    """Among what something must go: the objects of one space, or all."""
+    """The objects to choose victims from: those of one space, or all."""
 
     space: str | None
 
@@ -142,7 +142,8 @@ class EvictionCandidates:
 def candidates(
     space_bytes: Mapping[str, int], n_bytes: int, limits: DiskLimits, most: int
 ) -> EvictionCandidates | None:
-    """None: at most ``most`` bytes are taken, and no space has more than its share. One that has more evicts its own."""
+    """None: at most ``most`` bytes are taken, and no space has more than its share. A space that has more evicts its
+    own objects."""
     if limits.space_share < 1.0:
         space, size = max(space_bytes.items(), key=lambda pair: pair[1], default=("", 0))
         if size > limits.space_share * limits.budget_bytes:
@@ -153,8 +154,8 @@ def candidates(
 def ranked(
     objects: Iterable[IndexedObject], among: EvictionCandidates, pinned: frozenset[Point], now: float, share: float
 ) -> list[IndexedObject]:
-    """The states that go first, in their order, with so large a share of the bytes: those that save least, and those at
-    pinned points after all others."""
+    """The states to evict first, in order, up to this share of the bytes: those that save least, and those at pinned
+    points after all others."""
     states = [each for each in objects if each.kind == "state" and among.space in (None, each.space)]
     entries = [_disk_entry(i, each, pinned, now) for i, each in enumerate(states)]
     n_bytes = sum(entry.size_bytes for entry in entries)

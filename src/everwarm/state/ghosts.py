@@ -1,4 +1,4 @@
-"""Prefixes that were read once and are not in the tree any more: enough to say so in diagnostics, nothing to restore.
+"""Prefixes that were evicted from the tree: enough to report it in diagnostics, nothing to restore.
 
 Items only, no bytes, a bounded number of them; the oldest are forgotten first. Pure: knows no tree.
 """
@@ -18,7 +18,7 @@ MAX_ITEMS = 1 << 20  # four bytes each
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where a prompt leaves what is known: after ``at`` items, of which ``known`` has at least one more or ends."""
+    """Where a prompt differs from what is known: after ``at`` items; ``known`` has at least one more, or ends there."""
 
     at: int
     known: Prompt
@@ -33,7 +33,8 @@ class Ghosts:
         return len(self._lineages)
 
     def note(self, namespace: str, path: Prompt, n_items: int) -> None:
-        """The first ``n_items`` of a path are not known any more. Copied: a path may be part of a large array."""
+        """Records that the first ``n_items`` of a path were evicted. Copies them: a path may be part of a large
+        array."""
         n = min(n_items, MAX_ITEMS)
         items = path.first(n)
         key = (namespace, items.codes[-64:].tobytes() + n.to_bytes(8, "little"))
@@ -44,12 +45,12 @@ class Ghosts:
             self._drop(next(iter(self._lineages)))
 
     def clear(self, namespace: str) -> None:
-        """Forget everything in namespaces that begin so."""
+        """Forgets everything in namespaces with this prefix."""
         for key in [key for key in self._lineages if key[0].startswith(namespace)]:
             self._drop(key)
 
     def parting(self, namespace: str, prompt: Prompt) -> Parting | None:
-        """The one that begins most like a prompt; None: there is none in this namespace."""
+        """The ghost that shares the longest prefix with a prompt; None: there is none in this namespace."""
         own = (path for (space, _), path in reversed(self._lineages.items()) if space == namespace)
         found = (Parting(int(prompt.common_prefix(path)), path) for path in own)
         return max(found, key=lambda parting: parting.at, default=None)

@@ -1,8 +1,8 @@
 """Names for lineages: a digest of everything from the root to a point, the same in every process. Pure.
 
-A history is how a sequence came about: the sizes of the chunks it was decoded in, run-length coded. Bits depend on
-it, so it is kept with everything that is kept: a cold replay needs it, and a state belongs exactly only to KV of the
-same history. A chunk of size 0 says that a window was seated anew there.
+A history is how a sequence was decoded: the sizes of its chunks, run-length coded. Bits depend on it, so it is stored
+with every state and segment: a cold replay needs it, and a state is exact only with KV of the same history. A chunk of
+size 0 says that a window was seated anew there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Point = tuple[str, int]  # a lineage's short name, and how many items it has
 
 
 def short_key(key: str) -> str:
-    """How the name of a lineage begins. That of a root stands for its namespace in headers, as their ``space``."""
+    """The beginning of a lineage's name. That of a root stands for its namespace in headers, as their ``space``."""
     return key[:N_SHORT]
 
 
@@ -35,8 +35,8 @@ def point_of(key: str, n_items: int) -> Point:
 
 
 def keys(root: str, prompt: Prompt, ends: Iterable[int]) -> dict[int, str]:
-    """The names of the lineages that end after so many items, all in one pass. A media item counts with its whole digest:
-    its code is too short to tell images apart."""
+    """The names of the lineages that end after these numbers of items, all in one pass. A media item counts with its
+    whole digest: its code is too short to tell images apart."""
     hasher = blake3.blake3(bytes.fromhex(root))
     found, done, wanted = {}, 0, set(ends)
     data = np.ascontiguousarray(prompt.codes, dtype="<i4")
@@ -57,7 +57,7 @@ SEATED = 0
 
 
 def record(chunks: list[tuple[int, int]], size: int) -> None:
-    """One more chunk; a whole reply stays one entry."""
+    """Adds a chunk; a whole reply stays one entry."""
     if chunks and chunks[-1][0] == size:
         chunks[-1] = (size, chunks[-1][1] + 1)
     else:
@@ -69,10 +69,10 @@ def n_items_of(chunks: Chunks) -> int:
 
 
 def history_over(chunks: Chunks | list[tuple[int, int]], n_items: int) -> Chunks | None:
-    """The part that leads to ``n_items``, with the whole of the chunk it lies in; None beyond the end.
+    """The part up to ``n_items``, including the whole chunk that contains it; None beyond the end.
 
-    Two intervals of one reading agree in this wherever they were cut: KV from the middle of a chunk belongs exactly to a
-    state only if that came from the same whole chunk.
+    Two intervals of one reading agree in this wherever they were cut: KV from the middle of a chunk is exact for a
+    state only if both came from the same whole chunk.
     """
     kept: list[tuple[int, int]] = []
     left = n_items

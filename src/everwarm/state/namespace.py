@@ -1,8 +1,8 @@
 """Names of namespaces: which of them hold what came from a file of unknown origin. Pure.
 
-What such a file brought, and everything that is decoded on top of it, lives below a root of its own in the prefix tree. No
-other conversation finds it, and all code that writes states down checks the root first, so nothing that stems from it can
-leave RAM.
+What such a file brought, and everything that is decoded on top of it, lives below a root of its own in the prefix tree.
+No other conversation finds it, and all code that stores states checks the root first, so nothing derived from such a
+file can leave RAM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _UNVERIFIED = "\0unverified\0"  # in no name that a client could have
 
 
 def unverified(namespace: str, digest: str) -> str:
-    """The namespace of conversations that go on from a file of unknown origin."""
+    """The namespace of conversations that continue a file of unknown origin."""
     return f"{owner_of(namespace)}{_UNVERIFIED}{digest}"
 
 

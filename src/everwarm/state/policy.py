@@ -104,7 +104,7 @@ class CutKind(enum.Enum):
 
     @classmethod
     def named(cls, value: str) -> CutKind:
-        """The kind a file names; one that is not known any more is a boundary."""
+        """The kind that a file names; an unknown one counts as a boundary."""
         return next((cut for cut in cls if cut.value == value), cls.BOUNDARY)
 
 
@@ -138,9 +138,9 @@ def cuts(
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
-    ``stable`` is where all likely next turns leave this prompt, ``stables`` where some of them do, ``breakpoints`` are what
-    the caller demands. All other cuts, but the end cuts and the branch, depend only on what lies before them, so extending
-    a prompt never moves an earlier cut.
+    ``stable`` is where all likely next turns differ from this prompt, ``stables`` where some of them do,
+    ``breakpoints`` are what the caller demands. All other cuts, but the end cuts and the branch, depend only on what
+    lies before them, so extending a prompt never moves an earlier cut.
     """
     if spacing.max_checkpoints == 0:
         return ()
@@ -215,7 +215,7 @@ def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
     return given_up
 
 
-# What serves only its own prompt goes before what a next turn, a retry or another conversation goes on from.
+# A kind that serves only its own prompt is thinned before one that a next turn, a retry or another conversation uses.
 _RANK = {
     CutKind.PREWARM: 0,
     CutKind.EVERY: 0,
@@ -256,8 +256,8 @@ class Entry:
 def score(entry: Entry) -> float:
     """Seconds saved per byte, times the chance of reuse.
 
-    That falls with the inverse of the age: an hour after its last use an entry is about half as likely to be used in the
-    next minute as after half an hour.
+    The chance falls with the inverse of the age: an hour after its last use an entry is about half as likely to be used
+    in the next minute as after half an hour.
     """
     chance = math.sqrt(1 + entry.hits) / (1 + max(0.0, entry.age_s) / HALF_LIFE_S)
     return entry.seconds_saved * chance / max(1, entry.size_bytes)
@@ -266,8 +266,8 @@ def score(entry: Entry) -> float:
 def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
     """Picks the least valuable entries until ``bytes_to_free`` are free or none is left; returns their keys in that order.
 
-    Evicting an entry makes those below it more valuable, because they will be read again from farther up, and the entry
-    above it may lose the last one that needed its KV. So the values are updated after each.
+    Evicting an entry makes those below it more valuable, because they would be read again from farther up, and the
+    entry above it may lose the last one that needed its KV. So the values are updated after each eviction.
     """
     lot = _Lot(entries)
     chosen, freed = [], 0
@@ -302,7 +302,7 @@ class _Lot:
         return replace(entry, size_bytes=entry.size_bytes + entry.kv_bytes)
 
     def _rank(self, key: int) -> _Rank:
-        """The smallest goes first. A stranded entry is of no use, pinned or not."""
+        """The smallest is evicted first. A stranded entry is useless, pinned or not."""
         entry = self._now(key)
         return not entry.stranded, entry.pinned, not entry.is_ahead, entry.protected, score(entry), -entry.age_s, key
 

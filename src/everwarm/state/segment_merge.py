@@ -1,10 +1,10 @@
-"""Which neighbouring segments of a lineage become one, so that restoring does not get dearer with every turn. Pure:
-reads the tree, changes nothing.
+"""Which neighbouring segments of a lineage are joined, so that the cost of restoring does not grow with every turn.
+Pure: reads the tree, changes nothing.
 
 A turn leaves two or three nodes behind, and libllama looks at all cells of a context for each segment that it restores.
-What a turn adds is saved in few segments; later, segments of like size are joined, so that their number grows with the
-logarithm of the turns and every byte is copied only that often. Where conversations part segments stay apart: restoring
-one branch would load the other's as well.
+What a turn adds is saved in few segments; later, segments of similar size are joined, so that their number and the
+copies of each byte grow with the logarithm of the turns. Segments are not joined across a junction: restoring one
+branch would load the other's as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENDS = (CutKind.NEAR_END, CutKind.STABLE, CutKind.BOUNDARY, CutKind.BREAKPOINT,
 
 
 def most_joined(budget_bytes: int, kv_bytes_per_token: int) -> int:
-    """In tokens, for this budget."""
+    """The largest size of a joined segment, in tokens, for this budget."""
     return min(MOST, int(MOST_SHARE * budget_bytes) // max(1, kv_bytes_per_token))
 
 
@@ -75,8 +75,8 @@ class SegmentRun:
 
 
 def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[SegmentRun]]:
-    """What of a lineage is to become one segment each. ``n_settled``: only items up to there, for a later turn went on from
-    there; the newest may still be left aside."""
+    """The groups of segments of a lineage to join. ``n_settled``: only items up to there, because a later turn
+    continued from there; newer ones may still be abandoned."""
     found = [SegmentRun(segment, tuple(users)) for segment, users in _stretches(end.lineage()) if segment is not None]
     settled = [stretch for stretch in found if stretch.stop <= n_settled]
     first = first_message_end(end.lineage())
@@ -95,7 +95,7 @@ def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[SegmentRun
 
 
 def fetched(segments: Sequence[Segment], most: int = MOST) -> list[list[Segment]]:
-    """Segments of a lineage that came from elsewhere, those that are to become one together."""
+    """Loaded segments of a lineage, grouped by those to join."""
     chains: list[list[Segment]] = []
     for segment in segments:
         last = chains[-1][-1] if chains else None
@@ -107,9 +107,9 @@ def fetched(segments: Sequence[Segment], most: int = MOST) -> list[list[Segment]
 
 
 def merged(sizes: Sequence[int], most: int = MOST) -> list[range]:
-    """Neighbours that become one: a segment is joined with the next unless it is much larger, as long as the sum is small.
-    The sizes that remain fall by a factor towards the end, so they are few; a byte is copied again only when its segment
-    has grown by a share of itself."""
+    """Groups of neighbours to join: a segment is joined with the next unless it is much larger, as long as the sum is
+    small. The sizes that remain fall by a factor towards the end, so they are few; a byte is copied again only when its
+    segment has grown by a share of itself."""
     done: list[tuple[int, range]] = []
     for i, size in enumerate(sizes):
         span = range(i, i + 1)
@@ -147,7 +147,7 @@ def _is_breakpoint(node: Node) -> bool:
 
 
 def _leads_to_others(node: Node, ours: Node) -> bool:
-    """Whether a junction leads to another conversation, and not only to what a retry or a turn left aside: to more nodes
-    than one turn makes. By their number, for a model without checkpoints has nothing else to go by."""
+    """Whether a junction leads to another conversation, and not only to an abandoned retry or turn: whether more nodes
+    follow than one turn makes. Their number decides, because a model without checkpoints has no other evidence."""
     others = (other for child in node.children.values() if child is not ours for other in child.below())
     return len(list(islice(others, N_TURN + 1))) > N_TURN

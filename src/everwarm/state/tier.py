@@ -26,10 +26,10 @@ class Tier(Protocol):
         """Whether an object is there with everything it needs: it need not be written again."""
 
     def forget(self, what: Selection) -> Dropped:
-        """Drop states, and KV that no other state needs then. Counts what went at once."""
+        """Drop states, and KV that no other state needs then. Counts what was dropped at once."""
 
     def stats(self) -> dict[str, float]:
-        """Under the names of metrics."""
+        """Numbers by the names of their metrics."""
 
     def close(self) -> None: ...
 
@@ -40,12 +40,12 @@ class ObjectSource(Protocol):
     def names(self) -> frozenset[str]: ...
 
     def reading(self, name: str) -> AbstractContextManager[ObjectReader]:
-        """``Damaged``: it is gone, or not what it was."""
+        """Opens an object. ``Damaged``: it is gone, or was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """How many states and segments went, and their bytes."""
+    """How many states and segments were dropped, and their bytes."""
 
     n_objects: int = 0
     n_bytes: int = 0
@@ -56,14 +56,14 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class OnPrompts:
-    """Every state on the way of these prompts after their first ``beyond`` items."""
+    """Every state on the lineages of these prompts after their first ``beyond`` items."""
 
     root: str
     prompts: tuple[Prompt, ...]
     beyond: int
 
     def keys(self, lengths: Iterable[int]) -> set[str]:
-        """The names of the lineages on the way that have one of these lengths, in items."""
+        """The names of the prompts' prefixes that have one of these lengths, in items."""
         known, found = set(lengths), set[str]()
         for prompt in self.prompts:
             inside = {n_items for n_items in known if self.beyond < n_items <= len(prompt)}
@@ -80,7 +80,7 @@ class TheseStates:
 
 @dataclass(frozen=True, slots=True)
 class InSpaces:
-    """Everything in namespaces whose names in headers are these; None: in all of them."""
+    """Everything in the namespaces with these names in headers; None: in all of them."""
 
     spaces: frozenset[str] | None
 

@@ -62,7 +62,7 @@ class NodeIndex(Generic[N]):
 
 
 def pin(node: Node) -> None:
-    """It and the whole way to it are given up last."""
+    """Pins a node: its whole lineage is evicted last."""
     if not node.is_pinned:
         node.is_pinned = True
         _add_pins(node, 1)
@@ -125,7 +125,8 @@ def _check_node(node: Node, key: Callable[[Prompt, int], int | bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPiece:
-    """An object outside of RAM, of these items. It is used from where the one before it ends to where the next begins."""
+    """An object outside of RAM that holds KV of these items. It is used from the end of the piece before to the start
+    of the next."""
 
     n_start: int
     n_stop: int
@@ -135,7 +136,7 @@ class SegmentPiece:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """The KV of one interval. Several nodes may use parts of it; it goes when the last one lets go."""
+    """The KV of one interval. Several nodes may use parts of it; it is freed when the last one releases it."""
 
     blob: Blob
     start: Mark
@@ -160,7 +161,7 @@ class Segment:
         return self.stop.n_tokens - self.start.n_tokens
 
     def name_at(self, n_items: int) -> str | None:
-        """Of the object that holds the item before that."""
+        """The name of the object that holds the item before that one."""
         return next((piece.name for piece in reversed(self.pieces) if piece.n_start < n_items <= piece.n_stop), None)
 
 
@@ -202,7 +203,7 @@ class Node:
     segment: Segment | None = None
     pins: int = 0  # must not be evicted: it is being restored
     holders: int = 0  # slots that stand here: must not be pruned
-    evicted: bool = False  # something of it was given up for want of room
+    evicted: bool = False  # something of it was evicted
     n_evicted: int = 0  # the first point on its edge of which that is true; 0: there is none
     ram_bytes: int = 0  # of a root: what everything below it weighs
     is_volatile: bool = False  # of a root: nothing below it is ever written down, shared, or left to the next engine
@@ -260,7 +261,7 @@ def first_message_end(lineage: Iterable[Node]) -> Node | None:
 
 
 class TreeListener(Protocol):
-    """Is called for everything that comes to RAM and may outlive the engine."""
+    """Called for everything that is copied to RAM and may outlive the engine."""
 
     def on_state(self, node: Node) -> None: ...
     def on_segment(self, node: Node) -> None: ...
@@ -341,7 +342,7 @@ class Tree:
         return node
 
     def _split(self, node: Node, n_items: int) -> Node:
-        """A new node in the middle of an edge. Objects are not rewritten: both halves use the same segment."""
+        """Splits an edge with a new node. Objects are not rewritten: both halves use the same segment."""
         parent = node.parent
         assert parent is not None and parent.n_items < n_items < node.n_items
         upper = Node(node.path, n_items, node.path.mark(n_items), parent)
@@ -402,8 +403,8 @@ class Tree:
         checkpoint.state = checkpoint.logits = None
 
     def set_segment(self, node: Node, segment: Segment, first: Node | None = None) -> None:
-        """Keep a segment that leads to this node, in place of those that are there: all nodes of its interval use it, or
-        those from ``first`` on. It may begin before that."""
+        """Sets the segment that ends at this node, replacing earlier ones: all nodes of its interval use it, or those
+        from ``first`` on. It may begin before that."""
         at = segment.start if first is None or first.parent is None else first.parent.mark
         users = [n for n in node.lineage() if n.parent is not None and n.parent.mark >= at]
         assert users and users[0].parent is not None and users[0].parent.mark == at
@@ -420,8 +421,8 @@ class Tree:
     def lay_segment(
         self, above: Node, prompt: Prompt, segment: Segment, n_start: int, n_stop: int, *, instead: bool = False
     ) -> None:
-        """Keep a segment that came from elsewhere: every node of its interval that has none uses it, and the last one
-        ``instead`` of its own."""
+        """Adds a loaded segment: every node of its interval that has none uses it, and the last one ``instead`` of its
+        own."""
         self.grow(above, prompt, n_start)
         end = self.grow(above, prompt, n_stop)
         inside = (node for node in end.lineage() if node.start >= n_start)
@@ -435,7 +436,7 @@ class Tree:
             self._tell_of_segment(users[-1])
 
     def drop_segment(self, node: Node) -> None:
-        """From this node on: without its beginning the rest of a segment cannot be used."""
+        """Drops a segment from this node on: without its beginning the rest cannot be used."""
         segment = node.segment
         assert segment is not None
         users = [node]
@@ -454,7 +455,7 @@ class Tree:
 
     @contextlib.contextmanager
     def pinned(self, node: Node) -> Iterator[None]:
-        """While a lineage is being restored nothing of it may be evicted."""
+        """Protects a lineage from eviction while it is being restored."""
         lineage = node.lineage()
         for n in lineage:
             n.pins += 1
@@ -468,7 +469,7 @@ class Tree:
                 self._merge(n)
 
     def unpinned(self, node: Node) -> None:
-        """After its pin was taken away: a node that keeps nothing goes."""
+        """After an unpin: removes the node if it holds nothing."""
         self.census.changed()
         self._prune(node)
 
@@ -498,11 +499,11 @@ class Tree:
         above = node.parent
         self._merge(node)
         if above is not None:
-            self._merge(above)  # what leads on from it may have been in the way
+            self._merge(above)  # it may be mergeable now, too
 
     def _merge(self, node: Node) -> None:
-        """A node that has nothing and leads to one other becomes part of that one's edge. So there are at most two nodes
-        without anything for each that has something: one where edges part, and one where KV begins."""
+        """Merges an empty node with a single child into that child's edge. So each node that holds something adds at
+        most two empty ones: one at a branch, and one where KV begins."""
         parent, child = node.parent, next(iter(node.children.values()), None)
         if parent is None or child is None or len(node.children) > 1 or not _has_nothing(node) or node.is_pinned:
             return

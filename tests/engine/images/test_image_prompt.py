@@ -1,4 +1,4 @@
-"""Pictures in a conversation: one item, many cells, few positions, and every checkpoint still exactly right."""
+"""Images in a conversation: one item, many cells, few positions, and every checkpoint still exactly right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.object import Damaged
 from everwarm.state.store.slot_file import Claim
 from support.drive import GUARD, check, drain, run, text, tidy
-from support.image_cores import ask, picture, seeing_core
+from support.image_cores import ask, make_image, seeing_core
 from support.models import tiny_vision
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -42,7 +42,7 @@ def bits(core, n_items: int) -> bytes:
 
 
 A, B, C = text(1, 60), text(2, 40), text(3, 30)
-CAT, DOG = picture(1), picture(2)
+CAT, DOG = make_image(1), make_image(2)
 
 
 def n_items(parts: list) -> int:
@@ -59,11 +59,11 @@ def n_items(parts: list) -> int:
         [A, CAT],
         [A, CAT, DOG, B],
         [A, CAT, B, CAT, C],
-        [A, picture(3, 64, 96), B, picture(3, 96, 64), C],
+        [A, make_image(3, 64, 96), B, make_image(3, 96, 64), C],
     ],
     ids=["one", "two", "first", "last", "side by side", "twice", "shapes"],
 )
-def test_coming_back_past_pictures_gives_the_bits_of_never_having_left(arch, parts):
+def test_coming_back_past_images_gives_the_bits_of_never_having_left(arch, parts):
     new = text(9, 20)
     with seeing_core(arch, n_slots=1) as core:
         first = look(core, parts)
@@ -79,20 +79,20 @@ def test_coming_back_past_pictures_gives_the_bits_of_never_having_left(arch, par
         assert core.images.n_encoded == len({part.digest for part in parts if isinstance(part, Pixels)})
         check(core)
     with seeing_core(arch, n_slots=1) as core:
-        other = [picture(77, p.width, p.height) if isinstance(p, Pixels) else p for p in parts]
+        other = [make_image(77, p.width, p.height) if isinstance(p, Pixels) else p for p in parts]
         assert look(core, [*other, new]).n_cached == 0
         assert bits(core, n_items(parts) + len(new) + 3) != expected, "this test could not fail"
 
 
 @pytest.mark.parametrize("arch", SEEING)
-def test_there_is_a_checkpoint_right_before_and_right_after_every_picture(arch):
+def test_there_is_a_checkpoint_right_before_and_right_after_every_image(arch):
     with seeing_core(arch, n_slots=1) as core:
         look(core, [A, CAT, B, DOG, C])
         tidy(core)
         ends = {node.n_items for node in core.tree.nodes() if node.checkpoint is not None}
         assert {60, 61, 101, 102} <= ends
         look(core, [text(50, 30)])
-        assert look(core, [A, DOG, B]).n_cached == 60, "another picture of the same size is a miss from there on"
+        assert look(core, [A, DOG, B]).n_cached == 60, "another image of the same size is a miss from there on"
         other = look(core, [A, CAT, text(60, 40)])
         assert other.n_cached == core.images.item(CAT).n_tokens + 60, "other text after it reads only that text"
         assert core.images.n_encoded == 2
@@ -115,7 +115,7 @@ def test_fifty_restores_in_a_row_drift_nowhere(arch):
 
 
 def test_positions_that_were_counted_as_tokens_would_be_seen():
-    """The negative control: a picture that pretends to take a position for every cell."""
+    """The negative control: an image that pretends to take a position for every cell."""
     new = text(9, 20)
     with seeing_core(n_slots=1) as core:
         right = look(core, [A, CAT, B, new])
@@ -151,7 +151,7 @@ def test_positions_that_were_counted_as_tokens_would_be_seen():
 
 
 @pytest.mark.parametrize("arch", SEEING)
-def test_pictures_survive_the_engine_in_ram_and_on_disk(arch, tmp_path):
+def test_images_survive_the_engine_in_ram_and_on_disk(arch, tmp_path):
     parts, new = [A, CAT, B, DOG, C], text(9, 20)
     stable = n_items(parts)
     with seeing_core(arch, n_slots=1) as core:
@@ -166,7 +166,7 @@ def test_pictures_survive_the_engine_in_ram_and_on_disk(arch, tmp_path):
         core.put_away()
     for where in ({"memory": memory}, {"store": store}):
         with seeing_core(arch, n_slots=1, **where) as core:
-            again = look(core, [*parts, new], with_pixels=False)  # the pictures themselves are not needed
+            again = look(core, [*parts, new], with_pixels=False)  # the images themselves are not needed
             assert again.tokens == golden.tokens and again.n_prompt - again.n_cached == len(new)
             assert bits(core, stable + len(new) + 3) == expected
             assert core.images.n_encoded == 0
@@ -175,7 +175,7 @@ def test_pictures_survive_the_engine_in_ram_and_on_disk(arch, tmp_path):
     os.close(memory)
 
 
-def test_a_picture_that_is_needed_and_was_not_sent_is_asked_for():
+def test_an_image_that_is_needed_and_was_not_sent_is_asked_for():
     with seeing_core() as core:
         with pytest.raises(PixelsMissing):
             look(core, [A, CAT, B], with_pixels=False)
@@ -184,7 +184,7 @@ def test_a_picture_that_is_needed_and_was_not_sent_is_asked_for():
         assert look(core, [A, CAT, B], with_pixels=False).n_cached > 60
 
 
-def test_a_picture_too_large_for_a_model_that_reads_it_at_once_is_refused():
+def test_an_image_too_large_for_a_model_that_reads_it_at_once_is_refused():
     with seeing_core("gemma3", n_ubatch=8, n_batch=512) as core:
         with pytest.raises(BadRequest, match="ubatch-size"):
             ask(core, [A, CAT, B])
@@ -204,7 +204,7 @@ def test_a_model_without_a_projector_says_so():
 
 
 def test_deleted_turns_leave_no_trace_and_earlier_points_are_used():
-    """Text, text, picture, text; then the last turns are deleted and an earlier one is said again."""
+    """Text, text, image, text; then the last turns are deleted and an earlier one is said again."""
     turns = [A, B, CAT, C, text(4, 25), text(5, 35)]
     with seeing_core(n_slots=1) as core:
         at, boundaries = 0, []
@@ -223,13 +223,13 @@ def test_deleted_turns_leave_no_trace_and_earlier_points_are_used():
         assert cold.tokens == again.tokens and bits(core, n_items(retry) + 3) == found
 
 
-def test_text_and_pictures_take_turns_on_one_slot_without_end():
+def test_text_and_images_take_turns_on_one_slot_without_end():
     rng = np.random.default_rng(0)
-    pictures = [picture(200 + i, 32 * int(rng.integers(1, 4)), 32 * int(rng.integers(1, 4))) for i in range(5)]
+    images = [make_image(200 + i, 32 * int(rng.integers(1, 4)), 32 * int(rng.integers(1, 4))) for i in range(5)]
     texts = [text(300 + i, int(rng.integers(3, 40))) for i in range(6)]
     with seeing_core(n_slots=1, n_ctx=1024) as core:
         for _ in range(1000 if CAMPAIGN else 40):
-            chosen = [texts[rng.integers(6)] if rng.random() < 0.6 else pictures[rng.integers(5)] for _ in range(4)]
+            chosen = [texts[rng.integers(6)] if rng.random() < 0.6 else images[rng.integers(5)] for _ in range(4)]
             result = look(core, chosen, max_tokens=2)
             assert result.error is None and len(result.tokens) == 2
         check(core)
@@ -237,7 +237,7 @@ def test_text_and_pictures_take_turns_on_one_slot_without_end():
 
 @pytest.mark.parametrize("parts", [[A, CAT, B], [CAT, A], [A, CAT, B, DOG, C]], ids=["one", "first", "two"])
 @pytest.mark.parametrize("arch", SEEING)
-def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
+def test_a_slot_file_keeps_a_conversation_with_images(arch, parts, tmp_path):
     new, path, claim = text(9, 20), tmp_path / "a.bin", Claim("me", "", trusts_origin=True)
     with seeing_core(arch, n_slots=1) as core:
         look(core, parts, slot=0)
@@ -258,7 +258,7 @@ def test_a_slot_file_keeps_a_conversation_with_pictures(arch, parts, tmp_path):
             slot_io.read(path, claim, core.context.n_ctx)
 
 
-def test_what_was_read_so_far_holds_no_picture_that_is_still_ahead():
+def test_what_was_read_so_far_holds_no_image_that_is_still_ahead():
     with seeing_core() as core:
         request = ask(core, [A, CAT, B])
         assert not request.items(60).media and list(request.items(61).media) == [60]
@@ -266,7 +266,7 @@ def test_what_was_read_so_far_holds_no_picture_that_is_still_ahead():
         drain(core)
 
 
-def test_a_namespace_encodes_a_picture_for_itself_although_another_has_sent_it():
+def test_a_namespace_encodes_an_image_for_itself_although_another_has_sent_it():
     with seeing_core(n_slots=1) as core:
         look(core, [A, CAT, B], namespace="a")
         assert core.images.n_encoded == 1

@@ -143,11 +143,11 @@ def test_without_attention_there_is_no_kv_to_speak_of():
     assert why(Tree(), KNOWN, has_attention=False).n_kv is None
 
 
-def test_pictures_count_with_all_their_cells():
-    picture = MediaItem(b"p" * 32, TokenCount(60), Position(8))
-    prompt = Prompt.of_items([*KNOWN[:20], picture, *OTHER])
+def test_images_count_with_all_their_cells():
+    image = MediaItem(b"p" * 32, TokenCount(60), Position(8))
+    prompt = Prompt.of_items([*KNOWN[:20], image, *OTHER])
     tree = Tree()
-    tree.grow(tree.root(""), Prompt.of_items([*KNOWN[:20], picture, *KNOWN[20:]]), 100)
+    tree.grow(tree.root(""), Prompt.of_items([*KNOWN[:20], image, *KNOWN[20:]]), 100)
     seen = ReadFacts(prompt, tree.match("", prompt, 0), 0)
     found = explain(seen).counted(prompt.n_tokens)
     assert found.n_shared == 80 and found.first_different is not None and found.first_different.at == 80

@@ -117,7 +117,7 @@ def test_a_frame_within_the_limit_is_taken(size):
         m.Submit(1, stop=("x" * 60, "y" * 60)),
         m.Submit(1, constraint=Constraint("lark", "x" * 101)),
         m.Submit(1, sampling=Sampling(logit_bias=dict.fromkeys(range(99), 0.5))),
-        m.Submit(1, pictures=(m.SentImage(b"d", 10, 10, bytes(300)),)),
+        m.Submit(1, images=(m.SentImage(b"d", 10, 10, bytes(300)),)),
         m.Prewarm("x" * 101),
         m.Tokenize(1, "x" * 101, True),
         m.SlotAction(1, 1, "save", "x" * 101),
@@ -133,7 +133,7 @@ def test_what_does_not_fit_a_frame_is_refused_by_whoever_would_send_it(message):
 
 def test_pixels_follow_the_message_as_they_are():
     seen, new = m.SentImage(b"a", 1, 1), [m.SentImage(b"b", 2, 1, b"123456"), m.SentImage(b"c", 1, 1, b"789")]
-    submit = m.Submit(9, text="x", pictures=(new[0], seen, new[1]))
+    submit = m.Submit(9, text="x", images=(new[0], seen, new[1]))
     frame = m.frame(submit)
     data, *pixels = frame.parts
     assert pixels == [b"123456", b"789"]

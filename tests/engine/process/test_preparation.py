@@ -211,7 +211,7 @@ def heard(sock: socket.socket) -> m.ToGateway:
     "spoilt",
     [
         m.frame(m.Submit(7, text="x" * 5000)).parts[0],
-        m.frame(m.Submit(7, pictures=(m.SentImage(b"d", 40, 40, bytes(4800)),))).parts,
+        m.frame(m.Submit(7, images=(m.SentImage(b"d", 40, 40, bytes(4800)),))).parts,
         m.HEADER.pack(500, 500, 7) + b"\xff" * 500,
         m.HEADER.pack(500, 9000, 7) + b"\xff" * 500,
         m.HEADER.pack(500, 20, 7) + bytes(m.frame(m.Cancel(7)).parts[0][m.HEADER.size :]).ljust(500, b"\xff"),

@@ -199,8 +199,8 @@ def test_a_forced_call_and_a_forced_form_obey(client):
     assert list(said) == ["n"] and isinstance(said["n"], int)
 
 
-def test_pictures_are_refused_by_a_model_that_reads_text(client):
-    source = {"type": "base64", "media_type": "image/png", "data": picture()}
+def test_images_are_refused_by_a_model_that_reads_text(client):
+    source = {"type": "base64", "media_type": "image/png", "data": make_image()}
     image = {"type": "image", "source": source}
     for content in ([image], [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]):
         with pytest.raises(anthropic.BadRequestError, match="--mmproj") as refused:
@@ -386,12 +386,12 @@ def test_an_error_in_a_stream_is_an_event_of_its_own():
     assert told["type"] == "error" and told["error"]["type"] == "timeout_error"
 
 
-# pictures
+# images
 
 
-def test_pictures_are_seen_counted_and_not_read_again():
+def test_images_are_seen_counted_and_not_read_again():
     model, mmproj = tiny_vision("qwen35")
-    source = {"type": "base64", "media_type": "image/png", "data": picture()}
+    source = {"type": "base64", "media_type": "image/png", "data": make_image()}
     look = user([{"type": "text", "text": "Look at this"}, {"type": "image", "source": source}])
     result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
     use = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Rome"}}
@@ -408,7 +408,7 @@ def test_pictures_are_seen_counted_and_not_read_again():
             assert n_processed(ask(client, messages, max_tokens=4).usage) <= GUARD
 
 
-def picture() -> str:
+def make_image() -> str:
     data = io.BytesIO()
     PIL.Image.fromarray(np.random.default_rng(1).integers(0, 255, (96, 160, 3), np.uint8)).save(data, "PNG")
     return base64.b64encode(data.getvalue()).decode()

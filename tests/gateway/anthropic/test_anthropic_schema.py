@@ -121,7 +121,7 @@ def test_neighbours_of_one_role_are_one_message():
     assert [message["content"] for message in messages] == ["a\nb", "cd", "e"]
 
 
-def test_pictures_and_documents_are_parts():
+def test_images_and_documents_are_parts():
     data = {"type": "image", "source": {"type": "base64", "media_type": "image/jpeg", "data": "AAAA"}}
     link = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
     paper = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}

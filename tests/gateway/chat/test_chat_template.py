@@ -245,6 +245,6 @@ def test_content_comes_as_the_template_takes_it(source, content):
     assert ChatTemplate(source).render([{"role": "user", "content": content}]) == "<user>one two"
 
 
-def test_pictures_and_refusals_in_a_list_do_not_get_lost_as_text():
+def test_images_and_refusals_in_a_list_do_not_get_lost_as_text():
     content = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}, "b"]
     assert ChatTemplate(ONE_TEXT).render([{"role": "user", "content": content}]) == "<user>anob"

@@ -191,9 +191,9 @@ def test_schemas_that_refer_to_themselves_cost_what_they_weigh(server, path):
 
 
 def test_a_large_conversation_is_answered_like_a_small_one(server):
-    """A picture of megabytes and a long history reach the places where they are told what is wrong with them."""
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "aB3/" * (SIZE // 4)}}
-    refused = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [picture]}]})
+    """An image of megabytes and a long history reach the places where they are told what is wrong with them."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "aB3/" * (SIZE // 4)}}
+    refused = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]})
     assert "reads text only" in refused.json["error"]["message"]
     history = [{"role": role, "content": "Well, then."} for role in ("user", "assistant")] * 2000
     prompt = server.ask("/apply-template", {"messages": history})["prompt"]

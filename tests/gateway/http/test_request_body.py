@@ -71,7 +71,7 @@ ABSURD = {
     "a string that never ends": chat(b'"' + b"a b\\" * 2_500_000),
 }
 FINE = {
-    "a picture": chat(b'"data:image/png;base64,' + b"aB3/" * 5_000_000 + b'"'),
+    "an image": chat(b'"data:image/png;base64,' + b"aB3/" * 5_000_000 + b'"'),
     "a conversation of 20,000 messages": json.dumps(
         {"messages": [{"role": "user", "content": "Well, {then} [a], 'b': c"}] * 20_000}
     ).encode(),

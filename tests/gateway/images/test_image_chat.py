@@ -1,4 +1,4 @@
-"""Pictures over HTTP, with the real client: shown once, remembered through turns, crashes, restarts and swaps."""
+"""Images over HTTP, with the real client: shown once, remembered through turns, crashes, restarts and swaps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from support.models import tiny_model, tiny_vision
 from support.server import GUARD, Server, serving, serving_models, until
 
 
-def shown(text: str, *pictures: str) -> dict[str, Any]:
-    parts = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+def shown(text: str, *images: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
     return {"role": "user", "content": [{"type": "text", "text": text}, *parts, {"type": "text", "text": "?"}]}
 
 
@@ -64,16 +64,16 @@ def golden() -> str:
 def test_the_next_turn_reads_only_what_is_new(server):
     first, _ = read(say(server, TALK[:1]))
     text_only, _ = read(say(server, [shown("Look at this")]))
-    assert first > text_only + 10, "the picture counts in the usage"
+    assert first > text_only + 10, "the image counts in the usage"
     n_prompt, n_read = read(say(server, TALK))
     assert n_read <= n_prompt - first + GUARD <= NEW + GUARD
     n_prompt, n_read = read(say(server, TALK))
     assert n_read <= GUARD, "the same again"
     n_prompt, n_read = read(say(server, [shown("Look at this", data_url(2)), *TALK[1:]]))
-    assert n_prompt > n_read > 60, "another picture is another conversation from there on"
+    assert n_prompt > n_read > 60, "another image is another conversation from there on"
 
 
-def test_the_real_client_shows_pictures_streaming_and_not(server):
+def test_the_real_client_shows_images_streaming_and_not(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
         options = {"model": "any", "messages": TALK, "max_tokens": 6, "temperature": 0}
         whole = client.chat.completions.create(**options)
@@ -84,7 +84,7 @@ def test_the_real_client_shows_pictures_streaming_and_not(server):
             client.chat.completions.create(**options | {"messages": [shown("Look", "data:image/png;base64,AAAA")]})
 
 
-def test_every_kind_of_file_is_the_same_picture_where_its_pixels_are(server):
+def test_every_kind_of_file_is_the_same_image_where_its_pixels_are(server):
     first = say(server, [shown("A form", data_url(5, form="PNG"))])
     assert read(say(server, [shown("A form", data_url(5, form="GIF"))]))[0] == read(first)[0]
     again = say(server, [shown("A form", data_url(5, form="PNG").replace("image/png", "image/jpeg"))])
@@ -102,13 +102,13 @@ def test_every_kind_of_file_is_the_same_picture_where_its_pixels_are(server):
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
     ],
 )
-def test_what_is_no_picture_is_refused_and_says_why(server, part):
+def test_what_is_no_image_is_refused_and_says_why(server, part):
     reply = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1})
     assert reply.status == 400 and len(reply.json["error"]["message"]) > 20
     assert "Traceback" not in reply.data.decode()
 
 
-def test_a_model_without_a_projector_refuses_pictures():
+def test_a_model_without_a_projector_refuses_images():
     with serving() as server:
         reply = server.post("/v1/chat/completions", {"messages": TALK, "max_tokens": 1})
         assert reply.status == 400 and "--mmproj" in reply.json["error"]["message"]
@@ -126,7 +126,7 @@ def test_an_engine_that_died_knows_the_conversation_and_is_sent_the_pixels_it_ne
     until(server.is_ready, "it is back")
     again = say(server, TALK, deterministic=True)
     assert read(again)[1] <= GUARD and text_of(again) == golden
-    n_prompt, n_read = read(say(server, EDIT))  # the picture must be encoded again: only the gateway has its pixels
+    n_prompt, n_read = read(say(server, EDIT))  # the image must be encoded again: only the gateway has its pixels
     assert n_prompt > n_read > 60
 
 

@@ -1,4 +1,4 @@
-"""Fetching pictures from other servers: off by default, and never from where the sender could not go."""
+"""Fetching images from other servers: off by default, and never from where the sender could not go."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from everwarm.gateway.images.image_download import ImageDownloader, RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from support.image_files import png
 
-PICTURE = png([[1, 2, 3]])
+IMAGE = png([[1, 2, 3]])
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
@@ -100,17 +100,17 @@ def chunked(*chunks: bytes) -> bytes:
 @pytest.mark.parametrize(
     "answer",
     [
-        OK + length(len(PICTURE)) + PICTURE,
-        OK + chunked(PICTURE[:10], PICTURE[10:11], PICTURE[11:]),
-        OK + b"\r\n" + PICTURE,
-        b"HTTP/1.0 200 OK\r\n\r\n" + PICTURE,
-        b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + OK + length(len(PICTURE)) + PICTURE,
-        OK + length(len(PICTURE)) + PICTURE + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nmore",
-        OK + b"Content-Encoding: identity\r\n" + length(len(PICTURE)) + PICTURE,
+        OK + length(len(IMAGE)) + IMAGE,
+        OK + chunked(IMAGE[:10], IMAGE[10:11], IMAGE[11:]),
+        OK + b"\r\n" + IMAGE,
+        b"HTTP/1.0 200 OK\r\n\r\n" + IMAGE,
+        b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + OK + length(len(IMAGE)) + IMAGE,
+        OK + length(len(IMAGE)) + IMAGE + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nmore",
+        OK + b"Content-Encoding: identity\r\n" + length(len(IMAGE)) + IMAGE,
     ],
 )
 def test_answers_of_every_length(answer: bytes) -> None:
-    assert fetched(answer) == PICTURE
+    assert fetched(answer) == IMAGE
 
 
 def test_a_host_is_asked_by_its_name_and_looked_up_once() -> None:
@@ -126,16 +126,16 @@ def test_a_host_is_asked_by_its_name_and_looked_up_once() -> None:
     asyncio.run(test())
 
 
-def test_pictures_by_address_are_decoded_when_that_is_allowed() -> None:
+def test_images_by_address_are_decoded_when_that_is_allowed() -> None:
     async def test() -> None:
-        async with site(OK + length(len(PICTURE)) + PICTURE) as there:
-            pictures = ImageLoader(ImageLimits(n_children=1), fetcher=there.fetcher())
+        async with site(OK + length(len(IMAGE)) + IMAGE) as there:
+            images = ImageLoader(ImageLimits(n_children=1), fetcher=there.fetcher())
             part = {"type": "image_url", "image_url": {"url": there.url()}}
-            picture = await pictures.from_part(part)
-            assert picture.rgb == b"\1\2\3"
-            own = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
-            assert await pictures.from_part({"type": "image_url", "image_url": own}) is picture
-            await pictures.close()
+            image = await images.from_part(part)
+            assert image.rgb == b"\1\2\3"
+            own = "data:image/png;base64," + base64.b64encode(IMAGE).decode()
+            assert await images.from_part({"type": "image_url", "image_url": own}) is image
+            await images.close()
 
     asyncio.run(test())
 
@@ -159,9 +159,9 @@ def test_https_checks_the_name_although_it_connects_to_an_address(tmp_path: Path
     theirs.sni_callback = lambda _sock, name, _context: named.append(name)
 
     async def test() -> None:
-        async with site(OK + length(len(PICTURE)) + PICTURE, theirs) as there:
+        async with site(OK + length(len(IMAGE)) + IMAGE, theirs) as there:
             url = there.url(scheme="https")
-            assert await there.fetcher(tls=trusting, https_only=True).fetch(url) == PICTURE
+            assert await there.fetcher(tls=trusting, https_only=True).fetch(url) == IMAGE
             assert named == ["img.example.com"]
             with pytest.raises(BadRequest, match="certificate"):
                 await there.fetcher().fetch(url)  # nobody vouches for it

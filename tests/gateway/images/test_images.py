@@ -1,4 +1,4 @@
-"""Pictures in requests: right pixels from every kind of file, and clear sentences about everything else."""
+"""Images in requests: right pixels from every kind of file, and clear sentences about everything else."""
 
 import asyncio
 import base64
@@ -39,19 +39,19 @@ class Decoder:
 
     def __init__(self, limits: ImageLimits) -> None:
         self.runner = asyncio.Runner()
-        self.pictures = self.runner.run(self._made(limits))
+        self.images = self.runner.run(self._made(limits))
 
     async def _made(self, limits: ImageLimits) -> ImageLoader:
         return ImageLoader(limits)
 
     def __call__(self, data: bytes) -> DecodedImage:
-        return self.runner.run(self.pictures.decode(data))
+        return self.runner.run(self.images.decode(data))
 
     def part(self, part: Any) -> DecodedImage:
-        return self.runner.run(self.pictures.from_part(part))
+        return self.runner.run(self.images.from_part(part))
 
     def close(self) -> None:
-        self.runner.run(self.pictures.close())
+        self.runner.run(self.images.close())
         self.runner.close()
 
 
@@ -62,9 +62,9 @@ def decoder() -> Iterator[Decoder]:
     decoder.close()
 
 
-def pixels(picture: DecodedImage) -> list[list[Pixel]]:
-    flat = [tuple(picture.rgb[i : i + 3]) for i in range(0, len(picture.rgb), 3)]
-    return [flat[y * picture.width : (y + 1) * picture.width] for y in range(picture.height)]  # type: ignore[misc]
+def pixels(image: DecodedImage) -> list[list[Pixel]]:
+    flat = [tuple(image.rgb[i : i + 3]) for i in range(0, len(image.rgb), 3)]
+    return [flat[y * image.width : (y + 1) * image.width] for y in range(image.height)]  # type: ignore[misc]
 
 
 def greys(*values: int) -> list[list[Pixel]]:
@@ -102,14 +102,14 @@ def test_exif_orientation_is_applied(decoder: Decoder, kind: str, orientation: i
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)
-def test_orientation_is_applied_to_pictures_of_several_bands(decoder: Decoder, orientation: int) -> None:
+def test_orientation_is_applied_to_images_of_several_bands(decoder: Decoder, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = saved(scene(1700, 1300), "JPEG", exif=exif)
     with Image.open(io.BytesIO(data)) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
-    picture = decoder(data)
-    assert (picture.width, picture.height) == upright.size and picture.rgb == upright.tobytes()
+    image = decoder(data)
+    assert (image.width, image.height) == upright.size and image.rgb == upright.tobytes()
 
 
 def test_an_orientation_that_is_none_turns_nothing(decoder: Decoder) -> None:
@@ -161,15 +161,15 @@ def test_palettes_and_greys_of_every_depth(decoder: Decoder, depth: int) -> None
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (8, 8), (13, 9)])
-def test_interlaced_pictures(decoder: Decoder, size: tuple[int, int]) -> None:
+def test_interlaced_images(decoder: Decoder, size: tuple[int, int]) -> None:
     width, height = size
     rows = [[(7 * x + 3 * y + c) & 255 for x in range(width) for c in range(3)] for y in range(height)]
     assert decoder(png(rows, interlaced=True)).rgb == decoder(png(rows)).rgb == b"".join(map(bytes, rows))
 
 
 def test_jpegs_of_every_colour_space(decoder: Decoder) -> None:
-    def is_near(picture: DecodedImage, color: Pixel) -> bool:
-        return all(abs(found - wanted) <= 3 for found, wanted in zip(pixels(picture)[5][5], color, strict=True))
+    def is_near(image: DecodedImage, color: Pixel) -> bool:
+        return all(abs(found - wanted) <= 3 for found, wanted in zip(pixels(image)[5][5], color, strict=True))
 
     for progressive in (False, True):
         red = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
@@ -182,16 +182,16 @@ def test_jpegs_of_every_colour_space(decoder: Decoder) -> None:
 def test_the_first_frame_of_an_animation(decoder: Decoder, kind: str) -> None:
     frames = [Image.new("RGB", (16, 16), color) for color in ((255, 0, 0), (0, 255, 0), (0, 0, 255))]
     options = {"lossless": True} if kind == "WEBP" else {}
-    picture = decoder(saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=50, **options))
-    assert (picture.width, picture.height) == (16, 16)
-    assert picture.rgb[0] > 250 and max(picture.rgb[1:3]) < 5
+    image = decoder(saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=50, **options))
+    assert (image.width, image.height) == (16, 16)
+    assert image.rgb[0] > 250 and max(image.rgb[1:3]) < 5
 
 
 def test_a_gif_whose_frame_is_smaller_than_its_canvas(decoder: Decoder) -> None:
     data = bytearray(saved(Image.new("P", (2, 2), 0), "GIF", transparency=255))
     data[6:10] = struct.pack("<HH", 4, 3)
-    picture = decoder(bytes(data))
-    assert (picture.width, picture.height) == (4, 3)
+    image = decoder(bytes(data))
+    assert (image.width, image.height) == (4, 3)
 
 
 def test_every_kind_gives_the_pixels_that_pillow_gives(decoder: Decoder) -> None:
@@ -206,8 +206,8 @@ def test_every_kind_gives_the_pixels_that_pillow_gives(decoder: Decoder) -> None
     clear = with_alpha(image)
     paper = Image.new("RGBA", image.size, "white")
     paper.alpha_composite(clear)
-    picture = decoder(saved(clear, "PNG"))
-    assert max(abs(a - b) for a, b in zip(picture.rgb, paper.convert("RGB").tobytes(), strict=True)) <= 1
+    image = decoder(saved(clear, "PNG"))
+    assert max(abs(a - b) for a, b in zip(image.rgb, paper.convert("RGB").tobytes(), strict=True)) <= 1
 
 
 # digests
@@ -263,7 +263,7 @@ def test_giants_are_refused_by_their_headers(decoder: Decoder, side: int) -> Non
         assert "pixels" in said and "at most" in said, (kind, said)
 
 
-def test_pictures_without_pixels_are_refused(decoder: Decoder) -> None:
+def test_images_without_pixels_are_refused(decoder: Decoder) -> None:
     for kind, data in giants(0).items():
         if kind not in ("webp", "gif"):  # there 0 is written as 1; here the frame makes its canvas larger
             assert "damaged" in refused(decoder, data) or "at least 1 × 1" in refused(decoder, data), kind

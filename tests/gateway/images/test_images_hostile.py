@@ -1,4 +1,4 @@
-"""Pictures meant to do harm, and decoders that die, hang or lie: the gateway answers, and leaves nothing behind."""
+"""Images meant to do harm, and decoders that die, hang or lie: the gateway answers, and leaves nothing behind."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ MEMORY = 512 * MIB
 QUICK = 0.4
 
 
-# harmful pictures
+# harmful images
 
 
 @running
@@ -32,14 +32,14 @@ async def test_damaged_files_are_refused_or_read() -> None:
     rng = random.Random(20)
     originals = list(samples().values())
     peak, n_read = 0, 0
-    async with opened(n_images_per_child=1 << 30, cache_bytes=0) as pictures:
+    async with opened(n_images_per_child=1 << 30, cache_bytes=0) as images:
         for done in range(0, N_MUTATED, 20):
             batch = [mutated(originals[(done + i) % len(originals)], rng) for i in range(20)]
-            for found in await asyncio.gather(*(outcome(pictures, data) for data in batch)):
+            for found in await asyncio.gather(*(outcome(images, data) for data in batch)):
                 check_outcome(found)
                 n_read += isinstance(found, DecodedImage)
-            peak = max(peak, *map(peak_bytes, pictures.child_pids))
-        assert pictures.n_deaths == 0 and len(pictures.child_pids) == 2
+            peak = max(peak, *map(peak_bytes, images.child_pids))
+        assert images.n_deaths == 0 and len(images.child_pids) == 2
     print(f"{N_MUTATED} files, {n_read} read, peak {peak / MIB:.0f} MiB")
     assert peak <= MEMORY and n_read > N_MUTATED // 20
 
@@ -53,7 +53,7 @@ def check_outcome(found: DecodedImage | str) -> None:
 
 
 @running
-async def test_the_largest_pictures_fit_and_larger_ones_are_refused() -> None:
+async def test_the_largest_images_fit_and_larger_ones_are_refused() -> None:
     """Each kind at its limit: as many pixels as are allowed, in the way that takes most memory."""
     blank = Image.new("RGB", (6400, 6250))
     webp = blank.crop((0, 0, 5300, 5200))
@@ -62,23 +62,23 @@ async def test_the_largest_pictures_fit_and_larger_ones_are_refused() -> None:
         clear = webp.convert("RGBA")
         largest += [saved(blank, "PNG", compress_level=1), saved(clear, "WEBP", lossless=True, method=0)]
         largest += [saved(blank.quantize(4), "GIF"), saved(blank.crop((0, 0, 6000, 6000)).convert("CMYK"), "JPEG")]
-    async with opened(n_children=1) as pictures:
+    async with opened(n_children=1) as images:
         for data in largest:
-            picture = await pictures.decode(data)
-            assert picture.width * picture.height >= 27_000_000 and len(set(picture.rgb[::9973])) <= 2
-        (pid,) = pictures.child_pids
+            image = await images.decode(data)
+            assert image.width * image.height >= 27_000_000 and len(set(image.rgb[::9973])) <= 2
+        (pid,) = images.child_pids
         peak = peak_bytes(pid)
-        assert "may have" in str(await outcome(pictures, giants(6200)["webp"]))
+        assert "may have" in str(await outcome(images, giants(6200)["webp"]))
     print(f"peak {peak / MIB:.0f} MiB")
     assert peak <= MEMORY
 
 
 @running
-async def test_a_picture_that_takes_for_ever_is_given_up() -> None:
-    async with opened(n_children=1, timeout_s=QUICK) as pictures:
-        said = await outcome(pictures, scan_bomb(3000, 1000))
-        assert "took longer than 0.4 s" in str(said) and pictures.n_deaths == 1
-        assert isinstance(await outcome(pictures, small(1)), DecodedImage)
+async def test_an_image_that_takes_for_ever_is_given_up() -> None:
+    async with opened(n_children=1, timeout_s=QUICK) as images:
+        said = await outcome(images, scan_bomb(3000, 1000))
+        assert "took longer than 0.4 s" in str(said) and images.n_deaths == 1
+        assert isinstance(await outcome(images, small(1)), DecodedImage)
 
 
 @running
@@ -86,9 +86,9 @@ async def test_a_child_has_little_to_lose() -> None:
     """Limits hold, no file can be opened, and it was told no secrets."""
     os.environ["EVERWARM_SERVE_API_KEY"] = "not for children"
     try:
-        async with opened(n_children=1) as pictures:
-            await pictures.decode(small(1))
-            (pid,) = pictures.child_pids
+        async with opened(n_children=1) as images:
+            await images.decode(small(1))
+            (pid,) = images.child_pids
             limits = Path(f"/proc/{pid}/limits").read_text()
             for name, most in (("address space", MEMORY), ("data size", MEMORY), ("open files", 0), ("file size", 0)):
                 assert re.search(rf"Max {name}\s+{most}\s+{most} ", limits), limits
@@ -102,40 +102,40 @@ async def test_a_child_has_little_to_lose() -> None:
 
 
 @running
-async def test_a_child_that_is_killed_costs_only_its_picture() -> None:
-    async with opened(n_children=1) as pictures:
-        await pictures.decode(small(1))
-        (pid,) = pictures.child_pids
+async def test_a_child_that_is_killed_costs_only_its_image() -> None:
+    async with opened(n_children=1) as images:
+        await images.decode(small(1))
+        (pid,) = images.child_pids
         os.kill(pid, signal.SIGSTOP)
-        asked = asyncio.create_task(outcome(pictures, small(2)))
-        waiting = asyncio.create_task(outcome(pictures, small(3)))
-        await until(lambda: pictures._busy)
+        asked = asyncio.create_task(outcome(images, small(2)))
+        waiting = asyncio.create_task(outcome(images, small(3)))
+        await until(lambda: images._busy)
         os.kill(pid, signal.SIGKILL)
         assert "its decoder died" in str(await asked)
-        assert isinstance(await waiting, DecodedImage) and isinstance(await outcome(pictures, small(2)), DecodedImage)
-        assert pictures.child_pids != [pid] and pictures.n_deaths == 1
+        assert isinstance(await waiting, DecodedImage) and isinstance(await outcome(images, small(2)), DecodedImage)
+        assert images.child_pids != [pid] and images.n_deaths == 1
 
 
 @running
-async def test_a_child_that_died_between_pictures_is_replaced_silently() -> None:
-    async with opened(n_children=1) as pictures:
-        await pictures.decode(small(1))
-        (pid,) = pictures.child_pids
+async def test_a_child_that_died_between_images_is_replaced_silently() -> None:
+    async with opened(n_children=1) as images:
+        await images.decode(small(1))
+        (pid,) = images.child_pids
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not is_there(pid))
-        assert isinstance(await outcome(pictures, small(2)), DecodedImage) and pictures.n_deaths == 0
+        assert isinstance(await outcome(images, small(2)), DecodedImage) and images.n_deaths == 0
 
 
 @running
 async def test_a_child_that_is_stopped_is_killed_in_time() -> None:
-    async with opened(n_children=1, timeout_s=QUICK) as pictures:
-        await pictures.decode(small(1))
-        (pid,) = pictures.child_pids
+    async with opened(n_children=1, timeout_s=QUICK) as images:
+        await images.decode(small(1))
+        (pid,) = images.child_pids
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
-        assert "took longer" in str(await outcome(pictures, small(2)))
+        assert "took longer" in str(await outcome(images, small(2)))
         assert time.monotonic() - began < 10 * QUICK
-        assert isinstance(await outcome(pictures, small(2)), DecodedImage)
+        assert isinstance(await outcome(images, small(2)), DecodedImage)
         await until(lambda: not is_there(pid))
 
 
@@ -161,8 +161,8 @@ def test_a_child_that_lies_is_not_believed(said: bytes, monkeypatch: pytest.Monk
     monkeypatch.setattr(subprocess, "Popen", lying)
 
     async def test() -> None:
-        async with opened(n_children=1) as pictures:
-            assert "its decoder died" in str(await outcome(pictures, small(1)))
+        async with opened(n_children=1) as images:
+            assert "its decoder died" in str(await outcome(images, small(1)))
 
     running(test)()
 
@@ -173,9 +173,9 @@ def test_a_decoder_that_does_not_start_is_the_servers_fault(
     monkeypatch.setattr("everwarm.gateway.images.image_loader.WORKER", "everwarm.no_such_module")
 
     async def test() -> None:
-        async with opened() as pictures:
+        async with opened() as images:
             with pytest.raises(Exception, match="does not start") as caught:
-                await pictures.decode(small(1))
+                await images.decode(small(1))
             assert getattr(caught.value, "status", 0) == 500
 
     with caplog.at_level(logging.ERROR):
@@ -188,10 +188,10 @@ def test_children_end_with_the_gateway_however_it_ends() -> None:
     program = (
         "import asyncio, time\n"
         "from everwarm.gateway.images.image_loader import *\n"
-        f"pictures = [{small(1)!r}, {small(2)!r}]\n"
+        f"images = [{small(1)!r}, {small(2)!r}]\n"
         "async def main():\n"
         "    p = ImageLoader()\n"
-        "    await asyncio.gather(*map(p.decode, pictures))\n"
+        "    await asyncio.gather(*map(p.decode, images))\n"
         "    print(*p.child_pids, flush=True)\n"
         "    time.sleep(60)\n"
         "asyncio.run(main())\n"

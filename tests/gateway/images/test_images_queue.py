@@ -1,4 +1,4 @@
-"""Many pictures at once: in turn, bounded, decoded once, and without anybody else waiting."""
+"""Many images at once: in turn, bounded, decoded once, and without anybody else waiting."""
 
 import asyncio
 import base64
@@ -19,16 +19,16 @@ from support.image_harness import MIB, is_there, opened, running, small, until
 
 @running
 async def test_fifty_at_once_are_all_decoded_by_few() -> None:
-    async with opened(max_waiting=50) as pictures:
-        found = await asyncio.gather(*(pictures.decode(small(i)) for i in range(50)))
-        assert [tuple(picture.rgb) for picture in found] == [(i, 0, 3) for i in range(50)]
-        assert len(pictures.child_pids) <= 2 and pictures.n_decoded == 50
+    async with opened(max_waiting=50) as images:
+        found = await asyncio.gather(*(images.decode(small(i)) for i in range(50)))
+        assert [tuple(image.rgb) for image in found] == [(i, 0, 3) for i in range(50)]
+        assert len(images.child_pids) <= 2 and images.n_decoded == 50
 
 
 @running
 async def test_the_queue_has_an_end() -> None:
-    async with opened(n_children=1, max_waiting=3) as pictures:
-        asked = [asyncio.create_task(pictures.decode(small(i))) for i in range(5)]
+    async with opened(n_children=1, max_waiting=3) as images:
+        asked = [asyncio.create_task(images.decode(small(i))) for i in range(5)]
         found = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(one) for one in found] == [DecodedImage] * 4 + [Overloaded]
         assert "waiting" in str(found[-1])
@@ -36,41 +36,41 @@ async def test_the_queue_has_an_end() -> None:
 
 @running
 async def test_who_leaves_the_queue_frees_a_place() -> None:
-    async with opened(n_children=1, max_waiting=1) as pictures:
-        await pictures.decode(small(0))
-        (pid,) = pictures.child_pids
+    async with opened(n_children=1, max_waiting=1) as images:
+        await images.decode(small(0))
+        (pid,) = images.child_pids
         os.kill(pid, signal.SIGSTOP)
-        asked = [asyncio.create_task(pictures.decode(small(i))) for i in (1, 2)]
-        await until(lambda: pictures._decoding.n_waiting == 1)
+        asked = [asyncio.create_task(images.decode(small(i))) for i in (1, 2)]
+        await until(lambda: images._decoding.n_waiting == 1)
         with pytest.raises(Overloaded):
-            await pictures.decode(small(3))
+            await images.decode(small(3))
         asked[1].cancel()
-        again = asyncio.create_task(pictures.decode(small(2)))  # at once: it must not join what is being dropped
-        await until(lambda: asked[1].cancelled() and pictures._decoding.n_waiting == 1)
+        again = asyncio.create_task(images.decode(small(2)))  # at once: it must not join what is being dropped
+        await until(lambda: asked[1].cancelled() and images._decoding.n_waiting == 1)
         os.kill(pid, signal.SIGCONT)
         assert (await asked[0]).rgb == b"\1\0\3" and (await again).rgb == b"\2\0\3"
 
 
 @running
-async def test_a_picture_nobody_waits_for_any_more_is_finished_and_remembered() -> None:
-    async with opened(n_children=1) as pictures:
-        asked = asyncio.create_task(pictures.decode(small(1)))
-        await until(lambda: pictures._busy)
+async def test_an_image_nobody_waits_for_any_more_is_finished_and_remembered() -> None:
+    async with opened(n_children=1) as images:
+        asked = asyncio.create_task(images.decode(small(1)))
+        await until(lambda: images._busy)
         asked.cancel()
-        await until(lambda: pictures.n_decoded == 1 and pictures._idle)
-        await pictures.decode(small(1))
-        assert (pictures.n_decoded, pictures.n_remembered) == (1, 1)
+        await until(lambda: images.n_decoded == 1 and images._idle)
+        await images.decode(small(1))
+        assert (images.n_decoded, images.n_remembered) == (1, 1)
 
 
 @running
 async def test_requests_take_turns() -> None:
-    """One with many pictures does not hold up one with a single picture."""
-    async with opened(n_children=1) as pictures:
+    """One with many images does not hold up one with a single image."""
+    async with opened(n_children=1) as images:
         done: list[str] = []
 
         async def request(name: str, numbers: range) -> None:
             urls = ["data:;base64," + base64.b64encode(small(i)).decode() for i in numbers]
-            await pictures.from_parts([{"type": "image_url", "image_url": url} for url in urls])
+            await images.from_parts([{"type": "image_url", "image_url": url} for url in urls])
             done.append(name)
 
         await asyncio.gather(request("many", range(30)), request("one", range(40, 41)))
@@ -78,78 +78,78 @@ async def test_requests_take_turns() -> None:
 
 
 @running
-async def test_a_request_brings_only_so_many_pictures() -> None:
-    async with opened(max_images_per_request=2, max_pixels_per_request=15) as pictures:
+async def test_a_request_brings_only_so_many_images() -> None:
+    async with opened(max_images_per_request=2, max_pixels_per_request=15) as images:
         url = "data:;base64," + base64.b64encode(png([[0] * 10], color=GREY)).decode()
         part = {"type": "image_url", "image_url": url}
         with pytest.raises(BadRequest, match="3 pictures; send at most 2"):
-            await pictures.from_parts([part] * 3)
+            await images.from_parts([part] * 3)
         with pytest.raises(BadRequest, match="more than 15 pixels together"):
-            await pictures.from_parts([part] * 2)
-        assert len(await pictures.from_parts([part])) == 1
+            await images.from_parts([part] * 2)
+        assert len(await images.from_parts([part])) == 1
 
 
 @running
-async def test_the_same_picture_is_decoded_once() -> None:
-    async with opened() as pictures:
-        found = await asyncio.gather(*(pictures.decode(small(7)) for _ in range(20)))
-        assert len({id(picture) for picture in found}) == 1
-        await pictures.decode(small(7))
-        assert (pictures.n_decoded, pictures.n_remembered) == (1, 1)
+async def test_the_same_image_is_decoded_once() -> None:
+    async with opened() as images:
+        found = await asyncio.gather(*(images.decode(small(7)) for _ in range(20)))
+        assert len({id(image) for image in found}) == 1
+        await images.decode(small(7))
+        assert (images.n_decoded, images.n_remembered) == (1, 1)
 
 
 @running
-async def test_memory_for_pictures_is_bounded_and_the_oldest_goes() -> None:
-    async with opened(cache_bytes=9) as pictures:
+async def test_memory_for_images_is_bounded_and_the_oldest_goes() -> None:
+    async with opened(cache_bytes=9) as images:
         for i in (1, 2, 3, 1, 4, 1, 2):
-            await pictures.decode(small(i))
-            assert pictures._cache.n_bytes <= 9
-        assert (pictures.n_decoded, pictures.n_remembered) == (5, 2)
-        await pictures.decode(png([[0] * 30]))
-        await pictures.decode(small(1))
-        assert pictures.n_remembered == 3, "one too large to be kept sent another away"
+            await images.decode(small(i))
+            assert images._cache.n_bytes <= 9
+        assert (images.n_decoded, images.n_remembered) == (5, 2)
+        await images.decode(png([[0] * 30]))
+        await images.decode(small(1))
+        assert images.n_remembered == 3, "one too large to be kept sent another away"
 
 
 @running
-async def test_children_are_renewed_after_so_many_pictures() -> None:
-    async with opened(n_children=1, n_images_per_child=3) as pictures:
+async def test_children_are_renewed_after_so_many_images() -> None:
+    async with opened(n_children=1, n_images_per_child=3) as images:
         seen = []
         n_files = len(os.listdir("/proc/self/fd"))
         for i in range(9):
-            await pictures.decode(small(i))
-            seen += [pid for pid in pictures.child_pids if pid not in seen]
-        assert len(seen) == 3 and pictures.n_deaths == 0
+            await images.decode(small(i))
+            seen += [pid for pid in images.child_pids if pid not in seen]
+        assert len(seen) == 3 and images.n_deaths == 0
         await until(lambda: not any(map(is_there, seen)) and len(os.listdir("/proc/self/fd")) <= n_files)
 
 
 @running
 async def test_closing_ends_what_runs_and_what_waits() -> None:
-    async with opened(n_children=1) as pictures:
-        await pictures.decode(small(0))
-        os.kill(pictures.child_pids[0], signal.SIGSTOP)
-        asked = [asyncio.create_task(pictures.decode(small(i))) for i in (1, 2)]
-        await until(lambda: pictures._decoding.n_waiting == 1)
-        await pictures.close()
+    async with opened(n_children=1) as images:
+        await images.decode(small(0))
+        os.kill(images.child_pids[0], signal.SIGSTOP)
+        asked = [asyncio.create_task(images.decode(small(i))) for i in (1, 2)]
+        await until(lambda: images._decoding.n_waiting == 1)
+        await images.close()
         found = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(error, EngineStopped) for error in found), found
         with pytest.raises(EngineStopped):
-            await pictures.decode(small(3))
+            await images.decode(small(3))
 
 
 @running
 async def test_closing_while_a_child_starts_leaves_none() -> None:
     for pause_s in (0.0, 0.01, 0.05, 0.1):
-        async with opened() as pictures:
-            asked = asyncio.create_task(pictures.decode(small(0)))
+        async with opened() as images:
+            asked = asyncio.create_task(images.decode(small(0)))
             await asyncio.sleep(pause_s)
-            children = list(pictures._busy)
-            await pictures.close()
+            children = list(images._busy)
+            await images.close()
             await asyncio.gather(asked, return_exceptions=True)
             assert not any(child.pid is not None and is_there(child.pid) for child in children)
 
 
 @running
-async def test_nobody_else_waits_while_a_large_picture_is_read() -> None:
+async def test_nobody_else_waits_while_a_large_image_is_read() -> None:
     data = saved(scene(400, 300).resize((4000, 3000), Image.Resampling.NEAREST), "PNG", compress_level=0)[: 20 << 20]
     text = "data:image/png;base64," + base64.b64encode(data).decode()
     longest_s = 0.0
@@ -161,10 +161,10 @@ async def test_nobody_else_waits_while_a_large_picture_is_read() -> None:
             await asyncio.sleep(0.002)
             longest_s = max(longest_s, time.perf_counter() - began)
 
-    async with opened(max_bytes=20 << 20) as pictures:
+    async with opened(max_bytes=20 << 20) as images:
         watching = asyncio.create_task(watch())
         with contextlib.suppress(BadRequest):
-            await pictures.from_part({"type": "image_url", "image_url": text})
+            await images.from_part({"type": "image_url", "image_url": text})
         watching.cancel()
     print(f"{len(text) / MIB:.0f} MiB of text, longest pause {longest_s * 1000:.0f} ms")
     assert longest_s < 0.5

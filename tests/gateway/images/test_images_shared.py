@@ -1,4 +1,4 @@
-"""Pictures of many namespaces and of many choices: nobody finds another's, each is decoded once, and pixels are bounded."""
+"""Images of many namespaces and of many choices: nobody finds another's, each is decoded once, and pixels are bounded."""
 
 import asyncio
 import base64
@@ -34,40 +34,40 @@ def part(data: bytes) -> dict[str, Any]:
 
 @running
 async def test_a_namespace_decodes_what_another_has_sent() -> None:
-    async with opened() as pictures:
+    async with opened() as images:
         for namespace in ("a", "b"):
-            await pictures.from_parts([part(small(1))], namespace)
-        assert (pictures.n_decoded, pictures.n_remembered) == (2, 0)
-        both = await asyncio.gather(*(pictures.decode(small(2), namespace) for namespace in "ab"))
-        assert pictures.n_decoded == 4 and both[0] is not both[1], "they do not even wait for each other's"
-        await pictures.decode(small(1), "a")
-        assert (pictures.n_decoded, pictures.n_remembered) == (4, 1), "the control: one's own is known"
+            await images.from_parts([part(small(1))], namespace)
+        assert (images.n_decoded, images.n_remembered) == (2, 0)
+        both = await asyncio.gather(*(images.decode(small(2), namespace) for namespace in "ab"))
+        assert images.n_decoded == 4 and both[0] is not both[1], "they do not even wait for each other's"
+        await images.decode(small(1), "a")
+        assert (images.n_decoded, images.n_remembered) == (4, 1), "the control: one's own is known"
 
 
 @running
 async def test_one_namespace_does_not_push_out_all_of_another() -> None:
-    async with opened(cache_bytes=12) as pictures:
+    async with opened(cache_bytes=12) as images:
         for i in (1, 2):
-            await pictures.decode(small(i), "a")
+            await images.decode(small(i), "a")
         for i in range(8):
-            await pictures.decode(small(i), "b")
-        n_decoded = pictures.n_decoded
+            await images.decode(small(i), "b")
+        n_decoded = images.n_decoded
         for i in (1, 2):
-            await pictures.decode(small(i), "a")
-        assert pictures.n_decoded == n_decoded
+            await images.decode(small(i), "a")
+        assert images.n_decoded == n_decoded
 
 
 @running
-async def test_a_picture_is_known_by_sight_when_its_pixels_have_gone() -> None:
-    async with opened(cache_bytes=3) as pictures:
-        first = await pictures.from_parts([part(small(1)), part(small(2)), part(small(1))])
-        assert pictures.n_decoded == 2 and first[0].digest == first[2].digest != first[1].digest
-        assert await pictures.from_parts([part(small(1)), part(small(2)), part(small(1))]) == first
-        assert pictures.n_decoded == 2
-        async with pictures.lent(first) as lent:
-            assert [picture.rgb for picture in lent] == [b"\1\0\3", b"\2\0\3"], "each once"
-            assert pictures.lending.n_bytes == 6
-        assert pictures.lending.n_bytes == 0
+async def test_an_image_is_known_by_sight_when_its_pixels_have_gone() -> None:
+    async with opened(cache_bytes=3) as images:
+        first = await images.from_parts([part(small(1)), part(small(2)), part(small(1))])
+        assert images.n_decoded == 2 and first[0].digest == first[2].digest != first[1].digest
+        assert await images.from_parts([part(small(1)), part(small(2)), part(small(1))]) == first
+        assert images.n_decoded == 2
+        async with images.lent(first) as lent:
+            assert [image.rgb for image in lent] == [b"\1\0\3", b"\2\0\3"], "each once"
+            assert images.lending.n_bytes == 6
+        assert images.lending.n_bytes == 0
 
 
 # what is lent
@@ -127,8 +127,8 @@ async def test_more_than_everything_is_lent_alone_and_a_queue_has_an_end() -> No
 class Lender:
     """Lends as the server does, and counts."""
 
-    def __init__(self, pictures: ImageLoader, sights: list[ImageInfo], namespace: str) -> None:
-        self._lent = lambda: lent_images(pictures, sights, namespace)
+    def __init__(self, images: ImageLoader, sights: list[ImageInfo], namespace: str) -> None:
+        self._lent = lambda: lent_images(images, sights, namespace)
         self.n_lent = 0
 
     @contextlib.asynccontextmanager
@@ -143,7 +143,7 @@ async def choices(
 ) -> int:
     """How many of the choices ended as they should."""
     shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)
-    prompt = {"text": text + MARKER * len(sights), "marker": MARKER, "pictures": shown, "namespace": namespace}
+    prompt = {"text": text + MARKER * len(sights), "marker": MARKER, "images": shown, "namespace": namespace}
     submit = m.Submit(0, **prompt, sampling=GREEDY, max_tokens=3, ignore_eos=True)
     tracker = RequestLog().follow(Caller("r", "model", "/", False))
     choices = await collect(generate(supervisor, [submit] * n, OutputParser, tracker, lend), n)
@@ -151,17 +151,17 @@ async def choices(
 
 
 @running
-async def test_many_choices_bring_a_picture_once_and_another_namespace_brings_its_own() -> None:
+async def test_many_choices_bring_an_image_once_and_another_namespace_brings_its_own() -> None:
     model, mmproj = tiny_vision("qwen35")
     supervisor = Supervisor(str(model), EngineSettings(n_slots=2, n_ctx=2048, n_threads=1, mmproj=str(mmproj)))
     supervisor.start()
     try:
-        async with opened() as pictures:
+        async with opened() as images:
 
             async def ask(namespace: str, n: int, text: str) -> int:
                 """How often pixels were lent for it."""
-                sights = await pictures.from_parts([part(png([[1, 2, 3] * 40] * 40))] * 2, namespace)
-                lender = Lender(pictures, sights, namespace)
+                sights = await images.from_parts([part(png([[1, 2, 3] * 40] * 40))] * 2, namespace)
+                lender = Lender(images, sights, namespace)
                 assert await choices(supervisor, sights, namespace, lender.lend, n, text) == n
                 return lender.n_lent
 
@@ -169,10 +169,10 @@ async def test_many_choices_bring_a_picture_once_and_another_namespace_brings_it
                 return int((await supervisor.ask(m.AskStats))["n_pictures_encoded"])
 
             await supervisor.wait_ready()
-            assert await ask("a", 6, "what?") == 1 and pictures.n_decoded == 1 and await n_encoded() == 1
-            assert await ask("b", 1, "what?") == 1 and pictures.n_decoded == 2 and await n_encoded() == 2
-            assert await ask("a", 3, "and now?") == 0 and pictures.n_decoded == 2, "the control: its own is known"
-            assert await n_encoded() == 2 and pictures.lending.n_bytes == 0
+            assert await ask("a", 6, "what?") == 1 and images.n_decoded == 1 and await n_encoded() == 1
+            assert await ask("b", 1, "what?") == 1 and images.n_decoded == 2 and await n_encoded() == 2
+            assert await ask("a", 3, "and now?") == 0 and images.n_decoded == 2, "the control: its own is known"
+            assert await n_encoded() == 2 and images.lending.n_bytes == 0
             assert all(pending.frame for pending in supervisor._pending) and not supervisor._pending
     finally:
         await supervisor.stop(0.0)

@@ -171,8 +171,8 @@ def test_nothing_asked_is_an_order_to_load_or_unload(server, client):
 
 
 def test_errors_come_in_ollamas_shape(server, client):
-    picture = base64.b64encode(b"\x89PNG").decode()
-    seen = [{"role": "user", "content": "What is this?", "images": [picture]}]
+    image = base64.b64encode(b"\x89PNG").decode()
+    seen = [{"role": "user", "content": "What is this?", "images": [image]}]
     for stream in (False, True):
         error = refusal(client.chat, NAME, seen, stream=stream)
         assert error.status_code == 400 and "reads text only" in error.error
@@ -191,11 +191,11 @@ def test_errors_come_in_ollamas_shape(server, client):
     assert isinstance(server.get("/v1/nothing").json["error"], dict)
 
 
-def test_a_model_that_sees_is_shown_pictures_and_the_others_are_found_by_name(tmp_path):
+def test_a_model_that_sees_is_shown_images_and_the_others_are_found_by_name(tmp_path):
     model, mmproj = tiny_vision("qwen35")
     for name, file in (("seeing.gguf", model), ("mmproj-seeing.gguf", mmproj), ("blind.gguf", EMBEDDED)):
         (tmp_path / name).symlink_to(file)
-    picture = data_url(1).partition(",")[2]
+    image = data_url(1).partition(",")[2]
     asked = {"prompt": "What is this?", "options": {"temperature": 0, "num_predict": 4}}
     with serving_models(tmp_path) as server, ollama.Client(server.url) as client:
         assert {listed.model for listed in client.list().models} == {"seeing:latest", "blind:latest"}
@@ -203,9 +203,9 @@ def test_a_model_that_sees_is_shown_pictures_and_the_others_are_found_by_name(tm
         assert (
             "vision" in client.show("seeing").capabilities and "vision" not in client.show("blind:latest").capabilities
         )
-        n_seen = client.generate("seeing:latest", images=[picture], **asked).prompt_eval_count
+        n_seen = client.generate("seeing:latest", images=[image], **asked).prompt_eval_count
         assert n_seen > client.generate("seeing", **asked).prompt_eval_count + 10
-        assert "reads text only" in refusal(client.generate, "blind", images=[picture], **asked).error
+        assert "reads text only" in refusal(client.generate, "blind", images=[image], **asked).error
         error = refusal(client.generate, "nobody", **asked, stream=True)
         assert error.status_code == 404 and "there is no model 'nobody'" in error.error
 

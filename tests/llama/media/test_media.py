@@ -25,7 +25,7 @@ from everwarm.llama.model import Model
 from everwarm.llama.system.file_digest import file_digest, file_identity
 from support.gguf_mutants import File, minicpm, take_apart, text
 from support.models import tiny_model, tiny_vision
-from support.vision import picture
+from support.vision import make_image
 
 Sight = tuple[Model, MediaModel]
 
@@ -100,7 +100,7 @@ def test_a_closed_projector_answers_nothing(qwen: Sight) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_shape_is_known_without_encoding(size: tuple[int, int], both: Sight) -> None:
     media = both[1]
-    image = media.encode(picture(*size), *size)
+    image = media.encode(make_image(*size), *size)
     assert image.shape == media.shape(*size)
     assert image.values.shape == (image.shape.n_tokens, media.n_embd)
     assert image.values.dtype == np.float32 and np.isfinite(image.values).all() and image.values.std() > 0.1
@@ -125,24 +125,24 @@ def test_every_gemma_image_has_the_same_shape(gemma: Sight) -> None:
 
 def test_the_same_image_gives_the_same_bits_whatever_came_before(both: Sight) -> None:
     model, media = both
-    first = media.encode(picture(96, 64), 96, 64)
-    media.encode(picture(500, 300, seed=2), 500, 300)
-    assert media.encode(picture(96, 64), 96, 64).values.tobytes() == first.values.tobytes()
+    first = media.encode(make_image(96, 64), 96, 64)
+    media.encode(make_image(500, 300, seed=2), 500, 300)
+    assert media.encode(make_image(96, 64), 96, 64).values.tobytes() == first.values.tobytes()
     with open_media(media.path, model) as another:
-        assert another.encode(picture(96, 64), 96, 64).values.tobytes() == first.values.tobytes()
+        assert another.encode(make_image(96, 64), 96, 64).values.tobytes() == first.values.tobytes()
 
 
 def test_another_image_gives_another_embedding_and_the_first_stays(both: Sight) -> None:
     media = both[1]
-    first = media.encode(picture(96, 64), 96, 64)
+    first = media.encode(make_image(96, 64), 96, 64)
     kept = first.values.copy()
-    second = media.encode(picture(96, 64, seed=2), 96, 64)
+    second = media.encode(make_image(96, 64, seed=2), 96, 64)
     assert np.array_equal(first.values, kept) and np.abs(first.values - second.values).max() > 1e-2
 
 
 def test_rows_are_rows_and_red_is_red(qwen: Sight) -> None:
-    """A picture lying on its side, or with its colours in another order, is another picture."""
-    media, pixels = qwen[1], np.frombuffer(picture(96, 64), np.uint8).reshape(64, 96, 3)
+    """An image lying on its side, or with its colours in another order, is another image."""
+    media, pixels = qwen[1], np.frombuffer(make_image(96, 64), np.uint8).reshape(64, 96, 3)
     upright = media.encode(pixels.tobytes(), 96, 64)
     assert media.encode(pixels.swapaxes(0, 1).tobytes(), 64, 96).shape == MediaShape(12, 4, 3, 4)
     assert not np.array_equal(upright.values, media.encode(pixels[:, :, ::-1].tobytes(), 96, 64).values)
@@ -152,14 +152,14 @@ def test_rows_are_rows_and_red_is_red(qwen: Sight) -> None:
     "as_buffer", [memoryview, lambda data: memoryview(bytearray(data)), bytes], ids=["ro", "rw", "b"]
 )
 def test_pixels_may_come_in_any_buffer(as_buffer: Callable[[bytes], Any], qwen: Sight) -> None:
-    data = picture(96, 64)
+    data = make_image(96, 64)
     image = qwen[1].encode(as_buffer(data), 96, 64)
     assert image.values.tobytes() == qwen[1].encode(data, 96, 64).values.tobytes()
 
 
 def test_many_threads_get_what_one_gets(both: Sight) -> None:
     media = both[1]
-    jobs = [(picture(*size, seed), *size) for seed, size in enumerate(SIZES * 3)]
+    jobs = [(make_image(*size, seed), *size) for seed, size in enumerate(SIZES * 3)]
     alone = [media.encode(*job) for job in jobs]
     with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda job: (media.shape(*job[1:]), media.encode(*job)), jobs))
@@ -246,7 +246,7 @@ def test_numbers_that_are_none_never_leave(qwen: Sight, tmp_path: Path) -> None:
     nan = replace(file.tensors[-1], data=struct.pack("<f", float("nan")) * (len(file.tensors[-1].data) // 4))
     path = written(tmp_path / "nan.gguf", replace(file, tensors=(*file.tensors[:-1], nan)))
     with open_media(path, qwen[0]) as media, pytest.raises(ModelError, match=r"nan\.gguf gave no numbers .* \(NaN\)"):
-        media.encode(picture(96, 64), 96, 64)
+        media.encode(make_image(96, 64), 96, 64)
 
 
 # a projector that cuts large images into slices (MiniCPM-V's)
@@ -264,14 +264,14 @@ def slicing(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_an_image_that_would_be_cut_up_is_refused(slicing: MediaModel) -> None:
-    for ask in (lambda: slicing.shape(800, 600), lambda: slicing.encode(picture(800, 600), 800, 600)):
+    for ask in (lambda: slicing.shape(800, 600), lambda: slicing.encode(make_image(800, 600), 800, 600)):
         with pytest.raises(BadRequest, match=r"cuts the image into .* pieces, and one is needed; give a smaller one"):
             ask()
 
 
 def test_an_image_that_is_left_whole_is_not(slicing: MediaModel) -> None:
     assert (slicing.begin, slicing.end) == ("<image>", "</image>")
-    image = slicing.encode(picture(96, 64), 96, 64)
+    image = slicing.encode(make_image(96, 64), 96, 64)
     assert image.shape == slicing.shape(96, 64) == MediaShape(8, 8, 8, 1)
     assert isinstance(image, Embedding) and slicing.is_causal
 

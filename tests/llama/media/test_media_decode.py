@@ -13,7 +13,7 @@ from everwarm.errors import BadRequest
 from everwarm.llama.media.media_model import LOST, Embedding, MediaModel, MediaShape
 from everwarm.llama.model import Model
 from support.steps import N_UBATCH, same_bits, text
-from support.vision import Eye, Logits, eye, picture
+from support.vision import Eye, Logits, eye, make_image
 
 ARCHS = ("qwen35", "gemma3")
 SIZE = (352, 224)  # 11 × 7 cells on qwen35: more than one ubatch, and not square
@@ -40,7 +40,7 @@ def gemma(sight: Callable[[str], Sight]) -> Sight:
 
 
 def seen(media: MediaModel, size: tuple[int, int] = SIZE, seed: int = 1) -> Embedding:
-    return media.encode(picture(*size, seed), *size)
+    return media.encode(make_image(*size, seed), *size)
 
 
 def go_on(at: Eye, seq: int = 0, seed: int = 7) -> list[Logits]:

@@ -18,7 +18,7 @@ def test_an_engine_that_is_silent_while_it_is_watched_is_noticed():
     assert silence.silent_s < LIMIT_S
     ticks(silence, LIMIT_S - TICK_S, 2)
     assert silence.silent_s > LIMIT_S
-    silence.heard()
+    silence.note_message()
     assert silence.silent_s == 0.0
 
 
@@ -38,7 +38,7 @@ def test_a_watcher_that_is_always_late_notices_a_hang_in_the_end():
     assert silence.silent_s == 0.0
     ticks(silence, at, round(LIMIT_S / LATE_S), 2 * LATE_S)
     assert silence.silent_s > LIMIT_S
-    silence.heard()
+    silence.note_message()
     silence.tick(at + 1000.0, None)
     assert silence.silent_s == 0.0, "once it was heard of, being late is forgiven again"
 

@@ -110,7 +110,7 @@ BAD_ALLOC = "terminate called after throwing an instance of 'std::bad_alloc'\n  
         (Ending(1, last_words="...\nMemoryError"), Cause.MEMORY, ("memory", "this machine")),
         (Ending(1, last_words="libx.so: failed to map segment from shared object"), Cause.MEMORY, ("memory",)),
         (Ending(-9, "no sign of life for 6.1 s", was_oom_killed=True), Cause.HANG, ("no sign of life",)),
-        (Ending(-9), Cause.KILLED, ("SIGKILL", "somebody killed it")),
+        (Ending(-9), Cause.KILLED, ("SIGKILL", "it was killed")),
         (Ending(-6, last_words="GGML_ASSERT(x) failed", limit=GROUP), Cause.CRASH, ("SIGABRT", "log")),
         (Ending(-11), Cause.CRASH, ("SIGSEGV", "libllama or a driver")),
         (Ending(-int(signal.SIGBUS)), Cause.CRASH, ("SIGBUS", "model file")),

@@ -4,5 +4,5 @@
 evicts; ``device_room`` empties slots and spares. ``restore`` brings a slot to the deepest known point of a prompt.
 ``offload`` copies a running turn to RAM before its reply ends; ``prewarm`` reads the next turn in idle time;
 ``compaction`` joins small KV segments; ``drop`` forgets on request. ``provenance`` says whether kept parts come from
-one clean reading, and which points other conversations may go on from.
+one clean reading, and which points other conversations may continue from.
 """

@@ -73,21 +73,21 @@ class Checkpointer:
         self._budget.enforce()
 
     def _upgrade(self, node: Node, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
-        """This point is kept already, perhaps for a lesser reason."""
+        """This point has a checkpoint already, perhaps of a kind that is thinned sooner."""
         checkpoint.kind = policy.better(checkpoint.kind, kind)
         if checkpoint.logits is None and logits is not None:
             self._tree.add_logits(node, logits.copy())
             self._budget.enforce()
 
     def mark_end(self, slot: Slot) -> Node:
-        """The tree node at the slot's end; without checkpoints this alone lets the KV be found again."""
+        """The tree node at the slot's end. For a model without checkpoints this node alone makes the KV findable."""
         slot.has_changed()
         node = self._tree.grow(slot.node, slot.resident(), slot.n_fed)
         slot.stand_at(node)
         return node
 
     def _spare_at_hand(self) -> SeqId | None:
-        """A free spare, or one whose checkpoint can go without copying anything."""
+        """A free spare, or one whose checkpoint can be dropped without a copy."""
         if not self._context.kind.can_share_cells:
             return None
         spare = self._spares.free()
@@ -125,7 +125,7 @@ class Checkpointer:
         self._journal.restored(node, checkpoint, how)
 
     def note_continued(self, node: Node) -> None:
-        """A request goes on from here; if it was read ahead, that was guessed right."""
+        """A request continues from here. If the node was prewarmed, the guess was right."""
         if node.checkpoint is not None and node.checkpoint.kind is CutKind.PREWARM:
             node.checkpoint.kind = CutKind.STABLE
             self._journal.stats.n_prewarms_used += 1
@@ -142,7 +142,7 @@ class Checkpointer:
             self._spares.release(checkpoint.parked)
 
     def unpark(self, spare: SeqId) -> None:
-        """Take a parked checkpoint off the device. Without a RAM copy it is gone."""
+        """Removes a parked checkpoint from the device. Without a RAM copy it is lost."""
         node = self._spares.node(spare)
         if node is None:
             return
@@ -155,13 +155,13 @@ class Checkpointer:
             self._spares.release(spare)
 
     def quarantine(self, node: Node, error: MemoryFault) -> None:
-        """An entry that libllama refused is never offered again."""
+        """Marks an entry that libllama refused: it is never offered again."""
         self._journal.quarantined(node, error)
         if node.checkpoint is not None:
             self.drop(node, "quarantined")
 
     def scrub(self, end: Node) -> None:
-        """Give up the checkpoints of a lineage whose state is not a number, and leave no trace of them on the device."""
+        """Drops the checkpoints of a lineage whose state contains NaN, and leaves no trace of them on the device."""
         for node in end.lineage():
             checkpoint = node.checkpoint
             if checkpoint is None or self._is_finite(checkpoint):

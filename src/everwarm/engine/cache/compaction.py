@@ -1,4 +1,4 @@
-"""Idle work: joins small segments of a conversation, so that restoring it does not get dearer with its turns.
+"""Idle work: joins small segments of a conversation, so that the cost of restoring it does not grow with its turns.
 
 ``state.segment_merge`` decides which ones. Bytes are joined as they are in RAM: nothing is read from the device, and
 nothing on disk is written again, because a segment remembers the objects that it consists of.
@@ -22,7 +22,7 @@ log = logging.getLogger("everwarm.engine")
 
 
 def join(context: Context, segments: Sequence[Segment]) -> Segment:
-    """Segments that follow each other as one. Safe on any thread."""
+    """Joins consecutive segments into one. Safe on any thread."""
     first, last = segments[0], segments[-1]
     return Segment(
         context.join_segments([segment.blob for segment in segments]),
@@ -65,7 +65,7 @@ class Joiner:
             return False
 
     def _join(self, group: Sequence[SegmentRun]) -> bool:
-        """False: the arena has no room for it, so it would not outlive the engine."""
+        """False: the arena has no room for the joined segment, so it would not outlive the engine."""
         old = [stretch.segment.blob for stretch in group]
         whole = join(self._context, [self._used(stretch) for stretch in group])
         if not self._ram.arena.has(whole.blob):

@@ -1,6 +1,6 @@
 """Making room on the device: parked checkpoints and idle conversations leave the context, oldest first.
 
-Nothing is lost by it: what is worth keeping is copied to RAM before.
+Nothing is lost: what is worth keeping is copied to RAM first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeviceRoom:
         return cells.free >= n_cells
 
     def limit_idle(self, n_cells_each: int) -> None:
-        """Let idle conversations keep so many cells per running one: attention runs over theirs as well."""
+        """Limits the cells of idle conversations per running request: attention runs over idle cells, too."""
         if not self._context.kind.has_attention:
             return
         cells = self._context.cells
@@ -94,7 +94,7 @@ class DeviceRoom:
         self._budget.enforce()
 
     def _parked_by_age(self) -> list[SeqId]:
-        """The ends of prompts first: they are of use for an identical prompt only."""
+        """Ends of prompts first: only an identical prompt can use them."""
 
         def age(parked: tuple[SeqId, Node]) -> tuple[bool, float]:
             checkpoint = parked[1].checkpoint

@@ -1,8 +1,8 @@
-"""Dropping what a user wants forgotten: a node with everything below it, or all of a namespace, in RAM, on the device
-and on disk, with everything that could still quote it.
+"""Drops what a user wants forgotten: a node with everything below it, or all of a namespace, in RAM, on the device and
+on disk, with everything that could still quote it.
 
-The tree's part runs on the loop's thread; the disk's on the disk's own, after everything that is still on its way there.
-What is being read or written just now stays where it is, and is kept anew when it ends.
+The tree's part runs on the loop's thread; the disk's on the disk's own, after everything that is still on its way
+there. Requests that run now are not touched; what they read is kept again when they end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everwarm.types import SeqId
 
 @dataclass(frozen=True, slots=True)
 class Lineages:
-    """What is to be forgotten on disk: everything on the way of these prompts beyond so many items."""
+    """What is to be forgotten on disk: every state of these prompts after the given number of items."""
 
     namespace: str
     prompts: tuple[Prompt, ...]
@@ -31,7 +31,7 @@ def lineages(core: Core, node: Node) -> Lineages:
 
 
 def forget_ahead(core: Core, namespace: str) -> None:
-    """Before anything is dropped in namespaces that begin so: nothing of them is on its way into the tree."""
+    """Cancels prewarming and loading for namespaces with this prefix, so that nothing of them enters the tree later."""
     ahead = core.prewarm.drop(namespace)
     if ahead is not None:
         core.cancel(ahead.id)
@@ -40,7 +40,7 @@ def forget_ahead(core: Core, namespace: str) -> None:
 
 
 def forget_words(core: Core, namespace: str) -> None:
-    """After everything was dropped: nothing quotes it, neither to a later request nor to one that runs."""
+    """Forgets the texts, after everything was dropped, so that no running or later request can quote them."""
     core.tree.forgotten.clear(namespace)
     for slot in core.slots:
         request = slot.request
@@ -49,7 +49,7 @@ def forget_words(core: Core, namespace: str) -> None:
 
 
 def drop(core: Core, node: Node) -> Dropped:
-    """Out of the tree, with everything below it."""
+    """Removes the node from the tree, with everything below it."""
     doomed = list(node.below())
     inside = {id(n) for n in doomed}
     n_before = core.tree.ram_bytes
@@ -69,7 +69,7 @@ def drop(core: Core, node: Node) -> Dropped:
 
 
 def _leave(core: Core, node: Node, inside: set[int]) -> None:
-    """No idle sequence stands at or below the node; the KV that those above it need is in RAM before."""
+    """Empties idle sequences that end at or below the node, after copying to RAM the KV that nodes above it need."""
     namespace = core.tree.namespace(node)
     for spare, end in core.spares.parked():
         if id(end) in inside:

@@ -1,9 +1,9 @@
 """Copies running requests to RAM beside the steps, so that a turn outlives the engine before its last frame leaves.
 
-While a reply is written, the KV of its prompt and the states that a next turn or a retry goes on from are copied, one
+While a reply is written, the KV of its prompt and the states that a next turn or a retry continues from are copied, one
 bounded piece between two steps. When it ends, the rest follows: the reply's KV and the state at its end. A receipt then
-says what must be safe; another thread completes it while the loop goes on, and the last frame waits for that.
-What has no room in the arena goes to the disk instead, and what has none there either is reported as kept nowhere. Knows no
+says what must be safe; another thread completes it while the loop continues, and the last frame waits for that. What
+has no room in the arena goes to the disk instead, and what has none there either is reported as kept nowhere. Knows no
 frames.
 """
 
@@ -88,7 +88,7 @@ class Offload:
         return any(self._copy_state(node) for node in slot.node.lineage() if not _is_end(node))
 
     def _copy_state(self, node: Node) -> bool:
-        """Once: what was evicted since is not copied again and again."""
+        """Copies each state once: one that was evicted since is not copied again."""
         checkpoint = node.checkpoint
         if checkpoint is None or checkpoint.parked is None or checkpoint.state is not None or checkpoint.tidied:
             return False
@@ -110,8 +110,8 @@ class Offload:
     # at the end of a turn
 
     def finish(self, slot: Slot, n_prompt: int, ended_at: float) -> Receipt:
-        """Copies what is left of the turn that ended in this slot; others' go for it. What has no room in the arena all the
-        same is offered to the disk."""
+        """Copies the rest of the turn that ended in this slot, and evicts others' entries for it. What still has no
+        room in the arena is offered to the disk."""
         on_disk = None
         with self.tree.pinned(slot.node), self.budget.lifted():
             points = self._copy_rest(slot, n_prompt)
@@ -125,7 +125,7 @@ class Offload:
         return Receipt(ended_at, notes, blobs, on_disk)
 
     def _copy_rest(self, slot: Slot, n_prompt: int) -> list[Node]:
-        """Returns the points that a request may go on from."""
+        """Returns the points that a request may continue from."""
         kind = self.kind
         points = needed_points(slot, n_prompt) if kind.needs_checkpoints else [slot.node] if slot.n_fed else []
         for node in points:
@@ -142,7 +142,7 @@ class Offload:
         return all(blob is not None and self.ram.arena.has(blob) for blob in (note.blob() for note in notes))
 
     def _notes(self, points: Sequence[Node]) -> tuple[Note, ...] | None:
-        """What the next engine must find to go on from these points; None: some of it is not in RAM."""
+        """What the next engine must find to continue from these points; None: some of it is not in RAM."""
         kind = self.kind
         states = [node for node in points if node.checkpoint is not None and node.checkpoint.state is not None]
         if not points or (kind.needs_checkpoints and len(states) < len(points)):
@@ -197,8 +197,8 @@ class _Once:
 
 
 def needed_points(slot: Slot, n_prompt: int) -> list[Node]:
-    """Whose states a next turn, a retry or another reply to the same prompt goes on from, the deepest last: the stable
-    points of this prompt, the last one before its end, and the end of the reply."""
+    """The nodes whose states a next turn, a retry or another reply to the same prompt continues from, the deepest last:
+    the stable points of this prompt, the last one before its end, and the end of the reply."""
     kept = [(n, n.checkpoint.kind) for n in slot.node.lineage() if n.checkpoint is not None]
     before_end = [n for n, kind in kept if n.n_items < n_prompt and kind is not CutKind.PREWARM][-1:]
     stable = [n for n, kind in kept if kind is CutKind.STABLE]
@@ -214,7 +214,7 @@ def _is_writing(slot: Slot) -> bool:
 
 
 def _is_end(node: Node) -> bool:
-    """The end of a prompt is of use with its logits only, and those do not outlive the engine."""
+    """A checkpoint at the end of a prompt is useful only with its logits, and those do not outlive the engine."""
     return node.checkpoint is not None and node.checkpoint.kind is CutKind.END
 
 

@@ -1,8 +1,8 @@
-"""Idle time spent on the next turn: a finished turn is read again as the next request will show it.
+"""Uses idle time for the next turn: reads a finished turn again as the next request will render it.
 
-Templates strip thinking and write tool calls anew, so what a model wrote is rarely what comes back. The gateway knows the
-template and offers that text; here it waits until nothing else is to be done. It is read in small steps and gives way at
-once when a request comes. Its end is kept as a checkpoint that is the first to be evicted until a request uses it.
+Templates strip thinking and write tool calls anew, so what a model wrote is rarely what comes back. The gateway knows
+the template and offers that text; it waits here until the engine is idle. It is read in small steps, which stop at once
+when a request comes. Its end is kept as a checkpoint that is the first to be evicted until a request uses it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Waiting:
 
 @dataclass(slots=True)
 class PrewarmQueue:
-    """What is to be read ahead, and the one that is being read."""
+    """The prompts that wait to be read ahead, and the one that is being read."""
 
     waiting: list[Waiting] = field(default_factory=list)
     running: tuple[Request, Waiting] | None = None
 
     def offer(self, ask: Ask) -> None:
-        """Have this read some time. One for each conversation: a newer text replaces the one it continues."""
+        """Queues a prompt. Each conversation has one: a newer text replaces the one it continues."""
         self.waiting = [other for other in self.waiting if not _are_kin(other.ask, ask)][1 - MAX_WAITING :]
         self.waiting.append(Waiting(ask))
 
     def take_newest(self) -> Iterator[Waiting]:
-        """One after the other, the newest first; what is taken waits no more."""
+        """Yields the waiting prompts, the newest first, and removes each."""
         while self.waiting:
             yield self.waiting.pop()
 
@@ -48,7 +48,7 @@ class PrewarmQueue:
         self.running = (request, waiting)
 
     def give_way(self) -> Request | None:
-        """A request has come: returns what is being read ahead, to be cancelled. It goes on later from where it is."""
+        """A request has come: returns what is being read ahead, to be cancelled. It continues later from there."""
         if self.running is None:
             return None
         request, waiting = self.running
@@ -58,14 +58,14 @@ class PrewarmQueue:
         return request
 
     def ended(self, request: Request) -> bool:
-        """Whether this one came to its end by itself."""
+        """Whether this one ended by itself, and was not stopped for a request."""
         if self.running is None or self.running[0] is not request:
             return False
         self.running = None
         return True
 
     def drop(self, namespace: str) -> Request | None:
-        """Nothing waits any more in namespaces that begin so; returns what is being read ahead there, to be stopped."""
+        """Drops what waits in namespaces with this prefix; returns what is being read ahead there, to be stopped."""
         self.waiting = [w for w in self.waiting if not w.ask.namespace.startswith(namespace)]
         if self.running is None or not self.running[0].ask.namespace.startswith(namespace):
             return None
@@ -74,12 +74,12 @@ class PrewarmQueue:
         return request
 
     def drop_waiting(self, namespace: str) -> None:
-        """Nothing waits any more in this very namespace."""
+        """Drops what waits in exactly this namespace."""
         self.waiting = [w for w in self.waiting if w.ask.namespace != namespace]
 
 
 def is_worth_prewarming(ask: Ask, restorer: Restorer, context: Context) -> bool:
-    """Something is to be read, and nothing else has to leave the context for it."""
+    """Whether something is left to read, and it fits without evicting anything from the context."""
     sources = restorer.sources(ask.prompt, ask.namespace)
     match = restorer.match(ask.prompt, ask.namespace, sources)
     n_known = match.n_kv
@@ -92,7 +92,7 @@ def is_worth_prewarming(ask: Ask, restorer: Restorer, context: Context) -> bool:
 
 
 def prewarmed_branches(end: Node) -> list[Node]:
-    """The branches off a lineage that hold nothing but what was read ahead."""
+    """The branches of a lineage that hold nothing but prewarmed checkpoints."""
     lineage = end.lineage()
     branches = [child for node in lineage for child in node.children.values() if child not in lineage]
     return [branch for branch in branches if _kinds(branch) == {CutKind.PREWARM}]

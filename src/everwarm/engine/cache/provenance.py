@@ -1,9 +1,9 @@
-"""Whether what is kept comes from one and the same clean reading: only then does going on from it give the same bits.
+"""Whether the kept parts come from the same clean reading: only then does continuing from them give the same bits.
 
 Prompts that begin alike share nodes, and a node has one segment. So a reading whose first tokens another one has kept
 keeps its own copy of those few with the next segment, which then reaches back before its node. Pure.
 
-Shared points are those of a lineage that more than its own next turn may go on from: where conversations part, and
+Shared points are those of a lineage that others than its own next turn may continue from: where conversations part, and
 the end of the first message (usually the system prompt). They are worth keeping beyond the engine.
 """
 
@@ -32,7 +32,7 @@ def shared_points(kind: MemoryKind, node: Node) -> list[Node]:
 
 
 def _leads_to_other_prompts(kind: MemoryKind, node: Node, ours: Node) -> bool:
-    """Whether another prompt goes on from here, and not only a reply that was left aside. One is enough, be it a retry:
+    """Whether another prompt continues from here, and not only an abandoned reply. One prompt is enough, even a retry:
     a state costs less than reading its prompt again."""
     others = [child for child in node.children.values() if child is not ours]
     if not kind.needs_checkpoints:
@@ -74,8 +74,8 @@ class CoveredRange:
 
 
 def cover(path: Sequence[S], n_from: int, n_items: int) -> list[tuple[S, int]] | None:
-    """The nodes whose segments have the KV between two points, each with where its part ends. A segment that reaches back
-    is used as far as it goes. None: some of it is nowhere."""
+    """The nodes whose segments hold the KV between two points, each with the end of its part. A segment that reaches
+    back is used as far as it goes. None: some of the KV is missing."""
     found, at = [], n_items
     for node in reversed(path):
         if at <= n_from:
@@ -89,8 +89,8 @@ def cover(path: Sequence[S], n_from: int, n_items: int) -> list[tuple[S, int]] |
 
 
 def entry(path: Sequence[S], n_have: int, n_items: int, chunks: Chunks) -> int:
-    """From where on KV is loaded behind what is there already, which has these chunks: before the end of that, if the
-    segment that follows brings along how its own reading had the last few of it."""
+    """Where loading KV starts, after KV with these chunks that is there already. It starts before the end of that KV if
+    the next segment brings its own reading of the last few items."""
     parts = cover(path, n_have, n_items) if n_have < n_items else None
     first = parts[0][0].segment if parts else None
     if first is None or not 0 < n_have - first.n_start <= GUARD or is_part_of(first, chunks, n_have):
@@ -99,7 +99,8 @@ def entry(path: Sequence[S], n_have: int, n_items: int, chunks: Chunks) -> int:
 
 
 def is_exact(node: Node) -> bool:
-    """Of a checkpoint and all the KV that is kept for it; what is on the device alone is its own."""
+    """Whether a checkpoint and all the KV kept for it come from one clean reading. KV that is only on the device is the
+    checkpoint's own."""
     checkpoint, lineage = node.checkpoint, node.lineage()
     if checkpoint is None or not checkpoint.clean:
         return False
@@ -109,7 +110,7 @@ def is_exact(node: Node) -> bool:
 
 
 def is_part_of(segment: Segment, chunks: Chunks, n_items: int) -> bool:
-    """Whether a segment, as far as ``n_items``, is of the clean reading that had these chunks."""
+    """Whether a segment, up to ``n_items``, comes from the clean reading with these chunks."""
     if not segment.clean or segment.chunks is None:
         return False
     history = history_over(chunks, n_items)
@@ -126,9 +127,9 @@ def n_of(path: Sequence[S], chunks: Chunks) -> int:
 
 
 def is_better(node: Node, chunks: Chunks, *, is_clean: bool, is_whole: bool) -> bool:
-    """Whether KV with this history is worth more than the node's own. A clean reading replaces another one, be it clean as
-    well: a state is exact only with KV of its own reading, and the last reading is gone on from. ``is_whole``: its state
-    is clean, too."""
+    """Whether KV with this history is worth more than the node's own. A clean reading replaces any other, even a clean
+    one: a state is exact only with KV of its own reading, and requests continue from the latest reading. ``is_whole``:
+    its state is clean, too."""
     segment = node.segment
     if segment is None:
         return True
@@ -139,13 +140,13 @@ def is_better(node: Node, chunks: Chunks, *, is_clean: bool, is_whole: bool) -> 
 
 
 def _is_passage(node: Node) -> bool:
-    """A few items that several prompts share and none goes on from: not worth replacing one reading of them by another."""
+    """A few items that several prompts share and none continues from: not worth replacing one reading by another."""
     return node.checkpoint is None and node.n_items - node.start <= GUARD
 
 
 def reach_back(node: Node, chunks: Chunks) -> Node:
-    """The first of the nodes whose KV a segment of this reading has to bring along: the node itself, and passages of
-    other readings before it."""
+    """The first node whose KV a segment of this reading must include: the node itself, and passages of other readings
+    before it."""
     first, above = node, node.parent
     while above is not None and above.parent is not None and _is_passage(above):
         if above.segment is not None and is_part_of(above.segment, chunks, above.n_items):

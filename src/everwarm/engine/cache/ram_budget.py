@@ -43,7 +43,8 @@ class RamBudget:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Evicts nothing meanwhile, so that it can be written elsewhere; afterwards the budget holds again."""
+        """Suspends eviction inside the block, so that entries can be written elsewhere; afterwards the budget holds
+        again."""
         self._is_lifted = True
         try:
             yield

@@ -1,7 +1,7 @@
 """From the device to RAM: copies states and the KV that would be lost with its sequence. ``restore`` is the way back.
 
-What is copied twice is copied once: nodes whose KV a segment or another sequence holds are left out, unless this reading
-is worth more.
+Nothing is copied twice: nodes whose KV a segment or another sequence holds are left out, unless this reading is worth
+more.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RamWriter:
     def save_kv(self, seq: SeqId, node: Node, *, beyond: int = 0) -> None:
         """Copy the KV of this sequence's lineage that would be lost if the sequence went.
 
-        Only what can be gone back to: nodes past ``beyond`` with a kept state at or below them, whose KV no other sequence
-        and no segment holds.
+        Only KV that a restore can use: of nodes past ``beyond`` with a kept state at or below them, whose KV no other
+        sequence and no segment holds.
         """
         self.save_lineage(seq, self.unsaved(seq, node, beyond=beyond))
 
@@ -61,7 +61,7 @@ class RamWriter:
         self._budget.enforce()
 
     def save_piece(self, seq: SeqId, nodes: Iterable[Node], most: int) -> bool:
-        """The same for the first ``most`` tokens that are not in RAM. False: there are none, or no room for them."""
+        """Copies the first ``most`` tokens that are not in RAM. False: there are none, or no room for them."""
         run = next(self._unsaved_runs(seq, nodes, min(most, self.most_joined)), None)
         if run is None:
             return False

@@ -1,7 +1,7 @@
-"""Bringing a slot to the deepest point of a prompt that is kept, cheapest way first.
+"""Restores a slot to the deepest kept point of a prompt, cheapest way first.
 
-In place (the KV stays, the state comes from RAM), unparked (no copy), or KV and state reloaded. What libllama refuses is
-quarantined and the next best is tried, down to nothing: a request never fails because a cache entry did.
+In place (the KV stays, the state comes from RAM), unparked (no copy), or KV and state reloaded. An entry that libllama
+refuses is quarantined and the next best is tried, down to an empty slot: a bad cache entry never fails a request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a slot is to be brought to."""
+    """The prompt that a slot is restored for."""
 
     prompt: Prompt
     namespace: str
@@ -81,7 +81,7 @@ class Restorer:
         self._stats = stats
 
     def sources(self, prompt: Prompt, namespace: str) -> list[RestoreSource]:
-        """Every sequence of this namespace on the device, with how much of the prompt it begins with."""
+        """Every sequence of this namespace on the device, with the length of the prefix it shares with the prompt."""
         root = self._tree.root(namespace)
         found = [
             RestoreSource(slot.seq, int(prompt.common_prefix(slot.resident())))
@@ -141,8 +141,9 @@ class Restorer:
     # how much room that takes
 
     def n_cells_beside(self, slot: Slot, goal: Goal, running: Sequence[SeqId]) -> int:
-        """Cells that these sequences and ``slot`` will hold once the prompt has been brought there and the rest is read.
-        Only what the way back really shares with a running one counts once: an equal prefix in other cells does not."""
+        """Cells that these sequences and ``slot`` will hold once the prompt is restored and the rest is read. Only
+        cells that the restore really shares with a running sequence count once; an equal prefix in other cells does
+        not."""
         sources = self.sources(goal.prompt, goal.namespace)
         found = self._found(slot, goal.prompt, self.match(goal.prompt, goal.namespace, sources), sources)
         n_found = goal.prompt.n_tokens(found.n_common)
@@ -150,7 +151,7 @@ class Restorer:
         return self._context.cells.used_with(running, found.seq, n_found) + n_read
 
     def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sequence[RestoreSource]) -> RestoreSource:
-        """Whose cells a restore starts with, as ``bring`` would; what comes from RAM takes new ones."""
+        """The sequence whose cells a restore starts with, chosen as in ``bring``; KV from RAM takes new cells."""
         own = _common(slot, sources)
         n_items = self._n_restorable(prompt, match)
         if 0 < own == slot.n_fed and n_items <= own:
@@ -173,8 +174,8 @@ class Restorer:
     # ways to a point, cheapest first
 
     def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored | None:
-        """The slot ends inside the prompt and nothing deeper is known: just go on. Or it stands at the end of it, and what
-        comes next was kept."""
+        """Keeps the slot as it is: it ends inside the prompt and nothing deeper is known, or it ends with the prompt
+        and the logits were kept."""
         own = _common(slot, sources)
         if not 0 < own == slot.n_fed or (goal.clean_only and not self._context.is_clean(slot.seq)):
             return None
@@ -240,7 +241,7 @@ class Restorer:
         return how
 
     def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored:
-        """Plain attention: any item can be returned to, so the deepest KV wins."""
+        """Plain attention: a restore can end at any item, so the deepest KV wins."""
         n = min(self._clean_kv(match) if goal.clean_only else match.n_kv, len(goal.prompt) - 1)
         try:
             how = self._bring_kv(slot, goal, n, match.path, sources)
@@ -257,7 +258,7 @@ class Restorer:
 
     @staticmethod
     def _clean_kv(match: Match) -> int:
-        """How far the KV in RAM comes from readings that were alone."""
+        """How far the KV in RAM comes from clean readings."""
         n = 0
         for node in match.path:
             if node.n_items > match.n_shared or node.segment is None or not node.segment.clean:
@@ -272,7 +273,7 @@ class Restorer:
     ) -> str:
         """Make the slot hold the KV of the first ``n_items``: its own, another sequence's, the rest from segments.
 
-        On the way the slot's record always says what its sequence really holds: making room may need to know.
+        Meanwhile the slot's record always matches what its sequence holds: making room depends on it.
         """
         own = min(_common(slot, sources), n_items)
         best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
@@ -320,8 +321,8 @@ class Restorer:
                 self._tree.drop_segment(node)
 
     def _splice_part(self, slot: Slot, segment: Segment, prompt: Prompt, stop: int, n_items: int) -> None:
-        """A segment may reach beyond what is needed of it: it is loaded as it is if there is room, else cut. Of one that
-        begins before it only the rest is loaded, or there would be a hole. Others follow up to ``n_items``."""
+        """A segment that is longer than needed is loaded whole if there is room, else cut. Of one that begins before
+        the slot's end only the rest is loaded. Others follow up to ``n_items``."""
         start = prompt.mark(slot.n_fed)
         end = prompt.mark(stop)
         n_needed = end.n_tokens - start.n_tokens
@@ -332,7 +333,7 @@ class Restorer:
             n_cells = n_needed
         if not self._room.make_room(n_cells, keep=slot):
             raise ContextFull(f"{n_cells} cells are needed to bring back a segment")
-        is_whole = stop < n_items or _is_cut_between_chunks(segment, stop)  # the next one is asked whether it goes on
+        is_whole = stop < n_items or _is_cut_between_chunks(segment, stop)  # the next one shows whether it continues
         clean = _goes_on(slot, segment) and is_whole
         self._context.splice_segment(slot.seq, blob, start, end, n_cells=n_cells, clean=clean)
 
@@ -345,7 +346,8 @@ class Restorer:
         self._room.vacate(slot)
 
     def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int, chunks: Chunks) -> None:
-        """The slot holds the prompt's first ``n_items``, decoded so; its node is the last one inside them."""
+        """Records that the slot holds the prompt's first ``n_items`` in these chunks; its node is the last one inside
+        them."""
         root = self._tree.root(goal.namespace)
         inside = (node for node in reversed(path) if node.n_items <= n_items and self._tree.has(node))
         slot.hold(goal.prompt.first(n_items), next(inside, root), chunks)
@@ -361,11 +363,13 @@ def _goes_on(slot: Slot, segment: Segment) -> bool:
 
 
 def _leaves_work(node: Node, prompt: Prompt) -> bool:
-    """ "No tokens to decode" is impossible: an item is left to decode, or the logits after the last were kept."""
+    """Whether an item is left to decode, or the logits after the last item were kept: a request must never have
+    neither."""
     return node.n_items < len(prompt) or (node.checkpoint is not None and node.checkpoint.logits is not None)
 
 
 def _is_cut_between_chunks(segment: Segment, n_items: int) -> bool:
-    """Whether what was read up to there was read without what follows; of a whole segment nothing follows."""
+    """Whether a chunk ended there, so that the items before were decoded without those after. Always true at a
+    segment's end."""
     history = None if segment.chunks is None else history_over(segment.chunks, n_items)
     return n_items == segment.n_stop or (history is not None and n_items_of(history) == n_items)

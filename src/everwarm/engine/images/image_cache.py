@@ -1,5 +1,5 @@
-"""Images as the model sees them: encoded once, and cached by identity within a budget of bytes.
-Each namespace has its own: else time would tell which images others have sent.
+"""Images as the model sees them: encoded once, and cached by identity within a budget of bytes. Each namespace has its
+own cache: else response times would reveal which images others have sent.
 
 A request that is restored past its images needs neither their pixels nor their embeddings.
 """
@@ -47,7 +47,7 @@ class ImageCache:
         return self._known.n_bytes
 
     def embedding(self, item: MediaItem, sent: Mapping[bytes, Pixels], namespace: str = "") -> Embedding:
-        """``PixelsMissing``: it is not known any more and was not ``sent``."""
+        """``PixelsMissing``: the image is not cached any more and its pixels were not ``sent``."""
         known = self._known.get(namespace, item.digest)
         if known is not None:
             return known

@@ -21,12 +21,12 @@ class ImageFeed(NamedTuple):
 
     @property
     def wants_logits(self) -> bool:
-        """Nothing follows it: the reply does."""
+        """Whether the prompt ends with it, so that the reply follows."""
         return self.slot.n_fed + 1 == self.request.n_items
 
 
 def next_image(oldest_first: Iterable[Slot]) -> ImageFeed | None:
-    """One image, for the oldest request that has come to one."""
+    """The next image of the oldest request whose next item is one."""
     for slot in oldest_first:
         request = slot.request
         item = None if request is None else request.media_at(slot.n_fed)
@@ -39,6 +39,6 @@ def read_image(context: Context, images: ImageCache, feed: ImageFeed) -> None:
     """Encode the image unless it is known, and append it to the slot's sequence. ``ContextFull``: nothing changed;
     ``DecodeFailed``: the sequence is lost; ``PixelsMissing`` or ``BadRequest``: it cannot be encoded."""
     ask = feed.request.ask
-    embedding = images.embedding(feed.item, ask.pictures, ask.namespace)
+    embedding = images.embedding(feed.item, ask.images, ask.namespace)
     end = ask.prompt.mark(feed.slot.n_fed + 1)
     context.see(feed.slot.seq, images.media, embedding, end, wants_logits=feed.wants_logits)

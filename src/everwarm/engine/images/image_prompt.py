@@ -38,9 +38,9 @@ class ImagePrompt:
     def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, CutHints, dict[bytes, Pixels]]:
         """The prompt, its hints in items, and its images by the digest of their items."""
         runs = text.split(message.marker)
-        if not message.marker or len(runs) != len(message.pictures) + 1:
+        if not message.marker or len(runs) != len(message.images) + 1:
             raise BadRequest("the text has another number of places for pictures than there are pictures")
-        shown = [Pixels(p.digest, p.width, p.height, p.rgb) for p in message.pictures]
+        shown = [Pixels(p.digest, p.width, p.height, p.rgb) for p in message.images]
         items = [self._images.item(pixels) for pixels in shown]
         codes, media, parts = self._laid_out(runs, items, len(message.marker), message.add_special)
         whole = Prompt(np.concatenate(codes), MappingProxyType(media))

@@ -83,7 +83,7 @@ class CacheCommands:
                 self._pin(core, order)
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
-        """The answer comes when it is written down."""
+        """Answers when the pin is durable."""
         node, writer = _find(core, order), core.tier_writer
         if node.parent is None:
             raise _is_root()
@@ -93,7 +93,7 @@ class CacheCommands:
         writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
-        """The answer comes when it is gone from the disk as well; it names the namespace whose words were forgotten."""
+        """Answers when it is gone from the disk, too; the answer names the namespace whose texts were forgotten."""
         plan = _out_of_ram(core, order)
         self._aside.submit(self._drop_on_disk, core.tier_writer, order, plan)
 
@@ -115,7 +115,7 @@ class CacheCommands:
             loop.post(go_on)
 
     def _pin_on_disk(self, writer: TierWriter, order: m.CacheOrder, view: TreeSnapshot) -> None:
-        """Pin or unpin what is only on disk; as above, the answer comes when it is written down."""
+        """Pins or unpins what is only on disk; answers when that is durable."""
 
         def change() -> dict[str, Any]:
             disk = writer.disk
@@ -136,7 +136,7 @@ class CacheCommands:
             writer.after_all(lambda: self._answer(order.id, change))
 
     def _drop_on_disk(self, writer: TierWriter, order: m.CacheOrder, plan: DropPlan) -> None:
-        """What hangs below the nodes is looked up here, and goes on the disk's own thread."""
+        """Looks up what is below the nodes here, and drops it on the disk's own thread."""
 
         def forget() -> dict[str, Any]:
             selections: list[Selection] = [InSpaces(spaces)]
@@ -169,7 +169,7 @@ class DropPlan:
 
 
 def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
-    """With everything that could quote it: words are forgotten in the whole namespace, whatever node is named."""
+    """Drops nodes from RAM, and the texts that could quote them: these are forgotten in the whole namespace."""
     is_in_ram = order.node is not None and order.node >= 0
     namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
     drop.forget_ahead(core, namespace)
@@ -209,7 +209,8 @@ def _find(core: Core, order: m.CacheOrder) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class PinRequest:
-    """A node that a user wants to pin: whether it is pinned, its namespace, and the bytes of its path that are not yet."""
+    """A node that a user wants to pin: whether it is pinned, its namespace, and the bytes of its path that are not
+    pinned yet."""
 
     is_pinned: bool
     namespace: str
@@ -217,7 +218,7 @@ class PinRequest:
 
 
 def _checked_in_ram(core: Core, order: m.CacheOrder) -> PinRequest:
-    """The quota holds in RAM and on disk alike: what is pinned may have left the one or not have come to the other."""
+    """Checks the quota in RAM. It is checked on disk as well: what is pinned may be in only one of them."""
     node = _find(core, order)
     if not node.is_pinned:
         pinned = [*pinned_below(node.root()), node]
@@ -238,13 +239,13 @@ def _require_quota(order: m.CacheOrder, core: Core, held: HeldPin) -> None:
 
 
 def _weight(node: Node) -> int:
-    """Bytes in RAM of everything on the way to a node; a segment that several share counts once."""
+    """Bytes in RAM of a node's lineage; a shared segment counts once."""
     segments = {id(n.segment): n.segment.blob.nbytes for n in node.lineage() if n.segment is not None}
     return sum(segments.values()) + sum(n.checkpoint.size_bytes for n in node.lineage() if n.checkpoint is not None)
 
 
 def _full_weight(core: Core, nodes: Iterable[Node]) -> int:
-    """Bytes that these nodes take once all of them is in RAM; now some may be on the device only."""
+    """Bytes that these nodes will take in RAM; some may be only on the device now."""
     shape, kept = core.sizes.shape, [node for node in nodes if node.parent is not None]
     n_tokens = sum(int(n.mark.n_tokens) - int(n.parent.mark.n_tokens) for n in kept if n.parent is not None)
     return n_tokens * shape.kv_bytes_per_token + shape.state_bytes * sum(n.checkpoint is not None for n in kept)

@@ -1,7 +1,7 @@
 """What the cache API shows: numbers, and the tree page by page. Reads only; decides and changes nothing.
 
-``summary`` and ``turn_page`` run on the loop's thread and do a bounded amount of work there. What costs more, the words and
-what is on disk, ``finish`` looks up on another thread, from values that do not change any more.
+``summary`` and ``turn_page`` run on the loop's thread and do a bounded amount of work there. ``finish`` looks up the
+expensive parts, texts and what is on disk, on another thread, from immutable values.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _NO_DISK = {
 
 
 def evictions(core: Core) -> dict[str, int]:
-    """How many usable checkpoints went, by reason."""
+    """How many usable checkpoints were evicted, by reason."""
     return {**core.checkpoint_stats.evictions, "disk_budget": core.tier_writer.disk.counts.n_evicted}
 
 
@@ -114,7 +114,7 @@ def evictions(core: Core) -> dict[str, int]:
 
 
 class NodeRow(msgspec.Struct, frozen=True):  # made by the thousand on the loop's thread
-    """A node as it was, with what is still to be looked up about it."""
+    """A copy of a node, with what is still to be looked up about it."""
 
     seen: m.NodeSeen
     path: Prompt
@@ -125,7 +125,7 @@ class NodeRow(msgspec.Struct, frozen=True):  # made by the thousand on the loop'
 
 @dataclass(frozen=True, slots=True)
 class NodePage:
-    """The part of a page that is in RAM, and the question, for what follows it on disk."""
+    """The part of a page that is in RAM, and the request, to continue it with what is on disk."""
 
     version: int
     n_total: int
@@ -145,7 +145,7 @@ class _Snapshot:
 
 
 def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
-    """``TreeChanged``: the place is not in the tree any more."""
+    """``TreeChanged``: the starting node is not in the tree any more."""
     census, moment = core.tree.census, _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
     first = None if question.after is None else census.by_id.get(question.after)

@@ -25,7 +25,7 @@ class CheckpointStats:
     evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTIONS, 0))
 
     def evicted(self, reason: str) -> None:
-        """Whatever is no eviction is not counted as one."""
+        """Counts an eviction; other reasons are not counted."""
         if reason in self.evictions:
             self.evictions[reason] += 1
 

@@ -39,6 +39,6 @@ def _diverged(different: Different, vocab: Vocab | None) -> m.Diverged:
 
 
 def words(vocab: Vocab, items: Prompt) -> str:
-    """The text of some items. Half a character at an end is replaced."""
+    """The text of some items. An incomplete character at an end is replaced."""
     pieces = (IMAGE.encode() if code < 0 else vocab.piece(code) for code in items.codes.tolist())
     return b"".join(pieces).decode("utf-8", "replace")

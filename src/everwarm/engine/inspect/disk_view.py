@@ -1,7 +1,8 @@
 """The states that are only on disk, as nodes of the tree: what the index knows places them, their headers describe them.
 
-Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers them. An
-object that goes meanwhile, or whose header is damaged, is not shown. Nothing is built before the tree is first looked at.
+Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers them.
+An object that is removed meanwhile, or whose header is damaged, is not shown. Nothing is built before the first request
+for the tree.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from everwarm.state.store.object import Damaged, ObjectHeader
 from everwarm.state.tree import Node
 
 PAUSE_EVERY, LONG_PAUSE_EVERY = 32, 128  # things between two pauses; of the simple ones
-MOST_POINTS = 1 << 16  # that are remembered, of nodes that are gone
+MOST_POINTS = 1 << 16  # remembered points of removed nodes
 MOST_HEADERS = 1 << 14
 BETWEEN = " … "  # the beginning and the end of a text
 
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """The tree as it was. Nodes may have changed since, but where they are has not."""
+    """A copy of the tree's structure. Nodes may have changed since, but not their places."""
 
     nodes: list[Node]  # the newest last
     names: dict[int, str]  # namespaces by the ids of their roots
@@ -88,11 +89,11 @@ class DiskSnapshot:
         return point_of(kept.key, kept.n_items) in self.files.marked
 
     def namespace(self, space: str) -> str:
-        """A space whose namespace has not been used since the start is shown as it is."""
+        """A space whose namespace was not used since the start is shown by its own name."""
         return self.spaces.get(space, space)
 
     def is_in(self, space: str, namespace: str) -> bool:
-        """Whether a space is that of a namespace that begins so, or of the very one."""
+        """Whether a space belongs to a namespace with this prefix, or to exactly this one."""
         return self.namespace(space).startswith(namespace) or short_key(root_key(self.fingerprint, namespace)) == space
 
 
@@ -178,7 +179,7 @@ class DiskView:
     # rows
 
     def rows(self, snapshot: DiskSnapshot, question: m.AskTree, room: int) -> Rows | None:
-        """At most ``room`` rows, from ``after`` on or from the beginning. None: that place is not there."""
+        """At most ``room`` rows, from ``after`` on or from the beginning. None: there is no such node."""
         nodes, after = snapshot.tree.nodes, question.after
         at = 0
         if after is not None and after < 0:
@@ -232,7 +233,7 @@ def _about(header: ObjectHeader) -> DiskNodeMeta:
 
 
 def pin_of(kept: IndexedObject) -> Pin:
-    """With the points that are known on the way to a state."""
+    """The pin of a state, with the known points of its lineage."""
     ways = [
         point for _, _, *both in kv_on_path(kept) for point in both if point is not None and point[1] < kept.n_items
     ]
@@ -240,7 +241,7 @@ def pin_of(kept: IndexedObject) -> Pin:
 
 
 def _above(node: DiskNode, gone: dict[int, DiskNode]) -> DiskNode:
-    """Hung at the next node above that is still there."""
+    """Attached to the nearest node above that still exists."""
     lost = gone.get(node.parent or 0)
     if lost is None:
         return node

@@ -1,8 +1,8 @@
 """Why a request read what it read, as one of a few codes. Pure: what was known, what was restored, what was allowed.
 
-A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason is the one of
-whatever is the larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its
-items; ``diagnostics`` turns them into text.
+A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason explains the
+larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its items;
+``diagnostics`` turns them into text.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Why:
     reason: Reason
     again: Reason | None = None  # why items that were known were read again, if more than a few were
     n_shared: int = 0  # items that were ever read, whether or not anything is left of them
-    n_kv: int | None = None  # items whose KV was at hand; None: this model has none
-    n_checkpoint: int = 0  # items up to the deepest state that was kept of it, usable or not
+    n_kv: int | None = None  # items whose KV was available; None: this model has none
+    n_checkpoint: int = 0  # items up to its deepest kept state, usable or not
     first_different: Different | None = None
 
     def counted(self, n_tokens: Callable[[int], int]) -> Why:
@@ -47,7 +47,7 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class ReadFacts:
-    """Everything that decides."""
+    """Everything that the reason depends on."""
 
     prompt: Prompt
     match: Match

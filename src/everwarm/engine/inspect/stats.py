@@ -39,7 +39,7 @@ class RequestStats:
         return 1 - self.n_cached / self.n_prompt if self.n_prompt else 1.0
 
     def add(self, request: Request, why: Why) -> None:
-        """A request has started: from where, at what price, and why."""
+        """Counts a request that has started: what it reused, what that cost, and why it reads the rest."""
         self.n_requests += 1
         n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(request.n_shared)
         self.n_prompt += request.n_prompt_tokens
@@ -56,7 +56,7 @@ class RequestStats:
 def why_of(
     request: Request, match: Match, restored: Restored, brought: Brought, tree: Tree, kind: MemoryKind, spacing: Spacing
 ) -> Why:
-    """Looks up only what the answer may depend on."""
+    """Why a request read what it read. Looks up only what the reason may depend on."""
     ask = request.ask
     is_known = request.n_prompt - match.n_shared <= GUARD
     return explain(

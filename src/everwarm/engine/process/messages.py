@@ -4,10 +4,10 @@ Both sides import this and nothing of each other. No pickle: a frame can only be
 
     header    bytes that follow · of these, the message · the number of the request or question, 0 for none
     message   MessagePack
-    pixels    of a Submit's pictures, one after the other, as they are: they are not copied to be sent
+    pixels    of a Submit's images, one after the other, as they are: they are not copied to be sent
 
-Whoever sends checks the size before, and whoever receives a frame that is too large skips it: it is the error of the one
-request whose number it bears.
+The sender checks the size first, and the receiver skips a frame that is too large: only the request with the frame's
+number fails.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Submit(Message, frozen=True, tag=True):
     wants_progress: bool = False
     wants_diagnostics: bool = False
     marker: str = ""
-    pictures: tuple[SentImage, ...] = ()
+    images: tuple[SentImage, ...] = ()
     constraint: Constraint | None = None
 
 
@@ -100,8 +100,8 @@ class Tokenize(Message, frozen=True, tag=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """Tokens in so few values that a million of them are read at once: ids and the pieces' sizes are packed, four bytes
-    each, and the pieces stand one after the other."""
+    """Tokens in few values, so that a million of them are decoded at once: ids and the pieces' sizes are packed, four
+    bytes each, and the pieces stand one after the other."""
 
     ids: bytes
     sizes: bytes = b""
@@ -115,7 +115,7 @@ class Count(Message, frozen=True, tag=True):
     text: str
     add_special: bool
     marker: str = ""
-    pictures: tuple[SentImage, ...] = ()
+    images: tuple[SentImage, ...] = ()
     namespace: str = ""
 
 
@@ -125,7 +125,7 @@ class Detokenize(Message, frozen=True, tag=True):
 
 
 class AskSlots(Message, frozen=True, tag=True):
-    """``namespace``: of slots that others use only whether they are busy is said; "": everything is."""
+    """``namespace``: slots of other namespaces show only whether they are busy; "": all slots are shown in full."""
 
     id: int
     namespace: str = ""
@@ -160,18 +160,18 @@ class AskTree(Message, frozen=True, tag=True):
     id: int
     limit: int
     after: int | None = None
-    namespace: str = ""  # only those that begin so
-    words_of: str | None = None  # words of those that begin so; None: of none
+    namespace: str = ""  # only namespaces with this prefix
+    words_of: str | None = None  # texts of namespaces with this prefix; None: of none
     alone: bool = False  # as if there were no others
 
 
 class CacheOrder(Message, frozen=True, tag=True):
-    """Keep a node longest, no longer so, or forget it with everything below. Without a node: everything."""
+    """Pin a node, unpin it, or drop it with everything below. Without a node: everything."""
 
     id: int
     action: Literal["pin", "unpin", "drop"]
     node: int | None = None
-    namespace: str = ""  # only in those that begin so
+    namespace: str = ""  # only in namespaces with this prefix
     pin_quota: float | None = None  # the share of RAM that a namespace's pins may hold; None: any
 
 
@@ -280,7 +280,7 @@ class Beat(Message, frozen=True, tag=True):
     n_running: int
     n_queued: int
     version: int = 0  # of the tree
-    degraded: dict[str, str] = {}  # tiers, and why each does not do all that was asked of it
+    degraded: dict[str, str] = {}  # tiers, and why each does not work as configured
     backlog: Backlog | None = None  # None: no model is loaded yet
 
 
@@ -317,7 +317,7 @@ class TextPiece(Message, frozen=True, tag=True):
 
 
 class Diverged(msgspec.Struct, frozen=True):
-    """Where a prompt leaves what was known. The words only where they were asked for."""
+    """Where a prompt differs from what was known. The texts only where the request wants them."""
 
     at: int
     before: str | None = None
@@ -413,10 +413,10 @@ class Frame(msgspec.Struct, frozen=True):
 def frame(message: Message, most: int = MAX_FRAME_BYTES) -> Frame:
     """Or ``FrameTooLarge``, which is the fault of this message alone."""
     pixels: list[bytes] = []
-    if isinstance(message, Submit) and message.pictures:
-        pixels = [picture.rgb for picture in message.pictures if picture.rgb]
-        shown = (msgspec.structs.replace(p, rgb=b"") if p.rgb else p for p in message.pictures)
-        message = msgspec.structs.replace(message, pictures=tuple(shown))
+    if isinstance(message, Submit) and message.images:
+        pixels = [image.rgb for image in message.images if image.rgb]
+        shown = (msgspec.structs.replace(p, rgb=b"") if p.rgb else p for p in message.images)
+        message = msgspec.structs.replace(message, images=tuple(shown))
     n_text = len(getattr(message, "text", None) or "")  # as many bytes or more
     _check_size(n_text + sum(map(len, pixels)), most)
     data = bytearray(HEADER.size)
@@ -451,16 +451,16 @@ def header_of(data: bytes | bytearray) -> FrameHeader:
 
 def wanted_pixels(message: ToEngine) -> list[int]:
     """How many bytes of pixels follow the message, image by image."""
-    pictures = message.pictures if isinstance(message, Submit) else ()
-    return [3 * p.width * p.height for p in pictures if p.rgb == b""]
+    images = message.images if isinstance(message, Submit) else ()
+    return [3 * p.width * p.height for p in images if p.rgb == b""]
 
 
 def with_pixels(message: ToEngine, pixels: Sequence[bytes]) -> ToEngine:
     if not isinstance(message, Submit) or not pixels:
         return message
     following = iter(pixels)
-    shown = (msgspec.structs.replace(p, rgb=next(following)) if p.rgb == b"" else p for p in message.pictures)
-    return msgspec.structs.replace(message, pictures=tuple(shown))
+    shown = (msgspec.structs.replace(p, rgb=next(following)) if p.rgb == b"" else p for p in message.images)
+    return msgspec.structs.replace(message, images=tuple(shown))
 
 
 class FrameBuffer:
@@ -472,7 +472,7 @@ class FrameBuffer:
         self._n_skipped = 0  # bytes that are still to be thrown away
 
     def feed(self, data: bytes) -> Iterator[bytes | Failed]:
-        """Bodies of messages; in the place of one that is too large, what its request is told."""
+        """Bodies of messages; in place of one that is too large, the error for its request."""
         n_skipped = min(self._n_skipped, len(data))
         self._n_skipped -= n_skipped
         self._data += memoryview(data)[n_skipped:]

@@ -28,7 +28,7 @@ class Task:
 
 @dataclass(slots=True)
 class RoundRobin:
-    """Tasks that wait. The namespaces take turns; each has its own in the order in which they came."""
+    """Waiting tasks. The namespaces take turns; the tasks of each keep their order."""
 
     max_waiting: int
     max_waiting_each: int
@@ -40,7 +40,7 @@ class RoundRobin:
         own = self._waiting.get(namespace, ())
         if self.n_waiting >= self.max_waiting or len(own) >= self.max_waiting_each:
             raise Overloaded(
-                f"{len(own)} schemas, grammars or long prompts of yours and {self.n_waiting} of everybody wait to be "
+                f"{len(own)} schemas, grammars or long prompts of yours and {self.n_waiting} of all clients wait to be "
                 f"prepared; at most {self.max_waiting_each} and {self.max_waiting} may, try again later"
             )
         self._waiting.setdefault(namespace, deque()).append(task)
@@ -90,7 +90,7 @@ class Preparing:
             self._changed.notify()
 
     def cancel(self, id: int) -> bool:
-        """Whether it was here. Then it ends here: what is running still runs, and comes to nothing."""
+        """Whether the task was here. If so it is removed; one that is already running finishes without effect."""
         with self._changed:
             task = self._running.get(id)
             if task is not None:

@@ -79,7 +79,8 @@ def words_of(vocab: Vocab, prompt: Prompt) -> str:
 
 
 def probabilities(logits: NDArray[np.float32], token: int | None, n_top: int | None) -> Probs | None:
-    """Of the model's own distribution, before sampling parameters bend it. None: there is no token, or none is wanted."""
+    """Log-probabilities of the model's own distribution, before sampling parameters change it. None: there is no token,
+    or none is wanted."""
     if token is None or n_top is None:
         return None
     row = logits.astype(np.float64)

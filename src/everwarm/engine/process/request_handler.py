@@ -78,7 +78,7 @@ class RequestHandler:
         self._send = send
         self._replies: dict[int, Reply] = {}  # by the core's request id
         self._requests: dict[int, int] = {}  # the core's request id by the gateway's number
-        self._gathering: dict[int, Reply] = {}  # whose tokens have not all been sent, by the gateway's number
+        self._gathering: dict[int, Reply] = {}  # replies with unsent tokens, by the gateway's number
         self._sent_at = 0.0
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
         self._preparing_constraints = Preparing("constraints")
@@ -90,7 +90,7 @@ class RequestHandler:
     # frames in, on the reader's thread
 
     def handle(self, message: m.ToEngine, loop: Loop) -> None:
-        """Never raises for what a frame says: the mistake goes back to the sender."""
+        """Never raises for the content of a frame: the sender gets the error."""
         try:
             self._dispatch(message, loop)
         except EverwarmError as error:
@@ -122,7 +122,7 @@ class RequestHandler:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
     def _take(self, message: m.Submit, loop: Loop) -> None:
-        """At once where that is quick: all frames that come later wait for it."""
+        """Prepares a request at once where that is quick; all later frames wait for it."""
         if message.constraint is not None and not self._constraints.is_settled(message.constraint, message.namespace):
             self._preparing_constraints.add(message.id, message.namespace, partial(self._prepare, message, loop))
         elif len(message.text or "") > LONG_TEXT:
@@ -184,12 +184,12 @@ class RequestHandler:
         return prompt.n_tokens(len(prompt))
 
     def _ask(self, message: m.Submit) -> Ask:
-        pictures: dict[bytes, Pixels] = {}
+        images: dict[bytes, Pixels] = {}
         tokenizer = self._tokenizer.within(message.namespace)
-        if message.text is not None and message.pictures:
+        if message.text is not None and message.images:
             if self._images is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, hints, pictures = ImagePrompt(self._images, tokenizer).prompt(message, message.text)
+            prompt, hints, images = ImagePrompt(self._images, tokenizer).prompt(message, message.text)
         elif message.text is not None:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:
@@ -208,7 +208,7 @@ class RequestHandler:
             message.n_probs,
             message.slot,
             message.session,
-            pictures,
+            images,
             hints.stables,
             hints.breakpoints,
             None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),

@@ -1,7 +1,7 @@
 """The engine process: ``python -m everwarm.engine.process.worker SOCKET MEMORY PARENT_PID``; the first two are descriptors.
 
     reader thread   frames in: tokenizes, posts jobs          main thread    the loop: the only one that touches the core
-    writer thread   what the socket did not take at once      beat thread    says "alive" whatever the loop is doing
+    writer thread   what the socket did not take at once      beat thread    says "alive" while the loop is busy, too
 
 Exits 0 after ``Stop``, 2 when the model cannot be served, 3 when a file of it was overwritten, and at once when the gateway
 is gone.
@@ -75,7 +75,9 @@ class Wire:
                 log.error("a frame of %d bytes for request %d is skipped: %s", header.n_bytes, header.id, error)
                 self._skip(header.n_bytes - (self.n_read - before))
                 refusal = (
-                    error if isinstance(error, EverwarmError) else BadRequest(f"the engine was told nonsense: {error}")
+                    error
+                    if isinstance(error, EverwarmError)
+                    else BadRequest(f"the engine got a message it cannot use: {error}")
                 )
                 self.send(m.failed(header.id, refusal))
 
@@ -137,7 +139,7 @@ class Wire:
 
 
 class Watched(NamedTuple):
-    """What a beat tells of: parts that are made to be asked from any thread."""
+    """What a beat reports: parts that may be read from any thread."""
 
     loop: Loop
     files: list[FileWatch]
@@ -263,7 +265,8 @@ def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
 
 
 def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
-    """Nothing is put away: what is not kept yet may have been computed with anything. The writer may finish first."""
+    """Exits without saving: what is not kept yet may have been computed with other weights. The writer may finish
+    first."""
     log.error("%s; nothing more is kept of it", error)
     wire.send(m.Changed(str(error)))
     wire.flush()
@@ -277,7 +280,7 @@ def _mib_kept(core: Core) -> float:
 
 
 def _read_all(wire: Wire, loop: Loop, conversation: RequestHandler) -> None:
-    """Until told to stop. Exits when the gateway is gone."""
+    """Reads messages until ``Stop``. Exits when the gateway is gone."""
     try:
         while (message := wire.read()) is not None:
             if isinstance(message, m.Stop):

@@ -1,4 +1,5 @@
-"""Whether a waiting request may start now: is there a slot, is there room, and is what it needs being read just now?"""
+"""Whether a waiting request may start now: is there a slot, is there room, and is another request reading its
+prefix?"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Admission:
     # the disk
 
     def _is_fetching(self, request: Request) -> bool:
-        """Whether what is known only on disk is still being read; the first time this asks for it. Others may pass."""
+        """Whether a load from disk is still running for it; the first call starts the load. Others may pass."""
         if not self._loader.is_on or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:
@@ -79,7 +80,7 @@ class Admission:
         return isinstance(fetch, Fetch) and not fetch.is_done
 
     def lay_fetched(self, request: Request) -> Brought:
-        """Put what was read for a request into the tree."""
+        """Adds what was loaded for a request to the tree."""
         fetch = self._fetches.pop(request.id, Brought())
         return fetch if isinstance(fetch, Brought) else self._loader.lay(fetch)
 
@@ -87,7 +88,7 @@ class Admission:
         self._fetches.pop(request.id, None)
 
     def drop_fetches(self, requests: Iterable[Request]) -> None:
-        """What was read from other tiers for these is not laid into the tree: it is to be forgotten."""
+        """Discards what was loaded from other tiers for these requests: it is to be forgotten."""
         for request in requests:
             if request.id in self._fetches:
                 self._fetches[request.id] = Brought()
@@ -106,8 +107,8 @@ class Admission:
     # room and readers
 
     def _fits_beside(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
-        """Whether its new cells fit beside those of the running ones, once all others have made room. What would
-        share most is asked first, for that is cheap; then what bringing it back will really share."""
+        """Whether its new cells fit beside those of the running ones, once all others have made room. First checks the
+        largest possible sharing, which is cheap; then what a restore will really share."""
         if not self._context.kind.has_attention:
             return True
         shared = 0
@@ -121,8 +122,8 @@ class Admission:
         return used + new <= room and (not shared or self._n_cells_beside(request, prompt, running) <= room)
 
     def _n_to_grow(self, request: Request, n_running: int) -> int:
-        """Cells that stay free for the next steps. One that was suspended does not come back for a few tokens only:
-        moving it costs as much as many of them."""
+        """Cells that stay free for the next steps. A suspended request does not come back for a few tokens only: moving
+        it costs as much as decoding many."""
         if request.admitted is None:
             return n_running + 1
         return RETURN_STEPS * n_running + min(RETURN_STEPS, request.n_left + 1)

@@ -65,6 +65,6 @@ def _n_expected(pace: Pace, request: Request) -> float:
 
 
 def _mixed(known: float, new: float, n: int, most: float) -> float:
-    """An average of what came lately. The first replaces what was only guessed."""
+    """A moving average. The first measurement replaces the guess."""
     memory = min(most, n / (n + 1))
     return memory * known + (1 - memory) * new

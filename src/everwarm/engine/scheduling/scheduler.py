@@ -16,7 +16,7 @@ class Lane(NamedTuple):
     """A running request, as far as scheduling cares."""
 
     slot: int
-    n_wanted: int  # tokens up to its next stop: a cut or the end of what it has
+    n_wanted: int  # tokens up to its next stop: a cut or the end of its items
     is_writing: bool  # its prompt is read: it needs one token per step, and a client watches it
 
 
@@ -44,7 +44,7 @@ def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> li
         room = min(room, budget.n_beside)
     is_scarce = room < len(reading)
     reading.sort(key=lambda lane: (is_scarce and lane.slot != oldest, lane.n_wanted))
-    for i, lane in enumerate(reading):  # the smallest wish first: what it leaves over goes to the others
+    for i, lane in enumerate(reading):  # the smallest first: the others share what it leaves over
         share = min(lane.n_wanted, -(-room // (len(reading) - i)))
         if share > 0:
             grants.append(Grant(lane.slot, share))

@@ -3,7 +3,7 @@
 What is suspended at the end of a turn comes back bit for bit, so turns change when a reply comes and never what it says.
 Pure: reads slots, changes nothing, and knows no clock.
 
-A deterministic request is suspended only where an uninterrupted run would seat its window anew, too, and it goes on
+A deterministic request is suspended only where an uninterrupted run would seat its window anew, too, and it continues
 with the chunks it had: from its own state, or, if that was lost, by reading everything again in the same chunks. Bits
 depend on both.
 """
@@ -50,7 +50,7 @@ class TurnTaking:
 
 
 def next_side(was_alone: bool, waiting: Sequence[bool]) -> bool:
-    """Whose turn it is when nothing runs: the other side's if it waits, so that neither locks out the other."""
+    """Whose turn it is when nothing runs: the other side's if it waits, so that neither starves."""
     return (not was_alone) if (not was_alone) in waiting else was_alone
 
 
@@ -74,8 +74,8 @@ def seats_window(slot: Slot, request: Request) -> bool:
 
 
 def is_as_before(slot: Slot, request: Request, *, is_clean: bool) -> bool:
-    """Whether what a request was brought back to is the beginning of what it had decoded itself, to the bit. ``is_clean``:
-    a cold replay would reproduce the slot's sequence."""
+    """Whether what was restored for a request is, bit for bit, the beginning of what it had decoded itself.
+    ``is_clean``: a cold replay would reproduce the slot's sequence."""
     if not request.chunks or not slot.n_fed:
         return True
     return is_clean and is_begun_by(request.chunks, slot.chunks)

@@ -47,7 +47,7 @@ class SlotFiles:
                 loop.post(lambda core: self._when_idle(slot, lambda: self._erase(core, slot, message)))
 
     def go_on(self) -> None:
-        """On the loop's thread, after every step: carries out commands that waited for a slot which is idle now."""
+        """On the loop's thread, after every step: carries out commands whose slot has become idle."""
         if not self._waiting:
             return
         ready = [entry for entry in self._waiting if entry[0].is_idle]
@@ -100,7 +100,7 @@ class SlotFiles:
     # restore
 
     def _read(self, slot: Slot, message: m.SlotAction, began: float, loop: Loop) -> None:
-        """All of it is known to be right before the slot is touched."""
+        """Reads and verifies the whole file before the slot is touched."""
         core = self._core
         try:
             saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), self._n_ctx, core.ram.arena)
@@ -109,7 +109,7 @@ class SlotFiles:
             reason = BadRequest(f"the slot file cannot be restored: {why}")
             return loop.post(lambda _: self._when_idle(slot, lambda: self._fail(slot, message, reason)))
         if saved.unverified:
-            log.warning("slot %d gets a file that nobody vouches for; nothing that stems from it is kept", message.slot)
+            log.warning("slot %d gets a file of unknown origin; nothing that is decoded from it is kept", message.slot)
         loop.post(lambda _: self._when_idle(slot, lambda: self._put_back(slot, message, saved, n_bytes, began)))
 
     def _put_back(self, slot: Slot, message: m.SlotAction, saved: slot_io.Saved, n_bytes: int, began: float) -> None:
@@ -129,7 +129,8 @@ class SlotFiles:
         self._send(m.failed(message.id, error))
 
     def _empty_own(self, slot: Slot, message: m.SlotAction) -> None:
-        """A slot that could not be restored is empty; what it held before is still known. Another's stays as it is."""
+        """Empties a slot that could not be restored; what it held before stays cached. Another namespace's slot is not
+        touched."""
         if owner_of(slot.namespace) == message.namespace:
             slot_io.empty(self._core, slot)
 

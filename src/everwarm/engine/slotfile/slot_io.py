@@ -1,9 +1,9 @@
-"""Saving a slot's conversation to a file, bringing it back, and forgetting it: what llama-server's slot actions do.
+"""Saves a slot's conversation to a file, restores it, and erases it, as llama-server's slot actions do.
 
-``capture``, ``put_back`` and ``erase`` run on the loop's thread while the slot is idle; ``write`` and ``read`` do the file
-work and may run anywhere. The main file is llama.cpp's; the companion holds every checkpoint of the conversation, so that
-after a restore any next request is warm, not only one that goes on, and says which model and namespace the file belongs to:
-a file without one is refused, or kept apart from everything else (``unverified``).
+``capture``, ``put_back`` and ``erase`` run on the loop's thread while the slot is idle; ``write`` and ``read`` do the
+file work and may run anywhere. The main file is llama.cpp's; the companion holds every checkpoint of the conversation,
+so that after a restore any next request is warm, not only one that continues, and says which model and namespace the
+file belongs to: a file without one is refused, or kept apart from everything else (``unverified``).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Saved:
 
 
 def capture(core: Core, slot: Slot, namespace: str) -> Saved:
-    """The slot's last conversation, brought back into it first if it has left the context."""
+    """The slot's last conversation, restored first if it has left the context."""
     if not len(slot.content) or owner_of(slot.namespace) != namespace:
         raise BadRequest(
             f"slot {slot.seq} holds no conversation of yours; a slot's content is the last conversation that ran in it "
@@ -173,17 +173,17 @@ def read(path: Path, claim: Claim, max_tokens: int, arena: Arena | None = None) 
         if digest != reader.header.main or not np.array_equal(companion.prompt.cells, main.cells):
             raise UnknownOrigin(
                 f"its companion {path.name}{COMPANION} belongs to another file, so {path.name} was changed or written "
-                "by somebody else since it was saved here; save it again"
+                "by another program since it was saved here; save it again"
             )
         n_bytes = main.n_bytes + os.fstat(pair.companion).st_size
     return Saved(companion.prompt, main.state, companion.points), n_bytes
 
 
 def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place) -> tuple[Saved, int]:
-    """A file that only the caller vouches for."""
+    """Reads a file without a companion, as unverified."""
     if not claim.trusts_origin:
         raise UnknownOrigin(
-            f"it has no companion {name}{COMPANION}, so nobody knows which model and build it is a state of. Restore a "
+            f"it has no companion {name}{COMPANION}, so it is unknown which model and build it is a state of. Restore a "
             "file that was saved here with its companion beside it; a file of llama-server with the very same model can "
             "be restored by an admin of a server that was started with --trust-slot-files"
         )
@@ -194,7 +194,7 @@ def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place)
 
 
 def _vouching(fd: int, name: str, claim: Claim) -> ObjectReader:
-    """The companion of a file, if it says that the file may be restored here. Only its header was read then."""
+    """The companion of a file, if it allows restoring the file here. Only its header is read."""
     try:
         reader = ObjectReader(fd)
     except Damaged as error:
@@ -256,7 +256,7 @@ def _read_companion(reader: ObjectReader, name: str, arena: Arena | None) -> Com
 
 
 def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
-    """The conversation into the slot, whatever was there before; returns how many tokens a next request can reuse."""
+    """Replaces the slot's content by the conversation; returns how many tokens a next request can reuse."""
     if saved.unverified:
         namespace = unverified(namespace, saved.unverified)
         core.unverified.add(namespace, saved.prompt)
@@ -285,7 +285,7 @@ def _put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace
 
 
 def _put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
-    """The checkpoints of the conversation that was put into the slot; its end is kept, too."""
+    """Keeps the checkpoints of the conversation that was put into the slot, and its end."""
     prompt, root = slot.content, core.tree.root(slot.namespace)
     for point, state, logits in points:
         node = core.tree.grow(root, prompt, point.n_items)
@@ -302,13 +302,13 @@ def _put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
 
 
 def empty(core: Core, slot: Slot) -> None:
-    """Nothing is in the slot afterwards; what was is still known."""
+    """Empties the slot; what it held stays cached."""
     core.room.vacate(slot)
     slot.forget_content()
 
 
 def erase(core: Core, slot: Slot, namespace: str) -> int:
-    """Forget the slot's conversation as far as no other one shares it; returns its tokens."""
+    """Forgets the part of the slot's conversation that no other shares; returns its tokens."""
     content = slot.content
     if not len(content) or owner_of(slot.namespace) != namespace:
         return 0  # what was read ahead in it since may be another's

@@ -1,7 +1,7 @@
-"""Conversations that came from slot files of unknown origin: which requests go on from one, and in which namespace.
+"""Conversations from slot files of unknown origin: which requests continue one, and in which namespace.
 
-Each file has a namespace of its own (``state.namespace``). A request is moved into it as a whole, before anything is looked
-up for it, and stays there; so what it reads is known nowhere else, and nothing of it leaves RAM.
+Each file has a namespace of its own (``state.namespace``). A request is moved into it as a whole, before anything is
+looked up for it, and stays there; so no other namespace knows what it reads, and nothing of it leaves RAM.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Unverified:
         self._files[namespace] = prompt
 
     def route(self, ask: Ask) -> Ask:
-        """The same, in the namespace of a file if it goes on from all that the file holds, and no verified reading reaches
-        as far. A request that shares only a beginning with a file does not count."""
+        """Moves a request to the namespace of a file if it continues all that the file holds, and no verified reading
+        reaches as far. A request that shares only a beginning with a file does not count."""
         if not self._files or not ask.use_cache or ask.deterministic or is_unverified(ask.namespace):
             return ask
         self._files = {name: prompt for name, prompt in self._files.items() if self.restorer.knows(name)}

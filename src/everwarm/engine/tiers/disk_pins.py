@@ -1,4 +1,4 @@
-"""Pins that outlive the engine: written down beside the objects on disk, and set again on nodes that come back to RAM.
+"""Pins that outlive the engine: stored beside the objects on disk, and set again on nodes that come back to RAM.
 
 The loop's thread makes the jobs and pins nodes; hashing and writing happen when the disk's thread does the jobs. Pinning
 memory for a device is something else: see ``pinned_arena``.
@@ -23,7 +23,7 @@ Job = Callable[[], None]
 
 
 class PinnedStore(Protocol):
-    """Where pins are written down; the disk tier may come and go."""
+    """Where pins are stored; the disk tier may come and go."""
 
     @property
     def disk(self) -> DiskTier: ...
@@ -56,7 +56,7 @@ class PinBoard:
         self._store = store
 
     def renew(self, namespace: str, prompt: Prompt, n_items: int) -> None:
-        """Pin the nodes again that were pinned on the way of these items, which are in the tree."""
+        """Pins those nodes of these items again that were pinned before. The items are in the tree."""
         pins = self._store.disk.pins
         if not pins.marked:
             return
@@ -68,7 +68,7 @@ class PinBoard:
                 self._ram.pin(self._tree.grow(self._tree.root(namespace), prompt, n))
 
     def note(self, node: Node) -> Job:
-        """A job that writes down that the node is pinned."""
+        """A job that stores the pin of this node."""
         namespace, path, at = self._tree.namespace(node), node.path, node.n_items
         ends = sorted(n.n_items for n in node.lineage())
 
@@ -81,7 +81,7 @@ class PinBoard:
         return write
 
     def strike(self, node: Node) -> Job:
-        """A job that writes down that the node is pinned no longer."""
+        """A job that removes the stored pin of this node."""
         namespace, path, at = self._tree.namespace(node), node.path, node.n_items
 
         def write() -> None:

@@ -1,8 +1,8 @@
-"""From the disk or the remote store back into the tree: other threads read and verify what a prompt needs, then the loop's
-thread hangs it into the tree.
+"""From the disk or the remote store back into the tree: other threads read and verify what a prompt needs, then the
+loop's thread adds it to the tree.
 
-The loop's thread decides, and never waits for a file while there is anything else to do. Everything here may fail without
-harm: then a prompt is read again.
+The loop's thread decides, and never waits for a file while there is anything else to do. Any failure here only means
+that a prompt is read again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadedPoint:
-    """A point as it was kept, with the KV that was missing and how far each part of that is used."""
+    """A loaded point, with the KV that was missing and how far each part of it is used."""
 
     n_items: int
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class LoadedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What the tiers beyond RAM did for a prompt, in items of it."""
+    """What was loaded from tiers beyond RAM for a prompt, in items."""
 
     n_items: int = 0  # brought into the tree
     n_passed: int = 0  # found, but reading them again is faster
@@ -89,7 +89,7 @@ class Fetch:
         return self.future.done()
 
     def wait(self, seconds: float) -> None:
-        """Not longer than that."""
+        """Waits at most this long."""
         wait((self.future,), seconds)
 
 
@@ -159,7 +159,7 @@ class Loader:
         self._readers.shutdown()
 
     def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
-        """Load the deepest stored point that is worth it, and wait for it. Returns its items; 0: there was none."""
+        """Loads the deepest stored point that is worth it, and waits for it. Returns its items; 0: there was none."""
         fetch = self.seek(prompt, namespace, match)
         return self.lay(fetch).n_items if isinstance(fetch, Fetch) else 0
 
@@ -169,7 +169,7 @@ class Loader:
         """Begin to read the deepest stored point that is worth it, on other threads; else say why there is none.
         ``exact``: what is in RAM counts only if it is of one clean reading."""
         if is_unverified(namespace):
-            return Brought()  # nothing of it was ever written
+            return Brought()  # no prefix of it was ever written
         needs_checkpoints = self._context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
@@ -195,7 +195,7 @@ class Loader:
         return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
 
     def _may_remote_help(self, request: LoadRequest, found: IndexedObject | Brought) -> bool:
-        """Whether asking the remote store can be faster than reading what is new beyond what is here."""
+        """Whether the remote store can be faster than prefilling what is not cached here."""
         n_new = len(request.prompt) - 1 - _n_here(request, found)
         read_s = math.inf if self._policy == "always" else n_new * self._speed.seconds_per_token
         return n_new > GUARD and self._tier_writer.remote.answers_within(read_s)
@@ -217,7 +217,7 @@ class Loader:
         return kept
 
     def lay(self, fetch: Fetch) -> Brought:
-        """Hang what was read into the tree."""
+        """Adds what was loaded to the tree."""
         try:
             loaded = fetch.future.result()
         except Damaged as error:
@@ -261,7 +261,7 @@ class Loader:
     # the remote store
 
     def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
-        """From the remote store if that has more than the disk; else what the disk has."""
+        """Loads from the remote store if it has more than the disk, else from the disk."""
         remote = self._tier_writer.remote
         root = root_key(self._tier_writer.fingerprint, request.namespace)
         pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
@@ -315,14 +315,14 @@ class Loader:
         return LoadedPoint(n_items, (name, *head.needs), checkpoint, segments, took_s, exact=request.exact)
 
     def _joined(self, parts: list[tuple[Segment, int]]) -> list[tuple[Segment, int]]:
-        """Many small objects as few segments: restoring each takes libllama its time."""
+        """Joins many small objects into few segments: each segment costs a restore call."""
         whole = [segment for segment, reach in parts if reach == segment.n_stop]
         rest = [(segment, reach) for segment, reach in parts if reach < segment.n_stop]
         made = [segment for group in fetched(whole, self._most_joined) for segment in self._as_one(group)]
         return sorted([*((segment, segment.n_stop) for segment in made), *rest], key=lambda part: part[1])
 
     def _as_one(self, group: list[Segment]) -> list[Segment]:
-        """One segment, unless they do not belong together: restoring them will then show it."""
+        """Joins them into one segment, unless they do not belong together: the restore will then fail."""
         try:
             return [join(self._context, group)] if len(group) > 1 else group
         except StateRejected:
@@ -357,11 +357,11 @@ class Loader:
         return own
 
     def _checked(self, reader: ObjectReader, prompt: Prompt, stop: int) -> ObjectHeader:
-        """A hash never decides alone: the items themselves are compared, as far as they are used."""
+        """Compares the items themselves, as far as they are used: a hash alone never decides."""
         head, stored = reader.header, self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
         if len(stored) != head.n_items - start or head.fingerprint != self._tier_writer.fingerprint:
-            raise Damaged("it is not what the index said")
+            raise Damaged("it is not what the index says")
         if not start < stop <= min(head.n_items, len(prompt)):
             raise Damaged("it does not reach as far as it is needed")
         if int(prompt.common_prefix(prompt.followed_by(start, stored))) < stop:

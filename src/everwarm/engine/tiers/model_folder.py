@@ -21,7 +21,7 @@ WORTH_WRITING = 0.1  # by how much the speed has to change
 
 
 class ModelFolder:
-    """On the disk's thread. A failure is logged and changes nothing else."""
+    """Runs on the disk's thread. A failure is only logged."""
 
     def __init__(self, folder: Path, fingerprint: str, context: Context, speed: ReadSpeed) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class ModelFolder:
         )
 
     def renew(self) -> None:
-        """Write down the speed if it has changed."""
+        """Stores the speed if it has changed."""
         now, written = self._speed.seconds_per_token, self._about.seconds_per_token
         if not self._speed.n_measured or (written is not None and abs(now / written - 1) < WORTH_WRITING):
             return

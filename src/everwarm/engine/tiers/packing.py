@@ -57,7 +57,7 @@ class Packing:
         return root_key(self.fingerprint, self._tree.namespace(node))
 
     def segments(self, node: Node) -> Segments | None:
-        """All KV that the point needs; None: some of it is not in RAM, or it must not leave it."""
+        """All KV that the point needs; None: some of it is not in RAM, or must not leave RAM."""
         if node.root().is_volatile:
             return None
         if not self._context.kind.has_attention:
@@ -66,7 +66,8 @@ class Packing:
         return None if parts is None else [(n.segment, stop) for n, stop in parts if n.segment is not None]
 
     def kv(self, root: str, segments: Segments, is_kept: Callable[[str], bool]) -> Kv | None:
-        """The objects that hold these segments, with those to write that are not kept. None: that cannot be done."""
+        """The objects that hold these segments, and those of them that are still to be written. None: they cannot be
+        packed."""
         used: dict[str, Use] = {}
         jobs: list[Job] = []
         for segment, reach in segments:
@@ -83,8 +84,8 @@ class Packing:
     def _missing(
         self, root: str, segment: Segment, n_items: int, is_kept: Callable[[str], bool]
     ) -> Iterator[Job | None]:
-        """What has to be written of a segment before the first items of it are kept. One that was joined from others is
-        written in their pieces again: then nothing is ever written twice."""
+        """The objects to write so that the first items of a segment are kept. A joined segment is written as the pieces
+        it was joined from, so that nothing is written twice."""
         pieces = list(segment.pieces)
         starts = [segment.n_start, *(piece.n_start for piece in pieces[1:])]
         for i, start in enumerate(starts):
@@ -98,7 +99,7 @@ class Packing:
         segment.pieces = tuple(pieces)
 
     def _kv_job(self, root: str, segment: Segment, n_start: int, n_stop: int) -> Job | None:
-        """None: the way to the segment's end is not known any more."""
+        """None: the lineage to the segment's end is not known any more."""
         path = segment.path
         if path is None:
             return None

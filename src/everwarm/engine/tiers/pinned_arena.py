@@ -1,7 +1,8 @@
-"""Pinning the RAM tier's memory, so that a GPU copies states and KV at the speed of the bus: whether, when, and the doing.
+"""Pinning the RAM tier's memory, so that a GPU copies states and KV at the speed of the bus: decides whether and when,
+and does it.
 
-On a thread of its own, while the model loads or requests are served. Memory is pinned when enough lies in it. A failure is
-logged, and nothing else changes.
+On a thread of its own, while the model loads or requests are served. Memory is pinned when enough of it is used. A
+failure is only logged.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class Pinning:
         return 0 if pinned is None else pinned.size_bytes
 
     def start_if_worth_it(self) -> None:
-        """From one thread at a time."""
+        """Starts pinning once enough memory is used. Call it from one thread at a time."""
         if self._thread is None and self._arena.n_used >= self._worth_bytes:
             self._thread = threading.Thread(target=self._run, name="everwarm-pin", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """The memory is as it was before. Waits for at most one piece of the work."""
+        """Unpins the memory. Waits for at most one piece of the work."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()

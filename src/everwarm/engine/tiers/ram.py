@@ -1,9 +1,9 @@
-"""Between the tree and the arena: what is copied to RAM is kept so that the next engine finds it there.
+"""Between the tree and the arena: records what is copied to RAM so that the next engine finds it there.
 
 Captures are placed in the arena; a thread of its own then writes their descriptions and digests, away from the steps. A
-second thread does the same, at once, for objects that a reply's last frame waits for. A new engine hangs what it finds into
-its tree before the first request. Bytes of an earlier process are believed when their digest is right: the first thread
-verifies all of them, and a restore that needs one sooner verifies it itself.
+second thread does the same, at once, for objects that a reply's last frame waits for. A new engine adds what it finds
+to its tree before the first request. Bytes of an earlier process are used only if their digest is right: the first
+thread verifies all of them, and a restore that needs one sooner verifies it itself.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PIN = "pin"
 
 
 class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """An object's description: enough to find its place in a tree again. Segments bring their own items; a state lies where
-    segments lead, and brings all items where there are none."""
+    """An object's description: enough to find its place in a tree again. Segments bring their own items; a state lies
+    at the end of segments, and brings all its items where there are none."""
 
     namespace: str
     key: str
@@ -63,7 +63,7 @@ class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
     @property
     def own(self) -> Prompt | None:
-        """Its items; None: they make no sense."""
+        """Its items; None: they are invalid."""
         return Prompt.of_rows(np.frombuffer(self.items, "<i4"), self.media) if len(self.items) % 4 == 0 else None
 
     @property
@@ -75,7 +75,7 @@ class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a thread will write about an object, if it is still there by then."""
+    """What a thread will write about an object, if it still exists by then."""
 
     blob: weakref.ref[Blob]
     path: Prompt
@@ -151,11 +151,11 @@ class Ram:
     # keeping
 
     def on_segment(self, node: Node) -> None:
-        """Have the next engine find the segment that was laid at this node."""
+        """Records the segment at this node for the next engine."""
         self._notes.put(self.note_of_segment(node))
 
     def on_state(self, node: Node) -> None:
-        """Have the next engine find the state at this node."""
+        """Records the state at this node for the next engine."""
         self._notes.put(self.note_of_state(node))
 
     def note_of_segment(self, node: Node) -> Note:
@@ -193,7 +193,7 @@ class Ram:
         )
 
     def keep_now(self, notes: Sequence[Note], blobs: Sequence[Blob], done: Callable[[bool], None]) -> None:
-        """Have the next engine find these before anything else, then call ``done`` on another thread with whether it will
+        """Records these before anything else, then calls ``done`` on another thread with whether the next engine will
         find all of them. ``blobs`` are what the notes are about: they are held until then."""
 
         def keep() -> None:
@@ -204,7 +204,7 @@ class Ram:
         self._awaited.put(keep)
 
     def pin(self, node: Node) -> None:
-        """Evict it last, also in the next engine."""
+        """Evicts it last, also in the next engine."""
         if node.is_pinned:
             return
         pin(node)
@@ -236,7 +236,7 @@ class Ram:
             self._tree.unpinned(node)
 
     def keep_meanwhile(self, blobs: list[Blob]) -> None:
-        """Hold on to these until everything noted so far is there for the next engine."""
+        """Keeps these alive until everything noted so far is recorded for the next engine."""
         self._notes.put(blobs.clear)
 
     def require_sound(self, blob: Blob) -> None:
@@ -248,14 +248,14 @@ class Ram:
     # adopting what an earlier engine left
 
     def adopt(self) -> int:
-        """Hang everything that is found into the tree; returns how many objects that was."""
+        """Adds everything that is found to the tree; returns the number of objects."""
         whole = [(about, blob) for about, blob in map(_read, self.arena.found()) if about is not None]
         found = [(about, blob) for about, blob in whole if about.cut != PIN]
         ends = sorted({number for about, _ in whole for number in (about.n_start, about.n_items)})
         known: dict[str, Prompt] = {}
         for about, blob in sorted(found, key=lambda pair: (bool(pair[0].cut), pair[0].n_start, pair[0].n_items)):
             path = _path_of(about, known, ends)
-            if path is not None:  # else the way to it is not known any more
+            if path is not None:  # else its lineage is not known any more
                 self._lay(about, blob, path)
                 self.n_adopted += 1
         for about, blob in whole:
@@ -267,7 +267,7 @@ class Ram:
         return self.n_adopted
 
     def shrink(self, seconds_per_token: float) -> None:
-        """Evict the least valuable of what was found until the rest fits the budget; the memory goes back at once."""
+        """Evicts the least valuable of what was found until the rest fits the budget; the memory is freed at once."""
         tree, kind, budget = self._tree, self._kind, self.arena.budget_bytes
         resident: frozenset[int] = frozenset()
         while tree.ram_bytes > budget:
@@ -315,7 +315,7 @@ class Ram:
     # the thread
 
     def flush(self) -> None:
-        """Wait until everything noted so far is there for the next engine."""
+        """Waits until everything noted so far is recorded for the next engine."""
         for notes in (self._awaited, self._notes):
             done = threading.Event()
             notes.put(done.set)
@@ -388,7 +388,8 @@ def _read(found: Found) -> tuple[StateMeta | None, Blob]:
 
 
 def _path_of(about: StateMeta, known: dict[str, Prompt], ends: list[int]) -> Prompt | None:
-    """A prompt that leads through the object, found by the name of where it starts. Adds the names of all ends on it."""
+    """The prompt that passes through the object, found by the name of the object's start. Adds the names of all ends on
+    it."""
     if about.key in known:
         return known[about.key]
     above, own = known.get(about.start) if about.n_start else Prompt.of_tokens([]), about.own

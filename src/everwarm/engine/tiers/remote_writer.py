@@ -1,7 +1,7 @@
-"""From the tree to the remote store: decides what is worth its bytes to other servers.
+"""From the tree to the remote store: decides what is worth uploading for other servers.
 
-That is the point where the next turn of a conversation goes on, and the shared points above it. Everything else other
-servers can read again from there.
+Those are the point that the next turn of a conversation continues from, and the shared points above it. Other servers
+can prefill everything else from there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RemoteWriter:
         self.remote = RemoteTier(bucket, key, self._packing.fingerprint, is_sound, settings.wait_s)
 
     def offer(self, node: Node, *, is_hinted: bool) -> None:
-        """A turn has ended, and the next one will go on from this point. ``is_hinted``: at one of its own boundaries."""
+        """Offers the point that the next turn will continue from, after a turn has ended. ``is_hinted``: at one of its
+        own boundaries."""
         if not self.remote.is_on:
             return
         for point in self._points(node):
@@ -55,7 +56,7 @@ class RemoteWriter:
         return [n for n in found if is_worth_it(n, seconds, is_always=self._is_always)]
 
     def _parcel(self, node: Node, *, is_hinted: bool) -> Parcel | None:
-        """None: it is there already, or not all of it is here."""
+        """None: it is in the store already, or not all of it is here."""
         root, n = self._packing.root(node), node.n_items
         cells = {} if is_hinted else grid_points(n)
         named = keys(root, node.path, {n, *cells.values()})

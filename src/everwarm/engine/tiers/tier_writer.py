@@ -1,8 +1,8 @@
 """From the tree to the disk and the remote store: decides what of a finished turn is written. ``loader`` is the way back.
 
-A turn writes the KV that is new and one state, and the states of shared points once. Everything here may fail without harm:
-then a prompt is read again. The loop's thread decides and packs; a thread of its own opens the disk tier, tries it again
-while it is degraded, and hashes, writes and syncs. Where no tier is configured nothing is opened and nothing is written.
+A turn writes the KV that is new and one state, and the states of shared points once. Any failure here only means that a
+prompt is read again. The loop's thread decides and packs; a thread of its own opens the disk tier, tries it again while
+it is degraded, and hashes, writes and syncs. Where no tier is configured nothing is opened and nothing is written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, though o
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_DUE = 4096  # turns that wait for the disk to catch up
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
-FREE_SHARE = 0.8  # of the file system's free space, whatever the budget says
+FREE_SHARE = 0.8  # of the file system's free space, for any budget
 _MIB = 1 << 20
 
 Done = Callable[[], object]
@@ -54,11 +54,11 @@ Done = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """A conversation at the end of a turn: enough to know what the next one goes on from."""
+    """A conversation at the end of a turn: enough to know what the next one continues from."""
 
     end: Node
     stable: int | None
-    n_asked: int  # items of the request and its reply; what lies beyond was prewarmed
+    n_turn_items: int  # items of the request and its reply; later ones were prewarmed
     ended_at: float
 
     @classmethod
@@ -123,7 +123,7 @@ class TierWriter:
 
     @property
     def is_unsettled(self) -> bool:
-        """There may be something to write soon although no request comes."""
+        """Whether something may have to be written soon although no request comes."""
         is_well = self.degraded is None and not self._is_healing and not self._has_healed.is_set()
         return self.is_opening or self.is_behind or not is_well
 
@@ -158,7 +158,7 @@ class TierWriter:
         return shown
 
     def lag_s(self, now: float) -> float:
-        """How long ago the oldest turn ended that is not on disk yet."""
+        """The age of the oldest finished turn that is not on disk yet."""
         ends = [*(turn.ended_at for turn in self._due.values()), *list(self._writing.values())]
         return max(0.0, now - min(ends, default=now))
 
@@ -168,7 +168,7 @@ class TierWriter:
 
     @property
     def is_behind(self) -> bool:
-        """Too much waits to be written: turns stay in RAM until the disk has caught up."""
+        """Whether too much waits to be written: turns stay in RAM until the disk has caught up."""
         return self._n_sent - self._n_done > MAX_QUEUED
 
     # keeping
@@ -193,7 +193,7 @@ class TierWriter:
                 slot.archive_again()
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
-        """The same for a turn that ended a while ago, while other requests run: a busy engine is never idle."""
+        """Offers a turn that ended a while ago, while other requests run: a busy engine is never idle."""
         if self.is_opening or self.is_behind or not self._is_wanted:
             return
         for slot in slots:
@@ -206,7 +206,7 @@ class TierWriter:
         self._offer_due(now - OVERDUE_S)
 
     def note_end(self, slot: Slot, ended_at: float) -> None:
-        """A turn has ended and is in RAM: it is handed to the thread in time, also if its slot is needed again before."""
+        """A turn has ended and is in RAM: it will be offered in time, even if its slot is reused before."""
         if self._settings is not None:
             self._due.pop(slot.node.id, None)
             self._due[slot.node.id] = FinishedTurn.of(slot, ended_at)
@@ -242,8 +242,8 @@ class TierWriter:
             self._writer.save_lineage(slot.seq, node.lineage())
 
     def offer(self, slot: Slot) -> str | None:
-        """Write what the next turn will need of the slot's lineage, as far as it is not there yet; returns the name of the
-        object that makes it whole."""
+        """Writes what the next turn will need of the slot's lineage and is not stored yet; returns the name of the
+        object that completes it."""
         due = self._due.pop(slot.node.id, None)
         return self._offer(FinishedTurn.of(slot, slot.used_at if due is None else due.ended_at))
 
@@ -275,7 +275,7 @@ class TierWriter:
                 self._keep(disk, point)
 
     def keep_pinned(self, node: Node) -> None:
-        """Write the pin down, and the point itself if its state is in RAM."""
+        """Stores the pin, and the point itself if its state is in RAM."""
         if node.root().is_volatile:
             return
         self._jobs.put(self.pins.note(node))
@@ -286,7 +286,7 @@ class TierWriter:
     def _keep(self, disk: DiskTier, node: Node) -> str | None:
         """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
-            self._jobs.put(self.pins.note(pinned))  # this point is on the way there
+            self._jobs.put(self.pins.note(pinned))  # this point is part of its lineage
         segments = self._packing.segments(node)
         if segments is None:
             return None
@@ -311,7 +311,7 @@ class TierWriter:
         return name_of(state.header)
 
     def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
-        """Forget what lies on the way of a prompt after ``beyond`` items, and wait until it is gone from the disk."""
+        """Forgets the states of a prompt after ``beyond`` items, and waits until they are gone from the disk."""
         what = self.on_prompts(namespace, (prompt,), beyond)
         self.remote.forget(what)
         self.require_disk()
@@ -322,7 +322,8 @@ class TierWriter:
         return OnPrompts(root_key(self.fingerprint, namespace), prompts, beyond)
 
     def forget_now(self, what: Selection) -> Dropped:
-        """In every tier. On the disk's thread, as a job of ``after_all``: what is still on its way would come back."""
+        """Forgets in every tier. Runs on the disk's thread, as a job of ``after_all``: else a pending write would bring
+        it back."""
         return sum((tier.forget(what) for tier in self.tiers), Dropped())
 
     def require_disk(self) -> None:
@@ -338,11 +339,11 @@ class TierWriter:
         self._jobs.put(job)
 
     def _worth_writing(self, turn: FinishedTurn) -> Node | None:
-        """One point per turn: where the next turn is expected to go on from."""
+        """One point per turn: where the next turn is expected to continue."""
         end = turn.end
         lineage = end.lineage()
         if not self._context.kind.needs_checkpoints and lineage:
-            n_items = min(turn.stable or end.n_items, end.n_items, turn.n_asked)
+            n_items = min(turn.stable or end.n_items, end.n_items, turn.n_turn_items)
             return self._tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
         return _point(n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None)
 
@@ -355,7 +356,7 @@ class TierWriter:
         done.wait()
 
     def flush_all(self) -> None:
-        """The same, and everything offered to the remote store is there, too, if that answers in time."""
+        """The same, and waits for what was offered to the remote store, if that answers in time."""
         self.flush()
         if not self.remote.flush():
             log.warning("not everything was written to the remote store in time")
@@ -391,7 +392,8 @@ class TierWriter:
             del job  # and what it would write
 
     def _try(self, what: str, opens: Callable[[str], None], fingerprint: Callable[[], str]) -> str | None:
-        """Why it cannot be opened; None: it is open. Logged once for as long as the reason is the same."""
+        """Opens the tier; returns why it cannot be opened, None: it is open. A reason is logged once while it stays the
+        same."""
         try:
             self.fingerprint = self.fingerprint or fingerprint()
             opens(self.fingerprint)
@@ -463,7 +465,7 @@ class TierWriter:
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:
-    """Where the next turn will go on from: the last stable point, else the last checkpoint that was not prewarmed."""
+    """Where the next turn will continue: the last stable point, else the last checkpoint that was not prewarmed."""
     kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None]
     requested = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
     stable = [(n, kind) for n, kind in requested if kind is CutKind.STABLE]

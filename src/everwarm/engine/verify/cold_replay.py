@@ -1,4 +1,4 @@
-"""Reading a lineage cold, with the very chunks it was read with: the measure of exactness (E2)."""
+"""Reads a lineage cold, in the same chunks as it was read before: the measure of exactness (E2)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cold_state(
     tick: Callable[[int], None] = lambda _: None,
     images: ImageCache | None = None,
 ) -> Blob:
-    """The state after reading ``prompt`` so; the sequence stays where it is."""
+    """The state after reading ``prompt`` in these chunks; the sequence is kept."""
     while chunks and chunks[-1][0] == SEATED:  # the capture below seats it
         chunks = chunks[:-1]
     replay(context, seq, prompt, chunks, tick, images)

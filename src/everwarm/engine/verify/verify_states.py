@@ -1,11 +1,11 @@
-"""Are the states on disk what a cold reading gives? Replays them in a context of their own and compares.
+"""Checks whether the states on disk equal a cold reading: replays them in a context of their own and compares.
 
-A clean state must have the very bytes of a cold reading in the same chunks (E2), and so must KV of the same clean reading.
-Any other is compared by what the model would say next. Bits depend on how the model was opened, so a state that differs is
-tried in every way that engines of its folder are known to have used.
+A clean state must have the same bytes as a cold reading in the same chunks (E2), and so must KV of the same clean
+reading. Any other is compared by the logits of the next token. Bits depend on how the model was opened, so a state that
+differs is tried in every way that engines of its folder are known to have used.
 
-A state is loaded from disk with all its KV. Nothing in a file is believed: parts that do not fit together are
-``Damaged`` before libllama sees any of them.
+A state is loaded from disk with all its KV. No file is trusted: parts that do not fit together are ``Damaged`` before
+libllama sees any of them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Items and the chunks to read them in; ``clean``: they were read so alone, and gave the same bytes."""
+    """Items and the chunks to read them in; ``clean``: they were read alone in the context, so a replay must give the
+    same bytes."""
 
     codes: Codes
     chunks: Chunks
@@ -116,7 +117,7 @@ def _load_part(thing: Object, at: int, reach: int, codes: Codes, n_vocab: int) -
 
 
 def is_plausible(lineage: Lineage) -> bool:
-    """Whether a context may be made as large as these say they are."""
+    """Whether a context of the size that these claim may be opened."""
     head = lineage.state.header
     reaches_inside = all(0 < reach <= head.n_items for reach in head.reaches)
     return reaches_inside and all(_has_items(thing.header) for thing in (lineage.state, *lineage.kv))
@@ -142,7 +143,7 @@ def _codes(reader: ObjectReader, n_vocab: int) -> Codes:
 
 
 def reading_of(stored: Stored, n_batch: int) -> Reading:
-    """As the state was read; where it does not say, as the last of its KV was; else in the largest chunks there are."""
+    """The chunks that the state was read in; if it does not say, those of its last KV; else the largest ones."""
     chunks = stored.head.chunks or ()
     if _leads_to(chunks, stored.n_items):
         return Reading(stored.codes, chunks, stored.head.clean)
@@ -170,7 +171,7 @@ def n_chunk_of(lineage: Lineage) -> int:
 
 
 def n_cells_of(lineage: Lineage) -> int:
-    """How much room it takes to bring it back and to read it again, with one more item behind it."""
+    """The cells needed to restore it and to read it again, with one more item after it."""
     head = lineage.state.header
     n, at = head.n_items, 0
     for kv, reach in zip(lineage.kv, head.reaches, strict=False):
@@ -268,14 +269,14 @@ def replay_states(opening: Opening, lineages: Sequence[Lineage], tick: Tick) -> 
 
 
 def _require_same_model(opening: Opening, model: Model, way: Way) -> None:
-    """Otherwise nothing was found out about any state."""
+    """Fails if the model file changed: then the findings mean nothing."""
     own = state_fingerprint(model.fingerprint, way.context, model.rope_limit, os.environ)
     if own != opening.fingerprint or not model.files.is_right():
         raise BadRequest(f"{opening.path} was changed while its states were read again; try again")
 
 
 def _doubted(finding: Finding) -> Finding:
-    """Other bytes prove nothing where it is not known how the model was opened."""
+    """Different bytes prove nothing if it is not known how the model was opened."""
     if finding.verdict != "differs":
         return finding
     return replace(finding, verdict="close", why="how its model was opened is not known")
@@ -304,7 +305,7 @@ def _options(way: Way, model: Model, lineages: Sequence[Lineage]) -> ContextOpti
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What a sequence holds at a point: its state, the digests of its KV by parts, and what it makes the model say."""
+    """What a sequence holds at a point: its state, the digests of its KV by parts, and the next logits."""
 
     state: Blob | None
     kv: list[str]
@@ -401,11 +402,11 @@ class Report:
     findings: tuple[Finding, ...]
     not_replayed: str  # why no state was read again; "": they were
     n_left: int  # states that could have been read again, beyond the limit
-    not_put_aside: str = ""  # why what is wrong lies where it was; "": it does not
+    not_put_aside: str = ""  # why wrong objects were not moved to quarantine; "": they were
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """What no engine should ever use."""
+        """The names of the objects that no engine should use."""
         lost = (broken.path.name for broken in self.broken if broken.is_lost)
         return (*lost, *(finding.name for finding in self.findings if finding.is_wrong))
 

@@ -65,7 +65,7 @@ class Anthropic:
                 text=submit.text,
                 add_special=submit.add_special,
                 marker=submit.marker,
-                pictures=submit.pictures,  # without pixels
+                images=submit.images,  # without pixels
                 namespace=submit.namespace,
             )
         return json_response({"input_tokens": n_tokens})

@@ -54,7 +54,7 @@ def weights(data: Data) -> Iterator[Weight]:
     for at in range(0, len(whole), SLICE_BYTES):
         part = whole[at : at + SLICE_BYTES]
         n_base64 = _n_base64(part)
-        if n_base64 == len(part) and inside and not escaped:  # the midst of a picture
+        if n_base64 == len(part) and inside and not escaped:  # the midst of an image
             yield Weight(0, n_base64)
             continue
         quotes, escaped = _quotes(part, escaped)

@@ -79,7 +79,7 @@ class ImageLoader:
         self._fetcher = fetcher or (ImageDownloader(remote) if remote else None)
         self._decoding = Gate(self.limits.n_children, self.limits.max_waiting)
         self._fetching = Gate(_N_FETCHES, self.limits.max_waiting)
-        self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-pictures")
+        self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-images")
         self._idle: list[DecoderProcess] = []
         self._busy: set[DecoderProcess] = set()
         self._flights: dict[
@@ -136,7 +136,7 @@ class ImageLoader:
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight()
-            flight.task = asyncio.create_task(self._fly(flight, key, data), name="everwarm-picture")
+            flight.task = asyncio.create_task(self._fly(flight, key, data), name="everwarm-image")
         try:
             return await flight.awaited()
         finally:

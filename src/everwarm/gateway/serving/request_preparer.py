@@ -209,7 +209,7 @@ def _submit(
         wants_progress=bool(body.return_progress),
         wants_diagnostics=bool(body.prompt_cache_diagnostics),
         marker=marker,
-        pictures=images,
+        images=images,
         constraint=constraint,
     )
 

@@ -26,7 +26,7 @@ _NAMED = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(<[
 
 
 def grammar_of(constraint: Constraint, names: NamedTokens) -> str:
-    """Raises whatever parsing the constraint's text raises."""
+    """Raises what parsing the constraint's text raises."""
     body = _body(constraint, names)
     if constraint.thought is None:
         return json.dumps({"grammars": [body]})

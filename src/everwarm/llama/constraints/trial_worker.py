@@ -41,7 +41,7 @@ class _ByteTokenizer:
 def try_out(constraint: Constraint, names: NamedTokens, tokenizer: LLTokenizer) -> TrialResult:
     try:
         grammar = grammar_of(constraint, names)
-    except Exception as error:  # noqa: BLE001 - whatever the parser raises, the text is at fault
+    except Exception as error:  # noqa: BLE001 - any error of the parser is the fault of the text
         return TrialResult(error=f"{type(error).__name__ if not str(error) else error}"[:_MAX_ERROR_CHARS])
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     matcher.compute_bitmask()  # some fail only at the first token

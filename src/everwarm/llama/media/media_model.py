@@ -132,7 +132,7 @@ class MediaModel(Closing):
         self.begin, self.end = self._text_of(self._before), self._text_of(self._after)
 
     def _probe(self, prefix: str) -> MediaShape:
-        """What an image takes behind this text, and on the way what the projector's own rule puts around it."""
+        """The shape of an image after this text, and the tokens that the projector puts around it."""
         expected = self._model.vocab.tokenize(prefix, add_special=False, parse_special=True).tolist()
         with self._chunks(_PROBE, _PROBE, None, prefix.encode()) as chunks:
             before, image, after = self._parts(chunks)

@@ -52,7 +52,7 @@ def loaded_runtime(maps: Path = Path("/proc/self/maps")) -> Runtime | None:
 
 
 def runtime_of(cdll: Any) -> Runtime:
-    """By the names that the CUDA runtime has for them."""
+    """Looks up the functions by their names in the CUDA runtime."""
     register = cdll.cudaHostRegister
     unregister = cdll.cudaHostUnregister
     last_error = cdll.cudaGetLastError

@@ -190,7 +190,8 @@ class _Reader:
         self._skip(at - self._at)
 
     def _tensors(self, n_tensors: int, alignment: Value | None) -> int:
-        """How many numbers they have. A copy that was broken off has all of the header, and less data than that says."""
+        """How many values the tensors have. An interrupted copy has the whole header, and less data than it
+        announces."""
         last = n_params = 0
         for _ in range(n_tensors):
             self._skip(self._number("Q"))  # the name
@@ -236,7 +237,7 @@ class _Reader:
         return taken
 
     def _need(self, length: int) -> None:
-        """So many bytes are in the buffer, from where the reader is."""
+        """Fills the buffer with at least so many bytes from the reader's place."""
         if self._at + length <= len(self._buffer):
             return
         here = self._start + self._at

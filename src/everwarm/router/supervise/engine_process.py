@@ -72,7 +72,7 @@ class Stderr:
         self._lines.extend(line.decode("utf-8", "replace") for line in lines)
         shown = (_as_json(line) if is_json and not line.startswith(b"{") else line for line in lines)
         data = b"".join(line + b"\n" for line in shown)
-        with contextlib.suppress(OSError):  # this process's standard error is closed: the engine must go on
+        with contextlib.suppress(OSError):  # this process's standard error is closed: the engine must continue
             while data:
                 data = data[os.write(_STDERR, data) :]
 
@@ -101,7 +101,7 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._step_age_s: float | None = None  # of the running step, as the engine last told it
+        self._step_age_s: float | None = None  # of the running step, as the engine last reported
         self._kill_reason = ""
 
     @property
@@ -121,7 +121,7 @@ class EngineProcess:
         self._socket = ours
 
     async def run(self, opening: m.Open, on_message: OnMessage) -> Ending:
-        """Have the started process open a model, pass its messages on, and tell how it ended."""
+        """Have the started process open a model, pass its messages on, and return how it ended."""
         assert self._process is not None and self._socket is not None, "start it first"
         with self._socket:
             reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 20)
@@ -156,11 +156,11 @@ class EngineProcess:
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def stop(self, wait_s: float) -> None:
-        """Wait for a process that was told to stop, then kill it."""
+        """Waits for a process that has got ``Stop``, then kills it."""
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), wait_s)
-            self.kill("it did not stop when told to")
+            self.kill("it did not stop in time")
 
     async def _listen(self, reader: asyncio.StreamReader, on_message: OnMessage) -> str:
         """Messages until the connection ends; returns a reason if one is known."""
@@ -171,7 +171,7 @@ class EngineProcess:
                     if isinstance(body, m.Failed):
                         log.error("the engine's answer to %d is skipped: %s", body.id, body.message)
                     message = body if isinstance(body, m.Failed) else m.read_to_gateway(body)
-                    self.heartbeat.heard()
+                    self.heartbeat.note_message()
                     if isinstance(message, m.Beat):
                         self._step_age_s = message.step_age_s
                     await on_message(message)

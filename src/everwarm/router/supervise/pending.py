@@ -1,4 +1,4 @@
-"""Requests that an engine has not answered yet, and what becomes of them when it dies.
+"""Requests that an engine has not answered yet, and what happens to them when it dies.
 
 A request that has streamed nothing is sent again to the next engine, a limited number of times: a request that kills every
 engine ends at its second. Knows frames and queues; knows no process.

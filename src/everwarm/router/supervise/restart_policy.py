@@ -21,7 +21,7 @@ from everwarm.memory_limits import ADDRESS_SPACE, MemoryLimit
 MAX_DEATHS = 5
 JITTER = 0.25  # of a wait: servers that failed together do not all try at once
 MOST_REQUEST_GAP_S = 5.0  # a request starts a failed model at once, but not more often than this
-FREE_TRIES = 3  # of a model whose engine told why it cannot be served: a request starts it again without a wait
+FREE_TRIES = 3  # of a model whose engine reported why it cannot be served: a request starts it again without a wait
 _MIB = 1 << 20
 _MOST_DOUBLINGS = 16
 
@@ -34,7 +34,7 @@ class RestartLimits:
     silent_s: float = 6.0  # no beat for so long: killed
     start_s: float = 60.0  # the same before the first one: a cold disk is slow
     step_s: float = 900.0  # one decode step for so long: killed
-    steady_s: float = 60.0  # ready for so long: what it died of before is forgotten
+    steady_s: float = 60.0  # after being ready this long, earlier deaths are forgotten
     first_back_off_s: float = 0.1
     most_back_off_s: float = 5.0
     first_retry_s: float = 1.0  # after giving up
@@ -69,7 +69,7 @@ class RestartHistory:
 
     @property
     def back_off_s(self) -> float:
-        """Until the next life; the first one comes soon."""
+        """Seconds until the next start; the first one comes soon."""
         return _doubled(self.limits.first_back_off_s, self.n_in_row, self.limits.most_back_off_s)
 
     def give_up(self) -> None:
@@ -77,7 +77,7 @@ class RestartHistory:
         self.n_in_row = 0
 
     def retry_s(self, chance: float) -> float:
-        """Until the next try after giving up; ``chance`` from 0 to 1 spreads it."""
+        """Seconds until the next try after giving up; ``chance`` from 0 to 1 spreads it."""
         wait_s = _doubled(self.limits.first_retry_s, self.n_given_up, self.limits.most_retry_s)
         return min(self.limits.most_retry_s, wait_s * (1 + JITTER * (2 * chance - 1)))
 
@@ -133,7 +133,7 @@ _SIGNALS = {
     signal.SIGILL: "this CPU lacks an instruction that libllama was built with; use a build for this machine",
     signal.SIGFPE: "a fault in libllama or a driver",
     signal.SIGABRT: "libllama gave up; the log has its last words",
-    signal.SIGKILL: "somebody killed it; if it was the kernel, its log says so",
+    signal.SIGKILL: "it was killed; if the kernel did it, its log says so",
 }
 
 
@@ -199,7 +199,7 @@ class Heartbeat:
     _n_late: int = 0
     _step_age_s: float | None = None
 
-    def heard(self) -> None:
+    def note_message(self) -> None:
         self.silent_s = 0.0
         self._n_late = 0
         self.has_spoken = True

@@ -51,7 +51,7 @@ class RamMemory:
         self._must_clear = False
 
     def prepare(self) -> None:
-        """For the next engine; call it while no process has the file mapped."""
+        """Prepares the file for the next engine; call it while no process has the file mapped."""
         if self._must_clear:
             os.ftruncate(self.fd, 0)
             self._must_clear = False
@@ -69,7 +69,7 @@ class RamMemory:
         self.shrunk_to = self.budget_bytes = half
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -113,12 +113,12 @@ class Supervisor:
         self.last_failure: str | None = None  # the last reason why it was not ready, until it is again
         self.last_restart: str | None = None  # why the engine was last started again
         self.n_restarts = 0
-        self.load: m.Beat | None = None  # what the engine last told about its work
+        self.load: m.Beat | None = None  # what the engine last reported about its work
         self.loaded = 0.0  # how much of the model
         self.load_s: float | None = None  # how long the last load took
         self.deaths = RestartHistory(self._limits)
         self.died_of: Counter[Cause] = Counter()
-        self.gave_reason = False  # whether the engine itself told why the model cannot be served
+        self.gave_reason = False  # whether the engine itself reported why the model cannot be served
         self._is_outdated = False  # a file of the model was overwritten, and the engine ends because of that
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -159,7 +159,7 @@ class Supervisor:
         return self._memory.shrunk_to
 
     def start(self) -> None:
-        """Also again, after it was stopped or given up: what was kept in RAM is still there."""
+        """Starts the engine, also again after it was stopped or given up: the RAM tier is still there."""
         assert self._is_over, f"it is {self.state.value} already"
         self.state = State.STARTING
         self.reason = None
@@ -180,7 +180,7 @@ class Supervisor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def wait_ready(self) -> m.ModelInfo:
-        """Wait until the model is known; EngineStopped with the reason if it never will be."""
+        """Waits until the model is loaded; EngineStopped with the reason if it never will be."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.info is not None or self._is_over)
         if self.info is None or self._is_over:
@@ -188,7 +188,7 @@ class Supervisor:
         return self.info
 
     async def stop(self, grace_s: float) -> None:
-        """Let what runs finish within ``grace_s``, then stop the process and wait for it."""
+        """Lets running requests finish within ``grace_s``, then stops the process and waits for it."""
         deadline = time.monotonic() + grace_s
         while self._pending and time.monotonic() < deadline and not self._is_over:
             await asyncio.sleep(0.02)
@@ -205,7 +205,7 @@ class Supervisor:
             await self.ended()
 
     def forget(self) -> None:
-        """Give back the memory of the RAM tier."""
+        """Frees the memory of the RAM tier."""
         self._memory.close()
 
     # requests
@@ -217,7 +217,7 @@ class Supervisor:
         it for as long as the request lasts."""
         has_begun = False
         message: m.ToGateway | None = None
-        if lend is None or self._images.knows(submit.namespace, submit.pictures):
+        if lend is None or self._images.knows(submit.namespace, submit.images):
             with self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id())) as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
@@ -227,16 +227,16 @@ class Supervisor:
                     yield message
                 else:
                     return
-        assert lend is not None, "pixels are asked for only where there are some"
+        assert lend is not None, "the engine requests pixels only if the prompt has images"
         message = None
-        async with lend() as pictures:
-            opened = self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id(), pictures=pictures))
-            del pictures  # from here on only the frame holds the pixels
+        async with lend() as images:
+            opened = self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id(), images=images))
+            del images  # from here on only the frame holds the pixels
             with opened as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
                     if isinstance(message, m.TextPiece | m.Done):
-                        self._images.add(submit.namespace, submit.pictures)
+                        self._images.add(submit.namespace, submit.images)
                     if not (has_begun and isinstance(message, m.Begun)):
                         yield message
 
@@ -249,7 +249,7 @@ class Supervisor:
         return message.data
 
     def tell(self, message: m.Prewarm) -> None:
-        """Send something that needs no answer and may be lost."""
+        """Sends a message that needs no answer and may be lost."""
         with contextlib.suppress(FrameTooLarge):
             self._write(m.frame(message))
 
@@ -387,13 +387,13 @@ class Supervisor:
 
 
 class KnownImages:
-    """Which images the engine has seen, by namespace: it does not use what it knows of others."""
+    """Which images the engine has seen, by namespace: a namespace cannot use the images of others."""
 
     def __init__(self) -> None:
         self._digests: NamespacedLru[bool] = NamespacedLru(MAX_KNOWN_IMAGES)
 
     def knows(self, namespace: str, images: Sequence[m.SentImage]) -> bool:
-        """Whether it has seen all of them."""
+        """Whether the engine has seen all of them."""
         return all(self._digests.get(namespace, image.digest) for image in images)
 
     def add(self, namespace: str, images: Sequence[m.SentImage]) -> None:

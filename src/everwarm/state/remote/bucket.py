@@ -1,4 +1,5 @@
-"""Where shared objects lie: an S3-compatible store, a folder, or this process's memory, by URL. Only this knows obstore.
+"""Where shared objects are stored: an S3-compatible store, a folder, or this process's memory, by URL. Only this knows
+obstore.
 
 Raises ``FileNotFoundError`` for what is not there, ``StoreFault`` for everything else a store may do, and ``TimeoutError``
 when that takes too long. Knows no objects and no keys.

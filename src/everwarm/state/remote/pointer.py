@@ -46,7 +46,7 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """Of the state."""
+        """The name of the state."""
         return state_name(self.key)
 
     @property
@@ -57,7 +57,7 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return right and named and len(self.key) == 64 and self.n_items > 0
 
     def n_bytes(self, n_kv: int) -> int:
-        """To fetch, if the KV of so many items is here already."""
+        """Bytes to fetch, if the KV of the first items is here already."""
         return self.size + sum(need.size for need in self.needs if need.reach > n_kv)
 
 
@@ -128,13 +128,13 @@ _LENGTH = struct.Struct("<Q")
 
 class Mac:
     def __init__(self, key: bytes, fingerprint: str) -> None:
-        """``key`` is used as it is; what is made of it for one purpose says nothing about another."""
+        """``key`` is used as it is; the keys derived from it for different purposes are independent."""
         self._key = _derived(key, "everwarm remote objects 1: seal")
         self._fingerprint = fingerprint.encode()
         self.key_id = _derived(key, "everwarm remote objects 1: name of the key").hex()[:16]
 
     def of(self, name: str, size: int, head: bytes | memoryview) -> bytes:
-        """For an object of ``size`` bytes, of which ``head`` says what all others are."""
+        """The MAC of an object of ``size`` bytes, whose ``head`` holds the digests of all other bytes."""
         hasher = blake3.blake3(key=self._key)
         for part in (name.encode(), self._fingerprint):
             hasher.update(_LENGTH.pack(len(part)) + part)

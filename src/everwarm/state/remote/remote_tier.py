@@ -8,9 +8,9 @@ is a miss. One thread talks to the store, another hashes what is written. A call
 does not answer, and only one does: then the circuit breaker opens, until a trial in the background succeeds. Knows no tree
 and no libllama.
 
-After a failure the store is not asked until a trial in the background succeeds (``CircuitBreaker``). All pieces of an
-object are requested at once and come in any order (``Download``); reading a section waits for the pieces it needs,
-and no longer than ``patience_s``. The MAC is checked before anything of the header is believed.
+After a failure no request is sent until a trial in the background succeeds (``CircuitBreaker``). All pieces of an
+object are requested at once and come in any order (``Download``); reading a section waits for the pieces it needs, and
+no longer than ``patience_s``. The MAC is checked before the header is used.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class CircuitBreaker:
     _open_s: float = FIRST_OPEN_S
 
     def failed(self, *, slowly: bool, luck: float) -> float | None:
-        """A request failed. Returns the seconds until the first trial; None: go on. ``luck`` is random, from 0 to 1."""
+        """A request failed. Returns the seconds until the first trial; None: keep using the store. ``luck`` is random,
+        from 0 to 1."""
         self.n_failures += 1
         if self.is_open or not (slowly or self.n_failures >= MOST_FAILURES):
             return None
@@ -285,11 +286,11 @@ class RemoteTier:
         return None
 
     def note_declined(self) -> None:
-        """What was found is not worth fetching."""
+        """Records that what was found is not worth fetching."""
         self.counts.n_misses += 1
 
     def answers_within(self, seconds: float) -> bool:
-        """Whether a state can be expected in less than that: finding it and fetching it are a round trip each."""
+        """Whether a state can be expected within this time: finding it and fetching it take a round trip each."""
         return not self.breaker.is_open and seconds > 2 * self.answer_s
 
     async def _get(self, name: str, start: int, stop: int, more_s: float = 0.0) -> tuple[memoryview, int] | None:
@@ -318,8 +319,8 @@ class RemoteTier:
 
     @contextlib.contextmanager
     def fetching(self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> Iterator[RemoteFetch]:
-        """The objects of a state, without KV of its first ``n_kv`` items; those that are ``nearer`` are read there. At the
-        end what has not come is not waited for."""
+        """The objects of a state, without KV of its first ``n_kv`` items; those that are ``nearer`` are read there. On
+        leaving, pending downloads are not waited for."""
         fetch = RemoteFetch(self, pointer, n_kv, patience_s, nearer)
         try:
             yield fetch
@@ -359,7 +360,7 @@ class RemoteTier:
     # writing
 
     def has(self, name: str) -> bool:
-        """Whether it is there, as far as this process knows."""
+        """Whether the store has it, as far as this process knows."""
         return self._known.get(name, 0.0) > time.monotonic()
 
     def offer(self, parcel: Parcel) -> bool:
@@ -385,7 +386,8 @@ class RemoteTier:
             log.error("a turn was not shared", exc_info=error)
 
     def flush(self, seconds: float = FLUSH_S) -> bool:
-        """Wait until everything offered is there or was given up: not for ever, and not long for a store that is dead."""
+        """Waits until everything offered is stored or was given up: for a limited time, and briefly if the store is
+        down."""
         with self._lock:
             left = set(self._writing)
         now = alive = time.monotonic()
@@ -461,14 +463,14 @@ class RemoteTier:
             self.counts.n_bytes_written += size
 
     def forget(self, what: Selection) -> Dropped:
-        """Begin to drop states, as far as this process has announced them. KV may be another server's and stays."""
+        """Starts to drop the states that this process has announced. KV may belong to other servers and stays."""
         with self._lock, contextlib.suppress(StoreFault):
             before = [asyncio.wrap_future(future, loop=self._loop) for future in self._writing]
             self._later(self._forget(what, before), 0)
         return Dropped()
 
     def _chosen(self, what: Selection) -> set[str]:
-        """Lineages; some may not be announced."""
+        """The lineages to forget; some may not be announced."""
         match what:
             case OnPrompts():
                 return what.keys(n_items for n_items, _, _ in self._announced.values())
@@ -529,7 +531,7 @@ class RemoteTier:
 
 
 class RemoteFetch:
-    """A state and its KV on their way: everything that is not nearer is requested at once."""
+    """The download of a state and its KV: everything that no nearer tier has is requested at once."""
 
     def __init__(
         self, remote: RemoteTier, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource

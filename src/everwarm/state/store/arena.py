@@ -5,7 +5,7 @@
 Extents are handed out as arrays: a state is captured into one and restored out of it without another copy. An extent is
 free again when its array is garbage. A kept object has a row with the digests of its bytes and of its description; the
 row is valid from its last word on, so a process that is killed leaves whole objects or none. The next process that maps
-the file scans the rows, checks every number, and believes bytes only when their digest is right. Knows no tree.
+the file scans the rows, checks every number, and uses bytes only if their digest is right. Knows no tree.
 
 The first part, as large as the budget, may be held in place for a device that copies by physical address. No extent lies
 across its end (the fence): such a copy is from inside or from outside.
@@ -57,7 +57,7 @@ class Extent:
     room: int
     ref: weakref.ref[Blob]
     row: int | None = None
-    about: tuple[int, int] | None = None  # where that lies, and its room
+    about: tuple[int, int] | None = None  # where the description lies, and its capacity
     doubt: bytes | None = None  # the digest its bytes must have, until they are verified
 
 
@@ -70,14 +70,14 @@ class Found:
 
 
 class Arena:
-    """Hands out arrays from any thread. With no room left they come from the process's own memory: then they do not
-    outlive it, and nothing else changes."""
+    """Hands out arrays from any thread. With no room left they come from the process's own memory, and do not outlive
+    it."""
 
     def __init__(self, fd: int, owner: str, budget_bytes: int | None, default_budget: int) -> None:
-        """``owner`` says what the states in it depend on: those of another are forgotten. Without a budget of its own it
-        keeps the one it had, so that a process started beside a full arena does not take that for a full machine. With a
-        smaller one the file is cut; objects in the part that is left are found, and those that do not fit are dropped when
-        they are adopted."""
+        """``owner`` names what the states in it depend on: states of another owner are forgotten. Without a budget of
+        its own it keeps the one it had, so that a process started beside a full arena does not take that for a full
+        machine. With a smaller one the file is cut; objects in the part that is left are found, and those that do not
+        fit are dropped when they are adopted."""
         self._lock = threading.Lock()
         self._alive: dict[int, Extent] = {}
         self._dead: collections.deque[Extent] = collections.deque()
@@ -95,7 +95,7 @@ class Arena:
         else:
             self.budget_bytes = default_budget if budget_bytes is None else budget_bytes
             size = _size_for(self.budget_bytes)
-            os.ftruncate(fd, 0)  # whatever was there is gone
+            os.ftruncate(fd, 0)  # discards earlier content
         os.ftruncate(fd, size)
         self._fence = min(_paged(FIRST_EXTENT + self.budget_bytes), size)
         self._map = mmap.mmap(fd, size)
@@ -108,7 +108,7 @@ class Arena:
         write_super(self._map, Super(size, self.budget_bytes, name))
 
     def hand_to(self, owner: str) -> None:
-        """What is kept here is recognised by another name from now on."""
+        """Changes the owner by which the next process recognises what is kept here."""
         write_super(self._map, Super(len(self._map), self.budget_bytes, _name_of(owner)))
 
     @classmethod
@@ -126,7 +126,7 @@ class Arena:
     # handing out
 
     def place(self, n_bytes: int) -> Blob:
-        """A new array, to be filled by the caller."""
+        """Allocates an array, to be filled by the caller."""
         with self._lock:
             self._reap()
             at = self._take(n_bytes)
@@ -136,8 +136,8 @@ class Arena:
         return self._hand_out(at, n_bytes)
 
     def lend(self, n_bytes: int) -> Blob:
-        """An array for something that only passes through: of the part that is held if there is room, else of the process's
-        own memory, which the system finds sooner than the file's."""
+        """A temporary array: from the held part if there is room, else from the process's own memory, which is
+        allocated faster than the file's."""
         with self._lock:
             self._reap()
             at = self._take(n_bytes, self._fence) if self._is_held else None
@@ -150,7 +150,7 @@ class Arena:
         return blob
 
     def _let_go(self, at: int) -> None:
-        """Runs whenever the last holder lets go, perhaps in the middle of anything: so it takes no lock."""
+        """Runs when the last holder releases an array, at any moment: so it takes no lock."""
         extent = self._alive.pop(at, None)
         if extent is None:
             return
@@ -165,8 +165,8 @@ class Arena:
     # keeping
 
     def keep(self, blob: Blob, about: bytes, max_threads: int = 1) -> bool:
-        """From now on the next process finds this object, with its description. False: it lies outside, or there is no room
-        for the description. Two threads may do this for the same object: one of them writes its row."""
+        """Records this object and its description for the next process. False: it lies outside the arena, or there is
+        no room for the description. Two threads may do this for the same object: one of them writes its row."""
         extent = self._extent(blob)
         if extent is None or len(about) > MAX_ABOUT or not self.is_sound(blob):
             return False
@@ -190,7 +190,7 @@ class Arena:
 
     @property
     def n_rows_left(self) -> int:
-        """How many objects more can be kept."""
+        """How many more objects can be kept."""
         return len(self._empty_rows)
 
     def has(self, blob: Blob) -> bool:
@@ -202,7 +202,7 @@ class Arena:
         return extent is not None and extent.row is not None
 
     def found(self) -> Iterator[Found]:
-        """What an earlier process kept, once. Whatever of it is not taken up is forgotten."""
+        """What an earlier process kept, once. What is not adopted is forgotten."""
         while self._found:
             yield self._found.pop()
 
@@ -213,7 +213,7 @@ class Arena:
                 self.is_sound(found.blob)
 
     def is_sound(self, blob: Blob) -> bool:
-        """Whether the bytes are what they were when they were kept. Takes time once for each object found."""
+        """Whether the bytes are unchanged since they were kept. Takes time once for each object found."""
         extent = self._extent(blob)
         doubt = None if extent is None else extent.doubt  # another thread may be looking as well
         if extent is None or doubt is None:
@@ -224,7 +224,7 @@ class Arena:
         return True
 
     def doubt(self, blob: Blob, digest: str) -> bool:
-        """These bytes come from elsewhere: they are verified before they are used, not now. False: the array lies outside,
+        """Marks bytes from elsewhere, to be verified before they are used. False: the array lies outside the arena,
         where nothing verifies it later."""
         extent = self._extent(blob)
         if extent is None or not _DIGEST.fullmatch(digest):
@@ -271,7 +271,7 @@ class Arena:
             self.n_used += room
 
     def trim(self) -> None:
-        """Give the system back all memory in which nothing lies, also what an earlier process left behind."""
+        """Returns all unused memory to the system, also what an earlier process left behind."""
         with self._lock:
             self._reap()
             if not self._is_held:
@@ -280,21 +280,21 @@ class Arena:
                 self._n_warm = 0
 
     def close(self) -> None:
-        """Let go of the memory as soon as all arrays of it are garbage. What is kept stays in the file."""
+        """Releases the memory as soon as all its arrays are garbage. What is kept stays in the file."""
         self._found.clear()
         self._alive.clear()
 
     # holding
 
     def hold(self) -> Blob:
-        """The part before the fence. Its pages stay where they are until ``release``: to give one back would leave the
-        device with the old one."""
+        """The part before the fence. Its pages stay where they are until ``release``: the device would still use the
+        old page if one were freed."""
         with self._lock:
             self._is_held = True
         return np.frombuffer(self._map, np.uint8, self._fence)
 
     def release(self) -> None:
-        """The device holds the pages no longer; those in which nothing lies go back to the system."""
+        """The device no longer uses the pages; unused ones are returned to the system."""
         with self._lock:
             self._is_held = False
             for at, room in self._free:
@@ -315,8 +315,8 @@ class Arena:
         return at
 
     def _hole(self, room: int, stop: int | None = None) -> int | None:
-        """Where so much fits: the tightest hole of the part that is held, so that large ones stay large, else the first.
-        What lies low was used before, and the system has memory there already."""
+        """Where an extent of this size fits: the tightest hole of the held part, so that large ones stay large, else
+        the first hole. Low addresses were used before, so the system has pages there already."""
         if self._is_held:
             inside = [(size, i) for i, (at, size) in enumerate(self._free) if at < self._fence and size >= room]
             if inside:

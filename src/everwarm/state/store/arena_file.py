@@ -1,4 +1,4 @@
-"""The memory file of the RAM tier as far as its first page tells: made by the gateway, filled and read by ``arena``.
+"""The memory file of the RAM tier and its first page: made by the gateway, filled and read by ``arena``.
 
     page 0: magic · version · file size · budget · owner      rows: which extents are kept objects      extents
 

@@ -2,9 +2,9 @@
 
     STATE_DIR/<model>/lock · index.sqlite · pins.json · state-….ew · kv-….ew
 
-The files are the truth; the index (SQLite, WAL) only remembers what they say and how they were used, and is rebuilt from
-them whenever it is missing, damaged or behind. One process at a time holds a model's directory. Every failure is a miss:
-the tier says that it is degraded and goes on. Knows no tree and no libllama.
+The files are authoritative; the index (SQLite, WAL) only records their content and how they were used, and is rebuilt
+from them whenever it is missing, damaged or behind. One process at a time holds a model's directory. Every failure is a
+miss: the tier reports that it is degraded and continues. Knows no tree and no libllama.
 
 Pins lie in a small durable file of their own, because the index may be thrown away. A pin names a lineage, whether or
 not a state of it is kept, and the points on the way there, which stay with it. A file that cannot be decoded counts
@@ -72,7 +72,7 @@ class Pins:
         self._path = path
         self._files = files
         self._by_key: dict[str, Pin] = {}
-        self.marked: frozenset[Point] = frozenset()  # points whose states go last
+        self.marked: frozenset[Point] = frozenset()  # points whose states are evicted last
         self.trouble: OSError | None = None  # why the file could not be read: it is tried again before it is written
         try:
             self._read()
@@ -87,7 +87,8 @@ class Pins:
         return tuple(self._by_key.values())
 
     def put(self, pin: Pin) -> bool:
-        """False: it is there already, or there are too many. Raises ``OSError``: it will not outlive this process."""
+        """Adds a pin. False: it exists already, or there are too many. Raises ``OSError``: it will not outlive this
+        process."""
         if self.trouble is not None:
             self._read()
         pin = msgspec.structs.replace(pin, above=pin.above[-MAX_ABOVE:])
@@ -100,7 +101,7 @@ class Pins:
         return True
 
     def remove(self, keys: Collection[str]) -> bool:
-        """False: there was none of them. Raises ``OSError``: they will come back in the next process."""
+        """Removes pins. False: none of them existed. Raises ``OSError``: they will come back in the next process."""
         if self.trouble is not None:
             self._read()
         kept = {key: pin for key, pin in self._by_key.items() if key not in keys}
@@ -150,7 +151,7 @@ class DirectoryTaken(EverwarmError):
 
 @dataclass(slots=True)
 class _Ranking:
-    """The states that save least and are not pinned, the next to go last; good until ``until``."""
+    """The unpinned states that save least, the next victim last; valid until ``until``."""
 
     among: EvictionCandidates
     states: list[IndexedObject]
@@ -226,7 +227,7 @@ class Disk:
             return self._objects.is_whole(name)
 
     def size_of(self, names: Sequence[str]) -> int:
-        """Bytes of those that are here."""
+        """Bytes of those objects that are here."""
         with self._lock:
             return self._objects.n_bytes(names)
 
@@ -256,7 +257,7 @@ class Disk:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[ObjectReader]:
-        """An object, whose sections are verified as they are read. ``Damaged`` ones are gone afterwards."""
+        """Opens an object, whose sections are verified as they are read. A ``Damaged`` one is removed."""
         if Path(name).name != name:
             raise Damaged(f"{name!r} is not the name of an object")
         try:
@@ -305,7 +306,7 @@ class Disk:
     # changes
 
     def put(self, header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> bool:
-        """Durable when this returns True. False: not kept, and nothing is lost but time."""
+        """Writes an object: True means durable, False not kept, which costs only time later."""
         name = name_of(header)
         with self._writing:
             if self.has(name):
@@ -331,7 +332,7 @@ class Disk:
         return True
 
     def _write(self, header: ObjectHeader, parts: Mapping[str, ObjectPart], size: int) -> None:
-        """A full file system takes it after all if something that saves less can go."""
+        """Writes the file; if the file system is full, evicts objects that save less and tries again."""
         path = self.directory / name_of(header)
         try:
             self._files.write(path, encode(header, parts))
@@ -343,14 +344,14 @@ class Disk:
             self._files.write(path, encode(header, parts))
 
     def _n_missing(self, size: int, error: OSError) -> int:
-        """How many bytes must go so that a file of this size can be written; 0: that was not the trouble."""
+        """How many bytes must be freed to write a file of this size; 0: space was not the problem."""
         if error.errno not in _FULL:
             return 0
         quota = error.errno == errno.EDQUOT  # the system does not say how much of it is left
         return size + _FULL_SLACK - (0 if quota else self._files.free_bytes(self.directory))
 
     def probe(self) -> None:
-        """Try a degraded tier with a small file, so that it heals although nothing is written."""
+        """Tests a degraded tier with a small file, so that it recovers although nothing is written."""
         with self._writing:
             path = self.directory / f"{TEMPORARY}probe"
             try:
@@ -365,7 +366,7 @@ class Disk:
                 self.degraded = None
 
     def _make_room(self, new: IndexedObject) -> None:
-        """KV written since the last state belongs to a state still to come."""
+        """Evicts for a new object. KV written since the last state is spared: its state is still to come."""
         spare = {new.name, *new.needs}
         self._fresh = {new.name} | self._fresh if new.kind == "kv" else set()
         if self.size_of([*spare, *self._fresh]) > self.budget_bytes:
@@ -382,7 +383,7 @@ class Disk:
                     self._store(self._objects[name])
 
     def pin(self, pin: Pin) -> None:
-        """States at these points go last. Durable when this returns, unless the tier is degraded."""
+        """Pins points: their states are evicted last. Durable when this returns, unless the tier is degraded."""
         self._change_pins(lambda: self.pins.put(pin))
 
     def unpin(self, keys: Collection[str]) -> None:
@@ -398,7 +399,8 @@ class Disk:
                 self._fail("pinned", error)
 
     def drop(self, name: str) -> bool:
-        """Whether it is gone. A file that cannot be removed is tried again when the tier is probed."""
+        """Removes an object; returns whether it is gone. A file that cannot be removed is tried again when the tier is
+        probed."""
         with self._lock:
             size = self._forget(name)
             try:
@@ -413,8 +415,8 @@ class Disk:
             return True
 
     def forget(self, what: Selection) -> Dropped:
-        """Drop states with their pins, and the KV that no other state needs then. ``EngineStopped``: the file system does
-        not let go of some of them."""
+        """Drop states with their pins, and the KV that no other state needs then. ``EngineStopped``: some files cannot
+        be removed."""
         match what:
             case OnPrompts():
                 lengths = {kept.n_items for kept in self.objects()} | {pin.n_items for pin in self.pins.all()}
@@ -491,7 +493,7 @@ class Disk:
         return written + size <= self.write_budget
 
     def _evict(self, spare: frozenset[str], most: int) -> bool:
-        """Drop what saves least until at most so many bytes are left. Whether anything went."""
+        """Drops what saves least until at most so many bytes are left; returns whether anything was dropped."""
         before = self.counts.n_evicted
         while (among := self._candidates(most)) is not None and (name := self._next_victim(among, spare)) is not None:
             self.counts.n_evicted += 1
@@ -517,7 +519,8 @@ class Disk:
         return self._rank(among, spare, _RANKED_SHARE) or self._rank(among, spare, 1.0)
 
     def _rank(self, among: EvictionCandidates, spare: frozenset[str], share: float) -> str | None:
-        """The state that saves least. That looks at every state, so not with the lock held, and not again at once."""
+        """The state that saves least. Ranking looks at every state, so it runs without the lock, and its result is
+        reused for a while."""
         began, marked = time.monotonic(), self.pins.marked
         states = ranked(self.objects(), among, marked, time.time(), share)[::-1]
         found = self._pop(states, spare)
@@ -527,7 +530,8 @@ class Disk:
         return found
 
     def _pop(self, states: list[IndexedObject], spare: frozenset[str]) -> str | None:
-        """What was used since it was ranked is no victim; what is spared now may be one later."""
+        """The next victim of a ranking. A state that was used since is skipped; one that is spared now may be a victim
+        later."""
         spared, found = [], None
         while states and found is None:
             state = states.pop()
@@ -547,7 +551,7 @@ class Disk:
         self.version += 1
 
     def _forget(self, name: str) -> int:
-        """Its size."""
+        """Removes an object from the index; returns its size."""
         with self._lock:
             stuck = self._stuck.pop(name, 0)
             self.n_bytes -= stuck

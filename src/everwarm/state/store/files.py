@@ -31,7 +31,7 @@ class Aside:
 
 class Files:
     def write(self, path: Path, pieces: Iterable[bytes | memoryview]) -> int:
-        """A new file that is either there whole, after any crash, or not at all. Returns its size."""
+        """Writes a new file that after any crash exists whole or not at all. Returns its size."""
         with self.aside(path, pieces) as new:
             self.rename(new.path, path)
             try:
@@ -100,11 +100,11 @@ class Files:
 @contextlib.contextmanager
 def locked(directory: Path, *, shared: bool = False) -> Iterator[None]:
     """Holds a directory against other callers of this, in this and other processes; ``shared``: only against those that
-    write. Goes on without the lock where the file system has none, or another caller holds it for too long."""
+    write. Continues without the lock where the file system has none, or another caller holds it for too long."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        yield  # the caller's own operation will say what is wrong
+        yield  # the caller's own operation will raise the error
         return
     try:
         _wait_for_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
@@ -158,7 +158,7 @@ def _try_lock(fd: int, how: int) -> bool:
 
 
 def make_folder(directory: Path, files: Files) -> None:
-    """For the owner alone, and there after a crash."""
+    """Makes a folder for the owner alone, durable after a crash."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if missing:

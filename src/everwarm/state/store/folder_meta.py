@@ -46,13 +46,13 @@ class FolderAbout(msgspec.Struct, frozen=True, kw_only=True):
     ways: tuple[Way, ...] = ()  # the latest first
 
     def without_paths(self) -> FolderAbout:
-        """What may leave this machine, or come from another."""
+        """A copy without paths, which may leave this machine or come from another."""
         ways = tuple(Way(replace(way.model, lora=()), way.context) for way in self.ways)
         return msgspec.structs.replace(self, path="", ways=ways)
 
 
 def folder_name(fingerprint: str) -> str:
-    """Where a model's objects lie inside of the state directory."""
+    """The name of a model's folder in the state directory."""
     return f"v{MAJOR}-{root_key(fingerprint, '')[:24]}"
 
 
@@ -100,7 +100,7 @@ class ForeignPrompts:
     states: dict[str, dict[str, int]]
 
     def n_known(self, namespace: str, prompt: Prompt) -> int:
-        """How many of a prompt's first items are kept for another fingerprint."""
+        """The length of the longest prefix of a prompt that is kept for another fingerprint."""
         return max((self._n_known(fingerprint, namespace, prompt) for fingerprint in self.states), default=0)
 
     def _n_known(self, fingerprint: str, namespace: str, prompt: Prompt) -> int:

@@ -1,8 +1,7 @@
 """The disk tier's index: what its files say and how they were used, in SQLite (WAL). Can be thrown away at any time.
 
-``ObjectTable`` is the same in memory: objects by name, which needs which, and sums that are kept up to date. A change
-costs as much as the object has needs, and a question as much as it asks about: only ``values`` walks over all
-objects.
+``ObjectTable`` is the same in memory: objects by name, which needs which, and sums that are kept up to date. The cost
+of a change grows with the object's needs, that of a lookup with its result: only ``values`` walks over all objects.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Index:
         self._database = _open(path)
 
     def uses(self) -> dict[str, tuple[float, int]]:
-        """When each was used and how often: all that the files do not say."""
+        """When each object was used and how often: all that is not in the files."""
         return _uses(self._database)
 
     def store(self, kept: IndexedObject) -> None:
@@ -68,7 +67,7 @@ class Index:
         self._database.execute("DELETE FROM objects WHERE name = ?", (name,))
 
     def written(self) -> tuple[float, int]:
-        """Since when bytes are counted that were written, and how many."""
+        """How many bytes were written, and since when they are counted."""
         row = self._database.execute("SELECT since, n_bytes FROM written").fetchone()
         return (float(row[0]), int(row[1])) if row is not None else (0.0, 0)
 
@@ -90,7 +89,8 @@ def _states(database: sqlite3.Connection) -> dict[str, int]:
 
 
 def peek_uses(path: Path) -> dict[str, tuple[float, int]]:
-    """What ``uses`` would say, from a copy: looking takes no lock from a running engine and leaves no file behind."""
+    """The result of ``uses``, from a copy of the index: it takes no lock from a running engine and leaves no file
+    behind."""
     return _peek(path, _uses) or {}
 
 
@@ -120,12 +120,13 @@ def _copy(path: Path, to: Path) -> None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Made anew if it cannot be used, and kept in memory if that fails: the files say everything but the use."""
+    """Opens the index; recreates it if it cannot be used, and keeps it in memory if that fails: only the uses are not
+    in the files."""
     for place in (path, path, ":memory:"):
         try:
             return _connect(place)
         except (sqlite3.Error, OSError) as error:
-            log.warning("the index cannot be used and is made anew: %s", error)
+            log.warning("the index cannot be used and is rebuilt: %s", error)
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(OSError):
                     path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -180,7 +181,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
         return self._kept[name] if name is not None and self.is_whole(name) else None
 
     def lengths(self, most: int) -> set[int]:
-        """At how many items there are states, up to ``most`` of them."""
+        """The lengths of states in items, up to ``most``."""
         return {n_items for n_items in self._lengths if n_items <= most}
 
     @property
@@ -195,7 +196,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
         return bool(self._needed_by.get(name))
 
     def n_bytes(self, names: Iterable[str]) -> int:
-        """Of those that are here, each counted once."""
+        """Bytes of those objects that are here, each counted once."""
         return sum(self._kept[name].size for name in set(names) if name in self._kept)
 
     def stranded(self, besides: Collection[str], space: str | None) -> str | None:
@@ -208,7 +209,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
     # changes
 
     def add(self, kept: IndexedObject) -> None:
-        """In place of one of the same name."""
+        """Adds an object, in place of one of the same name."""
         self.remove(kept.name)
         self._kept[kept.name] = kept
         self.space_bytes[kept.space] += kept.size
@@ -260,7 +261,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
                 self._stranded.pop(name, None)
 
     def check(self) -> None:
-        """The sums say what the objects say."""
+        """Checks that the sums match the objects."""
         sizes: Counter[str] = Counter()
         for kept in self._kept.values():
             sizes[kept.space] += kept.size

@@ -69,18 +69,18 @@ class KvCut:
 
 
 def are_sound(parts: Iterable[ObjectPart], is_sound: Callable[[Blob], bool]) -> bool:
-    """Whether the arrays behind these parts are what they were."""
+    """Whether the arrays behind these parts are unchanged."""
     return all(is_sound(part.whole if isinstance(part, KvCut) else cast(Blob, part)) for part in parts)
 
 
 class Damaged(EverwarmError):
-    """Not an object of this format, or not what it was when it was written."""
+    """Not an object of this format, or changed since it was written."""
 
     name = ""  # of the object, once it is known
 
 
 class Unreadable(Damaged):
-    """The system did not give it."""
+    """The system could not read it."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,7 +120,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     main: str = ""  # digest of the file that a slot's companion belongs to
     owner: str = ""  # of a slot: a digest that only its namespace gives; "": from before files had one
     media: tuple[tuple[int, bytes, int, int, bool], ...] = ()  # of its items: see ``prompt.MediaRow``
-    space: str = ""  # a name for its namespace, from which that cannot be told
+    space: str = ""  # a name for its namespace that does not reveal it
     words: str = ""  # how the text begins and ends, for people
     sections: tuple[Section, ...] = ()
 
@@ -143,14 +143,14 @@ def encode(
 
 
 def file_size(header: ObjectHeader, parts: Mapping[str, ObjectPart]) -> int:
-    """Of the whole file, without reading the parts. ``ValueError``: it could not be read back."""
+    """The size of the whole file, without reading the parts. ``ValueError``: the file could not be read back."""
     sizes = {name: part.nbytes for name, part in parts.items()}
     head = _laid_out(header, sizes, dict.fromkeys(parts, "0" * 64))
     return len(head) + sum(map(_aligned, sizes.values())) + _FOOTER.size
 
 
 def size_of(header: ObjectHeader) -> int:
-    """Of the file that this was read from."""
+    """The size of the file that this was read from."""
     return max(section.offset + _aligned(section.length) for section in header.sections) + _FOOTER.size
 
 
@@ -184,7 +184,7 @@ def _makes_sense(header: ObjectHeader) -> bool:
 
 
 def name_of(header: ObjectHeader) -> str:
-    """Where an object lies: the same content always under the same name."""
+    """The file name of an object: the same content always has the same name."""
     return _name(header.kind, header.start, header.key)
 
 
@@ -224,7 +224,7 @@ class ObjectReader:
         return header
 
     def _raw_head(self) -> tuple[int, bytes]:
-        """The header's length, and all before the first section: nothing of it is believed yet."""
+        """The header's length, and all bytes before the first section: not verified yet."""
         magic, major, _minor, length = _PREFIX.unpack(self._bytes(0, _PREFIX.size))
         if magic != MAGIC or major != MAJOR:
             raise Damaged("not an object of this format")
@@ -247,8 +247,8 @@ class ObjectReader:
             raise Damaged(f"it has {self._size} bytes instead of {at + _FOOTER.size}")
 
     def read(self, name: str, place: Place = heap, doubt: Doubt = lambda _blob, _digest: False) -> Blob:
-        """A section; ``place`` gives the memory for it. It is verified, unless ``doubt`` takes it upon itself to have it
-        verified before it is used."""
+        """A section; ``place`` gives the memory for it. It is verified, unless ``doubt`` accepts it for verification
+        before its use."""
         section = next((s for s in self.header.sections if s.name == name), None)
         if section is None:
             raise Damaged(f"it has no section {name!r}")
@@ -296,7 +296,8 @@ class ObjectReader:
 
 
 def fill(fd: int, view: memoryview, offset: int) -> None:
-    """Read until the view is full; what is large by several threads, for one cannot copy as fast as memory takes it."""
+    """Reads until the view is full; several threads read large ones, because one thread does not saturate the
+    memory."""
     if len(view) < 2 * SHARE:
         return _fill(fd, view, offset)
     share = max(SHARE, -(-len(view) // MAX_READERS))

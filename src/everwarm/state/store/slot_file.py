@@ -44,7 +44,7 @@ def encode_main(tokens: Codes, state: Blob) -> Iterator[bytes | memoryview]:
 
 
 def main_digest(tokens: Codes, state: Blob) -> str:
-    """By which a companion knows the file it belongs to."""
+    """The digest by which a companion recognises its main file."""
     hasher = blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
     return str(hasher.update(state.data).hexdigest())
 
@@ -70,7 +70,8 @@ class Claim:
 
 
 def owner_digest(fingerprint: str, main: str, namespace: str) -> str:
-    """By which a companion knows its namespace; it does not reveal which that is, nor that two files have the same."""
+    """The digest by which a companion recognises its namespace; it reveals neither the namespace nor that two files
+    share one."""
     hasher = blake3.blake3(derive_key_context="everwarm: the owner of a slot file")
     for part in map(_bytes, (fingerprint, main, namespace)):
         hasher.update(struct.pack("<I", len(part)) + part)
@@ -111,8 +112,8 @@ def _open_companion(path: Path) -> int | None:
 
 
 def publish(path: Path, main: Aside, companion: Aside, claim: Claim, files: Files) -> None:
-    """Both files at their names. A crash in between leaves two that do not belong to each other, which is noticed; two
-    engines that save at the same time take turns."""
+    """Renames both files into place. A crash in between leaves two that do not belong together, which a read detects;
+    two engines that save at the same time take turns."""
     with locked(path.parent):
         _require_own(path, claim)
         files.rename(main.path, path)

@@ -27,7 +27,7 @@ def companion_of(path: Path) -> Path:
 
 
 def namespace_folder(namespace: str) -> str:
-    """Where the files of a namespace lie: no name that a client gives leads there."""
+    """The folder of a namespace's files: no name that a client gives leads there."""
     return NAMESPACE + blake3.blake3(b"slot files of\0" + namespace.encode()).hexdigest()[:32]
 
 

@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a file was found to hold: objects of one model, each of them whole."""
+    """The verified content of a file: objects of one model, each of them whole."""
 
     fingerprint: str
     about: FolderAbout | None
@@ -159,7 +159,7 @@ def _read(fd: int, at: int, size: int) -> bytes:
 
 
 def check_bundle(fd: int, directory: Path, tick: Tick) -> Bundle:
-    """All of it, byte for byte: nothing has been written when this refuses."""
+    """Verifies every byte; nothing has been written if this refuses."""
     fingerprint, about = "", None
     members: list[Member] = []
     have: set[str] = set()
@@ -223,8 +223,7 @@ def _blaming(member: Member) -> Iterator[None]:
 
 
 def write_members(fd: int, bundle: Bundle, directory: Path, tick: Tick) -> Imported:
-    """Lay checked members into the folder they belong to. Each is verified once more on the way: the file could be
-    changed meanwhile."""
+    """Copies checked members into their folder. Each is verified once more: the file may have changed meanwhile."""
     folder = directory / folder_name(bundle.fingerprint)
     make_folder(folder, Files())
     with holding([folder]):

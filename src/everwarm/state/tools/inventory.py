@@ -1,6 +1,7 @@
-"""What lies in a state directory, for people: read without a lock, without writing anything, and while an engine uses it.
+"""The content of a state directory, for people: read without a lock or a write, also while an engine uses it.
 
-Knows the files and what the index says of their use; no tree, no libllama. An object that disappears meanwhile was evicted.
+Knows the files and what the index says of their use; no tree, no libllama. A file that disappears meanwhile was
+evicted.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _major(folder: Path) -> int:
 
 
 def choose_folders(directory: Path, wanted: str | None) -> list[Path]:
-    """All of them, or those whose name or model's file name begins so."""
+    """All folders, or those whose name or model file name has this prefix."""
     found = folders(directory)
     if wanted is None:
         return found
@@ -195,7 +196,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def find(read: Iterable[Folder], wanted: str) -> list[Object]:
-    """Objects whose name or key begins so; a state rather than KV that ends at the same place."""
+    """Objects whose name or key has this prefix; a state rather than KV that ends at the same point."""
     things = [thing for folder in read for thing in folder.objects.values()]
     found = [t for t in things if t.name.startswith(wanted) or t.header.key.startswith(wanted)]
     states = [thing for thing in found if thing.header.kind == "state"]
@@ -217,7 +218,7 @@ def find_one(read: Iterable[Folder], wanted: str) -> Object:
 
 @contextlib.contextmanager
 def open_object(path: Path) -> Iterator[ObjectReader]:
-    """An object under its right name. ``FileNotFoundError``: it was evicted meanwhile."""
+    """Opens an object and checks its name. ``FileNotFoundError``: it was evicted meanwhile."""
     try:
         fd = Files().open(path)
     except FileNotFoundError:
@@ -234,7 +235,7 @@ def open_object(path: Path) -> Iterator[ObjectReader]:
 
 
 def check_digests(path: Path, tick: Tick = lambda _: None) -> Damaged | None:
-    """Whether every byte is what was written; None: it is."""
+    """Verifies every byte; returns what is wrong. None: nothing."""
     try:
         with open_object(path) as reader:
             for piece in reader.pieces():
@@ -250,7 +251,7 @@ def check_digests(path: Path, tick: Tick = lambda _: None) -> Damaged | None:
 
 
 def quarantine(folder: Path, names: Sequence[str]) -> str:
-    """Lay objects where no engine looks for them. Returns why that was not done; "": it was."""
+    """Moves objects to where no engine looks for them. Returns why that failed; "": it worked."""
     try:
         if names:
             _move_aside(folder, names)

@@ -1,5 +1,5 @@
-"""Freeing space in a state directory that no engine holds. What goes is decided purely, in whole lineages: no state is ever
-left without the KV it needs."""
+"""Frees space in a state directory that no engine holds. A pure function chooses what is removed, in whole lineages: no
+state is ever left without the KV it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PruneRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """A file that goes."""
+    """A file to remove."""
 
     path: Path
     size: int
@@ -36,7 +36,7 @@ class PrunePlan:
 
 
 def choose(found: Sequence[Folder], request: PruneRequest, now: float) -> list[PrunePlan]:
-    """States first, so that at no moment one is there without its KV."""
+    """Chooses what to remove. States come first, so that none ever exists without its KV."""
     lineages = [lineage for folder in found for lineage in folder.lineages()]
     kept = [lin for lin in lineages if not lin.missing and not _is_old(lin, request)]
     if request.keep_bytes is not None:
@@ -53,7 +53,7 @@ def _is_old(lineage: Lineage, request: PruneRequest) -> bool:
 
 
 def _within(lineages: list[Lineage], keep_bytes: int, now: float) -> list[Lineage]:
-    """As many as fit, the least valuable given up first; KV counts once and as long as a state needs it."""
+    """As many states as fit, the least valuable removed first; KV counts once, while a state needs it."""
     users = Counter(kv.path for lineage in lineages for kv in lineage.kv)
     n_bytes = sum({thing.path: thing.size for lin in lineages for thing in (lin.state, *lin.kv)}.values())
     entries = [_weighed(i, lineage, now) for i, lineage in enumerate(lineages)]
@@ -80,7 +80,7 @@ def _weighed(key: int, lineage: Lineage, now: float) -> policy.Entry:
 
 @contextlib.contextmanager
 def holding(paths: Iterable[Path]) -> Iterator[None]:
-    """No engine can open these folders meanwhile; refuses with a sentence if one has."""
+    """Locks these folders against engines; refuses with a reason if an engine has one open."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             try:
@@ -93,7 +93,7 @@ def holding(paths: Iterable[Path]) -> Iterator[None]:
 
 
 def remove(doomed: Iterable[PrunePlan]) -> None:
-    """In the given order; the index finds out when it is next opened."""
+    """Removes files in the given order; the index is updated when it is next opened."""
     folders = set()
     for item in doomed:
         with contextlib.suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ def remove(doomed: Iterable[PrunePlan]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """The whole of it, while it is held. Under another name first: an engine that starts now makes a new one."""
+    """Removes a whole folder while holding it. It is renamed first: an engine that starts now makes a new one."""
     aside = path.with_name(f"{TEMPORARY}{path.name}")
     shutil.rmtree(aside, ignore_errors=True)  # a removal that was interrupted
     os.rename(path, aside)
@@ -118,7 +118,7 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def folder_size(path: Path) -> int:
-    """Of all files in it, whatever they are."""
+    """The size of all files in it, of any kind."""
     total = 0
     for place, _, names in os.walk(path):
         for name in names:
