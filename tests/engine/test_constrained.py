@@ -155,7 +155,7 @@ def everything(matcher, vocab, rng, most=60):
 def test_a_tag_is_written_as_the_vocabulary_has_it(engine, tiny):
     form = Constraint("lark", "start: tag_0 tag_1 tag_2", tags=("<tool_call>", "<|im_start|>", "plain"))
     rng = np.random.default_rng(0)
-    for forms in (engine.forms, tiny):
+    for forms in (engine.constraints, tiny):
         vocab = forms._vocab
         tokens = everything(forms.compile(form).matcher(), vocab, rng)
         assert vocab.detokenize(tokens) == b"<tool_call><|im_start|>plain"
@@ -166,7 +166,7 @@ def test_a_tag_is_written_as_the_vocabulary_has_it(engine, tiny):
 
 def test_a_lark_grammar_may_name_tokens_and_text_never_matches_control_tokens(engine):
     named = Constraint("lark", 'start: <tool_call> "<|im_start|>" // <nothing>')
-    tokens = everything(engine.forms.compile(named).matcher(), engine.model.vocab, np.random.default_rng(0))
+    tokens = everything(engine.constraints.compile(named).matcher(), engine.model.vocab, np.random.default_rng(0))
     assert engine.model.vocab.detokenize(tokens) == b"<tool_call><|im_start|>"
     control, call = (
         engine.model.vocab.tokenize(t, add_special=False, parse_special=True)[0]
@@ -187,14 +187,14 @@ def test_thinking_is_free_up_to_its_end(engine, tags):
         return vocab.tokenize(words, add_special=False, parse_special=True).tolist()
 
     for thought, before in ((Thought(closing), ""), (Thought(closing, opening), opening)):
-        form = engine.forms.compile(Constraint("regex", "[0-9]{2}", thought=thought))
+        form = engine.constraints.compile(Constraint("regex", "[0-9]{2}", thought=thought))
         matcher = form.matcher()
         for token in (*tokenize(before + "Hm, 12 and {"), *tokenize("x" + closing), *tokenize("\n\n")):
             assert matcher.look() and matcher.allows(token), vocab.piece(token)
             matcher.accept(token)
         rest = everything(matcher, vocab, np.random.default_rng(1))
         assert re.fullmatch(rb"[ \t\r\n]*[0-9]{2}", vocab.detokenize(rest)) and matcher.is_complete
-    without = engine.forms.compile(Constraint("regex", "[0-9]{2}", thought=Thought(closing, opening))).matcher()
+    without = engine.constraints.compile(Constraint("regex", "[0-9]{2}", thought=Thought(closing, opening))).matcher()
     for token in tokenize("42"):
         assert without.look() and without.allows(token)
         without.accept(token)
