@@ -25,6 +25,9 @@ SHORT_KEY = 12
 _MOST_SHOWN = 50
 
 Facts = dict[str, Any]
+_TITLES = ("key", "tokens", "size", "shared", "tier", "last use", "hits", "saves")
+_COLUMNS = "{:<12} {:>9} {:>10} {:>10} {:>5} {:>9} {:>5} {:>9}"
+PAGE = 1000
 
 
 def readable(text: str) -> str:
@@ -109,10 +112,6 @@ def print_folder(console: Console, folder: Folder, now: float) -> None:
         words.truncate(console.width, overflow="ellipsis")
         console.print(words, soft_wrap=True)
     console.print()
-
-
-_TITLES = ("key", "tokens", "size", "shared", "tier", "last use", "hits", "saves")
-_COLUMNS = "{:<12} {:>9} {:>10} {:>10} {:>5} {:>9} {:>5} {:>9}"
 
 
 def _cells(lineage: Lineage, now: float) -> tuple[str, ...]:
@@ -238,8 +237,6 @@ def print_report(console: Console, report: Report) -> None:
 
 
 Need = tuple[str, int]  # KV by name, and how far of it is used
-
-PAGE = 1000
 
 
 # of a running server

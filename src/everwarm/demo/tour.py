@@ -38,6 +38,11 @@ SECRET = "48213"
 SYSTEM = "You are a helpful assistant."
 
 Messages = list[dict[str, str]]
+WIDTH = 320
+HEIGHT = 224
+_MARKER = "\0picture\0"
+_SHOWN = f"<|im_start|>user\nLook at this: {_MARKER} What is it?<|im_end|>\n<|im_start|>assistant\n"
+_NEXT = "It is a gradient.<|im_end|>\n<|im_start|>user\nAnd what colour?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +269,6 @@ def _new_conversation() -> Messages:
 def _short(text: str, width: int = 48) -> str:
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[:width]}… ({len(text):,} characters)"
-
-
-WIDTH = 320
-HEIGHT = 224
-_MARKER = "\0picture\0"
-_SHOWN = f"<|im_start|>user\nLook at this: {_MARKER} What is it?<|im_end|>\n<|im_start|>assistant\n"
-_NEXT = "It is a gradient.<|im_end|>\n<|im_start|>user\nAnd what colour?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def show_images(console: Console) -> None:

@@ -18,6 +18,7 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, EverwarmError, MemoryFault, PromptTooLong, WeightsTouched
 
 MAX_ATTEMPTS = 3
+MAX_STEPS = 64  # in a row in which nothing was decoded and no request ended
 
 
 class Suspend(NamedTuple):
@@ -78,9 +79,6 @@ def after_failure(slots: Sequence[Slot], error: MemoryFault, guilty: Slot | None
         else:
             effects.append(GiveUp(slot, not is_innocent))
     return effects
-
-
-MAX_STEPS = 64  # in a row in which nothing was decoded and no request ended
 
 
 class Remedy(enum.Enum):

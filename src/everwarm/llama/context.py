@@ -32,6 +32,7 @@ from everwarm.llama.sequences import Sequences
 from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap
 
 Tokens = NDArray[np.int32]
+_LAST_ROW = -1  # libllama's name for the last logits there are
 
 
 class Feed(NamedTuple):
@@ -87,8 +88,6 @@ class BatchArrays:
 
 
 Logits = NDArray[np.float32]
-
-_LAST_ROW = -1  # libllama's name for the last logits there are
 
 
 class Context(Sequences):

@@ -21,6 +21,7 @@ from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.vocab import Vocab
 
 FACTORS = (b"rope_factors_long.weight", b"rope_factors_short.weight")
+GGUF_MAGIC = b"GGUF"
 
 
 def rope_limit_of(path: Path) -> int | None:
@@ -67,8 +68,6 @@ def _text(header: int, key: str) -> str:
     is_text = at >= 0 and int(lib().gguf_get_kv_type(header, at)) == abi.GGUF_STRING
     return ctypes.string_at(lib().gguf_get_val_str(header, at)).decode("utf-8", "replace") if is_text else ""
 
-
-GGUF_MAGIC = b"GGUF"
 
 Progress = Callable[[float], None]
 

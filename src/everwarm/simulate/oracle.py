@@ -17,6 +17,9 @@ from everwarm.config import require
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.trace import TraceTurn
 
+MAX_TURNS = 12
+MAX_POINTS = 14
+
 
 @dataclass(slots=True, eq=False)
 class _Edge:
@@ -78,10 +81,6 @@ def shares(turns: Iterable[TraceTurn]) -> list[SharedPrefix]:
         found.append(SharedPrefix(n_free, turn.prompt.n_tokens(turn.n_stop) - n_free))
         known.add(turn.path)
     return found
-
-
-MAX_TURNS = 12
-MAX_POINTS = 14
 
 
 def fewest_tokens(turns: Sequence[TraceTurn], n_states: int) -> int:

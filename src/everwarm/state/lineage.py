@@ -14,13 +14,14 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 
+N_SHORT = 16  # hexadecimal digits that stand for the whole name of a lineage, where its length is known as well
+SEATED = 0
+
 
 def root_key(fingerprint: str, namespace: str) -> str:
     """Different models, settings and namespaces never share a name."""
     return blake3.blake3(f"everwarm\0{len(fingerprint)}\0{fingerprint}\0{namespace}".encode()).hexdigest()
 
-
-N_SHORT = 16  # hexadecimal digits that stand for the whole name of a lineage, where its length is known as well
 
 Point = tuple[str, int]  # a lineage's short name, and how many items it has
 
@@ -52,8 +53,6 @@ def keys(root: str, prompt: Prompt, ends: Iterable[int]) -> dict[int, str]:
 
 
 Chunks = tuple[tuple[int, int], ...]  # (items per decode, how many times), from the beginning
-
-SEATED = 0
 
 
 def record(chunks: list[tuple[int, int]], size: int) -> None:

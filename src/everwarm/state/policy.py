@@ -17,6 +17,11 @@ from everwarm.config import require
 
 MIN_SPACING, MAX_SPACING = 256, 8192
 WINDOW_FLOOR = 64
+GUARD = 16  # an identical prompt reads at most this many items again
+NEAR_END = 4  # items before the end of a prompt: where the guard checkpoint is taken if no stable point is near
+HALF_LIFE_S = 30.0  # of the chance of reuse at first; each further halving takes twice as long
+PROTECTED_S = 60.0  # for so long the end of a conversation and a junction are evicted after the rest
+MAX_BREAKPOINTS = 16  # of one prompt; of more the last ones count
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +84,6 @@ class Spacing:
 
 def _bounded(name: str, value: int | None, low: int, high: int) -> None:
     require(value is None or low <= value <= high, f"{name} is {value}; give {low} to {high}")
-
-
-GUARD = 16  # an identical prompt reads at most this many items again
-NEAR_END = 4  # items before the end of a prompt: where the guard checkpoint is taken if no stable point is near
-HALF_LIFE_S = 30.0  # of the chance of reuse at first; each further halving takes twice as long
-PROTECTED_S = 60.0  # for so long the end of a conversation and a junction are evicted after the rest
-MAX_BREAKPOINTS = 16  # of one prompt; of more the last ones count
 
 
 class CutKind(enum.Enum):

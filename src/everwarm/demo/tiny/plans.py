@@ -31,6 +31,12 @@ _EVERY_LAYER_ALIKE = frozenset({"falcon-h1", "mamba2", "llama"})
 _MAX_LAYERS = 512  # libllama asserts on more
 _WIDTH_STEP = 64
 _MAX_WIDTH = 16384  # beyond it the Q8_0 scales would leave the normal half-precision range
+CONV_KERNEL = 4
+SLIDING_WINDOW = 64
+_RMS_EPSILON = 1e-6
+_MAMBA1_STATE = 16  # the sizes that the CUDA scan kernels know, so that nothing falls back to the CPU
+_MAMBA2_STATE = 128
+_OUTPUT_NORM_NAMES = {"lfm2": "token_embd_norm.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +103,6 @@ Kind = Literal[
 ]
 Value = int | float | str | tuple[int, ...] | tuple[bool, ...]
 Hyper = dict[str, Value]
-
-CONV_KERNEL = 4
-SLIDING_WINDOW = 64
-_RMS_EPSILON = 1e-6
-_MAMBA1_STATE = 16  # the sizes that the CUDA scan kernels know, so that nothing falls back to the CPU
-_MAMBA2_STATE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +436,6 @@ _PLANNERS: dict[str, Callable[[TinySpec, _Sizes], tuple[Hyper, list[_Block]]]] =
     "gemma3": _gemma3,
     "llama": _llama,
 }
-_OUTPUT_NORM_NAMES = {"lfm2": "token_embd_norm.weight"}
 _EMBEDDING_KINDS: dict[str, Kind] = {"gemma3": "matrix"}  # libllama multiplies its embeddings by sqrt(width)
 
 

@@ -45,6 +45,8 @@ _RANGES: dict[Kind, tuple[float, float]] = {
     "skip": (0.8, 1.2),
     "factors": (1.0, 8.0),
 }
+ALIGNMENT = 32
+_FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "q8_0": LlamaFileType.MOSTLY_Q8_0}
 
 
 def is_quantised(tensor: Tensor, dtype: DType) -> bool:
@@ -110,10 +112,6 @@ def _as_q8_0(steps: Chunk, scales: Chunk) -> Chunk:
     blocks["scale"] = scales[:, None]
     blocks["quants"] = steps.reshape(n_rows, n_in // _BLOCK, _BLOCK)
     return blocks
-
-
-ALIGNMENT = 32
-_FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "q8_0": LlamaFileType.MOSTLY_Q8_0}
 
 
 Progress = Callable[[int, int], None]

@@ -18,6 +18,7 @@ from everwarm.engine.slots import Slot
 from everwarm.state.lineage import SEATED, is_begun_by, is_seated_at, n_items_of
 
 TURN_S = 3.0  # how long one side runs on while the other waits
+SEAT_EVERY = 256  # tokens of a reply
 
 
 @dataclass(slots=True)
@@ -52,9 +53,6 @@ class TurnTaking:
 def next_side(was_alone: bool, waiting: Sequence[bool]) -> bool:
     """Whose turn it is when nothing runs: the other side's if it waits, so that neither starves."""
     return (not was_alone) if (not was_alone) in waiting else was_alone
-
-
-SEAT_EVERY = 256  # tokens of a reply
 
 
 def can_pause(slot: Slot) -> bool:

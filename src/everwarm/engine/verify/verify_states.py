@@ -45,6 +45,7 @@ from everwarm.state.tools.inventory import (
 from everwarm.types import Blob, SeqId, token_mark
 
 _MAX_SEATS = 1 << 16
+_SEQ = SeqId(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +183,6 @@ def n_cells_of(lineage: Lineage) -> int:
 
 Verdict = Literal["exact", "differs", "refused", "close", "skipped"]
 Logits = NDArray[np.float32]
-
-_SEQ = SeqId(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ from everwarm.gateway.settings import ServerSettings
 
 _BYTES_PER_TOKEN = 3  # a conservative estimate
 STALLED_S = 1.0  # a client that has read nothing for so long may lose its place to another request
+LEAST_S = 1
+MOST_S = 600
+MOST_ROUNDS = 4  # one round: everything that is admitted ends
 
 
 def estimated_tokens(n_bytes: int) -> int:
@@ -152,11 +155,6 @@ class AdmissionLimits:
         wait_s = retry_after_s(self._backlogs(), self.n_requests, self.n_tokens, self._pending_retries.n_ahead(now))
         self._pending_retries.add(now, wait_s)
         return Overloaded(f"{why}; try again in about {wait_s} s", wait_s)
-
-
-LEAST_S = 1
-MOST_S = 600
-MOST_ROUNDS = 4  # one round: everything that is admitted ends
 
 
 def next_place_s(backlog: Backlog) -> float:

@@ -32,6 +32,7 @@ from everwarm.state.policy import CheckpointParams
 from everwarm.types import Json
 
 MAX_FILE_BYTES = 32 << 20
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,6 @@ def _image_name(part: Json) -> str:
     """A placeholder for an image: the same image has the same name."""
     digest = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:12]
     return f"[picture {digest}]"
-
-
-TIMEOUT_S = 60.0
 
 
 class ServerVocab:

@@ -49,6 +49,14 @@ _MAX_URL_HEAD = 1024  # of a data: URL, before its comma
 _N_FETCHES = 4
 _N_SIZES = 16_384  # cached sizes and digests
 _EXAMPLE = "data:image/png;base64,…"
+WORKER = "everwarm.gateway.images.decoder_worker"
+SLOW = "it took too long"
+_START_S = 30.0
+_LATE_S = 5  # beyond the time limit, when a child is killed: its thread returns even if that did not happen
+_MAX_HEAD_BYTES = 4096
+# A child gets no secrets from the environment, and returns freed memory to the system.
+_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+_OWN_VARIABLES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,18 +438,6 @@ def _size_of(image: DecodedImage) -> tuple[int, int, bytes]:
 
 def _digest(data: bytes) -> bytes:
     return blake3.blake3(data).digest()
-
-
-log = logging.getLogger("everwarm.gateway")
-
-WORKER = "everwarm.gateway.images.decoder_worker"
-SLOW = "it took too long"
-_START_S = 30.0
-_LATE_S = 5  # beyond the time limit, when a child is killed: its thread returns even if that did not happen
-_MAX_HEAD_BYTES = 4096
-# A child gets no secrets from the environment, and returns freed memory to the system.
-_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-_OWN_VARIABLES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from everwarm.types import Json
 
 IMAGE_MARKER = "<__media__>"  # llama.cpp's own, in the answer of /apply-template
 _TEXT_ONLY = {"vision": False, "audio": False, "video": False}
+MAX_FILES_OF_A_USER = 64  # in each of its namespaces
 
 
 class LlamaServer:
@@ -178,9 +179,6 @@ def _asleep(served: Served) -> Json:
         "chat_template": served.spec.template or "",
         "is_sleeping": True,
     }
-
-
-MAX_FILES_OF_A_USER = 64  # in each of its namespaces
 
 
 def slot_file_fields(request: Request, settings: ServerSettings, filename: str, namespace: str) -> dict[str, Any]:

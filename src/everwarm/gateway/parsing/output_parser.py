@@ -23,6 +23,7 @@ from everwarm.gateway.parsing.tool_reader import Kind
 from everwarm.types import Json
 
 Piece = Reasoning | Text | CallBegun | CallArguments | CallEnded
+TAIL = 64  # characters of a prompt's end that decide how its reply begins
 
 
 class OutputParser:
@@ -111,8 +112,6 @@ def call_of(begun: CallBegun) -> Json:
 
 ToolFormat = Literal["auto", "none", "hermes", "qwen-xml", "jamba", "nemotron", "pythonic"]
 ThinkingTags = Literal["auto", "none", "think", "start-thinking", "thinking", "bracket-think", "seed-think"]
-
-TAIL = 64  # characters of a prompt's end that decide how its reply begins
 
 
 @dataclass(frozen=True, slots=True)

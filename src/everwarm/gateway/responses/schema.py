@@ -26,6 +26,11 @@ from everwarm.types import Json
 
 MAX_TOOLS = 1024
 INPUT = "input"
+MAX_METADATA = 16
+ENCRYPTED = "reasoning.encrypted_content"
+_SEAL = b"everwarm reasoning\n"
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+T = TypeVar("T")
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
@@ -163,11 +168,6 @@ def _named(name: str, tools: Offered) -> Json:
     return {"type": "function", "function": {"name": name}}
 
 
-MAX_METADATA = 16
-ENCRYPTED = "reasoning.encrypted_content"
-_SEAL = b"everwarm reasoning\n"
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -277,7 +277,6 @@ _KINDS: dict[str, type[Any]] = {
     "custom_tool_call_output": OutputItem,
     "reasoning": ReasoningItem,
 }
-T = TypeVar("T")
 
 
 def typed(item: Json) -> Item:

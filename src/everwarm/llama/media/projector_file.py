@@ -33,6 +33,43 @@ Value = int | float | bool | str | tuple[int | float | bool, ...]
 _LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _N_FORMATS = 43  # ggml's number formats in this build
 _ALIGNMENT = 32
+MAX_PIXELS = 1 << 27  # what a file may ask an image to be scaled to
+MAX_PATCH = 256
+_EVERYWHERE = (
+    "embedding_length feed_forward_length block_count projection_dim "
+    "attention.head_count attention.head_count_kv attention.head_dim"
+)
+_VISION = (
+    "image_size image_min_pixels image_max_pixels preproc_min_tiles preproc_max_tiles preproc_image_size patch_size "
+    "projector.scale_factor projector.query_side projector.window_side spatial_merge_size n_wa_pattern window_size "
+    "sam.head_count sam.block_count sam.embedding_length expert_used_count"
+)
+_AUDIO = (
+    "num_mel_bins projector.stack_factor chunk_size conv_kernel_size max_pos_emb projector.window_size "
+    "projector.downsample_rate projector.head_count rvq.num_quantizers window_size local_block_count local_group_size "
+    "subsampling_factor"
+)
+_TEXTS = (
+    "general.name general.description clip.projector_type clip.vision.projector_type clip.audio.projector_type "
+    "clip.vision.image_resize_algo clip.vision.mm_patch_merge_type"
+)
+_FLAGS = "clip.has_vision_encoder clip.has_audio_encoder clip.has_gen_audio_encoder clip.use_gelu clip.use_silu"
+_FRACTIONS = "clip.vision.attention.layer_norm_epsilon clip.audio.attention.layer_norm_epsilon clip.vision.swiglu_clamp"
+_KINDS: dict[str, int] = {
+    "general.alignment": U32,
+    "clip.minicpmv_version": I32,
+    "clip.minicpmv_query_num": U32,
+    **dict.fromkeys((f"clip.vision.{key}" for key in f"{_EVERYWHERE} {_VISION}".split()), U32),
+    **dict.fromkeys((f"clip.audio.{key}" for key in f"{_EVERYWHERE} {_AUDIO}".split()), U32),
+    **dict.fromkeys(_TEXTS.split(), TEXT),
+    **dict.fromkeys(_FLAGS.split(), BOOL),
+    **dict.fromkeys(_FRACTIONS.split(), F32),
+}
+_NAMES = {U32: "an unsigned number", I32: "a number", F32: "a fraction", BOOL: "true or false", TEXT: "a text"}
+_OTHER_STEMS = frozenset({"gemma3nv", "yasa2", "deepseekocr", "deepseekocr2"})  # begin otherwise than with patches
+_FLOATS = frozenset({PLAIN, HALF})
+# Used by libmtmd's common transformer if they are there, and by no Gemma 3.
+_STRANGERS = "attn_q_norm attn_k_norm ls1 ls2 out_scale attn_post_norm ffn_post_norm ffn_gate_exps ffn_gate attn_sinks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,47 +236,6 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _rounded_up(n: int, step: int) -> int:
     return -(-n // step) * step
-
-
-MAX_PIXELS = 1 << 27  # what a file may ask an image to be scaled to
-MAX_PATCH = 256
-
-_EVERYWHERE = (
-    "embedding_length feed_forward_length block_count projection_dim "
-    "attention.head_count attention.head_count_kv attention.head_dim"
-)
-_VISION = (
-    "image_size image_min_pixels image_max_pixels preproc_min_tiles preproc_max_tiles preproc_image_size patch_size "
-    "projector.scale_factor projector.query_side projector.window_side spatial_merge_size n_wa_pattern window_size "
-    "sam.head_count sam.block_count sam.embedding_length expert_used_count"
-)
-_AUDIO = (
-    "num_mel_bins projector.stack_factor chunk_size conv_kernel_size max_pos_emb projector.window_size "
-    "projector.downsample_rate projector.head_count rvq.num_quantizers window_size local_block_count local_group_size "
-    "subsampling_factor"
-)
-_TEXTS = (
-    "general.name general.description clip.projector_type clip.vision.projector_type clip.audio.projector_type "
-    "clip.vision.image_resize_algo clip.vision.mm_patch_merge_type"
-)
-_FLAGS = "clip.has_vision_encoder clip.has_audio_encoder clip.has_gen_audio_encoder clip.use_gelu clip.use_silu"
-_FRACTIONS = "clip.vision.attention.layer_norm_epsilon clip.audio.attention.layer_norm_epsilon clip.vision.swiglu_clamp"
-_KINDS: dict[str, int] = {
-    "general.alignment": U32,
-    "clip.minicpmv_version": I32,
-    "clip.minicpmv_query_num": U32,
-    **dict.fromkeys((f"clip.vision.{key}" for key in f"{_EVERYWHERE} {_VISION}".split()), U32),
-    **dict.fromkeys((f"clip.audio.{key}" for key in f"{_EVERYWHERE} {_AUDIO}".split()), U32),
-    **dict.fromkeys(_TEXTS.split(), TEXT),
-    **dict.fromkeys(_FLAGS.split(), BOOL),
-    **dict.fromkeys(_FRACTIONS.split(), F32),
-}
-_NAMES = {U32: "an unsigned number", I32: "a number", F32: "a fraction", BOOL: "true or false", TEXT: "a text"}
-
-_OTHER_STEMS = frozenset({"gemma3nv", "yasa2", "deepseekocr", "deepseekocr2"})  # begin otherwise than with patches
-_FLOATS = frozenset({PLAIN, HALF})
-# Used by libmtmd's common transformer if they are there, and by no Gemma 3.
-_STRANGERS = "attn_q_norm attn_k_norm ls1 ls2 out_scale attn_post_norm ffn_post_norm ffn_gate_exps ffn_gate attn_sinks"
 
 
 def check(file: Projector) -> None:

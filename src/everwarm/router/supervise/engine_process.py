@@ -35,6 +35,8 @@ from everwarm.router.supervise.restart_policy import TICK_S, Ending, Heartbeat, 
 MOST_LINES = 40
 _MOST_LINE = 1 << 16
 _STDERR = 2
+log = logging.getLogger("everwarm.router")
+LAST_WORDS_S = 0.5  # for reading an engine's last lines
 
 
 class Stderr:
@@ -81,10 +83,6 @@ def _as_json(line: bytes) -> bytes:
     words = as_json("WARNING", "everwarm.engine.stderr", line.decode("utf-8", "replace"), time.time())
     return json.dumps(words, ensure_ascii=False).encode()
 
-
-log = logging.getLogger("everwarm.router")
-
-LAST_WORDS_S = 0.5  # for reading an engine's last lines
 
 OnMessage = Callable[[m.ToGateway], Awaitable[None]]
 

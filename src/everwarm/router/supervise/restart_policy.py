@@ -24,6 +24,29 @@ MOST_REQUEST_GAP_S = 5.0  # a request starts a failed model at once, but not mor
 FREE_TRIES = 3  # of a model whose engine reported why it cannot be served: a request starts it again without a wait
 _MIB = 1 << 20
 _MOST_DOUBLINGS = 16
+_MEMORY_WORDS = (
+    "std::bad_alloc",
+    "MemoryError",
+    "Cannot allocate memory",
+    "cannot allocate memory",
+    "failed to map segment",
+    "failed to allocate",
+    "unable to allocate",
+    "ArrayMemoryError",
+    "can't start new thread",
+    "Thread creation failed",
+)
+_SIGNALS = {
+    signal.SIGBUS: "a file it had mapped became shorter, like the model file, or a file system in memory is full",
+    signal.SIGSEGV: "a fault in libllama or a driver",
+    signal.SIGILL: "this CPU lacks an instruction that libllama was built with; use a build for this machine",
+    signal.SIGFPE: "a fault in libllama or a driver",
+    signal.SIGABRT: "libllama gave up; the log has its last words",
+    signal.SIGKILL: "it was killed; if the kernel did it, its log says so",
+}
+TICK_S = 0.1  # how often the watcher looks
+LATE_S = 0.5  # a tick later than this says nothing about the engine
+MOST_LATE = 10  # late ticks in a row that are forgiven; a loop that is always late must still notice a hang
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,28 +138,6 @@ class Ending:
     needed_bytes: int = 0  # about what it takes; 0: not known
 
 
-_MEMORY_WORDS = (
-    "std::bad_alloc",
-    "MemoryError",
-    "Cannot allocate memory",
-    "cannot allocate memory",
-    "failed to map segment",
-    "failed to allocate",
-    "unable to allocate",
-    "ArrayMemoryError",
-    "can't start new thread",
-    "Thread creation failed",
-)
-_SIGNALS = {
-    signal.SIGBUS: "a file it had mapped became shorter, like the model file, or a file system in memory is full",
-    signal.SIGSEGV: "a fault in libllama or a driver",
-    signal.SIGILL: "this CPU lacks an instruction that libllama was built with; use a build for this machine",
-    signal.SIGFPE: "a fault in libllama or a driver",
-    signal.SIGABRT: "libllama gave up; the log has its last words",
-    signal.SIGKILL: "it was killed; if the kernel did it, its log says so",
-}
-
-
 def cause_of(ending: Ending) -> Cause:
     if ending.killed_for:
         return Cause.HANG
@@ -181,11 +182,6 @@ def _named(code: int) -> str:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
     except ValueError:
         return f"signal {-code}"
-
-
-TICK_S = 0.1  # how often the watcher looks
-LATE_S = 0.5  # a tick later than this says nothing about the engine
-MOST_LATE = 10  # late ticks in a row that are forgiven; a loop that is always late must still notice a hang
 
 
 @dataclass(slots=True)

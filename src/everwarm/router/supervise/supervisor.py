@@ -39,6 +39,8 @@ log = logging.getLogger("everwarm.router")
 
 _MIB = 1 << 20
 LEAST_RAM_BYTES = 1 << 20  # half of less is nothing
+PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
+MAX_KNOWN_IMAGES = 4096
 
 
 class RamMemory:
@@ -74,11 +76,6 @@ class RamMemory:
             os.close(self.fd)
         self.fd = -1
 
-
-log = logging.getLogger("everwarm.router")
-
-PUT_AWAY_S = 30.0  # for writing to disk what is worth keeping
-MAX_KNOWN_IMAGES = 4096
 
 Question = m.Question
 Lend = Callable[[], AbstractAsyncContextManager[tuple[m.SentImage, ...]]]  # a request's images with their pixels

@@ -30,6 +30,8 @@ N_DEEPEST, N_FIRST = 12, 4  # boundaries: the ends of conversations, and of syst
 MAX_POINTER = 1 << 20
 MAX_NEEDS = 8192
 MAX_OBJECT = 4 << 30  # what one request can write is little more
+MAC_BYTES = 32
+_LENGTH = struct.Struct("<Q")
 
 
 class Need(msgspec.Struct, frozen=True, array_like=True):
@@ -119,11 +121,6 @@ def probes(ends: Iterable[int], least: int, most: int) -> tuple[list[int], list[
     tops = ((grid, most // grid * grid) for grid in GRIDS)
     cells = ((grid, top - i * grid) for grid, top in tops for i in range(N_PER_GRID))
     return [], [(grid, at) for grid, at in cells if at >= 0 and at + grid > least + 1]
-
-
-MAC_BYTES = 32
-
-_LENGTH = struct.Struct("<Q")
 
 
 class Mac:

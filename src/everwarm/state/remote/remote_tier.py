@@ -53,6 +53,24 @@ SLACK = 1 << 20  # headers of the same object may differ in length
 
 Piece = tuple[memoryview, int] | None  # bytes and the size of the whole; None: there is no such object
 Begin = Callable[[int, int], Future[Piece]]
+MOST_FAILURES = 3  # in a row; one is enough if a request had to wait for it
+JITTER = 0.25
+log = logging.getLogger("everwarm.remote")
+ANSWER_S = 0.25  # how long a caller waits for the first byte
+LATER = 4  # times as long, for a store that has just answered and has many requests at once now
+N_PIECES = 16  # at once
+N_WRITERS = 2
+MAX_QUEUED = 256 << 20  # bytes that wait to be written stay in RAM, beyond its budget
+WRITE_S = 30.0  # for one request, and more for many bytes
+SLOWEST_WRITE = 1e6  # bytes per second
+KEEP_TRYING_S = 30.0  # a parcel waits so long for a store that does not answer
+MISS_S = 5.0  # a name that was not there is not looked up again
+KNOWN_S = 86_400.0  # what was there is taken to be there
+STALE_S = 3 * 86_400.0  # what is older is written again, so that no lifecycle rule takes it while it is used
+MAX_REMEMBERED = 1 << 16
+SMALL = 64 << 10  # written without asking first
+FIRST_GUESS = 1 << 20  # of the size of an object that no pointer names
+T = TypeVar("T")
 
 
 class Download:
@@ -124,8 +142,6 @@ class _Fetched(ObjectReader):
 
 
 FIRST_OPEN_S, MOST_OPEN_S = 2.0, 60.0
-MOST_FAILURES = 3  # in a row; one is enough if a request had to wait for it
-JITTER = 0.25
 
 
 @dataclass(slots=True)
@@ -156,25 +172,7 @@ class CircuitBreaker:
         return self._open_s * (1 + JITTER * (2 * luck - 1))
 
 
-log = logging.getLogger("everwarm.remote")
-
-ANSWER_S = 0.25  # how long a caller waits for the first byte
-LATER = 4  # times as long, for a store that has just answered and has many requests at once now
-N_PIECES = 16  # at once
-N_WRITERS = 2
-MAX_QUEUED = 256 << 20  # bytes that wait to be written stay in RAM, beyond its budget
-WRITE_S = 30.0  # for one request, and more for many bytes
-SLOWEST_WRITE = 1e6  # bytes per second
-KEEP_TRYING_S = 30.0  # a parcel waits so long for a store that does not answer
 FLUSH_S, DEAD_S = 20.0, 3.0
-MISS_S = 5.0  # a name that was not there is not looked up again
-KNOWN_S = 86_400.0  # what was there is taken to be there
-STALE_S = 3 * 86_400.0  # what is older is written again, so that no lifecycle rule takes it while it is used
-MAX_REMEMBERED = 1 << 16
-SMALL = 64 << 10  # written without asking first
-FIRST_GUESS = 1 << 20  # of the size of an object that no pointer names
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)

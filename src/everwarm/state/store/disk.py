@@ -52,6 +52,12 @@ PINS = "pins.json"
 MAX_PINS = 4096
 MAX_ABOVE = 512  # points of one pin that are remembered; the deepest
 _MAX_BYTES = 64 << 20
+_DAY_S = 86_400.0
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_SLACK = 1 << 20  # what a file system and the index need beside an object
+_RANKED_SHARE = 0.02  # of the bytes on disk: so much is ranked for eviction at once
+_RANKING_SHARE = 0.02  # of the time may go into that
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,16 +139,6 @@ def _read(path: Path, files: Files) -> tuple[Pin, ...]:
         except (msgspec.MsgspecError, UnicodeError) as error:
             log.warning("what was pinned cannot be understood: %s", error)
             return ()
-
-
-log = logging.getLogger("everwarm.disk")
-
-_DAY_S = 86_400.0
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FULL_SLACK = 1 << 20  # what a file system and the index need beside an object
-_RANKED_SHARE = 0.02  # of the bytes on disk: so much is ranked for eviction at once
-_RANKING_SHARE = 0.02  # of the time may go into that
 
 
 class DirectoryTaken(EverwarmError):

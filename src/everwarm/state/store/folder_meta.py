@@ -28,6 +28,7 @@ ABOUT = "about.json"
 MAX_ABOUT = 64 << 10
 MAX_WAYS = 8
 MIN_SECONDS_PER_TOKEN, MAX_SECONDS_PER_TOKEN = 1e-9, 3600.0
+MAX_FOLDERS = 4
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -88,9 +89,6 @@ def read_about(folder: Path) -> FolderAbout | None:
 
 def write_about(folder: Path, about: FolderAbout, files: Files | None = None) -> None:
     (files or Files()).write(folder / ABOUT, [encode_about(about)])
-
-
-MAX_FOLDERS = 4
 
 
 @dataclass(frozen=True, slots=True)
