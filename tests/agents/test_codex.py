@@ -10,7 +10,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 
 from support.prompts import n_common, responses_tokens
 from support.recording import Exchange, compare, neutral, recorded, shortened
-from support.server import GUARD, Server, metric, serving
+from support.server import GUARD, Server, metric
 
 CODEX = Path(__file__).parents[2] / "build" / "agents" / "node_modules" / ".bin" / "codex"
 MODEL = "everwarm-tiny"
@@ -56,21 +56,8 @@ def config(url: str) -> str:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "note.txt").write_text("lantern is the word in this file\n")
-    return folder
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    (tmp_path / "script.json").write_text(json.dumps(script()))
-    monkeypatch.setenv("EVERWARM_SCRIPT", str(tmp_path / "script.json"))
-    monkeypatch.setenv("EVERWARM_TEST_HOOK", "support.scripted_hook:install")
-    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
-    with serving(n_ctx=24576) as server:
+def server(scripted: Callable[..., Any]) -> Iterator[Server]:
+    with scripted(script(), 24576) as server:
         yield server
 
 

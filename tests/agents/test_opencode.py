@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from support.prompts import n_new
 from support.recording import Exchange, compare, neutral, recorded
-from support.server import GUARD, Server, metric, serving
+from support.server import GUARD, Server, metric
 
 OPENCODE = Path(__file__).parents[2] / "build" / "agents" / "node_modules" / ".bin" / "opencode"
 MODEL = "everwarm-tiny"
@@ -42,21 +42,8 @@ def script(note: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "note.txt").write_text("lantern is the word in this file\n")
-    return folder
-
-
-@pytest.fixture
-def server(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    (tmp_path / "script.json").write_text(json.dumps(script(work / "note.txt")))
-    monkeypatch.setenv("EVERWARM_SCRIPT", str(tmp_path / "script.json"))
-    monkeypatch.setenv("EVERWARM_TEST_HOOK", "support.scripted_hook:install")
-    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
-    with serving(n_ctx=16384) as server:
+def server(work: Path, scripted: Callable[..., Any]) -> Iterator[Server]:
+    with scripted(script(work / "note.txt"), 16384) as server:
         yield server
 
 
