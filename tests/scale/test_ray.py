@@ -194,7 +194,8 @@ def test_a_turn_that_dies_with_its_replica_is_read_elsewhere(cluster: Fleet) -> 
 def test_streams_pass_through_to_a_real_client(cluster: Fleet) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {
-        "model": "tiny", "messages": [{"role": "user", "content": words(30, 77)}], "temperature": 0, "max_tokens": 96,
+        "model": "tiny", "messages": [{"role": "user", "content": words(30, 77)}], "temperature": 0, "max_tokens": 512,
+        "extra_body": {"ignore_eos": True},
     }  # fmt: skip
     with client:
         whole = client.chat.completions.create(**asked)
@@ -203,7 +204,7 @@ def test_streams_pass_through_to_a_real_client(cluster: Fleet) -> None:
     text = "".join((getattr(d, "reasoning_content", None) or "") + (d.content or "") for d in deltas)
     said = whole.choices[0].message
     assert text == (getattr(said, "reasoning_content", None) or "") + (said.content or "") != ""
-    assert len(deltas) > 5, "it came in pieces"
+    assert sum(bool(d.content or getattr(d, "reasoning_content", None)) for d in deltas) > 1, "it came in pieces"
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
