@@ -14,9 +14,11 @@ from everwarm.simulate.curves import KNOWN, Curves, parse_curves
 from everwarm.simulate.oracle import fewest_tokens, shares
 from everwarm.simulate.plot import Axis, Series, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
+from everwarm.simulate.simulated_cache import Device
 from everwarm.simulate.trace import TraceTurn, parse
 
 MAX_SLOTS = 256
+MAX_CELLS = 1 << 30
 
 
 def simulate(
@@ -26,6 +28,8 @@ def simulate(
     policy: Annotated[str, Parameter(help=f"any of {', '.join(NAMES)}, separated by commas")] = ",".join(DEFAULT_NAMES),
     curves: Annotated[str, Parameter(help=f"one of {', '.join(KNOWN)}, or a JSON file")] = "27b",
     slots: int = 2,
+    spares: int = 4,
+    ctx_size: int = 131_072,
     most: int | None = None,
     svg: Path | None = None,
     optimum: Annotated[bool, Parameter(negative=())] = False,
@@ -39,7 +43,11 @@ def simulate(
     budget
         RAM for states and KV; several separated by commas, like 1GiB,4GiB,16GiB.
     slots
-        How many conversations fit into the context.
+        How many conversations the device can hold at once.
+    spares
+        How many states the device can hold beside them.
+    ctx_size
+        How many tokens of KV the device holds.
     most
         Replay only the first so many requests.
     svg
@@ -48,6 +56,8 @@ def simulate(
         Also show the fewest tokens that any policy could read with that many states; for traces of few requests.
     """
     require(0 < slots <= MAX_SLOTS, f"slots is {slots}; give 1 to {MAX_SLOTS}")
+    require(0 <= spares <= MAX_SLOTS, f"spares is {spares}; give 0 to {MAX_SLOTS}")
+    require(0 < ctx_size <= MAX_CELLS, f"ctx-size is {ctx_size}; give 1 to {MAX_CELLS}")
     require(most is None or most > 0, f"most is {most}; give 1 or more")
     budgets = [parse_bytes(text) for text in budget.split(",")]
     names = [name.strip() for name in policy.split(",")]
@@ -56,7 +66,7 @@ def simulate(
     model = KNOWN[curves] if curves in KNOWN else parse_curves(Path(curves).read_bytes())
     turns = _read(trace, most)
     started = time.process_time()
-    costs = sweep(turns, names, model, budgets, slots)
+    costs = sweep(turns, names, model, budgets, Device(slots, spares, ctx_size))
     rate = len(costs) * len(turns) / max(1e-9, time.process_time() - started)
     console = Console(highlight=False, soft_wrap=True)
     n_unavoidable = sum(share.n_unavoidable for share in shares(turns))

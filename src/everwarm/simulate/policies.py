@@ -18,17 +18,18 @@ EVERY_N = 1024
 FLOP_WEIGHT = 1.0  # of what a byte saves, beside how lately it was used
 _ANY_NUMBER = 1 << 20
 
-Cuts = Callable[[TraceTurn, int, int, Spacing], Sequence[Cut]]
+Cuts = Callable[[TraceTurn, int, int, Spacing, Sequence[int]], Sequence[Cut]]
 Victims = Callable[[Sequence[Entry], int, Curves], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     name: str
-    cuts: Cuts  # of a turn, from so many restored items, of which so many were known
+    cuts: Cuts  # of a turn, from so many restored items, of which so many were known; with learned places
     victims: Victims
     params: CheckpointParams = field(default_factory=CheckpointParams)
     keeps_ends: bool = True  # of replies
+    learns: bool = False  # what comes back, and where
 
     def spacing(self, curves: Curves) -> Spacing:
         return self.params.fitted(
@@ -39,7 +40,7 @@ class Policy:
 # where
 
 
-def our_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:
+def our_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:
     return policy.cuts(
         len(turn.prompt),
         spacing,
@@ -48,10 +49,11 @@ def our_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) 
         stable=turn.stable,
         branch=n_shared if n_shared - n_restored > GUARD else None,
         media=turn.prompt.media,
+        learned=places,
     )
 
 
-def even_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def even_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:  # noqa: ARG001
     """Every n tokens, and near the end."""
     n = len(turn.prompt)
     found = {at: Cut(at, CutKind.EVERY) for at in range(spacing.every_n_tokens, n, spacing.every_n_tokens)}
@@ -59,7 +61,7 @@ def even_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing)
     return [*(cut for at, cut in found.items() if at < near), Cut(near, CutKind.NEAR_END)]
 
 
-def branch_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def branch_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:  # noqa: ARG001
     """Where a prompt leaves the known prefixes, and its end: nothing is kept before a prefix was used twice."""
     n = len(turn.prompt)
     near = n - min(NEAR_END, n - 1)
@@ -67,7 +69,7 @@ def branch_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacin
     return [*branch, Cut(near, CutKind.NEAR_END)]
 
 
-def no_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def no_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:  # noqa: ARG001
     return ()
 
 
@@ -115,7 +117,7 @@ def _first(entries: Sequence[Entry], bytes_to_free: int) -> list[int]:
     return chosen
 
 
-OURS = Policy("ours", our_cuts, our_victims)
+OURS = Policy("ours", our_cuts, our_victims, learns=True)
 LRU = Policy("lru", even_cuts, oldest, CheckpointParams(_ANY_NUMBER, EVERY_N))
 FLOPS = Policy("flop-per-byte", branch_cuts, least_work_per_byte, CheckpointParams(_ANY_NUMBER))
 SPREAD = Policy("spread", our_cuts, smallest_hole, CheckpointParams(_ANY_NUMBER))

@@ -11,7 +11,7 @@ from everwarm.simulate.curves import Curves
 from everwarm.simulate.fifo_cache import FifoMemory
 from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.policies import POLICIES, Policy
-from everwarm.simulate.simulated_cache import HeldState, Outcome, SimulatedCache
+from everwarm.simulate.simulated_cache import Device, HeldState, Outcome, SimulatedCache
 from everwarm.simulate.trace import TraceTurn
 
 FIFO = "fifo-32"
@@ -48,13 +48,13 @@ class Cost:
         return 1 - self.n_read / max(1, self.n_prompt)
 
 
-def store_for(policy: str | Policy, curves: Curves, budget: int, n_slots: int) -> SimulatedStore:
+def store_for(policy: str | Policy, curves: Curves, budget: int, device: Device) -> SimulatedStore:
     if isinstance(policy, Policy):
-        return SimulatedCache(policy, curves, budget, n_slots)
+        return SimulatedCache(policy, curves, budget, device)
     require(policy in NAMES, f"unknown policy {policy!r}; give any of: {', '.join(NAMES)}")
     if policy == FIFO:
-        return FifoMemory(curves, budget, n_slots)
-    return SimulatedCache(POLICIES[policy], curves, budget, n_slots)
+        return FifoMemory(curves, budget, device.n_slots)
+    return SimulatedCache(POLICIES[policy], curves, budget, device)
 
 
 def replay(
@@ -62,11 +62,11 @@ def replay(
     policy: str | Policy,
     curves: Curves,
     budget: int,
-    n_slots: int = 2,
+    device: Device | None = None,
     known: Sequence[SharedPrefix] | None = None,
 ) -> Cost:
     """``known``: the result of ``shares`` for the same turns, to compute it once."""
-    store = store_for(policy, curves, budget, n_slots)
+    store = store_for(policy, curves, budget, device or Device())
     known = shares(turns) if known is None else known
     reads: list[int] = []
     seconds = 0.0
@@ -89,11 +89,15 @@ def replay(
 
 
 def sweep(
-    turns: Sequence[TraceTurn], policies: Iterable[str], curves: Curves, budgets: Iterable[int], n_slots: int = 2
+    turns: Sequence[TraceTurn],
+    policies: Iterable[str],
+    curves: Curves,
+    budgets: Iterable[int],
+    device: Device | None = None,
 ) -> list[Cost]:
     known = shares(turns)
     sizes = list(budgets)
-    return [replay(turns, name, curves, size, n_slots, known) for name in policies for size in sizes]
+    return [replay(turns, name, curves, size, device, known) for name in policies for size in sizes]
 
 
 _HEAD = ("policy", "budget", "read", "regret", "hit rate", "seconds", "held", "written")

@@ -1,13 +1,15 @@
 """One tree of states and KV under a budget, driven by a policy: what an engine does with a trace, without the engine.
 
-Uses the real tree and the real weighing, with blobs that weigh what they would and take no memory. Requests run one after
-the other; between two of them everything worth keeping is copied to RAM. No spares: every checkpoint lies in RAM. Pure.
+Uses the real tree, the real weighing and the real learning, with blobs that weigh what they would and take no memory.
+Requests run one after the other. The device keeps the KV of the conversations in its slots and the states in its spares;
+what leaves it is copied to RAM, and KV is copied at the end of every turn. An idle conversation leaves the device when
+another one runs, unless RAM has no room for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,8 +20,9 @@ from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.policy import CutKind, KeptCheckpoint, Seat
+from everwarm.state.returns import Arrival, Returns, Running
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree
-from everwarm.types import Blob
+from everwarm.types import Blob, SeqId
 
 LOW_WATER = 0.97
 IDLE_CELLS = 256  # that other conversations may keep on the device while one runs
@@ -44,6 +47,15 @@ class HeldState:
     most: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What an engine has beside RAM."""
+
+    n_slots: int = 2
+    n_spares: int = 4  # states
+    n_cells: int = 131_072
+
+
 @dataclass(slots=True, eq=False)
 class _Slot:
     node: Node
@@ -53,14 +65,18 @@ class _Slot:
 
 
 class SimulatedCache:
-    def __init__(self, policy: Policy, curves: Curves, budget: int, n_slots: int) -> None:
+    def __init__(self, policy: Policy, curves: Curves, budget: int, device: Device) -> None:
         self.held = HeldState()
         self.tree = Tree()
         self._policy = policy
         self._curves = curves
         self._budget = budget
+        self._device = device
         self._spacing = policy.spacing(curves)
-        self._slots = [_Slot(self.tree.root("")) for _ in range(n_slots)]
+        self._returns = Returns(self.tree)
+        self._slots = [_Slot(self.tree.root("")) for _ in range(device.n_slots)]
+        self._parked: list[Node] = []  # whose states lie in spares, the oldest first
+        self._running: list[Running] = []
         self._now = 0.0
         for slot in self._slots:
             self.tree.hold(slot.node)
@@ -74,20 +90,25 @@ class SimulatedCache:
         if turn.before:
             for slot in self._slots:
                 self._vacate(slot)
-        common = [int(turn.prompt.common_prefix(slot.items)) for slot in self._slots]
-        seats = [Seat(i, s.n_fed, common[i], s.used_at) for i, s in enumerate(self._slots)]
-        number = state_policy.seat(seats)
+        prompt = turn.prompt
+        common = [int(prompt.common_prefix(slot.items)) for slot in self._slots]
+        number = state_policy.seat([self._seat_of(i, n_common) for i, n_common in enumerate(common)])
         slot = self._slots[number]
-        match = self.tree.match("", turn.prompt, max(common))
-        n_items, loaded = self._bring(slot, turn.prompt, match, common, number)
-        self._limit_idle(slot)
-        self._read(slot, turn, match, n_items)
+        match = self.tree.match("", prompt, max(common))
+        arrival = self._returns.arrive(match, self._now) if self._policy.learns else Arrival()
+        n_items, loaded = self._bring(slot, prompt, match, common, number)
+        self._limit_idle(slot, len(prompt))
+        self._read(slot, turn, match, n_items, arrival)
         slot.used_at = self._now
         self._save(slot)
         self.held.most = max(self.held.most, self.tree.ram_bytes)
-        return Outcome(turn.prompt.n_tokens(n_items), turn.prompt.n_tokens(max(n_items, turn.n_stop)), loaded)
+        return Outcome(prompt.n_tokens(n_items), prompt.n_tokens(max(n_items, turn.n_stop)), loaded)
 
     # starting
+
+    def _seat_of(self, number: int, n_common: int) -> Seat:
+        slot = self._slots[number]
+        return Seat(number, slot.n_fed, n_common, self._returns.worth(slot.node), slot.used_at)
 
     def _bring(self, slot: _Slot, prompt: Prompt, match: Match, common: Sequence[int], number: int) -> tuple[int, int]:
         """Restores the deepest kept point of the prompt: returns where that is, and the bytes it took."""
@@ -102,7 +123,7 @@ class SimulatedCache:
             return 0, 0
         n_items = usable.n_items
         with self.tree.pinned(usable):
-            self._save(slot)
+            self._move_out(slot, usable)
             on_device = min(max(common), n_items)
             self._stand(slot, prompt, match.path, n_items)
             assert usable.checkpoint is not None
@@ -120,68 +141,127 @@ class SimulatedCache:
         self.tree.release(slot.node)
         slot.node = node
 
-    def _limit_idle(self, running: _Slot) -> None:
-        """Idle conversations keep few cells: the least recently used ones are evicted."""
+    # the device
+
+    def _limit_idle(self, running: _Slot, n_items: int) -> None:
+        """Idle conversations keep few cells, unless they can be kept nowhere else: those of least worth leave."""
         used = sum(slot.n_fed for slot in self._slots)
-        for slot in sorted((s for s in self._slots if s is not running and s.n_fed), key=lambda s: s.used_at):
+        idle = [slot for slot in self._slots if slot is not running and slot.n_fed]
+        for slot in sorted(idle, key=lambda slot: (self._returns.worth(slot.node) * slot.n_fed, slot.used_at)):
             if used <= running.n_fed + IDLE_CELLS:
                 return
-            used -= slot.n_fed
-            self._vacate(slot)
+            fits = self.tree.ram_bytes + self._unsaved_bytes(slot) <= self._budget
+            if fits or used - running.n_fed + n_items > self._device.n_cells:
+                used -= slot.n_fed
+                self._vacate(slot)
+
+    def _unsaved_bytes(self, slot: _Slot) -> int:
+        lineage = slot.node.lineage()
+        n_tokens = sum(n.mark.n_tokens - n.parent.mark.n_tokens for n in lineage if n.parent and n.segment is None)
+        n_states = sum(n.checkpoint.state is None for n in lineage if n.checkpoint is not None)
+        return n_tokens * self._curves.kv_bytes_per_token + n_states * self._curves.state_bytes
 
     def _vacate(self, slot: _Slot) -> None:
-        self._save(slot)
+        self._move_out(slot, None)
         self._seat(slot, self.tree.root(""))
         slot.n_fed = 0
         slot.items = _EMPTY
 
+    def _move_out(self, slot: _Slot, goal: Node | None) -> None:
+        """Copies to RAM what the device keeps for this slot alone; ``goal``: where the slot will stand."""
+        self._copy_kv(slot)
+        ends = [other.node for other in self._slots if other is not slot] + ([] if goal is None else [goal])
+        staying = {id(node) for end in ends for node in end.lineage()}
+        for node in [node for node in self._parked if id(node) not in staying]:
+            self._unpark(node)
+        self._enforce_budget()
+
+    def _unpark(self, node: Node) -> None:
+        self._parked.remove(node)
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        checkpoint.parked = None
+        if checkpoint.state is None:
+            self.tree.set_state(node, self._new_state())
+
+    def _new_state(self) -> Blob:
+        self.held.written += self._curves.state_bytes
+        return _weightless(self._curves.state_bytes)
+
     # reading
 
-    def _read(self, slot: _Slot, turn: TraceTurn, match: Match, n_items: int) -> None:
-        stop = turn.n_stop
+    def _read(self, slot: _Slot, turn: TraceTurn, match: Match, n_items: int, arrival: Arrival) -> None:
         path = turn.path_from(n_items)
-        for cut in self._policy.cuts(turn, n_items, match.n_shared, self._spacing):
-            if n_items < cut.at <= stop:
-                self._take(slot, path, cut.at, cut.kind)
-        n_end = len(path)
-        if n_end != len(turn.prompt) and n_end > slot.node.n_items and self._policy.keeps_ends:
-            self._take(slot, path, n_end, CutKind.CANCEL if turn.stop_at is not None else CutKind.REPLY)
+        n_prompt, n_end = len(turn.prompt), len(path)
+        places = self._returns.places(n_prompt, self._spacing) if self._policy.learns else []
+        for cut in self._policy.cuts(turn, n_items, match.n_shared, self._spacing, places):
+            if n_items < cut.at <= turn.n_stop:
+                self._take(slot, path, cut.at, cut.kind, Running(slot.node, n_prompt, arrival.hits, arrival.habit))
+        if n_end != n_prompt and n_end > slot.node.n_items and self._keeps_ends():
+            kind = CutKind.CANCEL if turn.stop_at is not None else CutKind.REPLY
+            self._take(slot, path, n_end, kind, Running(slot.node, n_prompt, arrival.hits, arrival.habit))
         else:
             self._mark(slot, path, n_end)
         slot.items = path
         slot.n_fed = n_end
+        if self._policy.learns:
+            self._returns.leave(slot.node, n_prompt, arrival)
+
+    def _keeps_ends(self) -> bool:
+        return self._policy.keeps_ends and (not self._policy.learns or self._returns.keeps_replies())
 
     def _mark(self, slot: _Slot, path: Prompt, n_items: int) -> Node:
         node = self.tree.grow(slot.node, path, n_items) if n_items > slot.node.n_items else slot.node
         self._seat(slot, node)
         return node
 
-    def _take(self, slot: _Slot, path: Prompt, n_items: int, kind: CutKind) -> None:
+    def _take(self, slot: _Slot, path: Prompt, n_items: int, kind: CutKind, running: Running) -> None:
         node = self._mark(slot, path, n_items)
         checkpoint = node.checkpoint
         if self._spacing.max_checkpoints == 0:
             return
         if checkpoint is not None:
             checkpoint.used_at = self._now
-            if checkpoint.kind in (CutKind.END, CutKind.NEAR_END, CutKind.EVERY):
-                checkpoint.kind = kind
+            checkpoint.kind = state_policy.better(checkpoint.kind, kind)
             return
-        state = _weightless(self._curves.state_bytes)
-        self.held.written += state.nbytes
-        self.tree.set_checkpoint(node, Checkpoint(kind, True, (), state=state, used_at=self._now))
+        self._running = [replace(running, node=node)]
+        checkpoint = Checkpoint(kind, True, (), used_at=self._now)
+        if self._device.n_spares:
+            if len(self._parked) == self._device.n_spares:
+                self._unpark(self._oldest_parked(node))
+            checkpoint.parked = SeqId(0)
+            self._parked.append(node)
+        else:
+            checkpoint.state = self._new_state()
+        self.tree.set_checkpoint(node, checkpoint)
         self._thin(node)
         self._enforce_budget()
+        self._running = []
+
+    def _oldest_parked(self, running: Node) -> Node:
+        """Of other conversations first."""
+        own = {id(node) for node in running.lineage()}
+        return next((node for node in self._parked if id(node) not in own), self._parked[0])
 
     def _thin(self, node: Node) -> None:
         for end in [n for n in node.below() if n.checkpoint is not None and not n.children] or [node]:
             kept = {n.n_items: n for n in end.lineage() if n.checkpoint is not None}
             path = [KeptCheckpoint(n.n_items, n.checkpoint.kind) for n in kept.values() if n.checkpoint is not None]
             for n_items in state_policy.thin(path, self._spacing.max_checkpoints):
-                self.tree.drop_checkpoint(kept[n_items])
+                self._drop(kept[n_items])
+
+    def _drop(self, node: Node) -> None:
+        if node in self._parked:
+            self._parked.remove(node)
+        self.tree.drop_checkpoint(node)
 
     # keeping
 
     def _save(self, slot: _Slot) -> None:
+        self._copy_kv(slot)
+        self._enforce_budget()
+
+    def _copy_kv(self, slot: _Slot) -> None:
         """Copy to RAM the KV of a slot that a later request can use."""
         lineage = slot.node.lineage()
         while lineage and not any(n.checkpoint is not None for n in lineage[-1].below()):
@@ -193,7 +273,6 @@ class SimulatedCache:
                 items = node.start, node.n_items
                 self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, True, (), items=items))
                 self.held.written += blob.nbytes
-        self._enforce_budget()
 
     def _enforce_budget(self) -> None:
         if self.tree.ram_bytes <= self._budget:
@@ -207,13 +286,19 @@ class SimulatedCache:
             for key in chosen:
                 self._evict(nodes[key // 2], is_state=key % 2 == 0)
 
-    def _weigh(self, nodes: Sequence[Node]) -> list[state_policy.Entry]:
+    def _weigh(self, nodes: Iterable[Node]) -> list[state_policy.Entry]:
         resident = frozenset(id(node) for slot in self._slots for node in slot.node.lineage())
-        return weigh(nodes, Scales(self._now, self._curves.seconds_per_token, True, True, resident))
+        expected = self._returns.expected(self._running, anywhere=False) if self._policy.learns else {}
+        seconds = self._curves.seconds_per_token
+        scales = Scales(self._now, seconds, True, True, resident, expected, self._returns.worth_unvisited)
+        return weigh(list(nodes), scales)
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
         if is_state and node.checkpoint is not None:
-            self.tree.drop_checkpoint(node)
+            if node.checkpoint.parked is not None:
+                self.tree.drop_state(node)
+            else:
+                self.tree.drop_checkpoint(node)
         elif not is_state and node.segment is not None:
             self.tree.drop_segment(node)
 

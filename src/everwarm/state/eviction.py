@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everwarm.state.lineage import Point, point_of
-from everwarm.state.policy import PROTECTED_S, CutKind, Entry, victims
+from everwarm.state.policy import CutKind, Entry, assumed_returns, victims
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.tree import Node, Segment
 
@@ -21,7 +21,9 @@ class Scales:
     seconds_per_token: float
     needs_checkpoints: bool
     needs_kv: bool
-    resident: frozenset[int]  # ids of nodes whose KV is on the device
+    resident: frozenset[int]  # nodes whose KV is on the device, by their Python ids
+    expected: Mapping[int, float]  # returns to nodes, by their ids: see ``Returns.expected``
+    unvisited: Callable[[int, float], float]  # returns to what no request is known to have ended at: hits, age
 
 
 def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
@@ -31,8 +33,8 @@ def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
     """
     index = {id(node): i for i, node in enumerate(nodes)}
     above, has_kv = _from_above(nodes, index, scales)
-    leans = _leans(nodes, index)
     wanted, followed, covered = _from_below(nodes, index)
+    leans = _leans(nodes, index, wanted)
     entries = []
     for i, node in enumerate(nodes):
         if node.pins:
@@ -58,7 +60,7 @@ def _from_above(nodes: Sequence[Node], index: dict[int, int], scales: Scales) ->
     return above, has_kv
 
 
-def _leans(nodes: Sequence[Node], index: dict[int, int]) -> list[tuple[int | None, int]]:
+def _leans(nodes: Sequence[Node], index: dict[int, int], wanted: Sequence[bool]) -> list[tuple[int | None, int]]:
     """For each node: the entry of the nearest checkpoint above it, and the KV that is kept for it alone."""
     found: list[tuple[int | None, int]] = [(None, 0)] * len(nodes)
     for i, node in enumerate(nodes):
@@ -68,7 +70,7 @@ def _leans(nodes: Sequence[Node], index: dict[int, int]) -> list[tuple[int | Non
         key, n_bytes = found[p]
         if node.parent.checkpoint is not None:
             key, n_bytes = 2 * p, 0
-        elif node.parent.is_junction:
+        elif sum(wanted[index[id(child)]] for child in node.parent.children.values()) > 1:
             n_bytes = 0
         found[i] = key, n_bytes + (node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0)
     return found
@@ -98,7 +100,8 @@ def _segment_entry(i: int, node: Node, segment: Segment, scales: Scales) -> Entr
     """The entry of a segment from this node on, with all nodes below that use it."""
     size = segment.blob.nbytes if _is_first(node) else 0
     seconds = (segment.n_stop - node.start) * scales.seconds_per_token
-    return Entry(2 * i + 1, size, seconds, 0.0, 0, stranded=scales.needs_checkpoints, pinned=node.n_pinned > 0)
+    returns = scales.expected.get(node.id, 0.0)
+    return Entry(2 * i + 1, size, seconds, returns, stranded=scales.needs_checkpoints, pinned=node.n_pinned > 0)
 
 
 def _state_entry(
@@ -107,15 +110,16 @@ def _state_entry(
     checkpoint = node.checkpoint
     assert checkpoint is not None
     age_s = scales.now - checkpoint.used_at
-    is_end = is_newest and checkpoint.kind is not CutKind.END
+    returns = scales.expected.get(node.id, 0.0)
+    if is_newest and not returns:
+        returns = scales.unvisited(checkpoint.hits, age_s)
     return Entry(
         2 * i,
         checkpoint.size_bytes,
         (node.n_items - above) * scales.seconds_per_token,
+        returns,
         age_s,
-        checkpoint.hits,
         stranded=not has_kv,
-        protected=age_s < PROTECTED_S and (is_end or node.is_junction),
         is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
         pinned=node.n_pinned > 0,
         above=leans[0],
@@ -165,4 +169,5 @@ def ranked(
 def _disk_entry(i: int, kept: IndexedObject, pinned: frozenset[Point], now: float) -> Entry:
     """A state saves its whole prompt: what other states would help is not known from the index."""
     is_pinned = point_of(kept.key, kept.n_items) in pinned
-    return Entry(i, kept.size, float(kept.n_items), now - kept.used_at, kept.hits, pinned=is_pinned)
+    age_s = now - kept.used_at
+    return Entry(i, kept.size, float(kept.n_items), assumed_returns(age_s, kept.hits), age_s, pinned=is_pinned)

@@ -19,8 +19,7 @@ MIN_SPACING, MAX_SPACING = 256, 8192
 WINDOW_FLOOR = 64
 GUARD = 16  # an identical prompt reads at most this many items again
 NEAR_END = 4  # items before the end of a prompt: where the guard checkpoint is taken if no stable point is near
-HALF_LIFE_S = 30.0  # of the chance of reuse at first; each further halving takes twice as long
-PROTECTED_S = 60.0  # for so long the end of a conversation and a junction are evicted after the rest
+HALF_LIFE_S = 30.0  # of the chance of reuse at first, where nothing was learned; each further halving takes twice as long
 MAX_BREAKPOINTS = 16  # of one prompt; of more the last ones count
 
 
@@ -91,6 +90,7 @@ class CutKind(enum.Enum):
 
     PREWARM = "prewarm"
     EVERY = "every-n"
+    LEARNED = "learned"
     BRANCH = "branch"
     BOUNDARY = "boundary"
     BREAKPOINT = "breakpoint"
@@ -108,7 +108,7 @@ class CutKind(enum.Enum):
 
 MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
 
-_LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.NEAR_END, CutKind.END)
+_LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.LEARNED, CutKind.NEAR_END, CutKind.END)
 
 
 def better(known: CutKind, new: CutKind) -> CutKind:
@@ -133,12 +133,13 @@ def cuts(
     media: Iterable[int] = (),
     stables: Iterable[int] = (),
     breakpoints: Iterable[int] = (),
+    learned: Iterable[int] = (),
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
     ``stable`` is where all likely next turns differ from this prompt, ``stables`` where some of them do,
-    ``breakpoints`` are what the caller demands. All other cuts, but the end cuts and the branch, depend only on what
-    lies before them, so extending a prompt never moves an earlier cut.
+    ``breakpoints`` are what the caller demands, ``learned`` where earlier prompts were left. All other cuts, but the end
+    cuts and the branch, depend only on what lies before them, so extending a prompt never moves an earlier cut.
     """
     if spacing.max_checkpoints == 0:
         return ()
@@ -147,6 +148,9 @@ def cuts(
         before = max((at for at in found if at <= branch), default=0)
         if _far_enough(branch, before, spacing):
             found[branch] = Cut(branch, CutKind.BRANCH)
+    for at in learned:
+        if 0 < at < n_items:
+            found.setdefault(at, Cut(at, CutKind.LEARNED))
     for at in sorted({at for at in breakpoints if 0 < at < n_items})[-MAX_BREAKPOINTS:]:
         found[at] = Cut(at, CutKind.BREAKPOINT)
     for cut in _end_cuts(n_items, {at for at in (stable, *stables) if at is not None and 0 < at < n_items}):
@@ -217,6 +221,7 @@ def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
 _RANK = {
     CutKind.PREWARM: 0,
     CutKind.EVERY: 0,
+    CutKind.LEARNED: 0,
     CutKind.NEAR_END: 0,
     CutKind.CANCEL: 0,
     CutKind.END: 0,
@@ -241,10 +246,9 @@ class Entry:
     key: int
     size_bytes: int
     seconds_saved: float  # what reading again from the nearest surviving ancestor would cost
-    age_s: float
-    hits: int
+    returns: float  # expected, per unit of time, that would resume from here: see ``state.returns``
+    age_s: float = 0.0
     stranded: bool = False  # its lineage is broken: it cannot be used
-    protected: bool = False  # a junction, or the newest end of a conversation
     is_ahead: bool = False  # prewarmed, and not used yet
     above: int | None = None  # the entry from whose end it would be read again
     kv_bytes: int = 0  # of KV that goes with it if no entry below it needs that
@@ -252,20 +256,22 @@ class Entry:
 
 
 def score(entry: Entry) -> float:
-    """Seconds saved per byte, times the chance of reuse.
+    """Seconds of reading that a byte saves per unit of time."""
+    return entry.seconds_saved * entry.returns / max(1, entry.size_bytes)
 
-    The chance falls with the inverse of the age: an hour after its last use an entry is about half as likely to be used
-    in the next minute as after half an hour.
-    """
-    chance = math.sqrt(1 + entry.hits) / (1 + max(0.0, entry.age_s) / HALF_LIFE_S)
-    return entry.seconds_saved * chance / max(1, entry.size_bytes)
+
+def assumed_returns(age_s: float, hits: int) -> float:
+    """The chance of reuse where nothing was learned. It falls with the inverse of the age: an hour after its last use
+    an entry is about half as likely to be used in the next minute as after half an hour."""
+    return math.sqrt(1 + hits) / (1 + max(0.0, age_s) / HALF_LIFE_S)
 
 
 def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
     """Picks the least valuable entries until ``bytes_to_free`` are free or none is left; returns their keys in that order.
 
-    Evicting an entry makes those below it more valuable, because they would be read again from farther up, and the
-    entry above it may lose the last one that needed its KV. So the values are updated after each eviction.
+    Evicting an entry makes those below it more valuable, because they would be read again from farther up; its returns
+    then resume from the entry above, which may also lose the last one that needed its KV. So the values are updated
+    after each eviction.
     """
     lot = _Lot(entries)
     chosen, freed = [], 0
@@ -278,7 +284,7 @@ def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
     return chosen
 
 
-_Rank = tuple[bool, bool, bool, bool, float, float, int]
+_Rank = tuple[bool, bool, bool, float, float, int]
 
 
 class _Lot:
@@ -302,7 +308,7 @@ class _Lot:
     def _rank(self, key: int) -> _Rank:
         """The smallest is evicted first. A stranded entry is useless, pinned or not."""
         entry = self._now(key)
-        return not entry.stranded, entry.pinned, not entry.is_ahead, entry.protected, score(entry), -entry.age_s, key
+        return not entry.stranded, entry.pinned, not entry.is_ahead, score(entry), -entry.age_s, key
 
     def pop(self) -> Entry | None:
         while self._heap:
@@ -321,6 +327,8 @@ class _Lot:
             self._entries[k] = replace(other, seconds_saved=seconds, kv_bytes=kv_bytes, above=above)
         if above is not None:
             self._below[above] = (self._below[above] | below) - {key}
+            upper = self._entries[above]
+            self._entries[above] = replace(upper, returns=upper.returns + entry.returns)
         for k in (*below, *(() if above is None else (above,))):
             heapq.heappush(self._heap, self._rank(k))
         return gone
@@ -333,13 +341,14 @@ class Seat:
     slot: int
     n_resident: int
     n_common: int
+    worth: float  # of what it holds: expected returns
     last_used: float
 
 
 def seat(seats: Sequence[Seat]) -> int:
-    """Which idle slot a request gets: the one that holds its own conversation, else an empty one, else the least recently
-    used."""
+    """Which idle slot a request gets: the one that holds its own conversation, else an empty one, else the one that is
+    least likely to be continued, by what it would have to read again; of equals the least recently used."""
     own = [s for s in seats if s.n_common > 0 and 2 * s.n_common >= s.n_resident]
     if own:
         return max(own, key=lambda s: (s.n_common, -s.n_resident, -s.slot)).slot
-    return min(seats, key=lambda s: (s.n_resident > 0, s.last_used, s.slot)).slot
+    return min(seats, key=lambda s: (s.n_resident > 0, s.worth * s.n_resident, s.last_used, s.slot)).slot

@@ -72,7 +72,8 @@ def _within(lineages: list[Lineage], keep_bytes: int, now: float) -> list[Lineag
 def _weighed(key: int, lineage: Lineage, now: float) -> policy.Entry:
     state = lineage.state
     seconds = state.header.n_items * _UNMEASURED if lineage.seconds_saved is None else lineage.seconds_saved
-    return policy.Entry(key, lineage.n_bytes, seconds, now - state.used_at, state.hits)
+    age_s = now - state.used_at
+    return policy.Entry(key, lineage.n_bytes, seconds, policy.assumed_returns(age_s, state.hits), age_s)
 
 
 # acting
