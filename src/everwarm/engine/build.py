@@ -124,6 +124,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     keeping = _keeping(opened)
     residents, budget, writer, checkpointer = keeping.residents, keeping.budget, keeping.writer, keeping.checkpointer
     tier_writer = _tier_writer(opened, keeping)
+    budget.leaving = partial(tier_writer.save_leaving, residents.slots)
     loader = _loader(opened, keeping, tier_writer)
     room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving=tier_writer.offer)
     stats = keeping.journal.stats

@@ -151,8 +151,9 @@ class Checkpointer:
         if checkpoint.state is None:
             self.drop(node, "capacity")
         else:
-            self._writer.save_kv(spare, node)
-            self._spares.release(spare)
+            with self._budget.lifted():  # else the copy could be evicted before the original has gone
+                self._writer.save_kv(spare, node)
+                self._spares.release(spare)
 
     def quarantine(self, node: Node, error: MemoryFault) -> None:
         """Marks an entry that libllama refused: it is never offered again."""
