@@ -206,8 +206,12 @@ def test_a_deterministic_conversation_is_exact_through_joined_segments(arch):
 def test_bytes_that_were_joined_in_the_wrong_order_would_be_seen(arch):
     """The control of the two tests above."""
     with open_core(arch, n_slots=1, n_ctx=4096) as core:
-        join = core.context.join_segments
-        core.context.join_segments = lambda blobs: _keys_swapped(join(blobs))
+        joining = core.context.joining_segments
+
+        def swapping(blobs):
+            return _keys_swapped((yield from joining(blobs)))
+
+        core.context.joining_segments = swapping
         talk = Talk(core, deterministic=True)
         talk.turns(9)
         move_out(core)

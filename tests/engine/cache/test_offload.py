@@ -168,7 +168,7 @@ def test_copying_beside_the_steps_changes_no_bit_of_a_reply(memory, arch):
 
 def test_a_piece_is_bounded_and_pieces_take_a_share_of_the_time(memory):
     with open_core("llama", memory=memory) as core:
-        core.offload.kv_bytes_per_token = (64 << 20) // 100  # as if a piece were 100 tokens
+        core.ram_writer.piece_tokens = 100
         sizes = captures(core)
         submit(core, HISTORY, 30)
         while not any(isinstance(event, NewToken) for event in core.step()):

@@ -43,7 +43,7 @@ class RamBudget:
         self._speed = speed
         self._journal = journal
         self._n_lifted = 0
-        self.leaving: Leaving = lambda _nodes: None  # told of nodes whose states are about to be evicted
+        self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -55,6 +55,10 @@ class RamBudget:
         finally:
             self._n_lifted -= 1
             self.enforce()
+
+    def can_hold(self, n_bytes: int) -> bool:
+        """Whether something of this size fits at all."""
+        return n_bytes <= self.n_bytes * min(1.0, self.namespace_share)
 
     @property
     def is_exceeded(self) -> bool:
@@ -80,7 +84,7 @@ class RamBudget:
             chosen = policy.victims(self._weigh(nodes), weight() - goal)
             if not chosen:
                 break
-            self._tell_of([nodes[key // 2] for key in chosen if key % 2 == 0])
+            self._tell_of([nodes[key // 2] for key in chosen])
             for key in chosen:
                 self._evict(nodes[key // 2], is_state=key % 2 == 0)
 

@@ -20,6 +20,9 @@ from everwarm.state.policy import CutKind
 from everwarm.state.tree import Node, Segment, Tree
 from everwarm.types import SeqId
 
+PIECE_BYTES = 64 << 20  # of KV, between two steps; a state is copied whole
+MIN_PIECE_TOKENS = 64
+
 
 class RamWriter:
     def __init__(
@@ -28,9 +31,11 @@ class RamWriter:
         tree: Tree,
         residents: Residents,
         budget: RamBudget,
-        most_joined: int = segment_merge.MOST,
+        most_joined: int,
+        kv_bytes_per_token: int,
     ) -> None:
         """``most_joined``: tokens of a segment that is made of several."""
+        self.piece_tokens = max(MIN_PIECE_TOKENS, PIECE_BYTES // max(1, kv_bytes_per_token))
         self._context = context
         self._tree = tree
         self._residents = residents
@@ -154,8 +159,8 @@ class RamWriter:
                 return True
         for slot in self._residents.slots:
             if slot.is_idle and not slot.is_tidy:
-                slot.note_tidy()
-                self.save_lineage(slot.seq, self._wanted(slot.node))
+                if not self.save_piece(slot.seq, self._wanted(slot.node), self.piece_tokens):
+                    slot.note_tidy()
                 return True
         return False
 

@@ -15,7 +15,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,7 @@ OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, though o
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_DUE = 4096  # turns that wait for the disk to catch up
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
+CATCH_UP_S = 0.02  # so long RAM waits for a disk that is behind, before it evicts what was not written
 FREE_SHARE = 0.8  # of the file system's free space, for any budget
 _MIB = 1 << 20
 
@@ -105,6 +106,7 @@ class TierWriter:
         self._on_the_way: dict[str, Job] = {}  # what waits to be written, by name
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._due: dict[int, FinishedTurn] = {}  # not handed to the thread yet, by the id of their end, oldest first
+        self._wait_again_at = 0.0  # for a disk that is behind
         self._writing: dict[int, float] = {}  # when the turns ended that the thread is writing
         self._opened = threading.Event()
         self.disk: DiskTier = NullDisk()
@@ -240,6 +242,11 @@ class TierWriter:
         """A turn has ended and is in RAM: it will be offered in time, even if its slot is reused before."""
         self._note_due(FinishedTurn.of(slot, ended_at))
 
+    def note_adopted(self) -> None:
+        """What an earlier engine left in RAM may not be on disk."""
+        for end in [node for node in self._tree.nodes() if node.parent is not None and not node.children]:
+            self._note_due(FinishedTurn(end, None, end.n_items, time.monotonic()))
+
     def _note_due(self, turn: FinishedTurn) -> None:
         if self._settings is not None:
             self._due.pop(turn.end.id, None)
@@ -248,31 +255,41 @@ class TierWriter:
                 del self._due[next(iter(self._due))]
 
     def offer_ended(self, slot: Slot) -> str | None:
-        """Offer a turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
+        """Offer a turn that has no room in RAM; returns the name of its object on disk."""
         if not self._takes_more:
             return None
         slot.note_archived()
-        name = self.offer(slot)
-        self._offer_all_due()
-        return name
+        return self.offer(slot)
 
     def save_leaving(self, slots: Sequence[Slot], nodes: Sequence[Node]) -> None:
-        """RAM is about to evict the states of these nodes. Before that all turns that wait in it are offered, and those
-        of the states that a next turn will need and the disk does not have."""
-        if not self._takes_more or not self.is_on:
+        """RAM is about to evict something of these nodes. Before that the turns that need it and still wait in RAM are
+        offered, and states that a next turn will need and the disk does not have."""
+        if self.is_opening or not self.is_on:
             return
-        self._offer_all_due()
+        self._let_catch_up()
+        leaving = {id(node) for node in nodes}
+        for turn in list(self._due.values()):
+            if self._takes_more and _passes(turn.end, leaving):
+                del self._due[turn.end.id]
+                self._offer(turn)
         for slot in slots:
-            if slot.is_idle and slot.n_fed and not slot.is_archived:
+            is_waiting = slot.is_idle and slot.n_fed and not slot.is_archived
+            if is_waiting and self._takes_more and _passes(slot.node, leaving):
                 slot.note_archived()
                 self.offer(slot)
-        for node in nodes if _has_room(self.disk) else ():
+        for node in nodes if self._takes_more and _has_room(self.disk) else ():
             if _is_needed_next(node) and not self._is_known(self._packing.state_name(node)):
                 self._write(node)
 
-    def _offer_all_due(self) -> None:
-        while self._takes_more and self._offer_due(time.monotonic()):
-            pass
+    def _let_catch_up(self) -> None:
+        """Gives a disk that is behind a moment before RAM evicts what it has not taken yet: a tenth of the time at
+        most."""
+        now = time.monotonic()
+        if self.is_behind and now >= self._wait_again_at:
+            deadline = now + CATCH_UP_S
+            while self.is_behind and time.monotonic() < deadline:
+                time.sleep(CATCH_UP_S / 10)
+            self._wait_again_at = time.monotonic() + 9 * CATCH_UP_S
 
     def _offer_due(self, until: float) -> bool:
         """Offer the oldest turn that waits, if it ended before ``until``. False: there is none."""
@@ -319,16 +336,16 @@ class TierWriter:
         with self._writer.staged((node, *shared) if self.remote.is_on else wanted):
             if disk.is_on:
                 self._writing[turn.end.id] = turn.ended_at
-                name = self._keep(disk, node)
+                name = self._keep(node)
                 for point in shared:  # their KV is part of the node's, so only their states are new
-                    self._keep(disk, point)
+                    self._keep(point)
                 self._jobs.put(lambda: self._writing.pop(turn.end.id, None))
             self._remote_writer.offer(node, is_hinted=turn.stable is not None)
         return name
 
     def _write(self, node: Node) -> None:
         with self._writer.staged((node,)):
-            self._keep(self.disk, node)
+            self._keep(node)
 
     def _is_worth_it(self, node: Node) -> bool:
         return is_worth_it(node, self._speed.seconds_per_token, is_always=self._is_always)
@@ -343,9 +360,9 @@ class TierWriter:
         self._jobs.put(self.pins.note(node))
         state = None if node.checkpoint is None else node.checkpoint.state
         if self.disk.is_on and (state is not None or not self._context.kind.needs_checkpoints):
-            self._keep(self.disk, node)
+            self._keep(node)
 
-    def _keep(self, disk: DiskTier, node: Node) -> str | None:
+    def _keep(self, node: Node) -> str | None:
         """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
             self._jobs.put(self.pins.note(pinned))  # this point is part of its lineage
@@ -393,6 +410,13 @@ class TierWriter:
                 "it is dropped from RAM, but the disk tier cannot be reached now (GET /cache has the reason), and what it "
                 "keeps is not dropped: try again when it is in order"
             )
+
+    def catch_up(self) -> bool:
+        """Waits for a disk that is behind, so that it takes more. False: it does."""
+        is_behind = self.is_behind
+        if is_behind:
+            self.flush()
+        return is_behind and not self.is_behind
 
     def after_all(self, job: Done) -> None:
         """Run a job on the disk's thread, when everything offered so far is durable or has failed."""
@@ -524,12 +548,18 @@ class TierWriter:
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:
-    """Where the next turn will continue: the last stable point, else the last checkpoint that was not prewarmed."""
+    """Where the next turn will continue: the last stable point, else the last checkpoint that was not prewarmed. The end
+    of a prompt is the last choice: on disk it has no logits, so an identical prompt could not use it."""
     kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None and n.checkpoint.is_held]
-    requested = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
-    stable = [(n, kind) for n, kind in requested if kind is CutKind.STABLE]
-    best = stable or requested
-    return best[-1][0] if best else None
+    stable = [n for n, kind in kept if kind is CutKind.STABLE]
+    others = [n for n, kind in kept if kind not in (CutKind.PREWARM, CutKind.END)]  # a guess is not worth the bytes
+    ends = [n for n, kind in kept if kind is CutKind.END]
+    best = stable or others or ends
+    return best[-1] if best else None
+
+
+def _passes(end: Node, nodes: Collection[int]) -> bool:
+    return any(id(node) in nodes for node in end.lineage())
 
 
 def _has_room(disk: DiskTier) -> bool:
