@@ -187,6 +187,7 @@ def _tier_writer(opened: _Opened, keeping: _Keeping) -> TierWriter:
         keeping.writer,
         opened.ram,
         keeping.speed,
+        keeping.checkpointer.reply_use,
         words=partial(words_of, opened.model.vocab),
         remote=settings.remote,
         namespace_share=settings.namespace_share,

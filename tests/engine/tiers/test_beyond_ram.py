@@ -11,7 +11,7 @@ import pytest
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.reasons import Reason
-from everwarm.engine.request import Result
+from everwarm.engine.request import Ask, Result
 from everwarm.engine.tiers import tier_writer as writer_module
 from everwarm.engine.tiers.packing import Job
 from everwarm.engine.tiers.tier_writer import TierWriter
@@ -295,3 +295,61 @@ def test_a_stable_point_that_is_evicted_while_its_reply_is_written_is_not_lost(t
     with kept_core(tmp_path) as core:
         assert run(core, next_turn(0)).n_cached == STABLE
         assert core.tree.match("", Prompt.of_tokens(next_turn(0)), 0).n_shared >= STABLE
+
+
+# what follows the stable point
+
+
+def evict_all(core: Core) -> None:
+    for slot in core.slots:
+        slot.vacate()
+    core.ram_budget.n_bytes = 0
+    core.ram_budget.enforce()
+    core.ram_budget.n_bytes = 256 << 20
+    assert core.tree.ram_bytes == 0
+
+
+def read_ahead(core: Core, tokens: list[int]) -> None:
+    core.prewarm.offer(Ask(Prompt.of_tokens(tokens), max_tokens=0, ahead=True))
+    while core.has_work or core.tidy():
+        if core.has_work:
+            core.step()
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_what_was_read_ahead_is_written_when_ram_gives_it_up(tmp_path, memory, is_needed, monkeypatch):
+    if not is_needed:  # the control
+        monkeypatch.setattr(TierWriter, "_is_needed_next", lambda _self, _node: False)
+    following = [*told(0)[:STABLE], *text(50, 80)]
+    with kept_core(tmp_path, memory=memory, n_slots=1) as core:
+        finish(core, told(0), 6, stable=STABLE)
+        read_ahead(core, following)
+        evict_all(core)
+        result = run(core, [*following, *NEW])
+        assert result.n_cached == (len(following) if is_needed else STABLE)
+        assert result.why is not None and (result.why.reason is not Reason.EVICTED) is is_needed
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3"])
+@pytest.mark.parametrize("is_likely", [True, False])
+def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_unless_turns_leave_replies_aside(
+    tmp_path, memory, arch, is_likely
+):
+    with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core:
+        core.checkpointer.reply_use.n_left = 0 if is_likely else 1
+        reply = finish(core, told(0), 60, stable=STABLE).result.tokens
+        evict_all(core)
+        result = run(core, [*told(0), *reply, *NEW])
+        assert result.n_cached == (LENGTH + len(reply) - 1 if is_likely else STABLE)
+
+
+def test_how_turns_go_on_after_replies_is_counted():
+    with open_core(n_slots=1) as core:
+        use, prompt = core.checkpointer.reply_use, told(0)
+        reply = run(core, prompt, 20, stable=STABLE).tokens
+        assert use.is_likely and (use.n_continued, use.n_left) == (0, 0)
+        run(core, [*prompt, *reply, *NEW], 20, stable=LENGTH + 25)
+        assert (use.n_continued, use.n_left) == (1, 0)
+        for _ in range(2):
+            run(core, [*prompt, *reply, *NEW][: LENGTH + 25] + text(60, 30), 20, stable=LENGTH + 50)
+        assert use.n_left >= 1

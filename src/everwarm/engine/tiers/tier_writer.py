@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everwarm.engine.cache.checkpointing import ReplyUse
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.read_speed import ReadSpeed
@@ -81,6 +82,7 @@ class TierWriter:
         writer: RamWriter,
         ram: Ram,
         speed: ReadSpeed,
+        reply_use: ReplyUse,
         *,
         words: Callable[[Prompt], str] = lambda _: "",
         remote: RemoteSettings | None = None,
@@ -96,6 +98,7 @@ class TierWriter:
         self._writer = writer
         self._ram = ram
         self._speed = speed
+        self._reply_use = reply_use
         self._is_right = is_right
         self._is_wanted = settings is not None or remote is not None
         self._packing = Packing(context, tree, words)
@@ -278,8 +281,16 @@ class TierWriter:
                 slot.note_archived()
                 self.offer(slot)
         for node in nodes if self._takes_more and _has_room(self.disk) else ():
-            if _is_needed_next(node) and not self._is_known(self._packing.state_name(node)):
+            if self._is_needed_next(node) and not self._is_known(self._packing.state_name(node)):
                 self._write(node)
+
+    def _is_needed_next(self, node: Node) -> bool:
+        """Whether a next turn may continue from here and would have to read again what follows an earlier point: a
+        stable point, what was read ahead, and the end of a reply where turns continue from those."""
+        kind = None if node.checkpoint is None or node.root().is_volatile else node.checkpoint.kind
+        if kind is CutKind.REPLY:
+            return self._reply_use.is_likely or _point(node.lineage()) is node
+        return kind in (CutKind.STABLE, CutKind.PREWARM)
 
     def _let_catch_up(self) -> None:
         """Gives a disk that is behind a moment before RAM evicts what it has not taken yet: a tenth of the time at
@@ -565,14 +576,6 @@ def _passes(end: Node, nodes: Collection[int]) -> bool:
 def _has_room(disk: DiskTier) -> bool:
     """Whether more can be written without evicting anything there."""
     return not isinstance(disk, NullDisk) and disk.degraded is None and disk.n_bytes < disk.budget_bytes
-
-
-def _is_needed_next(node: Node) -> bool:
-    """Whether a next turn continues from here: at a stable point, or at the end of a reply where there is none."""
-    if node.root().is_volatile:
-        return False
-    kind = None if node.checkpoint is None else node.checkpoint.kind
-    return kind is CutKind.STABLE or (kind is CutKind.REPLY and _point(node.lineage()) is node)
 
 
 def _as_indexed(job: Job) -> IndexedObject:
