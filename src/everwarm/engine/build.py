@@ -124,6 +124,8 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     keeping = _keeping(opened)
     residents, budget, writer, checkpointer = keeping.residents, keeping.budget, keeping.writer, keeping.checkpointer
     tier_writer = _tier_writer(opened, keeping)
+    budget.leaving = partial(tier_writer.save_leaving, residents.slots)
+    tier_writer.note_adopted()
     loader = _loader(opened, keeping, tier_writer)
     room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving=tier_writer.offer)
     stats = keeping.journal.stats
@@ -131,8 +133,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
     offload = None
     if outlives_us:
-        kv_bytes = sizes.shape.kv_bytes_per_token
-        offload = Offload(context.kind, tree, writer, budget, ram, tier_writer, kv_bytes)
+        offload = Offload(context.kind, tree, writer, budget, ram, tier_writer)
     return Core(
         model=opened.model,
         settings=settings,
@@ -168,8 +169,10 @@ def _keeping(opened: _Opened) -> _Keeping:
     journal = CheckpointJournal(sizes.spacing.max_checkpoints)
     share = settings.namespace_share
     budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, speed, journal)
-    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, sizes.shape.kv_bytes_per_token))
-    checkpointer = Checkpointer(context, tree, spares, sizes.spacing, writer, budget, journal)
+    kv_bytes = sizes.shape.kv_bytes_per_token
+    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
+    state_bytes = sizes.shape.state_bytes
+    checkpointer = Checkpointer(context, tree, spares, sizes.spacing, writer, budget, journal, state_bytes)
     budget.enforce()
     return _Keeping(residents, speed, journal, budget, writer, checkpointer)
 
@@ -184,6 +187,7 @@ def _tier_writer(opened: _Opened, keeping: _Keeping) -> TierWriter:
         keeping.writer,
         opened.ram,
         keeping.speed,
+        keeping.checkpointer.reply_use,
         words=partial(words_of, opened.model.vocab),
         remote=settings.remote,
         namespace_share=settings.namespace_share,

@@ -161,7 +161,7 @@ class Core:
         for slot in self.slots:
             if slot.request is not None:
                 self.finish(slot, slot.request, Finish.CANCELLED, [])
-        while self.tidy():
+        while self.tidy() or self.tier_writer.catch_up():
             pass
         self.ram.flush()
         self.tier_writer.flush_all()
@@ -229,6 +229,7 @@ class Core:
     def begin_prewarm(self) -> bool:
         """Start to read ahead the newest that is worth it. False: there is none."""
         for waiting in self.prewarm.take_newest():
+            self.checkpointer.drop_left_aside(waiting.ask.prompt, waiting.ask.namespace)
             if not is_worth_prewarming(waiting.ask, self.restorer, self.context):
                 continue
             try:
@@ -610,7 +611,8 @@ class Core:
         elif request.ask.deterministic:
             request.cuts = tuple(found)
         n_passed = max(restored.n_items, n_items_of(request.chunks))
-        return [cut for cut in reversed(found) if needed and cut.at > n_passed]
+        ahead = [cut for cut in reversed(found) if needed and cut.at > n_passed]
+        return [cut for cut in ahead if request.ask.deterministic or self.checkpointer.is_worth_a_cut(cut.kind)]
 
     # when a step does not fit or fails
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from everwarm.engine.request import Request
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import SEATED, Chunks, record
-from everwarm.state.policy import Cut
+from everwarm.state.policy import Cut, CutKind
 from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import SeqId
 
@@ -120,6 +120,10 @@ class Slot:
         """One more stop, unless there is one already."""
         if all(other.at != cut.at for other in self.cuts):
             bisect.insort(self.cuts, cut, key=lambda other: -other.at)
+
+    def skip_cuts(self, kind: CutKind) -> None:
+        """No more stops of this kind in this prompt."""
+        self.cuts = [cut for cut in self.cuts if cut.kind is not kind]
 
     def pop_cut(self) -> Cut | None:
         """The cut that the slot has just reached, if any."""

@@ -25,7 +25,7 @@ from everwarm.llama.blobs import (
     with_header,
     without_nan,
 )
-from everwarm.llama.kv_splice import cut, cut_bytes, joined
+from everwarm.llama.kv_splice import Copying, cut, cut_bytes, finished, joined
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.sequences import Sequences
@@ -333,10 +333,18 @@ class Context(Sequences):
 
     def join_segments(self, blobs: Sequence[Blob]) -> Blob:
         """Joins consecutive segments into one, with the bytes of one capture."""
+        return finished(self.joining_segments(blobs))
+
+    def joining_segments(self, blobs: Sequence[Blob]) -> Copying:
+        """The same, piece by piece."""
         return joined(blobs, self._n_tail, self.place)
 
     def cut_segment(self, blob: Blob, start: Mark, stop: Mark, place: Place = heap) -> Blob:
         """The part of a segment between two marks, with the bytes of a capture of only that."""
+        return finished(self.cutting_segment(blob, start, stop, place))
+
+    def cutting_segment(self, blob: Blob, start: Mark, stop: Mark, place: Place) -> Copying:
+        """The same, piece by piece."""
         return cut(blob, start.pos, stop.pos, self._n_tail, place)
 
     def cut_bytes(self, blob: Blob, start: Mark, stop: Mark) -> int:

@@ -4,8 +4,9 @@ same cells. Without libllama, so that no sequence has to hold them. Pure."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,13 +57,25 @@ class _Source:
         return self.blob[layer.at : layer.at + size].reshape(layer.n_lines, self.n_cells, layer.width)
 
 
-def joined(blobs: Sequence[Blob], n_tail: int, place: Place) -> Blob:
+Copying = Generator[int, None, Blob]  # yields the bytes of each piece that was copied, and returns the whole
+
+
+def finished(copying: Copying) -> Blob:
+    """Copies all of it at once."""
+    while True:
+        try:
+            next(copying)
+        except StopIteration as end:
+            return cast(Blob, end.value)
+
+
+def joined(blobs: Sequence[Blob], n_tail: int, place: Place) -> Copying:
     """All cells of these, in their order. ``n_tail``: the bytes behind the attention, the same in all."""
     sources = [_read(blob, n_tail) for blob in blobs]
     return _write([(source, slice(0, source.n_cells), source.n_cells) for source in sources], n_tail, place)
 
 
-def cut(blob: Blob, start: int, stop: int, n_tail: int, place: Place) -> Blob:
+def cut(blob: Blob, start: int, stop: int, n_tail: int, place: Place) -> Copying:
     """The cells at these positions."""
     source = _read(blob, n_tail)
     positions = source.cells[:, :4].copy().view("<i4").ravel()
@@ -113,8 +126,8 @@ def _parsed(blob: Blob, words: int, end: int) -> _Source | None:
     return _Source(blob, n_cells, words, tuple(layers)) if at == end else None
 
 
-def _write(sources: Sequence[tuple[_Source, Chosen, int]], n_tail: int, place: Place) -> Blob:
-    """The chosen cells of each source, one after the other."""
+def _write(sources: Sequence[tuple[_Source, Chosen, int]], n_tail: int, place: Place) -> Copying:
+    """The chosen cells of each source, one after the other; a piece is what one layer's keys or values take."""
     first = sources[0][0]
     n = sum(n for _, _, n in sources)
     _require_alike([source for source, _, _ in sources], n_tail)
@@ -132,6 +145,7 @@ def _write(sources: Sequence[tuple[_Source, Chosen, int]], n_tail: int, place: P
         lines = out[at : at + size].reshape(layer.n_lines, n, layer.width)
         _fill(lines, [(s.numbers_of(s.layers[i]), chosen, k) for s, chosen, k in sources])
         at += size
+        yield size
     out[at:] = first.blob[len(first.blob) - n_tail :]
     return out
 

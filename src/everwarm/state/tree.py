@@ -180,6 +180,11 @@ class Checkpoint:
     tidied: bool = False  # idle work has tried to copy it down once
 
     @property
+    def is_held(self) -> bool:
+        """Whether the device or RAM has its state."""
+        return self.parked is not None or self.state is not None
+
+    @property
     def size_bytes(self) -> int:
         """Bytes in RAM."""
         return (0 if self.state is None else self.state.nbytes) + (0 if self.logits is None else self.logits.nbytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everwarm.engine.cache import provenance
+from everwarm.engine.cache import compaction, provenance
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.ram import Ram
@@ -202,12 +202,107 @@ def test_a_deterministic_conversation_is_exact_through_joined_segments(arch):
         assert memory_of(core.context, talk.slot.seq) == replay(core, talk.slot)
 
 
+@pytest.fixture
+def in_pieces(monkeypatch) -> None:
+    """Every piece of idle work copies the keys or values of one layer."""
+    monkeypatch.setattr(compaction, "STEP_BYTES", 1)
+
+
+def waiting_to_be_joined(core: Core) -> Talk:
+    """A conversation of which everything is done but joining."""
+    without_joining(core)
+    talk = Talk(core, deterministic=True)
+    talk.turns(9)
+    del core.joiner.tidy
+    return talk
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("arch", KINDS)
+def test_a_join_takes_bounded_pieces_and_the_tree_changes_with_the_last(arch):
+    with open_core(arch, n_slots=1, n_ctx=4096) as core:
+        talk = waiting_to_be_joined(core)
+        joining, copied, n_joins, n_pieces = core.context.joining_segments, [], 0, 0
+
+        def noting(blobs):
+            steps = joining(blobs)
+            while True:
+                try:
+                    copied.append(next(steps))
+                except StopIteration as end:
+                    return end.value
+                yield copied[-1]
+
+        core.context.joining_segments = noting
+        n_segments = core.tree.census.n_segments
+        while core.joiner.tidy(core.slots):
+            assert len(copied) <= 1, "one piece between two looks at the inbox"
+            is_done = not copied
+            assert (core.tree.census.n_segments < n_segments) is is_done
+            n_joins, n_pieces = n_joins + is_done, n_pieces + 1
+            n_segments = core.tree.census.n_segments
+            copied.clear()
+            check(core)
+        assert n_joins >= 1 and n_pieces > 2 and len(talk.lineage()) <= 10
+        move_out(core)
+        result = run(core, talk.prompt, 5, deterministic=True)
+        assert result.n_cached > len(talk.prompt) - 100
+        if core.context.kind.needs_checkpoints:
+            assert memory_of(core.context, talk.slot.seq) == replay(core, talk.slot)
+
+
+def test_a_join_that_is_not_bounded_is_one_piece():
+    """The control."""
+    with open_core(n_slots=1, n_ctx=4096) as core:
+        waiting_to_be_joined(core)
+        n_segments = core.tree.census.n_segments
+        assert core.joiner.tidy(core.slots) and core.tree.census.n_segments < n_segments
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_a_join_is_given_up_if_its_segments_go_meanwhile():
+    with open_core(n_slots=1, n_ctx=4096) as core:
+        talk = waiting_to_be_joined(core)
+        for _ in range(3):
+            assert core.joiner.tidy(core.slots)
+        dropped = next(node for node in talk.slot.node.lineage() if node.segment is not None)
+        core.tree.drop_segment(dropped)
+        tidy(core)
+        result = run(core, talk.prompt, 5)
+        assert_greedy(core, talk.prompt, result)
+        tidy(core)
+        move_out(core)
+        assert run(core, talk.prompt, 5).n_cached > len(talk.prompt) - 100
+
+
+@pytest.mark.parametrize("piece", [100, 100_000])
+def test_idle_work_copies_a_conversation_in_pieces(piece):
+    with open_core("llama", n_slots=1) as core:
+        core.ram_writer.piece_tokens = piece
+        run(core, LONG)
+        captured, capture = [], core.context.capture_segment
+        core.context.capture_segment = lambda seq, start, stop: (
+            captured.append(stop.n_tokens - start.n_tokens) or capture(seq, start, stop)
+        )
+        n_steps = 0
+        while core.tidy():
+            n_steps += 1
+        assert sum(captured) == 603 and (max(captured) <= piece) and n_steps >= len(captured)
+        assert len(captured) == (7 if piece == 100 else 1)
+        move_out(core)
+        assert run(core, [*LONG, *text(3, 20)]).n_cached >= 600
+
+
 @pytest.mark.parametrize("arch", ["qwen35", "gemma3"])
 def test_bytes_that_were_joined_in_the_wrong_order_would_be_seen(arch):
     """The control of the two tests above."""
     with open_core(arch, n_slots=1, n_ctx=4096) as core:
-        join = core.context.join_segments
-        core.context.join_segments = lambda blobs: _keys_swapped(join(blobs))
+        joining = core.context.joining_segments
+
+        def swapping(blobs):
+            return _keys_swapped((yield from joining(blobs)))
+
+        core.context.joining_segments = swapping
         talk = Talk(core, deterministic=True)
         talk.turns(9)
         move_out(core)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from everwarm.engine.request import Event, Finish, Finished, NewToken
 from everwarm.engine.settings import StoreSettings
 from everwarm.state.namespace import unverified
 from everwarm.state.store.arena_file import memory_file
-from support.drive import EVERY_KIND, GUARD, check, open_core, record_logits, run, submit, text
+from support.drive import EVERY_KIND, GUARD, check, finish, open_core, record_logits, run, submit, text
 
 HISTORY, NEW, STABLE = text(1, 600), text(2, 40), 590
 NEXT = [*HISTORY[:STABLE], *NEW]
@@ -40,23 +40,6 @@ def as_it_is(memory: int) -> Iterator[int]:
         yield copy
     finally:
         os.close(copy)
-
-
-def finish(core: Core, tokens: Sequence[int], max_tokens: int = 4, *, n_pieces: int = 1000, **more) -> Finished:
-    """Steps as the loop does until this request has ended; nothing of what an idle engine does is done."""
-    request = submit(core, tokens, max_tokens, **more)
-    while core.has_work:
-        events = core.step()
-        core.keep_ends()
-        if n_pieces > 0:
-            core.offload.not_before = 0.0
-            core.tidy_overdue()
-            n_pieces -= 1
-        check(core)
-        for event in events:
-            if isinstance(event, Finished) and event.request_id == request.id:
-                return event
-    raise AssertionError("it never ended")
 
 
 def captures(core: Core) -> list[int]:
@@ -168,7 +151,7 @@ def test_copying_beside_the_steps_changes_no_bit_of_a_reply(memory, arch):
 
 def test_a_piece_is_bounded_and_pieces_take_a_share_of_the_time(memory):
     with open_core("llama", memory=memory) as core:
-        core.offload.kv_bytes_per_token = (64 << 20) // 100  # as if a piece were 100 tokens
+        core.ram_writer.piece_tokens = 100
         sizes = captures(core)
         submit(core, HISTORY, 30)
         while not any(isinstance(event, NewToken) for event in core.step()):

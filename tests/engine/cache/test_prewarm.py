@@ -205,3 +205,46 @@ def test_stopping_while_a_prompt_is_read_keeps_what_was_read(tmp_path):
         core.put_away()
     with open_core(store=store) as core:
         assert run(core, HISTORY).n_cached >= 128
+
+
+# a reply that the next turn leaves aside
+
+
+def kinds_in_ram(core: Core) -> set[CutKind]:
+    kept = (node.checkpoint for node in core.tree.nodes() if node.checkpoint is not None)
+    return {checkpoint.kind for checkpoint in kept if checkpoint.state is not None}
+
+
+@pytest.mark.parametrize("n_spares", [0, 4])
+@pytest.mark.parametrize("way", ["rendered anew", "as it was"])
+def test_the_end_of_a_reply_goes_if_the_next_turn_will_not_continue_it(way, n_spares):
+    prompt = [*HISTORY, *text(7, 6)]  # the last few begin the reply, and may be rendered in another way
+    with open_core(n_spares=n_spares) as core:
+        reply = run(core, prompt, 40, stable=len(HISTORY)).tokens
+        idle(core)
+        assert CutKind.REPLY in kinds_in_ram(core)
+        n_bytes = core.tree.ram_bytes
+        is_continued = way == "as it was"
+        following = [*prompt, *reply, *ANSWER] if is_continued else SHOWN
+        offer(core, following)
+        idle(core)
+        assert (CutKind.REPLY in kinds_in_ram(core)) is is_continued
+        assert CutKind.STABLE in kinds_in_ram(core) or n_spares == 0
+        if n_spares:
+            assert run(core, prompt, 2).n_processed == 0, "an identical prompt is still parked"
+        result = run(core, [*following, *NEW])
+        assert result.n_processed <= len(NEW) + GUARD
+        assert core.tree.ram_bytes > n_bytes - n_bytes // 2
+
+
+def test_of_another_conversation_nothing_goes():
+    with open_core(n_spares=4) as core:
+        prompt = [*HISTORY, *text(7, 6)]
+        reply = run(core, prompt, 40, stable=len(HISTORY)).tokens
+        run(core, [*HISTORY, *text(8, 60)], 40, stable=len(HISTORY) + 50)  # goes on from the same point
+        idle(core)
+        before = kinds_in_ram(core)
+        offer(core, [*HISTORY[:200], *ANSWER])
+        idle(core)
+        assert before <= kinds_in_ram(core)
+        assert run(core, [*prompt, *reply, *NEW]).n_processed <= len(NEW) + 1

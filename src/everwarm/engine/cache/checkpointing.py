@@ -6,20 +6,41 @@ The effects between a context and a tree; where a checkpoint is taken and which 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from everwarm.engine.cache.ram_budget import RamBudget
-from everwarm.engine.cache.ram_writer import RamWriter
+from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
 from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
 from everwarm.engine.slots import Slot, Spares
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
+from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
-from everwarm.state.policy import CutKind, Spacing
+from everwarm.state.policy import GUARD, CutKind, Spacing
 from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import SeqId
+
+MAX_REPLY_NODES = 16  # of replies that are left aside together: more are conversations of their own
+_OF_REPLIES = {CutKind.REPLY, CutKind.END, CutKind.CANCEL}
+_OPTIONAL = (CutKind.EVERY, CutKind.BOUNDARY, CutKind.BRANCH, CutKind.NEAR_END)
+
+
+@dataclass(slots=True)
+class ReplyUse:
+    """How turns went on after replies, as far as it was seen: from the end of the reply, or from before it, because the
+    template renders it in another way."""
+
+    n_continued: int = 0
+    n_left: int = 0
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether a next turn is likely to continue from a reply's end."""
+        return self.n_continued >= self.n_left
 
 
 class Checkpointer:
@@ -32,7 +53,10 @@ class Checkpointer:
         writer: RamWriter,
         budget: RamBudget,
         journal: CheckpointJournal,
+        state_bytes: int,
     ) -> None:
+        """``state_bytes``: of one state of this model."""
+        self._state_bytes = state_bytes
         self._context = context
         self._tree = tree
         self._spares = spares
@@ -40,6 +64,7 @@ class Checkpointer:
         self._budget = budget
         self._journal = journal
         self.spacing = spacing
+        self.reply_use = ReplyUse()
 
     # taking
 
@@ -71,6 +96,14 @@ class Checkpointer:
             self._thin(node)
         self._journal.created(node, checkpoint)
         self._budget.enforce()
+        if node.checkpoint is not checkpoint and kind in _OPTIONAL and not _is_deterministic(slot):
+            slot.skip_cuts(kind)  # RAM is full of better ones
+
+    def is_worth_a_cut(self, kind: CutKind) -> bool:
+        """False: the checkpoint would be dropped at once. No spare can hold it, and RAM has no room for a single one; but
+        the disk may take a stable point."""
+        has_spares = len(self._spares) > 0 and self._context.kind.can_share_cells
+        return has_spares or kind is CutKind.STABLE or self._budget.can_hold(self._state_bytes)
 
     def _upgrade(self, node: Node, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
         """This point has a checkpoint already, perhaps of a kind that is thinned sooner."""
@@ -96,11 +129,15 @@ class Checkpointer:
         for spare, node in sorted(self._spares.parked(), key=_used_at):
             checkpoint = node.checkpoint
             assert checkpoint is not None
-            can_go = checkpoint.state is not None or (checkpoint.kind is CutKind.END and not node.n_pinned)
+            can_go = checkpoint.state is not None or not is_worth_copying(node) or self._has_no_other_place(checkpoint)
             if can_go and not self._writer.unsaved(spare, node):
                 self.unpark(spare)
                 return spare
         return None
+
+    def _has_no_other_place(self, checkpoint: Checkpoint) -> bool:
+        """Whether RAM cannot hold it, and it is of a kind that gives way to others."""
+        return checkpoint.kind in _OPTIONAL and not self._budget.can_hold(self._state_bytes)
 
     def _thin(self, node: Node) -> None:
         """No path may hold more than its number of checkpoints, neither to this node nor through it to a deeper one."""
@@ -126,11 +163,37 @@ class Checkpointer:
 
     def note_continued(self, node: Node) -> None:
         """A request continues from here. If the node was prewarmed, the guess was right."""
-        if node.checkpoint is not None and node.checkpoint.kind is CutKind.PREWARM:
+        kind = None if node.checkpoint is None else node.checkpoint.kind
+        self.reply_use.n_continued += kind is CutKind.REPLY
+        self.reply_use.n_left += kind is CutKind.STABLE and any(map(_is_reply, node.children.values()))
+        if node.checkpoint is not None and kind is CutKind.PREWARM:
             node.checkpoint.kind = CutKind.STABLE
             self._journal.stats.n_prewarms_used += 1
 
     # giving up
+
+    def drop_left_aside(self, following: Prompt, namespace: str) -> None:
+        """``following`` is what the next turn of a conversation will begin with. If that is another text than the reply
+        was, because a template renders it anew, no turn will continue from the reply's end: it is dropped with its
+        KV. Call it when nothing runs."""
+        match = self._tree.match(namespace, following, 0)
+        passed = [node for node in match.path if node.n_items <= match.n_shared]
+        stable = next((node for node in reversed(passed) if _is_stable(node)), None)
+        if stable is None or match.n_shared - stable.n_items > GUARD or match.n_shared == len(following):
+            return
+        for node in passed[passed.index(stable) :]:
+            for child in list(node.children.values()):
+                if child not in passed and _is_reply(child):
+                    self.reply_use.n_left += 1
+                    self._drop_reply(child)
+
+    def _drop_reply(self, first: Node) -> None:
+        """An end of a prompt stays parked, for a retry, until its spare is needed."""
+        for node in reversed(list(first.below())):  # children first: a node that keeps nothing is pruned
+            if node.checkpoint is not None and node.checkpoint.kind is not CutKind.END:
+                self.drop(node, "left aside")
+            if self._tree.has(node) and node.segment is not None and not _has_states(node):
+                self._tree.drop_segment(node)
 
     def drop(self, node: Node, reason: str) -> None:
         assert node.checkpoint is not None
@@ -151,8 +214,9 @@ class Checkpointer:
         if checkpoint.state is None:
             self.drop(node, "capacity")
         else:
-            self._writer.save_kv(spare, node)
-            self._spares.release(spare)
+            with self._budget.lifted():  # else the copy could be evicted before the original has gone
+                self._writer.save_kv(spare, node)
+                self._spares.release(spare)
 
     def quarantine(self, node: Node, error: MemoryFault) -> None:
         """Marks an entry that libllama refused: it is never offered again."""
@@ -175,6 +239,27 @@ class Checkpointer:
         if checkpoint.parked is not None:
             return self._context.is_finite(checkpoint.parked)
         return checkpoint.state is None or is_finite(checkpoint.state)
+
+
+def _is_deterministic(slot: Slot) -> bool:
+    """Whether its chunks must not depend on what is kept."""
+    return slot.request is not None and slot.request.ask.deterministic
+
+
+def _is_stable(node: Node) -> bool:
+    return node.checkpoint is not None and node.checkpoint.kind is CutKind.STABLE
+
+
+def _is_reply(first: Node) -> bool:
+    """Whether the end of a prompt and replies to it follow, and nothing else, and none of them is pinned."""
+    below = list(islice(first.below(), MAX_REPLY_NODES + 1))
+    kinds = {node.checkpoint.kind for node in below if node.checkpoint is not None}
+    is_short = len(below) <= MAX_REPLY_NODES
+    return not first.n_pinned and is_short and CutKind.REPLY in kinds and kinds <= _OF_REPLIES
+
+
+def _has_states(first: Node) -> bool:
+    return any(node.checkpoint is not None and node.checkpoint.is_held for node in first.below())
 
 
 def _used_at(parked: tuple[SeqId, Node]) -> float:

@@ -1,13 +1,15 @@
 """Idle work: joins small segments of a conversation, so that the cost of restoring it does not grow with its turns.
 
 ``state.segment_merge`` decides which ones. Bytes are joined as they are in RAM: nothing is read from the device, and
-nothing on disk is written again, because a segment remembers the objects that it consists of.
+nothing on disk is written again, because a segment remembers the objects that it consists of. A join takes as many
+pieces of idle work as its bytes need, so that a request never waits for more than one of them; the tree changes with the
+last one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.slots import Slot
@@ -16,16 +18,24 @@ from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.state.lineage import history_over
 from everwarm.state.segment_merge import SegmentRun, to_join
-from everwarm.state.tree import Segment, Tree
+from everwarm.state.tree import Node, Segment, Tree
+from everwarm.types import Blob, heap
 
 log = logging.getLogger("everwarm.engine")
 
 
+STEP_BYTES = 16 << 20  # copied in one piece of idle work: a few milliseconds
+
+
 def join(context: Context, segments: Sequence[Segment]) -> Segment:
     """Joins consecutive segments into one. Safe on any thread."""
+    return _whole(segments, context.join_segments([segment.blob for segment in segments]))
+
+
+def _whole(segments: Sequence[Segment], blob: Blob) -> Segment:
     first, last = segments[0], segments[-1]
     return Segment(
-        context.join_segments([segment.blob for segment in segments]),
+        blob,
         start=first.start,
         stop=last.stop,
         clean=last.clean,
@@ -36,6 +46,9 @@ def join(context: Context, segments: Sequence[Segment]) -> Segment:
     )
 
 
+Joining = Generator[int, None, None]  # yields the bytes of each piece that was copied
+
+
 class Joiner:
     def __init__(self, context: Context, tree: Tree, ram: Ram, budget: RamBudget, most_joined: int) -> None:
         """``most_joined``: tokens of a segment that is made of several."""
@@ -43,48 +56,82 @@ class Joiner:
         self._tree = tree
         self._ram = ram
         self._budget = budget
+        self._joining: Joining | None = None
         self.most_joined = most_joined
 
     def tidy(self, slots: Sequence[Slot]) -> bool:
         """One piece of idle work, on conversations that are saved already. False: there is none."""
+        if self._joining is None:
+            self._joining = self._next(slots)
+        if self._joining is None:
+            return False
+        n_bytes = 0
+        for n_copied in self._joining:
+            n_bytes += n_copied
+            if n_bytes >= STEP_BYTES:
+                return True
+        self._joining = None
+        return True
+
+    def _next(self, slots: Sequence[Slot]) -> Joining | None:
         for slot in slots:
             is_saved = slot.is_idle and slot.is_tidy and slot.is_archived
             if is_saved and not slot.is_joined:
                 groups = to_join(slot.node, slot.n_settled, self.most_joined)
-                if not groups or not self._can_join(groups[-1]):
-                    slot.note_joined()
                 if groups:
-                    return True
-        return False
+                    return self._try_to_join(slot, groups[-1])
+                slot.note_joined()
+        return None
 
-    def _can_join(self, group: Sequence[SegmentRun]) -> bool:
+    def _try_to_join(self, slot: Slot, group: Sequence[SegmentRun]) -> Joining:
         try:
-            return self._join(group)
+            has_joined = yield from self._join(group)
         except StateRejected as error:
             log.warning("segments could not be joined: %s", error)
-            return False
+            has_joined = False
+        if not has_joined:
+            slot.note_joined()
 
-    def _join(self, group: Sequence[SegmentRun]) -> bool:
-        """False: the arena has no room for the joined segment, so it would not outlive the engine."""
-        old = [stretch.segment.blob for stretch in group]
-        whole = join(self._context, [self._used(stretch) for stretch in group])
-        if not self._ram.arena.has(whole.blob):
-            return False
+    def _join(self, group: Sequence[SegmentRun]) -> Generator[int, None, bool]:
+        """False: the arena has no room for the joined segment, so it would not outlive the engine. Nothing is joined if
+        the tree has changed meanwhile: what is left to join is looked for again."""
+        ends = [_last_user(stretch) for stretch in group]
+        parts: list[Segment] = []
         for stretch in group:
-            self._cut_rest(stretch)
-        self._tree.set_segment(group[-1].users[-1], whole)
+            part = yield from self._used(stretch)
+            parts.append(part)
+        blob = yield from self._context.joining_segments([part.blob for part in parts])
+        if not self._ram.arena.has(blob):
+            return False
+        rests = []
+        for stretch, end in zip(group, ends, strict=True):
+            rest = yield from self._rest(stretch, end)
+            rests.append(rest)
+        if not all(self._is_as_before(stretch, end) for stretch, end in zip(group, ends, strict=True)):
+            return True
+        old = [stretch.segment.blob for stretch in group]
+        for end, rest in zip(ends, rests, strict=True):
+            if rest is not None:
+                self._tree.set_segment(end, rest)
+        self._tree.set_segment(group[-1].users[-1], _whole(parts, blob))
         self._ram.keep_meanwhile(old)
         self._budget.enforce()  # where a segment was parted there are two heads now
         return True
 
-    def _used(self, stretch: SegmentRun) -> Segment:
+    def _is_as_before(self, stretch: SegmentRun, end: Node) -> bool:
+        """``end``: the last node that used the segment."""
+        is_used = all(self._tree.has(node) and node.segment is stretch.segment for node in stretch.users)
+        return is_used and _last_user(stretch) is end
+
+    def _used(self, stretch: SegmentRun) -> Generator[int, None, Segment]:
         """What the lineage uses of a segment."""
         segment, end = stretch.segment, stretch.users[-1]
         self._ram.require_sound(segment.blob)
         if end.mark == segment.stop:
             return segment
+        blob = yield from self._context.cutting_segment(segment.blob, segment.start, end.mark, heap)
         return Segment(
-            self._context.cut_segment(segment.blob, segment.start, end.mark),
+            blob,
             start=segment.start,
             stop=end.mark,
             clean=segment.clean,
@@ -94,16 +141,14 @@ class Joiner:
             pieces=tuple(piece for piece in segment.pieces if piece.n_start < end.n_items),
         )
 
-    def _cut_rest(self, stretch: SegmentRun) -> None:
-        """Lineages that use a segment beyond where this one left it keep only that part."""
+    def _rest(self, stretch: SegmentRun, end: Node) -> Generator[int, None, Segment | None]:
+        """What other lineages use of a segment, up to ``end``, beyond where this one left it; None: nothing."""
         segment, left_at = stretch.segment, stretch.users[-1]
-        end = left_at
-        while (child := next((c for c in end.children.values() if c.segment is segment), None)) is not None:
-            end = child
         if end is left_at:
-            return
-        rest = Segment(
-            self._context.cut_segment(segment.blob, left_at.mark, segment.stop, self._ram.place),
+            return None
+        blob = yield from self._context.cutting_segment(segment.blob, left_at.mark, segment.stop, self._ram.place)
+        return Segment(
+            blob,
             start=left_at.mark,
             stop=segment.stop,
             clean=segment.clean,
@@ -112,4 +157,11 @@ class Joiner:
             path=segment.path,
             pieces=tuple(piece for piece in segment.pieces if piece.n_stop > left_at.n_items),
         )
-        self._tree.set_segment(end, rest)
+
+
+def _last_user(stretch: SegmentRun) -> Node:
+    """The deepest node that uses its segment."""
+    node = stretch.users[-1]
+    while (child := next((c for c in node.children.values() if c.segment is stretch.segment), None)) is not None:
+        node = child
+    return node

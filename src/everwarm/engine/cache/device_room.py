@@ -1,6 +1,6 @@
 """Making room on the device: parked checkpoints and idle conversations leave the context, oldest first.
 
-Nothing is lost: what is worth keeping is copied to RAM first.
+What is worth keeping is copied to RAM first: all but the ends of prompts, which only an identical prompt can use.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_budget import RamBudget
-from everwarm.engine.cache.ram_writer import RamWriter
+from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
 from everwarm.engine.slots import Residents, Slot
 from everwarm.llama.context import Context
 from everwarm.state.policy import CutKind
@@ -88,10 +88,10 @@ class DeviceRoom:
 
     def _move_out_spare(self, spare: SeqId) -> None:
         node = self._residents.spares.node(spare)
-        if node is not None:
-            self._writer.copy_state(node)
-        self._checkpointer.unpark(spare)
-        self._budget.enforce()
+        with self._budget.lifted():
+            if node is not None and is_worth_copying(node):
+                self._writer.copy_state(node)
+            self._checkpointer.unpark(spare)
 
     def _parked_by_age(self) -> list[SeqId]:
         """Ends of prompts first: only an identical prompt can use them."""

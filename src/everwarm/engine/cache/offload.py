@@ -28,8 +28,6 @@ from everwarm.state.tree import Node, Tree
 
 log = logging.getLogger("everwarm.engine")
 
-PIECE_BYTES = 64 << 20  # of KV, between two steps; a state is copied whole
-MIN_PIECE_TOKENS = 64
 SHARE = 0.1  # of the time while replies are written: so much goes into copies at most
 DISK_WAIT_S = 5.0  # a last frame waits no longer for a disk that does not answer
 
@@ -50,12 +48,7 @@ class Offload:
     budget: RamBudget
     ram: Ram
     tier_writer: TierWriter
-    kv_bytes_per_token: int
     not_before: float = 0.0  # the next piece
-
-    @property
-    def piece_tokens(self) -> int:
-        return max(MIN_PIECE_TOKENS, PIECE_BYTES // max(1, self.kv_bytes_per_token))
 
     # beside the steps
 
@@ -100,12 +93,12 @@ class Offload:
     def _copy_kv(self, slot: Slot, n_prompt: int) -> bool:
         """Plain attention: a prompt has no cuts, so its pieces get nodes here."""
         if slot.node.n_items < n_prompt:
-            n_items = min(slot.node.n_items + self.piece_tokens, n_prompt)
+            n_items = min(slot.node.n_items + self.writer.piece_tokens, n_prompt)
             slot.stand_at(self.tree.grow(slot.node, slot.resident(), n_items))
         return self._copy_piece(slot, slot.node)
 
     def _copy_piece(self, slot: Slot, end: Node) -> bool:
-        return self.writer.save_piece(slot.seq, end.lineage(), self.piece_tokens)
+        return self.writer.save_piece(slot.seq, end.lineage(), self.writer.piece_tokens)
 
     # at the end of a turn
 

@@ -25,7 +25,7 @@ _REPLIES = (CutKind.REPLY, CutKind.END, CutKind.CANCEL, CutKind.PREWARM)
 
 
 def shared_points(kind: MemoryKind, node: Node) -> list[Node]:
-    """Those above the node, whose states are in RAM."""
+    """Those above the node, whose states are on the device or in RAM."""
     above = [(n, child) for n, child in pairwise(node.lineage()) if _can_be_kept(kind, n)]
     first = first_message_end(n for n, _ in above)
     return [n for n, child in above if n is first or _leads_to_other_prompts(kind, n, child)]
@@ -49,7 +49,7 @@ def _can_be_kept(kind: MemoryKind, node: Node) -> bool:
     if not kind.needs_checkpoints:
         return True
     checkpoint = node.checkpoint
-    return checkpoint is not None and checkpoint.state is not None and checkpoint.kind is not CutKind.PREWARM
+    return checkpoint is not None and checkpoint.is_held and checkpoint.kind is not CutKind.PREWARM
 
 
 class _CoveredPart(Protocol):

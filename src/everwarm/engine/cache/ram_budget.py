@@ -1,13 +1,14 @@
 """Eviction from RAM: keeps what the tree holds within its budget of bytes, and each namespace within its share of it.
 
-``state.eviction`` says what everything is worth and ``state.policy`` chooses the victims; here they are dropped.
+``state.eviction`` says what everything is worth and ``state.policy`` chooses the victims; here they are dropped, after
+``leaving`` was told of them: what is not on disk yet is handed over before RAM gives it up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
 from everwarm.engine.read_speed import ReadSpeed
@@ -16,6 +17,8 @@ from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.tree import Node, Tree
+
+Leaving = Callable[[Sequence[Node]], None]
 
 LOW_WATER = 0.97  # evict a little more than needed, so that not every checkpoint has to evict
 
@@ -39,18 +42,23 @@ class RamBudget:
         self._residents = residents
         self._speed = speed
         self._journal = journal
-        self._is_lifted = False
+        self._n_lifted = 0
+        self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Suspends eviction inside the block, so that entries can be written elsewhere; afterwards the budget holds
-        again."""
-        self._is_lifted = True
+        """Suspends eviction inside the block, so that entries can be written elsewhere; after the outermost one the
+        budget holds again."""
+        self._n_lifted += 1
         try:
             yield
         finally:
-            self._is_lifted = False
+            self._n_lifted -= 1
             self.enforce()
+
+    def can_hold(self, n_bytes: int) -> bool:
+        """Whether something of this size fits at all."""
+        return n_bytes <= self.n_bytes * min(1.0, self.namespace_share)
 
     @property
     def is_exceeded(self) -> bool:
@@ -60,7 +68,7 @@ class RamBudget:
     def enforce(self) -> None:
         """Evicts the least valuable until the budget holds, and first in every namespace that is over its share: one client
         cannot push out what others keep."""
-        if self._is_lifted:
+        if self._n_lifted:
             return
         most = int(self.n_bytes * self.namespace_share)
         for root in self._tree.roots() if most < self.n_bytes else ():
@@ -76,8 +84,17 @@ class RamBudget:
             chosen = policy.victims(self._weigh(nodes), weight() - goal)
             if not chosen:
                 break
+            self._tell_of([nodes[key // 2] for key in chosen])
             for key in chosen:
                 self._evict(nodes[key // 2], is_state=key % 2 == 0)
+
+    def _tell_of(self, nodes: Sequence[Node]) -> None:
+        """What is copied meanwhile evicts nothing: the next round does."""
+        self._n_lifted += 1
+        try:
+            self.leaving(nodes)
+        finally:
+            self._n_lifted -= 1
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
         checkpoint = node.checkpoint

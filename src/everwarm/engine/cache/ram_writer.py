@@ -6,6 +6,7 @@ more.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -15,8 +16,12 @@ from everwarm.engine.slots import Residents
 from everwarm.llama.context import Context
 from everwarm.state import segment_merge
 from everwarm.state.lineage import history_over
+from everwarm.state.policy import CutKind
 from everwarm.state.tree import Node, Segment, Tree
 from everwarm.types import SeqId
+
+PIECE_BYTES = 64 << 20  # of KV, between two steps; a state is copied whole
+MIN_PIECE_TOKENS = 64
 
 
 class RamWriter:
@@ -26,9 +31,11 @@ class RamWriter:
         tree: Tree,
         residents: Residents,
         budget: RamBudget,
-        most_joined: int = segment_merge.MOST,
+        most_joined: int,
+        kv_bytes_per_token: int,
     ) -> None:
         """``most_joined``: tokens of a segment that is made of several."""
+        self.piece_tokens = max(MIN_PIECE_TOKENS, PIECE_BYTES // max(1, kv_bytes_per_token))
         self._context = context
         self._tree = tree
         self._residents = residents
@@ -43,6 +50,25 @@ class RamWriter:
         assert checkpoint is not None and checkpoint.parked is not None
         if checkpoint.state is None:
             self._tree.set_state(node, self._context.capture(checkpoint.parked))
+
+    @contextlib.contextmanager
+    def staged(self, points: Iterable[Node]) -> Iterator[None]:
+        """Inside the block these points are in RAM with everything they need, beyond its budget if need be."""
+        with self._budget.lifted():
+            for node in points:
+                self._copy_point(node)
+            yield
+
+    def _copy_point(self, node: Node) -> None:
+        """Copies all that a restore of this point needs, as far as only the device holds it."""
+        checkpoint = node.checkpoint
+        parked = None if checkpoint is None else checkpoint.parked
+        if parked is not None:
+            self.copy_state(node)
+        holders = (seq for seq, end in self._residents.ends() if any(n is node for n in end.lineage()))
+        seq = next(holders, None) if parked is None else parked
+        if seq is not None and self._context.kind.has_attention:
+            self.save_lineage(seq, node.lineage())
 
     # KV
 
@@ -126,14 +152,21 @@ class RamWriter:
         """One piece of idle work: copy a parked checkpoint or an idle conversation's KV. False: there is none."""
         for _, node in self._residents.spares.parked():
             checkpoint = node.checkpoint
-            if checkpoint is not None and not checkpoint.tidied:
+            if checkpoint is not None and not checkpoint.tidied and is_worth_copying(node):
                 checkpoint.tidied = True
                 self.copy_state(node)
                 self._budget.enforce()
                 return True
         for slot in self._residents.slots:
             if slot.is_idle and not slot.is_tidy:
-                slot.note_tidy()
-                self.save_lineage(slot.seq, self._wanted(slot.node))
+                if not self.save_piece(slot.seq, self._wanted(slot.node), self.piece_tokens):
+                    slot.note_tidy()
                 return True
         return False
+
+
+def is_worth_copying(node: Node) -> bool:
+    """Whether a parked checkpoint should outlive its spare. The end of a prompt serves only an identical prompt, which
+    reads a few items without it; all next turns continue from other points."""
+    checkpoint = node.checkpoint
+    return checkpoint is not None and (checkpoint.kind is not CutKind.END or node.n_pinned > 0)

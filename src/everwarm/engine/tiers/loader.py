@@ -21,6 +21,7 @@ from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RestorePolicy
+from everwarm.engine.tiers.packing import PartReader, object_size
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import StateRejected
@@ -31,7 +32,7 @@ from everwarm.state.namespace import is_unverified
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.index import IndexedObject
-from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, size_of
+from everwarm.state.store.object import Damaged, ObjectHeader
 from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece, Tree
 
 log = logging.getLogger("everwarm.archive")
@@ -119,7 +120,7 @@ def _n_here(request: LoadRequest, found: IndexedObject | Brought) -> int:
 class PointStore(Protocol):
     """Where objects are read from."""
 
-    def reading(self, name: str) -> AbstractContextManager[ObjectReader]: ...
+    def reading(self, name: str) -> AbstractContextManager[PartReader]: ...
 
 
 class Loader:
@@ -206,7 +207,7 @@ class Loader:
         if not disk.is_on:
             return Brought()
         root = root_key(self._tier_writer.fingerprint, request.namespace)
-        kept = disk.find(root, request.prompt, len(request.prompt) - 1)
+        kept = self._tier_writer.find(root, request.prompt, len(request.prompt) - 1)
         if kept is None or kept.n_items <= request.n_have + GUARD:
             is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
             foreign = self._tier_writer.foreign_prompts
@@ -293,7 +294,7 @@ class Loader:
     # reading
 
     def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
-        return self._load(self._tier_writer.disk, kept.name, kept.n_items, request)
+        return self._load(self._tier_writer, kept.name, kept.n_items, request)
 
     def _load(self, store: PointStore, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
@@ -345,18 +346,18 @@ class Loader:
                 chunks=head.chunks,
                 items=(head.n_start, head.n_items),
                 path=path,
-                pieces=(SegmentPiece(head.n_start, head.n_items, name, size_of(head)),),
+                pieces=(SegmentPiece(head.n_start, head.n_items, name, object_size(reader)),),
             )
             return segment, reach
 
     @staticmethod
-    def _own_items(reader: ObjectReader) -> Prompt:
+    def _own_items(reader: PartReader) -> Prompt:
         own = Prompt.of_rows(reader.read("items").view("<i4"), reader.header.media)
         if own is None:
             raise Damaged("its media are others than its items say")
         return own
 
-    def _checked(self, reader: ObjectReader, prompt: Prompt, stop: int) -> ObjectHeader:
+    def _checked(self, reader: PartReader, prompt: Prompt, stop: int) -> ObjectHeader:
         """Compares the items themselves, as far as they are used: a hash alone never decides."""
         head, stored = reader.header, self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0

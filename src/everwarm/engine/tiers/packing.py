@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -11,16 +12,35 @@ from everwarm.engine.cache.provenance import cover
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import history_over, keys, root_key, short_key
-from everwarm.state.store.object import KvCut, ObjectHeader, ObjectPart, file_size, name_of
+from everwarm.state.store.object import (
+    Damaged,
+    KvCut,
+    ObjectHeader,
+    ObjectPart,
+    file_size,
+    name_of,
+    size_of,
+    state_name,
+)
 from everwarm.state.tree import Node, Segment, SegmentPiece, Tree
-from everwarm.types import Blob
+from everwarm.types import Blob, Place, heap
 
 Segments = list[tuple[Segment, int]]  # each with up to which item it is used
 
 
+class PartReader(Protocol):
+    """An object whose parts can be read, from a file or from the queue of those to be written."""
+
+    @property
+    def header(self) -> ObjectHeader: ...
+
+    def read(self, name: str, place: Place = heap) -> Blob: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One object to write, with its parts as they are in RAM: they are never changed."""
+    """One object to write, with its parts as they are in RAM: they are never changed. It can be read before it is
+    written."""
 
     header: ObjectHeader
     parts: dict[str, ObjectPart]
@@ -28,6 +48,17 @@ class Job:
     @property
     def size(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
+
+    def read(self, name: str, place: Place = heap) -> Blob:  # noqa: ARG002 - nothing is copied
+        part = self.parts.get(name)
+        if part is None:
+            raise Damaged(f"it has no section {name!r}")
+        return part.copy() if isinstance(part, KvCut) else cast(Blob, part)
+
+
+def object_size(reader: PartReader) -> int:
+    """The size of the file that an object has or will have."""
+    return file_size(reader.header, reader.parts) if isinstance(reader, Job) else size_of(reader.header)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +87,14 @@ class Packing:
     def root(self, node: Node) -> str:
         return root_key(self.fingerprint, self._tree.namespace(node))
 
+    def state_name(self, node: Node) -> str:
+        """The name of the object that completes this point."""
+        return state_name(keys(self.root(node), node.path, (node.n_items,))[node.n_items])
+
     def segments(self, node: Node) -> Segments | None:
-        """All KV that the point needs; None: some of it is not in RAM, or must not leave RAM."""
-        if node.root().is_volatile:
+        """All KV that the point needs; None: some of it or the state is not in RAM, or must not leave RAM."""
+        has_state = node.checkpoint is not None and node.checkpoint.state is not None
+        if node.root().is_volatile or (self._context.kind.needs_checkpoints and not has_state):
             return None
         if not self._context.kind.has_attention:
             return []

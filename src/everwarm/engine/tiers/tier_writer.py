@@ -1,21 +1,25 @@
 """From the tree to the disk and the remote store: decides what of a finished turn is written. ``loader`` is the way back.
 
-A turn writes the KV that is new and one state, and the states of shared points once. Any failure here only means that a
-prompt is read again. The loop's thread decides and packs; a thread of its own opens the disk tier, tries it again while
-it is degraded, and hashes, writes and syncs. Where no tier is configured nothing is opened and nothing is written.
+A turn writes the KV that is new and one state, and the states of shared points once, from RAM or straight from the
+device. What RAM evicts before it was written is handed over first, and what waits to be written is found like what is
+written. Any failure here only means that a prompt is read again. The loop's thread decides and packs; a thread of its
+own opens the disk tier, tries it again while it is degraded, and hashes, writes and syncs. Where no tier is configured
+nothing is opened and nothing is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everwarm.engine.cache.checkpointing import ReplyUse
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.read_speed import ReadSpeed
@@ -23,17 +27,18 @@ from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.disk_pins import PinBoard, pinned_below
 from everwarm.engine.tiers.model_folder import ModelFolder
-from everwarm.engine.tiers.packing import Job, Packing
+from everwarm.engine.tiers.packing import Job, Packing, PartReader
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import root_key
+from everwarm.state.lineage import keys, root_key
 from everwarm.state.null_tiers import DiskTier, NullDisk, SharedTier
 from everwarm.state.policy import CutKind
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
+from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import are_sound, name_of
 from everwarm.state.tier import Dropped, OnPrompts, Selection, Tier
 from everwarm.state.tree import Node, Tree
@@ -46,6 +51,7 @@ OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, though o
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_DUE = 4096  # turns that wait for the disk to catch up
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
+CATCH_UP_S = 0.02  # so long RAM waits for a disk that is behind, before it evicts what was not written
 FREE_SHARE = 0.8  # of the file system's free space, for any budget
 _MIB = 1 << 20
 
@@ -76,6 +82,7 @@ class TierWriter:
         writer: RamWriter,
         ram: Ram,
         speed: ReadSpeed,
+        reply_use: ReplyUse,
         *,
         words: Callable[[Prompt], str] = lambda _: "",
         remote: RemoteSettings | None = None,
@@ -91,6 +98,7 @@ class TierWriter:
         self._writer = writer
         self._ram = ram
         self._speed = speed
+        self._reply_use = reply_use
         self._is_right = is_right
         self._is_wanted = settings is not None or remote is not None
         self._packing = Packing(context, tree, words)
@@ -98,9 +106,10 @@ class TierWriter:
         self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint: str = ""  # until the model's digest is known
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
-        self._on_the_way: set[str] = set()
+        self._on_the_way: dict[str, Job] = {}  # what waits to be written, by name
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._due: dict[int, FinishedTurn] = {}  # not handed to the thread yet, by the id of their end, oldest first
+        self._wait_again_at = 0.0  # for a disk that is behind
         self._writing: dict[int, float] = {}  # when the turns ended that the thread is writing
         self._opened = threading.Event()
         self.disk: DiskTier = NullDisk()
@@ -171,11 +180,39 @@ class TierWriter:
         """Whether too much waits to be written: turns stay in RAM until the disk has caught up."""
         return self._n_sent - self._n_done > MAX_QUEUED
 
+    @property
+    def _takes_more(self) -> bool:
+        return not self.is_opening and not self.is_behind
+
+    # finding
+
+    def find(self, root: str, prompt: Prompt, most: int) -> IndexedObject | None:
+        """The deepest state that these items begin with, of at most so many of them: on disk, or waiting to be
+        written."""
+        kept = self.disk.find(root, prompt, most)
+        n_kept = 0 if kept is None else kept.n_items
+        jobs = [job for job in list(self._on_the_way.values()) if job.header.kind == "state"]
+        waiting = {job.header.key: job for job in jobs if n_kept < job.header.n_items <= most}
+        named = keys(root, prompt, {job.header.n_items for job in waiting.values()}) if waiting else {}
+        found = (waiting[named[n]] for n in sorted(named, reverse=True) if named[n] in waiting)
+        job = next(found, None)
+        return kept if job is None else _as_indexed(job)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[PartReader]:
+        """Opens an object, on disk or waiting to be written."""
+        job = self._on_the_way.get(name)
+        if job is not None:
+            yield job
+        else:
+            with self.disk.reading(name) as reader:
+                yield reader
+
     # keeping
 
     def tidy(self, slots: Sequence[Slot]) -> bool:
         """One piece of idle work: offer a finished turn to the tiers. False: there is none, or not yet."""
-        if self.is_opening or self.is_behind:
+        if not self._takes_more:
             return False
         self._offer_again(slots)
         for slot in slots:
@@ -194,34 +231,76 @@ class TierWriter:
 
     def tidy_overdue(self, slots: Sequence[Slot], now: float) -> None:
         """Offers a turn that ended a while ago, while other requests run: a busy engine is never idle."""
-        if self.is_opening or self.is_behind or not self._is_wanted:
+        if not self._takes_more or not self._is_wanted:
             return
         for slot in slots:
             is_due = slot.is_idle and not slot.is_archived and now - slot.used_at > OVERDUE_S
             if is_due and slot.n_fed:
                 slot.note_archived()
-                self._copy_down(slot)
                 self.offer(slot)
                 return
         self._offer_due(now - OVERDUE_S)
 
     def note_end(self, slot: Slot, ended_at: float) -> None:
         """A turn has ended and is in RAM: it will be offered in time, even if its slot is reused before."""
+        self._note_due(FinishedTurn.of(slot, ended_at))
+
+    def note_adopted(self) -> None:
+        """What an earlier engine left in RAM may not be on disk."""
+        for end in [node for node in self._tree.nodes() if node.parent is not None and not node.children]:
+            self._note_due(FinishedTurn(end, None, end.n_items, time.monotonic()))
+
+    def _note_due(self, turn: FinishedTurn) -> None:
         if self._settings is not None:
-            self._due.pop(slot.node.id, None)
-            self._due[slot.node.id] = FinishedTurn.of(slot, ended_at)
+            self._due.pop(turn.end.id, None)
+            self._due[turn.end.id] = turn
             while len(self._due) > MAX_DUE:
                 del self._due[next(iter(self._due))]
 
     def offer_ended(self, slot: Slot) -> str | None:
-        """Offer a turn that has no room in RAM, and all others that wait there; returns the name of its object on disk."""
-        if self.is_opening or self.is_behind:
+        """Offer a turn that has no room in RAM; returns the name of its object on disk."""
+        if not self._takes_more:
             return None
         slot.note_archived()
-        name = self.offer(slot)
-        while self._offer_due(time.monotonic()):
-            pass
-        return name
+        return self.offer(slot)
+
+    def save_leaving(self, slots: Sequence[Slot], nodes: Sequence[Node]) -> None:
+        """RAM is about to evict something of these nodes. Before that the turns that need it and still wait in RAM are
+        offered, and states that a next turn will need and the disk does not have."""
+        if self.is_opening or not self.is_on:
+            return
+        self._let_catch_up()
+        leaving = {id(node) for node in nodes}
+        for turn in list(self._due.values()):
+            if self._takes_more and _passes(turn.end, leaving):
+                del self._due[turn.end.id]
+                self._offer(turn)
+        for slot in slots:
+            is_waiting = slot.is_idle and slot.n_fed and not slot.is_archived
+            if is_waiting and self._takes_more and _passes(slot.node, leaving):
+                slot.note_archived()
+                self.offer(slot)
+        for node in nodes if self._takes_more and _has_room(self.disk) else ():
+            if self._is_needed_next(node) and not self._is_known(self._packing.state_name(node)):
+                self._write(node)
+
+    def _is_needed_next(self, node: Node) -> bool:
+        """Whether a next turn may continue from here and would have to read again what follows an earlier point: a
+        stable point, what was read ahead, and the end of a reply where turns continue from those."""
+        kind = None if node.checkpoint is None or node.root().is_volatile else node.checkpoint.kind
+        if kind is CutKind.REPLY:
+            return self._reply_use.is_likely or _point(node.lineage()) is node
+        return kind in (CutKind.STABLE, CutKind.PREWARM)
+
+    def _let_catch_up(self) -> None:
+        """Gives a disk that is behind a moment before RAM evicts what it has not taken yet: a tenth of the time at
+        most."""
+        now = time.monotonic()
+        if self.is_behind and now >= self._wait_again_at:
+            deadline = now + CATCH_UP_S
+            while self.is_behind and time.monotonic() < deadline:
+                time.sleep(CATCH_UP_S / 10)
+            self._wait_again_at = time.monotonic() + 9 * CATCH_UP_S
 
     def _offer_due(self, until: float) -> bool:
         """Offer the oldest turn that waits, if it ended before ``until``. False: there is none."""
@@ -229,50 +308,61 @@ class TierWriter:
         if turn is None or turn.ended_at > until:
             return False
         del self._due[turn.end.id]
-        if self._tree.has(turn.end):
-            self._offer(turn)
+        self._offer(turn)
         return True
-
-    def _copy_down(self, slot: Slot) -> None:
-        """Copy to RAM what idle work would copy: the one state that the next turn needs, and the KV before it."""
-        node = _point(slot.node.lineage()) or slot.node
-        if node.checkpoint is not None and node.checkpoint.parked is not None:
-            self._writer.copy_state(node)
-        if self._context.kind.has_attention:
-            self._writer.save_lineage(slot.seq, node.lineage())
 
     def offer(self, slot: Slot) -> str | None:
         """Writes what the next turn will need of the slot's lineage and is not stored yet; returns the name of the
         object that completes it."""
         due = self._due.pop(slot.node.id, None)
-        return self._offer(FinishedTurn.of(slot, slot.used_at if due is None else due.ended_at))
+        turn = FinishedTurn.of(slot, slot.used_at if due is None else due.ended_at)
+        if self._takes_more:
+            return self._offer(turn)
+        self._note_due(turn)
+        return None
 
     def _offer(self, turn: FinishedTurn) -> str | None:
-        end = turn.end
+        end = self._what_is_left(turn.end)
         if end.root().is_volatile or not self.is_on:
             return None
         disk = self.disk
         if disk.is_on:
             self.pins.renew(self._tree.namespace(end), end.path, end.n_items)
-            for pinned in [n for n in end.lineage() if n.is_pinned]:
-                self.keep_pinned(pinned)
-        node = self._worth_writing(turn)
-        if node is None:
-            return None
-        name = None
-        if disk.is_on:
-            self._writing[end.id] = turn.ended_at
-            name = self._keep(disk, node)
-            self._keep_shared_points(disk, node)
-            self._jobs.put(lambda: self._writing.pop(end.id, None))
-        self._remote_writer.offer(node, is_hinted=turn.stable is not None)
+        node = self._worth_writing(turn, end)
+        name = None if node is None else self._write_turn(turn, node)
+        for pinned in [n for n in end.lineage() if n.is_pinned] if disk.is_on else ():
+            self.keep_pinned(pinned)
         return name
 
-    def _keep_shared_points(self, disk: DiskTier, node: Node) -> None:
-        """The shared points above the node: their KV is part of the node's, so only their states are new."""
-        for point in shared_points(self._context.kind, node):
-            if is_worth_it(point, self._speed.seconds_per_token, is_always=self._is_always):
-                self._keep(disk, point)
+    def _what_is_left(self, end: Node) -> Node:
+        """The deepest node of a lineage that is still in the tree."""
+        while end.parent is not None and not self._tree.has(end):
+            end = end.parent
+        return end
+
+    def _write_turn(self, turn: FinishedTurn, node: Node) -> str | None:
+        disk, name = self.disk, None
+        shared = [point for point in shared_points(self._context.kind, node) if self._is_worth_it(point)]
+        wanted = [point for point in (node, *shared) if not self._is_known(self._packing.state_name(point))]
+        with self._writer.staged((node, *shared) if self.remote.is_on else wanted):
+            if disk.is_on:
+                self._writing[turn.end.id] = turn.ended_at
+                name = self._keep(node)
+                for point in shared:  # their KV is part of the node's, so only their states are new
+                    self._keep(point)
+                self._jobs.put(lambda: self._writing.pop(turn.end.id, None))
+            self._remote_writer.offer(node, is_hinted=turn.stable is not None)
+        return name
+
+    def _write(self, node: Node) -> None:
+        with self._writer.staged((node,)):
+            self._keep(node)
+
+    def _is_worth_it(self, node: Node) -> bool:
+        return is_worth_it(node, self._speed.seconds_per_token, is_always=self._is_always)
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._on_the_way or self.disk.has(name)
 
     def keep_pinned(self, node: Node) -> None:
         """Stores the pin, and the point itself if its state is in RAM."""
@@ -281,34 +371,32 @@ class TierWriter:
         self._jobs.put(self.pins.note(node))
         state = None if node.checkpoint is None else node.checkpoint.state
         if self.disk.is_on and (state is not None or not self._context.kind.needs_checkpoints):
-            self._keep(self.disk, node)
+            self._keep(node)
 
-    def _keep(self, disk: DiskTier, node: Node) -> str | None:
+    def _keep(self, node: Node) -> str | None:
         """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
             self._jobs.put(self.pins.note(pinned))  # this point is part of its lineage
+        name = self._packing.state_name(node)
+        if self._is_known(name):
+            return name
         segments = self._packing.segments(node)
         if segments is None:
             return None
         root = self._packing.root(node)
-
-        def is_known(name: str) -> bool:
-            return name in self._on_the_way or disk.has(name)
-
-        kv = self._packing.kv(root, segments, is_known)
+        kv = self._packing.kv(root, segments, self._is_known)
         if kv is None:
             return None
         if self.is_behind:
             n_waiting = self._n_sent - self._n_done
             log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting / _MIB)
             return None
-        state = self._packing.state_job(root, node, kv)
-        for job in (*kv.jobs, state):
-            if not is_known(name_of(job.header)):
-                self._on_the_way.add(name_of(job.header))
+        for job in (*kv.jobs, self._packing.state_job(root, node, kv)):
+            if not self._is_known(name_of(job.header)):
+                self._on_the_way[name_of(job.header)] = job
                 self._n_sent += job.size
                 self._jobs.put(job)
-        return name_of(state.header)
+        return name
 
     def forget(self, prompt: Prompt, namespace: str, beyond: int) -> None:
         """Forgets the states of a prompt after ``beyond`` items, and waits until they are gone from the disk."""
@@ -334,18 +422,24 @@ class TierWriter:
                 "keeps is not dropped: try again when it is in order"
             )
 
+    def catch_up(self) -> bool:
+        """Waits for a disk that is behind, so that it takes more. False: it does."""
+        is_behind = self.is_behind
+        if is_behind:
+            self.flush()
+        return is_behind and not self.is_behind
+
     def after_all(self, job: Done) -> None:
         """Run a job on the disk's thread, when everything offered so far is durable or has failed."""
         self._jobs.put(job)
 
-    def _worth_writing(self, turn: FinishedTurn) -> Node | None:
+    def _worth_writing(self, turn: FinishedTurn, end: Node) -> Node | None:
         """One point per turn: where the next turn is expected to continue."""
-        end = turn.end
         lineage = end.lineage()
         if not self._context.kind.needs_checkpoints and lineage:
             n_items = min(turn.stable or end.n_items, end.n_items, turn.n_turn_items)
             return self._tree.grow(end.root(), end.path, n_items) if n_items else None  # any point will do
-        return _point(n for n in lineage if n.checkpoint is not None and n.checkpoint.state is not None)
+        return _point(lineage)
 
     # the thread
 
@@ -436,7 +530,7 @@ class TierWriter:
         except Exception:
             log.exception("an object was not kept")  # a caller of ``flush`` must not wait for ever
         self._n_done += job.size
-        self._on_the_way.discard(name_of(job.header))
+        self._on_the_way.pop(name_of(job.header), None)
 
     def _is_sound(self, blob: Blob) -> bool:
         """Whether a part of an object may leave this process."""
@@ -465,9 +559,26 @@ class TierWriter:
 
 
 def _point(lineage: Iterable[Node]) -> Node | None:
-    """Where the next turn will continue: the last stable point, else the last checkpoint that was not prewarmed."""
-    kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None]
-    requested = [(n, kind) for n, kind in kept if kind is not CutKind.PREWARM]  # a guess is not worth the bytes
-    stable = [(n, kind) for n, kind in requested if kind is CutKind.STABLE]
-    best = stable or requested
-    return best[-1][0] if best else None
+    """Where the next turn will continue: the last stable point, else the last checkpoint that was not prewarmed. The end
+    of a prompt is the last choice: on disk it has no logits, so an identical prompt could not use it."""
+    kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None and n.checkpoint.is_held]
+    stable = [n for n, kind in kept if kind is CutKind.STABLE]
+    others = [n for n, kind in kept if kind not in (CutKind.PREWARM, CutKind.END)]  # a guess is not worth the bytes
+    ends = [n for n, kind in kept if kind is CutKind.END]
+    best = stable or others or ends
+    return best[-1] if best else None
+
+
+def _passes(end: Node, nodes: Collection[int]) -> bool:
+    return any(id(node) in nodes for node in end.lineage())
+
+
+def _has_room(disk: DiskTier) -> bool:
+    """Whether more can be written without evicting anything there."""
+    return not isinstance(disk, NullDisk) and disk.degraded is None and disk.n_bytes < disk.budget_bytes
+
+
+def _as_indexed(job: Job) -> IndexedObject:
+    head = job.header
+    span = (head.kind, head.key, head.n_items, job.size, head.needs)
+    return IndexedObject(name_of(head), *span, time.time(), 0, head.space, head.reaches)

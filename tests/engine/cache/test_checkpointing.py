@@ -1,0 +1,81 @@
+"""No prompt stops for a checkpoint that nothing can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from everwarm.engine.cache.checkpointing import Checkpointer
+from everwarm.engine.core import Core
+from everwarm.engine.slots import Slot
+from everwarm.state.policy import CheckpointParams, CutKind
+from support.drive import checkpoints, open_core, run, text
+from support.kept_cores import kept_core, put_away
+
+PROMPT, BOUNDARIES, STABLE = text(1, 800), (100, 250, 430), 780
+EVERY_50 = CheckpointParams(every_n_tokens=50)
+
+
+def chunks(core: Core, ask: Callable[[], object]) -> list[int]:
+    """The sizes of the pieces in which prompts are read meanwhile."""
+    sizes, decode = [], core.context.decode
+
+    def noting(feeds):
+        sizes.extend(len(feed.tokens) for feed in feeds if len(feed.tokens) > 1)
+        decode(feeds)
+
+    core.context.decode = noting
+    ask()
+    return sizes
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3"])
+def test_without_spares_and_ram_a_prompt_stops_for_its_stable_point_alone(arch, is_known, monkeypatch):
+    if not is_known:  # the control
+        monkeypatch.setattr(Checkpointer, "is_worth_a_cut", lambda _self, _kind: True)
+    with open_core(arch, ram_bytes=0, checkpoints=EVERY_50) as core:
+        n_ubatch = core.settings.n_ubatch
+        seen = chunks(core, lambda: run(core, PROMPT, boundaries=BOUNDARIES, stable=STABLE))
+        assert checkpoints(core) == []
+    most = -(-STABLE // n_ubatch) + -(-(len(PROMPT) - STABLE) // n_ubatch)
+    assert (len(seen) <= most) is is_known
+
+
+def test_a_deterministic_prompt_is_cut_as_always():
+    """Its bits must not depend on what there is room for."""
+    seen = []
+    for ram_bytes in (0, 256 << 20):
+        with open_core(ram_bytes=ram_bytes, checkpoints=EVERY_50) as core:
+            seen.append(chunks(core, lambda core=core: run(core, PROMPT, stable=STABLE, deterministic=True)))
+    assert seen[0] == seen[1]
+
+
+def in_full_ram(core: Core) -> int:
+    """How many checkpoints a prompt takes where RAM has no room for any of them, and nothing else may go."""
+    run(core, PROMPT)
+    core.room.clear()
+    weigh, n_created = core.ram_budget._weigh, core.checkpoint_stats.n_created
+    core.ram_budget._weigh = lambda nodes: [e for e in weigh(nodes) if nodes[e.key // 2].path.codes[0] == 2]
+    core.ram_budget.n_bytes = core.tree.ram_bytes
+    run(core, text(2, 800))
+    return core.checkpoint_stats.n_created - n_created
+
+
+def test_where_ram_is_full_of_better_ones_the_rest_of_a_prompt_is_read_without_stops(monkeypatch):
+    with open_core(checkpoints=EVERY_50) as core:
+        assert in_full_ram(core) <= 3, "one of each kind"
+    monkeypatch.setattr(Slot, "skip_cuts", lambda _self, _kind: None)  # the control
+    with open_core(checkpoints=EVERY_50) as core:
+        assert in_full_ram(core) >= 16
+
+
+def test_where_ram_holds_nothing_spares_are_for_what_the_next_turn_needs(tmp_path):
+    with kept_core(tmp_path, ram_bytes=0, n_spares=3, n_slots=1, checkpoints=EVERY_50) as core:
+        run(core, PROMPT, stable=STABLE)
+        parked = {node.checkpoint.kind for _, node in core.spares.parked() if node.checkpoint is not None}
+        assert CutKind.STABLE in parked
+        put_away(core)
+    with kept_core(tmp_path) as core:
+        assert run(core, [*PROMPT[:STABLE], *text(3, 20)]).n_cached == STABLE

@@ -1,0 +1,355 @@
+"""Conversations that RAM has no room for are all warm: what it gives up is on disk, or is found on its way there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from everwarm.engine.cache.ram_writer import RamWriter
+from everwarm.engine.core import Core
+from everwarm.engine.inspect.reasons import Reason
+from everwarm.engine.request import Ask, Result
+from everwarm.engine.tiers import tier_writer as writer_module
+from everwarm.engine.tiers.packing import Job
+from everwarm.engine.tiers.tier_writer import TierWriter
+from everwarm.prompt.prompt import Prompt
+from support.drive import EVERY_KIND, GUARD, check, finish, open_core, run, text, tidy
+from support.kept_cores import files, fingerprint_of_slot, kept_core, put_away
+
+N, LENGTH, STABLE = 10, 300, 290
+NEW = text(99, 30)
+N_IN_RAM = 3  # conversations that it has room for
+
+
+def told(i: int) -> list[int]:
+    return text(i, LENGTH)
+
+
+def next_turn(i: int) -> list[int]:
+    """The reply is rendered in another way than it was written, as templates do."""
+    return [*told(i)[:STABLE], *NEW]
+
+
+def tell_all(core: Core, n: int = N) -> None:
+    """One conversation after the other, with no idle time."""
+    for i in range(n):
+        finish(core, told(i), 6, stable=STABLE)
+        if i == 0:
+            core.ram_budget.n_bytes = N_IN_RAM * core.tree.ram_bytes
+        check(core)
+
+
+def ask_all(core: Core, n: int = N) -> dict[int, Result]:
+    """The next turns, of the newest conversation first."""
+    return {i: run(core, next_turn(i), 2) for i in reversed(range(n))}
+
+
+def cold(results: dict[int, Result]) -> list[int]:
+    return [i for i, result in results.items() if result.n_cached != STABLE]
+
+
+@contextmanager
+def held(tier_writer: TierWriter):
+    """The disk's thread does nothing inside the block."""
+    may_go_on = threading.Event()
+    tier_writer.after_all(may_go_on.wait)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        tier_writer.flush()
+
+
+@pytest.mark.parametrize("restarts", [True, False], ids=["restart", "stay"])
+@pytest.mark.parametrize(("arch", "n_spares"), [*((arch, 0) for arch in EVERY_KIND), ("qwen35", 4), ("mamba2", 4)])
+def test_all_conversations_are_warm_though_ram_holds_few(tmp_path, memory, arch, n_spares, restarts):
+    settings = {"n_spares": n_spares, "n_slots": 2}
+    with kept_core(tmp_path, arch, memory=memory, **settings) as core:
+        tell_all(core)
+        if restarts:
+            put_away(core)
+        else:
+            results = ask_all(core)
+    if restarts:
+        with kept_core(tmp_path, arch, **settings) as core:
+            results = ask_all(core)
+    assert cold(results) == []
+    assert all(result.why is not None and result.why.reason is not Reason.EVICTED for result in results.values())
+
+
+@pytest.mark.parametrize("hands_over", [True, False])
+@pytest.mark.parametrize("arch", EVERY_KIND)
+def test_what_ram_evicts_before_it_was_written_is_written_first(tmp_path, memory, arch, hands_over, monkeypatch):
+    monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
+    with kept_core(tmp_path, arch, memory=memory, n_slots=N, n_ctx=8192, idle_cells=8192) as core:
+        if not hands_over:  # the control
+            core.ram_budget.leaving = lambda _nodes: None
+        for i in range(N):
+            finish(core, told(i), 6, stable=STABLE)
+        core.tier_writer.flush()
+        assert not files(tmp_path), "all of it is in RAM, and nothing is written yet"
+        core.ram_budget.n_bytes = core.tree.ram_bytes // 3
+        core.ram_budget.enforce()
+        for slot in core.slots:
+            slot.vacate()
+        results = ask_all(core)
+    assert (cold(results) == []) is hands_over
+    evicted = [result.why is not None and result.why.reason is Reason.EVICTED for result in results.values()]
+    assert any(evicted) is not hands_over
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+@pytest.mark.parametrize("arch", EVERY_KIND)
+def test_what_waits_to_be_written_is_found(tmp_path, memory, arch, is_found, monkeypatch):
+    """The disk does not answer: nothing is on it, and nothing is lost."""
+    if not is_found:  # the control
+        monkeypatch.setattr(TierWriter, "find", lambda self, *asked: self.disk.find(*asked))
+    with kept_core(tmp_path, arch, memory=memory) as core, held(core.tier_writer):
+        tell_all(core)
+        results = ask_all(core)
+        assert not files(tmp_path)
+    assert (cold(results) == []) is is_found
+
+
+def bits_in_ram(arch: str) -> tuple[bytes, bytes]:
+    """The memory of the next turn of a conversation that never left RAM."""
+    with open_core(arch, n_slots=1) as core:
+        run(core, told(0), 6, stable=STABLE)
+        core.room.clear()
+        return bits_of_next_turn(core)
+
+
+def bits_beyond_ram(tmp_path, memory, arch: str, *, is_held: bool) -> tuple[bytes, bytes]:
+    """The same after many others. ``is_held``: nothing of it was written."""
+    with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core, ExitStack() as meanwhile:
+        if is_held:
+            meanwhile.enter_context(held(core.tier_writer))
+        tell_all(core)
+        if not is_held:
+            core.tier_writer.flush()
+        return bits_of_next_turn(core)
+
+
+def bits_of_next_turn(core: Core) -> tuple[bytes, bytes]:
+    assert run(core, next_turn(0), 2).n_cached == STABLE
+    return fingerprint_of_slot(core, len(next_turn(0)) + 1)
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["waits to be written", "on disk"])
+@pytest.mark.parametrize("arch", EVERY_KIND)
+def test_a_state_that_left_ram_comes_back_bit_for_bit(tmp_path, memory, arch, is_held):
+    assert bits_beyond_ram(tmp_path, memory, arch, is_held=is_held) == bits_in_ram(arch)
+
+
+def test_a_wrong_state_in_the_queue_would_be_seen(tmp_path, memory, monkeypatch):
+    """The negative control of the test above."""
+    real = Job.read
+
+    def lie(job: Job, name: str, *place):
+        blob = real(job, name, *place)
+        return blob if name != "state" else _with_other_numbers(blob)
+
+    monkeypatch.setattr(Job, "read", lie)
+    assert bits_beyond_ram(tmp_path, memory, "qwen35", is_held=True) != bits_in_ram("qwen35")
+
+
+def _with_other_numbers(blob):
+    other = blob.copy()
+    other[-64:] = other[-128:-64]
+    return other
+
+
+# from the device to the disk
+
+
+@pytest.mark.parametrize(("arch", "is_copied"), [("qwen35", True), ("qwen35", False), ("mamba2", True)])
+def test_a_parked_state_is_written_though_ram_has_no_room_for_any(tmp_path, arch, is_copied, monkeypatch):
+    if not is_copied:  # the control
+        monkeypatch.setattr(RamWriter, "_copy_point", lambda _writer, _node: None)
+    with kept_core(tmp_path, arch, ram_bytes=0, n_spares=8, n_slots=1) as core:
+        for i in range(3):
+            run(core, told(i), 6, stable=STABLE)
+            tidy(core)
+            assert core.tree.ram_bytes == 0
+        put_away(core)
+    with kept_core(tmp_path, arch) as core:
+        assert (cold(ask_all(core, 3)) == []) is is_copied
+
+
+def test_what_the_next_turn_needs_is_written_before_anything_else(tmp_path, memory):
+    with kept_core(tmp_path, memory=memory, n_spares=4) as core:
+        written: list[tuple[str, int]] = []
+        put = core.tier_writer.disk.put
+
+        def noting(header, parts):
+            written.append((header.kind, header.n_items))
+            return put(header, parts)
+
+        core.tier_writer.disk.put = noting
+        finish(core, told(0), 6, stable=STABLE, boundaries=(100, 200))
+        put_away(core)
+        states = [n_items for kind, n_items in written if kind == "state"]
+        assert states == [STABLE, 100], "the stable point, then the end of the first message; no end of a reply"
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+@pytest.mark.parametrize("arch", [arch for arch in EVERY_KIND if arch != "llama"])  # its stable points are not kept
+def test_what_a_dead_engine_left_in_ram_is_written_by_the_next(tmp_path, memory, arch, is_noted, monkeypatch):
+    if not is_noted:  # the control
+        monkeypatch.setattr(TierWriter, "note_adopted", lambda _: None)
+    with kept_core(tmp_path, arch, memory=memory) as core:
+        finish(core, told(0), 6, stable=STABLE)
+        core.ram.flush()
+    assert not files(tmp_path)
+    with kept_core(tmp_path, arch, memory=memory) as core:
+        put_away(core)
+    with kept_core(tmp_path, arch) as core:
+        assert run(core, next_turn(0)).n_cached == (STABLE if is_noted else 0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_stop_waits_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeypatch):
+    monkeypatch.setattr(writer_module, "MAX_QUEUED", 0)
+    if not waits:  # the control
+        monkeypatch.setattr(TierWriter, "catch_up", lambda _: False)
+    with kept_core(tmp_path, memory=memory) as core:
+        with held(core.tier_writer):
+            for i in range(3):
+                finish(core, told(i), 6, stable=STABLE)
+            core.tier_writer.tidy(core.slots)
+            assert core.tier_writer.is_behind and not core.tier_writer.tidy(core.slots)
+            if not waits:
+                put_away_held(core)
+        if waits:
+            put_away(core)
+    with kept_core(tmp_path) as core:
+        assert (cold(ask_all(core, 3)) == []) is waits
+
+
+def put_away_held(core: Core) -> None:
+    """All of ``put_away`` but the last wait."""
+    while core.tidy() or core.tier_writer.catch_up():
+        pass
+
+
+def test_a_turn_is_written_though_the_end_of_its_reply_was_dropped(tmp_path, memory):
+    with kept_core(tmp_path, memory=memory, n_slots=1) as core:
+        finish(core, told(0), 6, stable=STABLE)
+        end = core.slots[0].node
+        assert end.n_items > LENGTH
+        core.room.clear = lambda: None
+        core.slots[0].vacate()
+        core.checkpointer.drop(end, "for a test")
+        core.tree.drop_segment(end)
+        assert not core.tree.has(end)
+        put_away(core)
+    with kept_core(tmp_path) as core:
+        assert run(core, next_turn(0)).n_cached == STABLE
+
+
+# a disk that is off or full
+
+
+def test_without_a_disk_ram_evicts_as_its_policy_says(memory):
+    with open_core(memory=memory) as core:
+        tell_all(core)
+        results = ask_all(core)
+    assert cold(results)
+
+
+def test_a_disk_without_room_takes_no_more_than_its_budget(tmp_path, memory):
+    with kept_core(tmp_path, memory=memory, disk_bytes=1 << 20) as core:
+        tell_all(core)
+        results = ask_all(core)
+        put_away(core)
+        assert core.tier_writer.disk.n_bytes <= 1 << 20 and core.tier_writer.disk.counts.n_evicted > 0
+    assert len(cold(results)) < N
+
+
+def n_states(core: Core, kinds: Sequence[str]) -> int:
+    kept = (node.checkpoint for node in core.tree.nodes() if node.checkpoint is not None)
+    return sum(checkpoint.state is not None and checkpoint.kind.value in kinds for checkpoint in kept)
+
+
+def test_the_end_of_a_prompt_stays_on_the_device(tmp_path):
+    """An identical prompt decodes nothing while it is there, and a few items afterwards."""
+    with kept_core(tmp_path, n_spares=4) as core:
+        run(core, told(0), 6, stable=STABLE)
+        tidy(core)
+        assert n_states(core, ["prompt-end"]) == 0 < n_states(core, ["stable"])
+        assert run(core, told(0), 6, stable=STABLE).n_processed == 0
+        core.room.clear()
+        assert n_states(core, ["prompt-end"]) == 0
+        assert 0 < run(core, told(0), 6, stable=STABLE).n_processed <= GUARD
+
+
+def test_a_stable_point_that_is_evicted_while_its_reply_is_written_is_not_lost(tmp_path, memory):
+    with kept_core(tmp_path, memory=memory, n_slots=1) as core:
+        finish(core, told(5), 2, stable=STABLE)
+        core.ram_budget.n_bytes = 0  # from here on nothing stays
+        finish(core, told(0), 40, stable=STABLE)
+        put_away(core)
+    with kept_core(tmp_path) as core:
+        assert run(core, next_turn(0)).n_cached == STABLE
+        assert core.tree.match("", Prompt.of_tokens(next_turn(0)), 0).n_shared >= STABLE
+
+
+# what follows the stable point
+
+
+def evict_all(core: Core) -> None:
+    for slot in core.slots:
+        slot.vacate()
+    core.ram_budget.n_bytes = 0
+    core.ram_budget.enforce()
+    core.ram_budget.n_bytes = 256 << 20
+    assert core.tree.ram_bytes == 0
+
+
+def read_ahead(core: Core, tokens: list[int]) -> None:
+    core.prewarm.offer(Ask(Prompt.of_tokens(tokens), max_tokens=0, ahead=True))
+    while core.has_work or core.tidy():
+        if core.has_work:
+            core.step()
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_what_was_read_ahead_is_written_when_ram_gives_it_up(tmp_path, memory, is_needed, monkeypatch):
+    if not is_needed:  # the control
+        monkeypatch.setattr(TierWriter, "_is_needed_next", lambda _self, _node: False)
+    following = [*told(0)[:STABLE], *text(50, 80)]
+    with kept_core(tmp_path, memory=memory, n_slots=1) as core:
+        finish(core, told(0), 6, stable=STABLE)
+        read_ahead(core, following)
+        evict_all(core)
+        result = run(core, [*following, *NEW])
+        assert result.n_cached == (len(following) if is_needed else STABLE)
+        assert result.why is not None and (result.why.reason is not Reason.EVICTED) is is_needed
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3"])
+@pytest.mark.parametrize("is_likely", [True, False])
+def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_unless_turns_leave_replies_aside(
+    tmp_path, memory, arch, is_likely
+):
+    with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core:
+        core.checkpointer.reply_use.n_left = 0 if is_likely else 1
+        reply = finish(core, told(0), 60, stable=STABLE).result.tokens
+        evict_all(core)
+        result = run(core, [*told(0), *reply, *NEW])
+        assert result.n_cached == (LENGTH + len(reply) - 1 if is_likely else STABLE)
+
+
+def test_how_turns_go_on_after_replies_is_counted():
+    with open_core(n_slots=1) as core:
+        use, prompt = core.checkpointer.reply_use, told(0)
+        reply = run(core, prompt, 20, stable=STABLE).tokens
+        assert use.is_likely and (use.n_continued, use.n_left) == (0, 0)
+        run(core, [*prompt, *reply, *NEW], 20, stable=LENGTH + 25)
+        assert (use.n_continued, use.n_left) == (1, 0)
+        for _ in range(2):
+            run(core, [*prompt, *reply, *NEW][: LENGTH + 25] + text(60, 30), 20, stable=LENGTH + 50)
+        assert use.n_left >= 1
