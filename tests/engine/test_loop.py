@@ -131,11 +131,11 @@ def test_only_the_loops_thread_touches_the_core(monkeypatch):
         thread = threading.Thread(target=loop.run, daemon=True)
         with guarded(core, thread) as touched:
             thread.start()
-            worker.Pulse(wire).watch(worker.Watched(loop, [core.model.files], core.tier_writer))
+            worker.Pulse(wire).watch(loop, [core.model.files], core.tier_writer)
             questions = [
-                m.AskSlots(2, ""),
-                m.AskStats(3),
-                m.AskCache(4),
+                m.Inspect(2, "slots"),
+                m.Inspect(3, "counts"),
+                m.Inspect(4, "cache"),
                 m.Count(5, "one two three", add_special=True),
                 m.Cancel(6),
             ]
@@ -162,3 +162,18 @@ def test_the_published_status_follows_what_happens():
         assert core.status.n_running == 0 and core.status.backlog.n_to_write == 0
         tidy(core)
         assert core.status.tree_version == core.tree.census.version > version
+
+
+def test_what_a_job_posts_waits_for_a_step():
+    with open_core() as core:
+        loop = Loop(core, lambda _: None)
+        n_decodes: list[int] = []
+
+        def again(core: Core) -> None:
+            n_decodes.append(core.context.n_decodes)
+            loop.post(again) if len(n_decodes) < 5 else loop.stop()
+
+        submit(core, text(1, 20), 50)
+        loop.post(again)
+        loop.run()
+        assert len(set(n_decodes)) == len(n_decodes) == 5

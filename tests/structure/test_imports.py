@@ -40,13 +40,10 @@ FOLDERS = {
     "ray": BASE | {"prompt", "state", "engine", "gateway", "router", "demo"},
 }
 
-# The engine is another process: what the gateway and the router know of it are its messages, its settings and its reasons.
+# The engine is another process: what the gateway and the router know of it are its messages and its settings.
 OF_THE_ENGINE = {
     "engine.process.messages",
-    "engine.process.cut_hints",
     "engine.settings",
-    "engine.inspect.read_reason",
-    "engine.inspect.reasons",
 }
 OUTSIDE = BASE | {"prompt", "state"}
 INSIDE = {
@@ -57,7 +54,7 @@ INSIDE = {
     "gateway": OUTSIDE | OF_THE_ENGINE | {"router"},
     "router": OUTSIDE | OF_THE_ENGINE,
     "router.supervise": OUTSIDE | OF_THE_ENGINE | {"router.catalog"},
-    "engine.process.messages": BASE | {"engine.settings", "engine.process.cut_hints"},
+    "engine.process.messages": BASE | {"engine.settings"},
 }
 # Every dialect is translated into OpenAI's chat body and uses some of its JSON. They share nothing else.
 DIALECTS = ("gateway.openai", "gateway.responses", "gateway.anthropic", "gateway.ollama", "gateway.llamaserver")

@@ -117,7 +117,7 @@ class Replica:
 
     async def stats(self) -> dict[str, Any]:
         """The engine's own numbers, for tests and benchmarks."""
-        return dict(await self._supervisor.ask(m.AskStats))
+        return dict(await self._supervisor.ask(m.Inspect, what="counts"))
 
     async def __del__(self) -> None:
         """Serve calls it before the actor ends: running requests may finish, then the cache is saved."""

@@ -6,10 +6,12 @@ import pytest
 
 from everwarm.engine.cache.drop import drop
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import CacheView, summary, turn_page, walk
+from everwarm.engine.inspect.cache_view import turn_page, walk
+from everwarm.engine.inspect.report import summary
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import NewToken
 from everwarm.errors import TreeChanged
+from support.cache_orders import ask_tree
 from support.drive import EVERY_KIND, check, drain, open_core, run, step_until, submit, text, tidy
 
 SHARED = text(1, 200)
@@ -25,9 +27,9 @@ def pages(core: Core, limit: int) -> list[m.NodeSeen]:
     found: list[m.NodeSeen] = []
     after = None
     while True:
-        page = turn_page(core, m.AskTree(1, limit, after), lambda id: id)
-        found += CacheView(core).finish(page).nodes
-        after = page.next
+        seen = ask_tree(core, m.AskTree(1, limit, after))
+        found += seen.nodes
+        after = seen.next
         if after is None:
             return found
 

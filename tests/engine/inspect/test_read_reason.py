@@ -7,7 +7,7 @@ import pytest
 
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
-from everwarm.engine.inspect.reasons import N_SHOWN, Reason
+from everwarm.engine.process.messages import N_SHOWN, Reason
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Ghosts, Parting

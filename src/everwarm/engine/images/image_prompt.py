@@ -13,7 +13,7 @@ import numpy as np
 
 from everwarm.engine.images.image_cache import ImageCache, Pixels
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.cut_hints import CutHints
+from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.prompt.tokenizer import Tokenizer

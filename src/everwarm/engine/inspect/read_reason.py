@@ -2,7 +2,7 @@
 
 A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason explains the
 larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its items;
-``diagnostics`` turns them into text.
+``process.request_handler`` turns them into text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from everwarm.engine.inspect.reasons import N_SHOWN, Reason
+from everwarm.engine.process.messages import N_SHOWN, Reason
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.ghosts import Parting
 from everwarm.state.policy import GUARD

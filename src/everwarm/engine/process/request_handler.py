@@ -7,14 +7,12 @@ only parts that never change are used: the vocabulary, the length of the context
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,18 +22,29 @@ from everwarm.engine.core import Core
 from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.images.image_prompt import ImagePrompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
-from everwarm.engine.inspect.cache_view import evictions
-from everwarm.engine.inspect.diagnostics import diagnostics_of
+from everwarm.engine.inspect.read_reason import Different
+from everwarm.engine.inspect.report import report
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.cut_hints import CutHints
+from everwarm.engine.process.messages import CutHints
 from everwarm.engine.process.preparation import Preparing
 from everwarm.engine.process.reply_text import ReplyText
-from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
+from everwarm.engine.request import (
+    Ask,
+    CheckpointUse,
+    Event,
+    Finish,
+    Finished,
+    NewToken,
+    Probs,
+    Progress,
+    Result,
+    Started,
+)
 from everwarm.engine.slotfile.slot_commands import SlotFiles
-from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.llama.constraints.matcher import ConstraintCompiler
+from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer
 
@@ -45,6 +54,7 @@ Send = Callable[[m.Message], None]
 
 LONG_TEXT = 64 << 10  # characters; longer ones are not tokenized by the reader
 _COUNTED_CONTEXTS = 4  # a text is counted if it may fit a context of so many times this one
+IMAGE = "[picture]"
 GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
 
@@ -112,12 +122,10 @@ class RequestHandler:
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
-            case m.AskCache() | m.AskTree() | m.CacheOrder():
+            case m.AskTree() | m.CacheOrder():
                 self._curator.handle(message, loop)
-            case m.AskSlots(id=id, namespace=namespace):
-                loop.post(lambda core: self._send(m.Answer(id, slots(core, namespace))))
-            case m.AskStats(id=id):
-                loop.post(lambda core: self._send(m.Answer(id, stats(core))))
+            case m.Inspect():
+                loop.post(lambda core: self._report(core, message))
             case _:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
@@ -236,6 +244,13 @@ class RequestHandler:
         reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
         self._requests[message.id] = request.id
 
+    def _report(self, core: Core, question: m.Inspect) -> None:
+        try:
+            self._send(m.Answer(question.id, report(core, question.what, question.namespace)))
+        except Exception:
+            log.exception("the engine's %s could not be shown", question.what)
+            self._send(m.failed(question.id, EverwarmError("internal error")))
+
     def _number_of(self, request_id: int) -> int:
         """The gateway's number of a request."""
         reply = self._replies.get(request_id)
@@ -330,7 +345,7 @@ class RequestHandler:
             restore_s=result.timings.restore_s,
             prefill_s=result.timings.prefill_s,
             decode_s=result.timings.decode_s,
-            why=diagnostics_of(result, self._vocab if reply.wants_words else None),
+            why=_read_reason(result, self._vocab if reply.wants_words else None),
         )
 
 
@@ -341,54 +356,34 @@ def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple
     return tokenizer.tokenize(text, add_special=message.add_special), message.hints.counted(count, sure)
 
 
-def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
-    """Each slot as llama-server shows it, without any text; of others' only whether they are busy."""
-    shown = []
-    for slot in core.slots:
-        request = slot.request
-        if (request or slot.n_fed) and not core.tree.namespace(slot.node).startswith(namespace):
-            busy = {"is_processing": request is not None and not request.ask.ahead, "is_prewarming": False}
-            shown.append({"id": slot.seq, "n_ctx": core.context.n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
-            continue
-        is_ahead = request is not None and request.ask.ahead
-        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx}
-        about |= {"is_processing": request is not None and not is_ahead, "is_prewarming": is_ahead}
-        n_fed = slot.resident().n_tokens(slot.n_fed)
-        about["n_prompt_tokens"] = n_fed if request is None else request.n_prompt_tokens
-        if request is not None:
-            about |= {
-                "id_task": request.id,
-                "n_prompt_tokens_cache": request.n_tokens(request.n_cached),
-                "n_prompt_tokens_processed": _n_read(slot, request),
-                "next_token": [{"has_next_token": True, "n_decoded": request.n_reply, "n_remain": request.n_left}],
-            }
-        shown.append(about)
-    return shown
+def _read_reason(result: Result, vocab: Vocab | None) -> m.ReadReasonMessage:
+    """Why a prompt was read, for the gateway. ``vocab``: None where the request wants no text."""
+    why = result.why
+    if why is None:  # it never started
+        return m.ReadReasonMessage()
+    return m.ReadReasonMessage(
+        why.reason.value,
+        None if why.again is None else why.again.value,
+        why.n_shared,
+        why.n_kv,
+        why.n_checkpoint,
+        None if result.checkpoint is None else _used(result.checkpoint),
+        None if why.first_different is None else _diverged(why.first_different, vocab),
+    )
 
 
-def _n_read(slot: Slot, request: Request) -> int:
-    """Prompt tokens it has read so far."""
-    return max(0, request.n_tokens(min(slot.n_fed, request.n_prompt)) - request.n_tokens(request.n_cached))
+def _used(use: CheckpointUse) -> m.Used:
+    return m.Used(use.n_tokens, use.kind.value if use.kind else "end", use.how)
 
 
-def stats(core: Core) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(core.counts),
-        **dataclasses.asdict(core.checkpoint_stats),
-        "evictions": evictions(core),
-        "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
-        "ram_bytes": core.tree.ram_bytes,
-        "ram_n_states": core.tree.census.n_states,
-        "ram_n_segments": core.tree.census.n_segments,
-        "ram_budget_bytes": core.ram_budget.n_bytes,
-        "n_parked": len(core.spares.parked()),
-        "n_spares": len(core.spares),
-        "n_cells_used": core.context.cells.used,
-        "n_cells": core.context.n_ctx,
-        "n_decodes": core.context.n_decodes,
-        "n_fed": core.context.n_fed,
-        "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
-        **core.ram.stats(),
-        **core.tier_writer.stats(),
-        "disk_n_brought": core.loader.n_brought,
-    }
+def _diverged(different: Different, vocab: Vocab | None) -> m.Diverged:
+    if vocab is None:
+        return m.Diverged(different.at)
+    parts = (different.before, different.known, different.given)
+    return m.Diverged(different.at, *(_text(vocab, part) for part in parts))
+
+
+def _text(vocab: Vocab, items: Prompt) -> str:
+    """The text of some items. An incomplete character at an end is replaced."""
+    pieces = (IMAGE.encode() if code < 0 else vocab.piece(code) for code in items.codes.tolist())
+    return b"".join(pieces).decode("utf-8", "replace")

@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -138,53 +138,40 @@ class Wire:
                     self._has_kept.clear()
 
 
-class Watched(NamedTuple):
-    """What a beat reports: parts that may be read from any thread."""
-
-    loop: Loop
-    files: list[FileWatch]
-    tier_writer: TierWriter
-
-
 class Pulse:
     """Beats from the first moment on, also while a model loads or a step takes minutes."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._watched: Watched | None = None
+        self._beat = partial(m.Beat, None, 0, 0)
         threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
 
-    def watch(self, watched: Watched) -> None:
-        self._watched = watched
+    def watch(self, loop: Loop, files: list[FileWatch], writer: TierWriter) -> None:
+        """Reports these from now on: parts that may be read from any thread."""
+        self._beat = partial(_look, loop, files, writer)
 
     def _run(self) -> None:
         while True:
             self._wire.send(self._beat())
-            if self._watched is not None:
-                self._look_at_files(self._watched)
             time.sleep(BEAT_S)
 
-    def _look_at_files(self, watched: Watched) -> None:
-        """Also while the engine is idle."""
-        for files in watched.files:
-            files.look()
-        if any(files.is_changed for files in watched.files):
-            watched.loop.post(Core.require_same_model)
 
-    def _beat(self) -> m.Beat:
-        if self._watched is None:
-            return m.Beat(None, 0, 0)
-        loop, _, writer = self._watched
-        status = loop.status
-        reason = writer.degraded
-        return m.Beat(
-            step_age_s=loop.step_age_s(),
-            n_running=status.n_running,
-            n_queued=status.n_queued,
-            version=status.tree_version + writer.disk.version,
-            degraded={} if reason is None else {"disk": reason},
-            backlog=status.backlog,
-        )
+def _look(loop: Loop, files: list[FileWatch], writer: TierWriter) -> m.Beat:
+    """Also looks whether a file has changed: the engine may be idle."""
+    for file in files:
+        file.look()
+    if any(file.is_changed for file in files):
+        loop.post(Core.require_same_model)
+    status = loop.status
+    reason = writer.degraded
+    return m.Beat(
+        step_age_s=loop.step_age_s(),
+        n_running=status.n_running,
+        n_queued=status.n_queued,
+        version=status.tree_version + writer.disk.version,
+        degraded={} if reason is None else {"disk": reason},
+        backlog=status.backlog,
+    )
 
 
 def main() -> None:
@@ -201,7 +188,7 @@ def main() -> None:
     core = _open(first, wire, memory)
     _call_test_hook(core)
     collect_rarely()
-    wire.send(m.Ready(_info(core)))
+    wire.send(_info(core))
     _serve(core, wire, pulse)
 
 
@@ -216,12 +203,12 @@ def _open(message: m.Open, wire: Wire, memory: int) -> Core:
     try:
         return assemble(Path(message.model), message.settings, progress, memory)
     except ModelChanged as error:
-        wire.send(m.Changed(str(error)))
+        wire.send(m.Fatal(str(error), "model_changed"))
         wire.flush()
         time.sleep(REST_S)
         sys.exit(EXIT_CHANGED)
     except EverwarmError as error:
-        fatal = m.Fatal(str(error), of_memory=isinstance(error, ContextTooBig))
+        fatal = m.Fatal(str(error), "out_of_memory" if isinstance(error, ContextTooBig) else "cannot_serve")
     except MemoryError:
         fatal = _out_of_memory()
     except OSError as error:
@@ -236,7 +223,8 @@ def _open(message: m.Open, wire: Wire, memory: int) -> Core:
 def _out_of_memory() -> m.Fatal:
     limit = tightest_limit()
     there = "this machine has no more" if limit is None else f"the limit is {limit}"
-    return m.Fatal(f"the model could not be loaded for lack of memory: {there}; raise it, or give less", of_memory=True)
+    message = f"the model could not be loaded for lack of memory: {there}; raise it, or give less"
+    return m.Fatal(message, "out_of_memory")
 
 
 def _call_test_hook(core: Core) -> None:
@@ -251,7 +239,7 @@ def _call_test_hook(core: Core) -> None:
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     conversation = RequestHandler(core, wire.send)
     loop = Loop(core, conversation.deliver)
-    pulse.watch(Watched(loop, core.files, core.tier_writer))
+    pulse.watch(loop, core.files, core.tier_writer)
     threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
     try:
         loop.run()
@@ -268,7 +256,7 @@ def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
     """Exits without saving: what is not kept yet may have been computed with other weights. The writer may finish
     first."""
     log.error("%s; nothing more is kept of it", error)
-    wire.send(m.Changed(str(error)))
+    wire.send(m.Fatal(str(error), "model_changed"))
     wire.flush()
     for files in core.files:
         files.wait_still(STILL_S)

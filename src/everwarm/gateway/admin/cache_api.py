@@ -81,7 +81,7 @@ class CacheApi:
         seen = None
         if standing.supervisor.state is State.READY:
             with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
-                seen = await standing.supervisor.ask(m.AskCache)
+                seen = await standing.supervisor.ask(m.Inspect, what="cache")
         totals, text = self._request_log.totals(model), self._settings.cache_text
         return cache_encode.overview(standing, standings, totals, seen, text=text)
 

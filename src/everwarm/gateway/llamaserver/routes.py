@@ -131,7 +131,7 @@ class LlamaServer:
         served = self._pool.look(query.get("model"))
         if not served.supervisor.is_running:  # this route loads no model
             raise EngineStopped(f"{served.id} is not loaded; a request for a reply loads it")
-        answer = served.supervisor.ask(m.AskSlots, namespace=namespace)
+        answer = served.supervisor.ask(m.Inspect, what="slots", namespace=namespace)
         return json_response(await self._gate.within_time(request, answer))
 
     async def slot_action(self, request: Request) -> Response:

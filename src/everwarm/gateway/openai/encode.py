@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from everwarm.engine.inspect.reasons import Reason
 from everwarm.engine.process import messages as m
+from everwarm.engine.process.messages import Reason
 from everwarm.gateway.http.sse import SSE_DONE, sse
 from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
