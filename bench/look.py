@@ -38,7 +38,7 @@ def run() -> None:
     def deliver(events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Finished):
-                replies[event.request_id] = event.result.timings.decode_s
+                replies[event.request_id] = event.result.decode_s
                 done.set()
 
     running = start(_core, deliver, lambda _: None)

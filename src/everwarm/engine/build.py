@@ -19,7 +19,7 @@ from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.core import Core
 from everwarm.engine.images.image_cache import ImageCache
-from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
+from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.read_speed import FIRST_GUESS_S, ReadSpeed
@@ -56,13 +56,20 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start,
     and the part that no longer fits is evicted before the context allocates its memory."""
     tree = Tree()
+    ram: Ram | None = None
+
+    def hand_over() -> None:
+        """The next engine is to recognise what is kept by the model's files as they are now."""
+        if ram is not None:
+            ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
+
     with contextlib.ExitStack() as undo:
         fd = memory_file() if memory is None else memory
         undo.callback(os.close, fd)
         left = _open_left(path, settings, fd)
         if left is not None:
             undo.callback(left.close)
-        model = undo.enter_context(Model(path, settings.model, progress))
+        model = undo.enter_context(Model(path, settings.model, progress, on_same=hand_over))
         images = None if settings.mmproj is None else _open_images(Path(settings.mmproj), model, settings)
         if images is not None:
             undo.callback(images.close)
@@ -80,7 +87,6 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         context = Context(model, settings.context(sizes.n_spares), ram.place)
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
-    model.files.on_same = lambda: ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
     opened = _Opened(model, settings, sizes, context, tree, ram, images, is_right)
     return _core(opened, outlives_us=memory is not None)
@@ -106,42 +112,31 @@ class _Opened:
     is_right: IsRight
 
 
-@dataclass(frozen=True, slots=True)
-class _Keeping:
-    """The parts that take checkpoints and copy to RAM."""
-
-    residents: Residents
-    speed: ReadSpeed
-    journal: CheckpointJournal
-    budget: RamBudget
-    writer: RamWriter
-    checkpointer: Checkpointer
-
-
 def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     """``outlives_us``: a later engine may take over the RAM tier's memory."""
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
-    keeping = _keeping(opened)
-    residents, budget, writer, checkpointer = keeping.residents, keeping.budget, keeping.writer, keeping.checkpointer
-    tier_writer = _tier_writer(opened, keeping)
-    loader = _loader(opened, keeping, tier_writer)
+    kv_bytes = sizes.shape.kv_bytes_per_token
+    slots = [Slot(SeqId(i), tree, context) for i in range(settings.n_slots)]
+    spares = Spares([SeqId(settings.n_slots + i) for i in range(sizes.n_spares)], tree, context)
+    residents, speed, stats = Residents(slots, spares), ReadSpeed(), CheckpointStats(sizes.spacing.max_checkpoints)
+    budget = RamBudget(sizes.ram_bytes, settings.namespace_share, tree, context.kind, residents, speed, stats)
+    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes))
+    checkpointer = Checkpointer(context, tree, spares, sizes.spacing, writer, budget, stats)
+    budget.enforce()
+    tier_writer = _tier_writer(opened, writer, speed)
+    loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
     room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving=tier_writer.offer)
-    stats = keeping.journal.stats
     restorer = Restorer(context, tree, residents, checkpointer, writer, room, ram, stats)
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
-    offload = None
-    if outlives_us:
-        kv_bytes = sizes.shape.kv_bytes_per_token
-        offload = Offload(context.kind, tree, writer, budget, ram, tier_writer, kv_bytes)
     return Core(
         model=opened.model,
         settings=settings,
         sizes=sizes,
         context=context,
         tree=tree,
-        slots=residents.slots,
-        spares=residents.spares,
-        speed=keeping.speed,
+        slots=slots,
+        spares=spares,
+        speed=speed,
         ram=ram,
         ram_budget=budget,
         ram_writer=writer,
@@ -150,40 +145,25 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         room=room,
         restorer=restorer,
         joiner=Joiner(context, tree, ram, budget, writer.most_joined),
-        admission=Admission(context, tree, residents.slots, restorer, loader, cuts=takes_cuts),
+        admission=Admission(context, tree, slots, restorer, loader, cuts=takes_cuts),
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
         images=opened.images,
-        offload=offload,
+        offload=Offload(context.kind, tree, writer, budget, ram, tier_writer, kv_bytes) if outlives_us else None,
     )
 
 
-def _keeping(opened: _Opened) -> _Keeping:
-    settings, sizes, context, tree = opened.settings, opened.sizes, opened.context, opened.tree
-    slots = [Slot(SeqId(i), tree, context) for i in range(settings.n_slots)]
-    spares = Spares([SeqId(settings.n_slots + i) for i in range(sizes.n_spares)], tree, context)
-    residents = Residents(slots, spares)
-    speed = ReadSpeed()
-    journal = CheckpointJournal(sizes.spacing.max_checkpoints)
-    share = settings.namespace_share
-    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, speed, journal)
-    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, sizes.shape.kv_bytes_per_token))
-    checkpointer = Checkpointer(context, tree, spares, sizes.spacing, writer, budget, journal)
-    budget.enforce()
-    return _Keeping(residents, speed, journal, budget, writer, checkpointer)
-
-
-def _tier_writer(opened: _Opened, keeping: _Keeping) -> TierWriter:
+def _tier_writer(opened: _Opened, ram_writer: RamWriter, speed: ReadSpeed) -> TierWriter:
     settings = opened.settings
     return TierWriter(
         settings.store,
         partial(_fingerprint, opened.model, settings),
         opened.tree,
         opened.context,
-        keeping.writer,
+        ram_writer,
         opened.ram,
-        keeping.speed,
+        speed,
         words=partial(words_of, opened.model.vocab),
         remote=settings.remote,
         namespace_share=settings.namespace_share,
@@ -191,18 +171,12 @@ def _tier_writer(opened: _Opened, keeping: _Keeping) -> TierWriter:
     )
 
 
-def _loader(opened: _Opened, keeping: _Keeping, tier_writer: TierWriter) -> Loader:
+def _loader(
+    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: ReadSpeed, most_joined: int
+) -> Loader:
     kept = opened.settings.store or opened.settings.remote
-    return Loader(
-        tier_writer,
-        opened.context,
-        opened.tree,
-        keeping.checkpointer,
-        opened.ram,
-        keeping.speed,
-        "auto" if kept is None else kept.restore_policy,
-        keeping.writer.most_joined,
-    )
+    policy = "auto" if kept is None else kept.restore_policy
+    return Loader(tier_writer, opened.context, opened.tree, checkpointer, opened.ram, speed, policy, most_joined)
 
 
 def _fingerprint(model: Model, settings: EngineSettings) -> str:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from everwarm.config import Sampling, require
-from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.inspect.read_reason import Why
+from everwarm.engine.process.messages import SentImage
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.constraints.matcher import CompiledConstraint
 from everwarm.llama.sampler import Sampler
-from everwarm.prompt.prompt import MediaItem, Prompt
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Chunks
 from everwarm.state.policy import Cut, CutKind
 
@@ -46,7 +46,7 @@ class Ask:
     n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
     slot: int | None = None  # wait for this very slot
     session: str | None = None  # the conversation's session: slots of an active session are reused last
-    images: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
+    images: Mapping[bytes, SentImage] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like
@@ -86,14 +86,6 @@ class CheckpointUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
-    queue_s: float
-    restore_s: float
-    prefill_s: float
-    decode_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     tokens: tuple[int, ...]
     finish: Finish
@@ -101,7 +93,10 @@ class Result:
     n_cached: int
     n_shared: int  # how much of the prompt had ever been read: n_prompt - n_shared could not be avoided
     checkpoint: CheckpointUse | None
-    timings: Timings
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    decode_s: float
     error: EverwarmError | None = None
     why: Why | None = None  # None: it never started; in tokens
 
@@ -164,10 +159,6 @@ class Request:
         n_read = min(n_items, self.n_prompt)
         return self.ask.prompt.n_tokens(n_read) + n_items - n_read
 
-    def media_at(self, n_items: int) -> MediaItem | None:
-        """The image that comes next, if one does."""
-        return self.ask.prompt.media.get(n_items)
-
     def note_start(self, n_restored: int, n_shared: int, used: CheckpointUse | None) -> None:
         """Records that it continues from ``n_restored`` items; ``n_shared`` items of its prompt were ever read."""
         self.restored_at = time.monotonic()
@@ -212,7 +203,10 @@ class Request:
             n_cached=self.n_tokens(self.n_cached),
             n_shared=self.n_tokens(self.n_shared),
             checkpoint=self.used,
-            timings=Timings(started - self.submitted_at, restored - started, first - restored, now - first),
+            queue_s=started - self.submitted_at,
+            restore_s=restored - started,
+            prefill_s=first - restored,
+            decode_s=now - first,
             error=error,
             why=None if self.why is None else self.why.counted(self.n_tokens),
         )

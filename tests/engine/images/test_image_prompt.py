@@ -9,7 +9,7 @@ import pytest
 
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
-from everwarm.engine.images.image_cache import Pixels
+from everwarm.engine.process.messages import SentImage
 from everwarm.engine.request import Ask, Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.slotfile import slot_io
@@ -46,7 +46,7 @@ CAT, DOG = make_image(1), make_image(2)
 
 
 def n_items(parts: list) -> int:
-    return sum(1 if isinstance(part, Pixels) else len(part) for part in parts)
+    return sum(1 if isinstance(part, SentImage) else len(part) for part in parts)
 
 
 @pytest.mark.parametrize("arch", SEEING)
@@ -76,10 +76,10 @@ def test_coming_back_past_images_gives_the_bits_of_never_having_left(arch, parts
         again = look(core, [*parts, new])
         assert again.tokens == straight.tokens and again.n_processed <= GUARD + len(new)
         assert bits(core, n_items(parts) + len(new) + 3) == expected
-        assert core.images.n_encoded == len({part.digest for part in parts if isinstance(part, Pixels)})
+        assert core.images.n_encoded == len({part.digest for part in parts if isinstance(part, SentImage)})
         check(core)
     with seeing_core(arch, n_slots=1) as core:
-        other = [make_image(77, p.width, p.height) if isinstance(p, Pixels) else p for p in parts]
+        other = [make_image(77, p.width, p.height) if isinstance(p, SentImage) else p for p in parts]
         assert look(core, [*other, new]).n_cached == 0
         assert bits(core, n_items(parts) + len(new) + 3) != expected, "this test could not fail"
 

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
+from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.slots import Residents
 from everwarm.llama.model import MemoryKind
@@ -29,7 +29,7 @@ class RamBudget:
         kind: MemoryKind,
         residents: Residents,
         speed: ReadSpeed,
-        journal: CheckpointJournal,
+        stats: CheckpointStats,
     ) -> None:
         """``namespace_share``: the most that each namespace may take of it."""
         self.n_bytes = n_bytes
@@ -38,7 +38,7 @@ class RamBudget:
         self._kind = kind
         self._residents = residents
         self._speed = speed
-        self._journal = journal
+        self._stats = stats
         self._is_lifted = False
 
     @contextlib.contextmanager
@@ -84,12 +84,12 @@ class RamBudget:
         node.evicted = True
         if not is_state:
             if node.segment is not None:
-                self._journal.stats.evicted("ram_budget")
+                self._stats.evicted("ram_budget")
                 self._tree.drop_segment(node)
         elif checkpoint is not None and checkpoint.parked is not None:
             self._tree.drop_state(node)
         elif checkpoint is not None:
-            self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
+            self._stats.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
 
     def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
         kind = self._kind

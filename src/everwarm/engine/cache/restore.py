@@ -16,7 +16,7 @@ from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.provenance import cover, entry, is_exact, is_part_of
 from everwarm.engine.cache.ram_writer import RamWriter
-from everwarm.engine.inspect.checkpoint_stats import CheckpointStats
+from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.request import CheckpointUse
 from everwarm.engine.slots import Residents, Slot
 from everwarm.engine.tiers.ram import Ram

@@ -1,1 +1,1 @@
-"""Images as the model sees them: embeddings cached by content, prompts with images in them, and their prefill."""
+"""Images as the model sees them: embeddings cached by content, and prompts with images in them."""

@@ -11,9 +11,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from everwarm.engine.images.image_cache import ImageCache, Pixels
+from everwarm.engine.images.image_cache import ImageCache
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.prompt.tokenizer import Tokenizer
@@ -30,62 +29,55 @@ class PromptPart:
     add_special: bool
 
 
-class ImagePrompt:
-    def __init__(self, images: ImageCache, tokenizer: Tokenizer) -> None:
-        self._images = images
-        self._tokenizer = tokenizer
+def image_prompt(
+    images: ImageCache, tokenizer: Tokenizer, message: m.Submit, text: str
+) -> tuple[Prompt, m.CutHints, dict[bytes, m.SentImage]]:
+    """The prompt, its hints in items, and its images by the digest of their items."""
+    runs = text.split(message.marker)
+    if not message.marker or len(runs) != len(message.images) + 1:
+        raise BadRequest("the text has another number of places for pictures than there are pictures")
+    items = [images.item(image) for image in message.images]
+    codes: list[np.ndarray] = []
+    media: dict[int, MediaItem] = {}
+    parts: list[PromptPart] = []
+    n_items = 0
+    for i, (at, run) in enumerate(_placed(runs, len(message.marker))):
+        lead, tail = images.media.end if i else "", images.media.begin if i < len(items) else ""
+        part = PromptPart(at, len(lead), lead + run + tail, n_items, message.add_special and i == 0)
+        tokens = tokenizer.tokenize(part.text, add_special=part.add_special).codes
+        codes.append(tokens)
+        parts.append(part)
+        n_items += len(tokens)
+        if i < len(items):
+            media[n_items] = items[i]
+            codes.append(np.array([items[i].code], np.int32))
+            n_items += 1
+    hints = message.hints.counted(partial(_counts_at, tokenizer, parts), partial(_sure_count_at, tokenizer, parts))
+    by_digest: dict[bytes, m.SentImage] = {}
+    for item, image in zip(items, message.images, strict=True):
+        if by_digest.get(item.digest) is None or image.rgb is not None:  # one that is there twice comes once
+            by_digest[item.digest] = image
+    return Prompt(np.concatenate(codes), MappingProxyType(media)), hints, by_digest
 
-    def prompt(self, message: m.Submit, text: str) -> tuple[Prompt, CutHints, dict[bytes, Pixels]]:
-        """The prompt, its hints in items, and its images by the digest of their items."""
-        runs = text.split(message.marker)
-        if not message.marker or len(runs) != len(message.images) + 1:
-            raise BadRequest("the text has another number of places for pictures than there are pictures")
-        shown = [Pixels(p.digest, p.width, p.height, p.rgb) for p in message.images]
-        items = [self._images.item(pixels) for pixels in shown]
-        codes, media, parts = self._laid_out(runs, items, len(message.marker), message.add_special)
-        whole = Prompt(np.concatenate(codes), MappingProxyType(media))
-        hints = message.hints.counted(partial(self._counts_at, parts), partial(self._sure_count_at, parts))
-        by_digest: dict[bytes, Pixels] = {}
-        for item, pixels in zip(items, shown, strict=True):
-            if by_digest.get(item.digest) is None or pixels.rgb is not None:  # one that is there twice comes once
-                by_digest[item.digest] = pixels
-        return whole, hints, by_digest
 
-    def _laid_out(
-        self, runs: list[str], items: list[MediaItem], n_marker: int, add_special: bool
-    ) -> tuple[list[np.ndarray], dict[int, MediaItem], list[PromptPart]]:
-        rule = self._images.media
-        codes, media, parts, n_items = [], {}, [], 0
-        for i, (at, run) in enumerate(_placed(runs, n_marker)):
-            lead, tail = rule.end if i else "", rule.begin if i < len(items) else ""
-            part = PromptPart(at, len(lead), lead + run + tail, n_items, add_special and i == 0)
-            tokens = self._tokenizer.tokenize(part.text, add_special=part.add_special).codes
-            codes.append(tokens)
-            parts.append(part)
-            n_items += len(tokens)
-            if i < len(items):
-                media[n_items] = items[i]
-                codes.append(np.array([items[i].code], np.int32))
-                n_items += 1
-        return codes, media, parts
+def _counts_at(tokenizer: Tokenizer, parts: list[PromptPart], ats: Sequence[int]) -> list[int]:
+    """Items before characters of the whole text; inside a marker: before the image."""
+    inside: defaultdict[int, list[int]] = defaultdict(list)  # which of them, by their part
+    places = [_inside(parts, at) for at in ats]
+    for i, (part, _) in enumerate(places):
+        inside[part.at].append(i)
+    counts = [0] * len(ats)
+    for own in inside.values():
+        part = places[own[0]][0]
+        found = tokenizer.count_at(part.text, [places[i][1] for i in own], add_special=part.add_special)
+        for i, count in zip(own, found, strict=True):
+            counts[i] = part.n_before + count
+    return counts
 
-    def _counts_at(self, parts: list[PromptPart], ats: Sequence[int]) -> list[int]:
-        """Items before characters of the whole text; inside a marker: before the image."""
-        inside: defaultdict[int, list[int]] = defaultdict(list)  # which of them, by their part
-        places = [_inside(parts, at) for at in ats]
-        for i, (part, _) in enumerate(places):
-            inside[part.at].append(i)
-        counts = [0] * len(ats)
-        for own in inside.values():
-            part = places[own[0]][0]
-            found = self._tokenizer.count_at(part.text, [places[i][1] for i in own], add_special=part.add_special)
-            for i, count in zip(own, found, strict=True):
-                counts[i] = part.n_before + count
-        return counts
 
-    def _sure_count_at(self, parts: list[PromptPart], at: int) -> int:
-        part, inside = _inside(parts, at)
-        return part.n_before + self._tokenizer.sure_count_at(part.text, inside, add_special=part.add_special)
+def _sure_count_at(tokenizer: Tokenizer, parts: list[PromptPart], at: int) -> int:
+    part, inside = _inside(parts, at)
+    return part.n_before + tokenizer.sure_count_at(part.text, inside, add_special=part.add_special)
 
 
 def _inside(parts: list[PromptPart], at: int) -> tuple[PromptPart, int]:

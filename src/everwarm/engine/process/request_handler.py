@@ -19,14 +19,12 @@ import numpy as np
 
 from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import Pixels
-from everwarm.engine.images.image_prompt import ImagePrompt
+from everwarm.engine.images.image_prompt import image_prompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
 from everwarm.engine.inspect.read_reason import Different
 from everwarm.engine.inspect.report import report
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.messages import CutHints
 from everwarm.engine.process.preparation import Preparing
 from everwarm.engine.process.reply_text import ReplyText
 from everwarm.engine.request import (
@@ -192,12 +190,12 @@ class RequestHandler:
         return prompt.n_tokens(len(prompt))
 
     def _ask(self, message: m.Submit) -> Ask:
-        images: dict[bytes, Pixels] = {}
+        images: dict[bytes, m.SentImage] = {}
         tokenizer = self._tokenizer.within(message.namespace)
         if message.text is not None and message.images:
             if self._images is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, hints, images = ImagePrompt(self._images, tokenizer).prompt(message, message.text)
+            prompt, hints, images = image_prompt(self._images, tokenizer, message, message.text)
         elif message.text is not None:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:
@@ -341,15 +339,15 @@ class RequestHandler:
             n_reply=len(result.tokens),
             slot=reply.slot,
             checkpoint=None if use is None else f"{use.kind.value if use.kind else 'end'}, {use.how}",
-            queue_s=result.timings.queue_s,
-            restore_s=result.timings.restore_s,
-            prefill_s=result.timings.prefill_s,
-            decode_s=result.timings.decode_s,
+            queue_s=result.queue_s,
+            restore_s=result.restore_s,
+            prefill_s=result.prefill_s,
+            decode_s=result.decode_s,
             why=_read_reason(result, self._vocab if reply.wants_words else None),
         )
 
 
-def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, CutHints]:
+def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, m.CutHints]:
     """Hints in characters become hints in tokens that no later text can change."""
     count = partial(tokenizer.count_at, text, add_special=message.add_special)
     sure = partial(tokenizer.sure_count_at, text, add_special=message.add_special)
