@@ -23,7 +23,7 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.demo.story import story
 from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
 from everwarm.engine.engine import Engine
-from everwarm.engine.images.image_prompt import image_prompt
+from everwarm.engine.images import image_prompt
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings, StoreSettings

@@ -18,7 +18,7 @@ from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import ImageCache
+from everwarm.engine.images import ImageCache
 from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of

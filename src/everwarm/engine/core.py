@@ -24,7 +24,7 @@ from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
-from everwarm.engine.images.image_cache import ImageCache
+from everwarm.engine.images import ImageCache
 from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
 from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
 from everwarm.engine.memory_plan import Sizes

@@ -97,21 +97,19 @@ class CacheCommands:
                 self._drop(core, order)
             elif order.node is not None and order.node < 0:
                 self._aside.submit(self._pin_on_disk, order, view_of(core.tree))
-            elif order.action == "pin" and order.pin_quota is not None:
-                request = self._checked_in_ram(core, order)
-                self._aside.submit(self._pin_if_allowed, order, request, loop)
+            elif order.action == "pin" and order.pin_quota is not None and not (node := _find(core, order)).is_pinned:
+                namespace, n_bytes = core.tree.namespace(node), self._new_bytes(core, order, node)
+                self._aside.submit(self._pin_if_allowed, order, namespace, n_bytes, loop)
             else:
                 self._pin(core, order)
 
-    def _checked_in_ram(self, core: Core, order: m.CacheOrder) -> PinRequest:
-        """Checks the quota in RAM. It is checked on disk as well: what is pinned may be in only one of them."""
-        node = _find(core, order)
-        if not node.is_pinned:
-            pinned = [*pinned_below(node.root()), node]
-            on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
-            self._require_quota(order, HeldPin(len(pinned), _full_weight(core, on_the_way)))
-        new = [n for n in node.lineage() if not n.n_pinned]
-        return PinRequest(node.is_pinned, core.tree.namespace(node), _full_weight(core, new))
+    def _new_bytes(self, core: Core, order: m.CacheOrder, node: Node) -> int:
+        """The bytes of the node's lineage that are not pinned yet, after checking the quota in RAM. It is checked on disk
+        as well: what is pinned may be in only one of them."""
+        pinned = [*pinned_below(node.root()), node]
+        on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
+        self._require_quota(order, HeldPin(len(pinned), _full_weight(core, on_the_way)))
+        return _full_weight(core, [n for n in node.lineage() if not n.n_pinned])
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when the pin is durable."""
@@ -130,7 +128,7 @@ class CacheCommands:
 
     # on another thread
 
-    def _pin_if_allowed(self, order: m.CacheOrder, request: PinRequest, loop: Loop) -> None:
+    def _pin_if_allowed(self, order: m.CacheOrder, namespace: str, n_new_bytes: int, loop: Loop) -> None:
         """Checks the quota on disk here, then pins on the loop's thread."""
 
         def go_on(core: Core) -> None:
@@ -139,10 +137,10 @@ class CacheCommands:
 
         with self._reporting(order.id):
             writer = self._writer
-            if writer.disk.is_on and not request.is_pinned:
-                space = short_key(root_key(writer.fingerprint, request.namespace))
+            if writer.disk.is_on:
+                space = short_key(root_key(writer.fingerprint, namespace))
                 held = pinned_on_disk(writer.disk, space)
-                self._require_quota(order, HeldPin(held.n_pins + 1, held.n_bytes + request.n_new_bytes))
+                self._require_quota(order, HeldPin(held.n_pins + 1, held.n_bytes + n_new_bytes))
             loop.post(go_on)
 
     def _pin_on_disk(self, order: m.CacheOrder, view: TreeSnapshot) -> None:
@@ -238,16 +236,6 @@ def _find(core: Core, order: m.CacheOrder) -> Node:
     if node is None or not core.tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)
     return node
-
-
-@dataclass(frozen=True, slots=True)
-class PinRequest:
-    """A node that a user wants to pin: whether it is pinned, its namespace, and the bytes of its path that are not
-    pinned yet."""
-
-    is_pinned: bool
-    namespace: str
-    n_new_bytes: int
 
 
 def _weight(node: Node) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_prompt import image_prompt
+from everwarm.engine.images import image_prompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
 from everwarm.engine.inspect.read_reason import Different
 from everwarm.engine.inspect.report import report

@@ -1,21 +1,66 @@
-"""A text with images in it, as a prompt: text before, between and after them is tokenized by itself, as the model's own
-rule wants it, and every image is one item."""
+"""Images as the model sees them: encoded once and cached by identity, and texts with images in them as prompts.
+
+The cache has a budget of bytes, and each namespace has its own: else response times would reveal which images others have
+sent. A request that is restored past its images needs neither their pixels nor their embeddings. In a prompt every image
+is one item; the text before, between and after them is tokenized by itself, as the model's own rule wants it.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+import blake3
 import numpy as np
 
-from everwarm.engine.images.image_cache import ImageCache
 from everwarm.engine.process import messages as m
-from everwarm.errors import BadRequest
+from everwarm.errors import BadRequest, PixelsMissing
+from everwarm.llama.media.media_model import Embedding, MediaModel
+from everwarm.lru import NamespacedLru
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.prompt.tokenizer import Tokenizer
+from everwarm.types import Position, TokenCount
+
+MAX_BYTES = 512 << 20
+
+
+class ImageCache:
+    def __init__(self, media: MediaModel, max_bytes: int = MAX_BYTES) -> None:
+        self.media = media
+        self._known: NamespacedLru[Embedding] = NamespacedLru(max_bytes)
+        self.n_encoded = 0
+
+    def item(self, image: m.SentImage) -> MediaItem:
+        """An image as one item of a prompt. Its identity covers the projector: another one sees another image."""
+        shape = self.media.shape(image.width, image.height)
+        identity = blake3.blake3(image.digest + self.media.fingerprint.encode()).digest()
+        return MediaItem(identity, TokenCount(shape.n_tokens), Position(shape.n_pos), self.media.uses_mrope)
+
+    @property
+    def n_bytes(self) -> int:
+        return self._known.n_bytes
+
+    def embedding(self, item: MediaItem, sent: Mapping[bytes, m.SentImage], namespace: str = "") -> Embedding:
+        """``PixelsMissing``: the image is not cached any more and its pixels were not ``sent``."""
+        known = self._known.get(namespace, item.digest)
+        if known is not None:
+            return known
+        image = sent.get(item.digest)
+        if image is None or image.rgb is None:
+            raise PixelsMissing("a picture is not known here any more; send it again")
+        if len(image.rgb) != 3 * image.width * image.height:
+            raise BadRequest("a picture has another number of bytes than its size says")
+        embedding = self.media.encode(image.rgb, image.width, image.height)
+        self.n_encoded += 1
+        self._known.put(namespace, item.digest, embedding, embedding.values.nbytes)
+        return embedding
+
+    def close(self) -> None:
+        self._known.clear()
+        self.media.close()
 
 
 @dataclass(frozen=True, slots=True)
