@@ -36,6 +36,7 @@ from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
+from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.segment_merge import most_joined
@@ -76,7 +77,8 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
-        is_right = partial(_is_right, model, images)
+        files = [model.files, *([] if images is None else [images.media.files])]
+        is_right = partial(_are_right, files)
         left = left or _open_left_on_host(model, settings, fd)
         ram = None if left is None else _take_up(left, tree, model, is_right, undo)
         sizes = decide_sizes(model, settings, 0 if left is None else left.arena.n_used)
@@ -88,13 +90,12 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    opened = _Opened(model, settings, sizes, context, tree, ram, images, is_right)
+    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right)
     return _core(opened, outlives_us=memory is not None)
 
 
-def _is_right(model: Model, images: ImageCache | None) -> bool:
-    """Whether everything computed so far matches the model files as they are."""
-    watched = [model.files, *([] if images is None else [images.media.files])]
+def _are_right(watched: list[FileWatch]) -> bool:
+    """Whether everything computed so far matches the model files. Takes time while that is not known."""
     return all(files.is_right() for files in watched)
 
 
@@ -109,6 +110,7 @@ class _Opened:
     tree: Tree
     ram: Ram
     images: ImageCache | None
+    files: list[FileWatch]
     is_right: IsRight
 
 
@@ -149,6 +151,8 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
+        files=opened.files,
+        is_right=opened.is_right,
         images=opened.images,
         offload=Offload(context.kind, tree, writer, budget, ram, tier_writer, kv_bytes) if outlives_us else None,
     )

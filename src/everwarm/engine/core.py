@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,6 +103,8 @@ class Core:
     step_budget: Budget
     tier_writer: TierWriter
     loader: Loader
+    files: list[FileWatch]  # of the model and its projector
+    is_right: Callable[[], bool]  # whether all that was computed matches them; any thread may ask, and may have to wait
     images: ImageCache | None = None  # None: the model sees no images
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
@@ -131,19 +134,11 @@ class Core:
 
     # the files it was opened from
 
-    @property
-    def files(self) -> list[FileWatch]:
-        return [self.model.files, *([] if self.images is None else [self.images.media.files])]
-
     def require_same_model(self) -> None:
         """``ModelChanged``: a file was overwritten. Nothing computed here is valid for the file as it is now."""
         for files in self.files:
             if files.is_changed:
                 raise ModelChanged(files.reason)
-
-    def is_right(self) -> bool:
-        """Whether everything computed so far matches the model files. Takes time while that is not known."""
-        return all(files.is_right() for files in self.files)
 
     def _may_compute(self) -> bool:
         """False: a file seems to have been written to, and is being read again."""
