@@ -66,8 +66,8 @@ NEVER = {
     "llama.constraints": ("llama.media",),
     "llama.media": ("llama.constraints",),
     "engine.core": ("engine.process.worker", "engine.process.request_handler", "engine.verify", "engine.build"),
-    "engine.cache": ("engine.process", "engine.verify", "engine.slotfile"),
-    "engine.tiers": ("engine.process", "engine.inspect", "engine.verify", "engine.slotfile"),
+    "engine.cache": ("engine.core", "engine.process", "engine.verify", "engine.slotfile"),
+    "engine.tiers": ("engine.core", "engine.process", "engine.inspect", "engine.verify", "engine.slotfile"),
     "engine.process": ("engine.verify",),
     "router.catalog": ("router.supervise", "router.pool", "router.plan"),
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
+from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
@@ -118,12 +119,10 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     """``outlives_us``: a later engine may take over the RAM tier's memory."""
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
     kv_bytes = sizes.shape.kv_bytes_per_token
-    slots = [Slot(SeqId(i), tree, context) for i in range(settings.n_slots)]
-    spares = Spares([SeqId(settings.n_slots + i) for i in range(sizes.n_spares)], tree, context)
-    residents, speed, stats = Residents(slots, spares), ReadSpeed(), CheckpointStats(sizes.spacing.max_checkpoints)
+    residents, speed, stats = _residents(opened), ReadSpeed(), CheckpointStats(sizes.spacing.max_checkpoints)
     budget = RamBudget(sizes.ram_bytes, settings.namespace_share, tree, context.kind, residents, speed, stats)
     writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes))
-    checkpointer = Checkpointer(context, tree, spares, sizes.spacing, writer, budget, stats)
+    checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats)
     budget.enforce()
     tier_writer = _tier_writer(opened, writer, speed)
     loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
@@ -136,8 +135,8 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         sizes=sizes,
         context=context,
         tree=tree,
-        slots=slots,
-        spares=spares,
+        slots=residents.slots,
+        spares=residents.spares,
         speed=speed,
         ram=ram,
         ram_budget=budget,
@@ -147,7 +146,8 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         room=room,
         restorer=restorer,
         joiner=Joiner(context, tree, ram, budget, writer.most_joined),
-        admission=Admission(context, tree, slots, restorer, loader, cuts=takes_cuts),
+        dropper=Dropper(tree, residents, ram, writer, checkpointer),
+        admission=Admission(context, tree, residents.slots, restorer, loader, cuts=takes_cuts),
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
@@ -156,6 +156,12 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         images=opened.images,
         offload=Offload(context.kind, tree, writer, budget, ram, tier_writer, kv_bytes) if outlives_us else None,
     )
+
+
+def _residents(opened: _Opened) -> Residents:
+    tree, context, n_slots = opened.tree, opened.context, opened.settings.n_slots
+    slots = [Slot(SeqId(i), tree, context) for i in range(n_slots)]
+    return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
 def _tier_writer(opened: _Opened, ram_writer: RamWriter, speed: ReadSpeed) -> TierWriter:

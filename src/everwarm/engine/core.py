@@ -20,6 +20,7 @@ import numpy as np
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
+from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming
 from everwarm.engine.cache.ram_budget import RamBudget
@@ -99,6 +100,7 @@ class Core:
     room: DeviceRoom
     restorer: Restorer
     joiner: Joiner
+    dropper: Dropper
     admission: Admission
     step_budget: Budget
     tier_writer: TierWriter
@@ -203,6 +205,15 @@ class Core:
         for request in [r for r in self.queue if r.id == request_id]:  # suspended right after that token
             self.drop_waiting(request, Finish.STOP, events)
         return events
+
+    def forget_ahead(self, namespace: str) -> None:
+        """Cancels prewarming and loading for namespaces with this prefix, so that nothing of them enters the tree
+        later."""
+        ahead = self.prewarm.drop(namespace)
+        if ahead is not None:
+            self.cancel(ahead.id)
+            self.stop(ahead.id)
+        self.admission.drop_fetches(request for request in self.queue if request.ask.namespace.startswith(namespace))
 
     @property
     def has_work(self) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from everwarm.engine.cache import drop
 from everwarm.engine.core import Core
 from everwarm.engine.inspect import disk_view
 from everwarm.engine.inspect.cache_view import finish_page
@@ -299,7 +298,7 @@ def test_what_is_dropped_is_quoted_to_nobody_neither_later_nor_while_it_runs(tmp
     parting = [*SHARED, *text(3, 60)]
     with kept_core(tmp_path) as core:
         run(core, known, namespace=NAMESPACE)
-        drop.drop(core, core.tree.root(NAMESPACE))
+        core.dropper.drop(core.tree.root(NAMESPACE))
         why = run(core, parting, namespace=NAMESPACE).why
         assert why is not None and why.first_different is not None
         assert list(why.first_different.known.codes[:8]) == known[200:208]

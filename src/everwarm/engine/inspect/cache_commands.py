@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from everwarm.engine.cache import drop
 from everwarm.engine.core import OPEN_WAIT_S, Core
 from everwarm.engine.inspect.cache_view import MAX_PAGE, Number, finish_page, turn_page, view_of
 from everwarm.engine.inspect.disk_view import DiskView, TreeSnapshot, pin_of
@@ -172,9 +172,7 @@ class CacheCommands:
         def forget() -> dict[str, Any]:
             selections: list[Selection] = [InSpaces(spaces)]
             if order.node is not None:
-                ways = plan.lineages
-                on_the_way = [writer.on_prompts(way.namespace, way.prompts, way.beyond) for way in ways]
-                selections = [*on_the_way, TheseStates(tuple(states))]
+                selections = [*(select() for select in plan.on_prompts), TheseStates(tuple(states))]
             dropped = sum((writer.forget_now(what) for what in selections), plan.dropped)
             return _drop_answer(order, plan, dropped)
 
@@ -195,7 +193,7 @@ class DropPlan:
     namespace: str  # a prefix: in these namespaces words are forgotten
     view: TreeSnapshot  # of the tree before
     ids: list[int]
-    lineages: list[drop.Lineages]
+    on_prompts: list[Callable[[], Selection]]  # what of it is on disk below nodes in RAM
     dropped: Dropped
 
 
@@ -203,18 +201,25 @@ def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     """Drops nodes from RAM, and the texts that could quote them: these are forgotten in the whole namespace."""
     is_in_ram = order.node is not None and order.node >= 0
     namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
-    drop.forget_ahead(core, namespace)
+    core.forget_ahead(namespace)
     view = view_of(core.tree)
     if order.node is not None and order.node < 0:
-        drop.forget_words(core, namespace)
+        core.dropper.forget_words(namespace)
         return DropPlan(namespace, view, [order.node], [], Dropped())
     roots = [root for name, root in core.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
-    lineages = [drop.lineages(core, node) for node in nodes]
-    dropped = sum((drop.drop(core, node) for node in nodes), Dropped())
-    drop.forget_words(core, namespace)
-    return DropPlan(namespace, view, ids, lineages, dropped)
+    on_prompts = [_on_prompts(core, node) for node in nodes]
+    dropped = sum((core.dropper.drop(node) for node in nodes), Dropped())
+    core.dropper.forget_words(namespace)
+    return DropPlan(namespace, view, ids, on_prompts, dropped)
+
+
+def _on_prompts(core: Core, node: Node) -> Callable[[], Selection]:
+    """Selects every state that is on disk at or below a node. Called on another thread: the fingerprint may take long."""
+    ends = [n for n in node.below() if not n.children]
+    prompts = tuple(n.path.first(n.n_items) for n in ends)
+    return partial(core.tier_writer.on_prompts, core.tree.namespace(node), prompts, node.start)
 
 
 def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[str, Any]:

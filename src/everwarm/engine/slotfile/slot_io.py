@@ -21,7 +21,6 @@ from typing import NamedTuple
 import blake3
 import numpy as np
 
-from everwarm.engine.cache import drop
 from everwarm.engine.cache.prewarm import prewarmed_branches
 from everwarm.engine.cache.restore import Goal
 from everwarm.engine.core import Core
@@ -317,7 +316,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     _bring_back(core, slot)
     core.prewarm.drop_waiting(core.tree.namespace(slot.node))
     for branch in prewarmed_branches(slot.node):
-        drop.drop(core, branch)
+        core.dropper.drop(branch)
     node = slot.node
     slot.vacate()
     slot.forget_content()
