@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from everwarm.engine import loop as loops
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
@@ -32,10 +31,9 @@ class Idle:
 @pytest.mark.parametrize(
     ("rest_s", "order"), [(600.0, ["tidy", "first", "second"]), (0.0, ["tidy", "first", "tidy", "second"])]
 )
-def test_idle_work_waits_until_nobody_has_asked_for_a_while(monkeypatch, rest_s, order):
-    monkeypatch.setattr(loops, "REST_S", rest_s)
+def test_idle_work_waits_until_nobody_has_asked_for_a_while(rest_s, order):
     core = Idle()
-    loop = Loop(core, lambda events: None)
+    loop = Loop(core, lambda events: None, rest_s)
 
     def second(_core) -> None:
         core.done.append("second")
@@ -50,10 +48,9 @@ def test_idle_work_waits_until_nobody_has_asked_for_a_while(monkeypatch, rest_s,
     assert core.done == order
 
 
-def test_idle_work_is_done_once_the_rest_is_over(monkeypatch):
-    monkeypatch.setattr(loops, "REST_S", 0.001)
+def test_idle_work_is_done_once_the_rest_is_over():
     core = Idle()
-    loop = Loop(core, lambda events: None)
+    loop = Loop(core, lambda events: None, rest_s=0.001)
     tidy = core.tidy
 
     def then_stop() -> bool:
@@ -122,8 +119,7 @@ def guarded(core: Core, owner: threading.Thread) -> Iterator[list[tuple[str, str
         core.__class__ = Core
 
 
-def test_only_the_loops_thread_touches_the_core(monkeypatch):
-    monkeypatch.setattr(worker, "BEAT_S", 0.002)
+def test_only_the_loops_thread_touches_the_core():
     with open_core(n_slots=2) as core:
         wire = Wire()
         handler = RequestHandler(core, wire.send)
@@ -131,7 +127,7 @@ def test_only_the_loops_thread_touches_the_core(monkeypatch):
         thread = threading.Thread(target=loop.run, daemon=True)
         with guarded(core, thread) as touched:
             thread.start()
-            worker.Pulse(wire).watch(loop, [core.model.files], core.tier_writer)
+            worker.Pulse(wire, beat_s=0.002).watch(loop, [core.model.files], core.tier_writer)
             questions = [
                 m.Inspect(2, "slots"),
                 m.Inspect(3, "counts"),

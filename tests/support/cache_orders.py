@@ -11,7 +11,7 @@ from everwarm.engine.inspect.cache_commands import CacheCommands
 from everwarm.engine.inspect.cache_view import NodePage, finish_page, turn_page
 from everwarm.engine.inspect.disk_view import DiskView
 from everwarm.engine.process import messages as m
-from support.drive import run, text
+from support.drive import AtOnce, run, text
 from support.kept_cores import put_away
 
 SHARED = text(1, 200)
@@ -63,11 +63,7 @@ def order(core: Core, action: Any, node: int | None, **more: Any) -> Any:
         heard.append(message)
         done.set()
 
-    class Now:
-        def post(self, job: Any) -> None:
-            job(core)
-
-    CacheCommands(core, send, lambda id: id).handle(m.CacheOrder(1, action, node, **more), Now())  # type: ignore[arg-type]
+    CacheCommands(core, send, lambda id: id).handle(m.CacheOrder(1, action, node, **more), AtOnce(core))
     assert done.wait(20)
     return heard[0].data if isinstance(heard[0], m.Answer) else heard[0]
 

@@ -38,7 +38,7 @@ from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
 from everwarm.llama.system.file_watch import FileWatch
-from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu
+from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.segment_merge import most_joined
 from everwarm.state.store.arena import Arena
@@ -82,7 +82,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         is_right = partial(_are_right, files)
         left = left or _open_left_on_host(model, settings, fd)
         ram = None if left is None else _take_up(left, tree, model, is_right, undo)
-        sizes = decide_sizes(model, settings, 0 if left is None else left.arena.n_used)
+        sizes = decide_sizes(model, settings, limited_bytes(), 0 if left is None else left.arena.n_used)
         if left is None or ram is None:
             left = _open_memory(model, settings, sizes, fd)
             ram = _take_up(left, tree, model, is_right, undo)

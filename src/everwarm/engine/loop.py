@@ -22,8 +22,9 @@ Deliver = Callable[[list[Event]], None]
 
 
 class Loop:
-    def __init__(self, core: Core, deliver: Deliver) -> None:
+    def __init__(self, core: Core, deliver: Deliver, rest_s: float = REST_S) -> None:
         self.core = core
+        self._rest_s = rest_s
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._step_began: float | None = None
@@ -85,7 +86,7 @@ class Loop:
         return job is not None
 
     def _rest(self) -> None:
-        self._rests_until = time.monotonic() + REST_S
+        self._rests_until = time.monotonic() + self._rest_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from everwarm.engine.core import Core
-from everwarm.engine.inspect import disk_view
 from everwarm.engine.inspect.cache_view import finish_page
 from everwarm.engine.inspect.disk_view import DiskView
 from everwarm.engine.inspect.read_reason import Why
@@ -174,16 +173,15 @@ class OnOneThread(Node):
         return super().__getattribute__(name)
 
 
-def test_what_is_on_disk_is_looked_up_without_the_tree(tmp_path, monkeypatch):
+def test_what_is_on_disk_is_looked_up_without_the_tree(tmp_path):
     """The tree changes while another thread looks: that one has its own copy, which is made in bounded pieces."""
-    monkeypatch.setattr(disk_view, "MOST_COPIED", 2)
     with kept_core(tmp_path) as core:
         prompt = talk(core)
         talk(core, seed=3)
     with kept_core(tmp_path) as core, ThreadPoolExecutor(1) as aside:
         run(core, [*prompt, *text(9, 30)], namespace=NAMESPACE)
         before = shape(pages(core))
-        disk = DiskView(core.tier_writer)
+        disk = DiskView(core.tier_writer, most_copied=2)
         assert not disk.copy_places(core.tree), "this test could not fail"
         page = begin_page(core, m.AskTree(1, 100, words_of=""), disk)
         for node in core.tree.nodes():

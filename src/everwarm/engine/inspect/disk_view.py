@@ -116,6 +116,7 @@ EMPTY = DiskSnapshot(StoredFiles(0, frozenset(), [], {}, frozenset()), DiskTree(
 @dataclass(slots=True)
 class DiskView:
     writer: TierWriter
+    most_copied: int = MOST_COPIED
     _places: queue.SimpleQueue[NodePlace] = field(default_factory=queue.SimpleQueue)  # copied, and not looked at yet
     _last_copied: int = 0  # the id of the newest node whose place was copied
     _points: dict[int, tuple[Point, TreePoint]] = field(default_factory=dict)  # of nodes in RAM, by id
@@ -136,7 +137,7 @@ class DiskView:
                 break
             new.append(node)
         names = {root.id: name for name, root in tree.namespaces().items()} if new else {}
-        oldest = new[-MOST_COPIED:]
+        oldest = new[-self.most_copied :]
         for node in reversed(oldest):
             if node.parent is not None:
                 self._places.put(NodePlace(node.id, node.path, node.n_items, names.get(node.root().id, "")))

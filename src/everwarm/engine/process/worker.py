@@ -50,7 +50,12 @@ class Wire:
     """Frames over a socket. Reads block on one thread; writes never wait: what the socket does not take at once is kept and
     written by a thread of its own."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self, sock: socket.socket, max_read: int = m.MAX_FRAME_BYTES, max_sent: int = m.MAX_ANSWER_BYTES
+    ) -> None:
+        """The most bytes of a frame that is read, and of one that is sent."""
+        self._max_read = max_read
+        self._max_sent = max_sent
         self._sock = sock
         self._file = sock.makefile("rb")
         self.n_read = 0  # bytes of messages and pixels
@@ -82,7 +87,7 @@ class Wire:
                 self.send(m.failed(header.id, refusal))
 
     def _message(self, header: m.FrameHeader) -> m.ToEngine:
-        header.check(m.MAX_FRAME_BYTES)
+        header.check(self._max_read)
         message = m.read_to_engine(self._exactly(header.n_message))
         sizes = m.wanted_pixels(message)
         if header.n_message + sum(sizes) != header.n_bytes:
@@ -104,7 +109,7 @@ class Wire:
 
     def send(self, message: m.Message) -> None:
         try:
-            (data,) = m.frame(message, m.MAX_ANSWER_BYTES).parts
+            (data,) = m.frame(message, self._max_sent).parts
         except FrameTooLarge as error:
             log.error("an answer is not sent: %s", error)
             (data,) = m.frame(m.failed(getattr(message, "id", 0), error)).parts
@@ -141,8 +146,9 @@ class Wire:
 class Pulse:
     """Beats from the first moment on, also while a model loads or a step takes minutes."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, beat_s: float = BEAT_S) -> None:
         self._wire = wire
+        self._beat_s = beat_s
         self._beat = partial(m.Beat, None, 0, 0)
         threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
 
@@ -153,7 +159,7 @@ class Pulse:
     def _run(self) -> None:
         while True:
             self._wire.send(self._beat())
-            time.sleep(BEAT_S)
+            time.sleep(self._beat_s)
 
 
 def _look(loop: Loop, files: list[FileWatch], writer: TierWriter) -> m.Beat:
