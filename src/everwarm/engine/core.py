@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +28,11 @@ from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
 from everwarm.engine.images import ImageCache
-from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
+from everwarm.engine.inspect.read_reason import ReadFacts, explain
 from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
 from everwarm.engine.memory_plan import Sizes
-from everwarm.engine.process.messages import Backlog
-from everwarm.engine.process.reply_text import probabilities
+from everwarm.engine.process.messages import Backlog, ReadReason
+from everwarm.engine.process.reply_text import items_text, probabilities
 from everwarm.engine.read_speed import MIN_TOKENS, ReadSpeed
 from everwarm.engine.recovery import Remedy, StallWatch, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
@@ -590,7 +591,7 @@ class Core:
         if restored.logits is not None:
             self._go_on_from_logits(slot, request, restored.logits, events)
 
-    def _why(self, request: Request, match: Match, restored: Restored, brought: Brought) -> Why:
+    def _why(self, request: Request, match: Match, restored: Restored, brought: Brought) -> ReadReason:
         """Why a request read what it read. Looks up only what the reason may depend on."""
         ask = request.ask
         is_known = request.n_prompt - match.n_shared <= policy.GUARD
@@ -609,7 +610,7 @@ class Core:
             needs_checkpoints=self.context.kind.needs_checkpoints,
             max_checkpoints=self.checkpointer.spacing.max_checkpoints,
         )
-        return explain(facts)
+        return explain(facts, partial(items_text, self.model.vocab))
 
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)

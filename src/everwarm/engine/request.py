@@ -11,17 +11,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from everwarm.config import Sampling, require
-from everwarm.engine.inspect.read_reason import Why
-from everwarm.engine.process.messages import SentImage
+from everwarm.engine.inspect.read_reason import counted
+from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentImage
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.constraints.matcher import CompiledConstraint
 from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Chunks
-from everwarm.state.policy import Cut, CutKind
+from everwarm.state.policy import Cut
 
 MAX_PROBS = 100
 
@@ -77,15 +78,6 @@ class Finish(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointUse:
-    """The checkpoint a request started from."""
-
-    n_tokens: int
-    kind: CutKind | None  # None: the slot's own end, or plain attention
-    how: str  # in place, unparked, from ram, ...
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     tokens: tuple[int, ...]
     finish: Finish
@@ -98,7 +90,7 @@ class Result:
     prefill_s: float
     decode_s: float
     error: EverwarmError | None = None
-    why: Why | None = None  # None: it never started; in tokens
+    why: ReadReason | None = None  # None: it never started; in tokens
 
     @property
     def n_processed(self) -> int:
@@ -118,7 +110,7 @@ class Request:
     n_items: int = field(init=False)
     n_cached: int = 0
     n_shared: int = 0
-    why: Why | None = None
+    why: ReadReason | None = None
     used: CheckpointUse | None = None
     attempts: int = 0
     admitted: int | None = None  # which one it was to be admitted; kept when it is suspended
@@ -208,7 +200,7 @@ class Request:
             prefill_s=first - restored,
             decode_s=now - first,
             error=error,
-            why=None if self.why is None else self.why.counted(self.n_tokens),
+            why=None if self.why is None else replace(counted(self.why, self.n_tokens), restored=self.used),
         )
 
 

@@ -14,9 +14,8 @@ import pytest
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.cache_view import finish_page
 from everwarm.engine.inspect.disk_view import DiskView
-from everwarm.engine.inspect.read_reason import Why
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.messages import Reason
+from everwarm.engine.process.reply_text import items_text
 from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.tiers.disk_pins import pinned_on_disk
@@ -298,24 +297,24 @@ def test_what_is_dropped_is_quoted_to_nobody_neither_later_nor_while_it_runs(tmp
         run(core, known, namespace=NAMESPACE)
         core.dropper.drop(core.tree.root(NAMESPACE))
         why = run(core, parting, namespace=NAMESPACE).why
-        assert why is not None and why.first_different is not None
-        assert list(why.first_different.known.codes[:8]) == known[200:208]
+        assert why is not None and why.diverged is not None
+        assert why.diverged.known == items_text(core.model.vocab, Prompt.of_tokens(known[200:216]))
     with kept_core(tmp_path / "other") as core:
         run(core, known, namespace=NAMESPACE)
         run(core, known, namespace=beside)
         running = submit(core, parting, max_tokens=20, namespace=NAMESPACE)
         step_until(core, NewToken)
-        assert running.why is not None and running.why.first_different is not None
+        assert running.why is not None and running.why.diverged is not None
         core.prewarm.offer(Ask(Prompt.of_tokens([*known, *text(4, 30)]), max_tokens=0, namespace=NAMESPACE, ahead=True))
         order(core, "drop", None, namespace=NAMESPACE)
         assert not core.prewarm.waiting
         assert all(slot.namespace != NAMESPACE or not len(slot.content) for slot in core.slots)
         why = drain(core)[running.id].why
-        assert why is not None and why.first_different is None
+        assert why is not None and why.diverged is None
         order(core, "drop", None, namespace=NAMESPACE)
-        assert run(core, parting, namespace=NAMESPACE).why == Why(Reason.NEW, n_kv=0)
+        assert run(core, parting, namespace=NAMESPACE).why == m.ReadReason(m.Reason.NEW, n_kv=0)
         beside_why = run(core, parting, namespace=beside).why
-        assert beside_why is not None and beside_why.first_different is not None
+        assert beside_why is not None and beside_why.diverged is not None
         check(core)
 
 

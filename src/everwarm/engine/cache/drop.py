@@ -6,7 +6,9 @@ Runs on the loop's thread. Requests that run now are not touched; what they read
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_writer import RamWriter
@@ -51,7 +53,7 @@ class Dropper:
         for slot in self.residents.slots:
             request = slot.request
             if request is not None and request.why is not None and request.ask.namespace.startswith(namespace):
-                request.why = replace(request.why, first_different=None)
+                request.why = replace(request.why, diverged=None)
 
     def _leave(self, node: Node, inside: set[int]) -> None:
         """Empties idle sequences that end at or below the node, after copying to RAM the KV that nodes above it need."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import InitVar, dataclass, field
 
-from everwarm.engine.inspect.read_reason import Why
+from everwarm.engine.process.messages import ReadReason
 from everwarm.engine.request import Request
 from everwarm.state.policy import GUARD
 from everwarm.state.tree import Checkpoint, Node
@@ -41,7 +41,7 @@ class RequestStats:
         """How much of the prompts had to be read."""
         return 1 - self.n_cached / self.n_prompt if self.n_prompt else 1.0
 
-    def add(self, request: Request, why: Why) -> None:
+    def add(self, request: Request, why: ReadReason) -> None:
         """Counts a request that has started: what it reused, what that cost, and why it reads the rest."""
         self.n_requests += 1
         n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(request.n_shared)

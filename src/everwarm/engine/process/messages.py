@@ -335,15 +335,15 @@ class Diverged(msgspec.Struct, frozen=True):
     given: str | None = None
 
 
-class Used(msgspec.Struct, frozen=True):
-    """The checkpoint that was restored."""
+class CheckpointUse(msgspec.Struct, frozen=True):
+    """The checkpoint that a request started from."""
 
     n_tokens: int
-    kind: str
-    how: str
+    kind: str  # of its cut; "end": the slot's own end, or plain attention
+    how: str  # in place, unparked, from ram, ...
 
 
-class Reason(enum.Enum):
+class Reason(enum.StrEnum):
     """Why a request read what it read: what the engine decides and the gateway shows."""
 
     HIT = "hit"
@@ -380,15 +380,15 @@ _REASON_WORDS = {
 }
 
 
-class ReadReasonMessage(msgspec.Struct, frozen=True):
-    """Why the prompt was read as far as it was; the codes are those of ``Reason``."""
+class ReadReason(msgspec.Struct, frozen=True):
+    """Why the prompt was read as far as it was."""
 
-    reason: str = "new"
-    again: str | None = None
-    n_shared: int = 0
-    n_kv: int | None = None
-    n_checkpoint: int = 0
-    restored: Used | None = None
+    reason: Reason = Reason.NEW
+    again: Reason | None = None  # why tokens that were known were read again, if more than a few were
+    n_shared: int = 0  # that were ever read, whether or not anything is left of them
+    n_kv: int | None = None  # whose KV was available; None: this model has none
+    n_checkpoint: int = 0  # up to its deepest kept state, usable or not
+    restored: CheckpointUse | None = None
     diverged: Diverged | None = None
 
 
@@ -409,7 +409,7 @@ class Done(Message, frozen=True, tag=True):
     restore_s: float
     prefill_s: float
     decode_s: float
-    why: ReadReasonMessage = ReadReasonMessage()
+    why: ReadReason = ReadReason()
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
 

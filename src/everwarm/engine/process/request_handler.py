@@ -21,7 +21,6 @@ from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
 from everwarm.engine.images import image_prompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
-from everwarm.engine.inspect.read_reason import Different
 from everwarm.engine.inspect.report import report
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
@@ -29,7 +28,6 @@ from everwarm.engine.process.preparation import Preparing
 from everwarm.engine.process.reply_text import ReplyText
 from everwarm.engine.request import (
     Ask,
-    CheckpointUse,
     Event,
     Finish,
     Finished,
@@ -42,7 +40,6 @@ from everwarm.engine.request import (
 from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.llama.constraints.matcher import ConstraintCompiler
-from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer
 
@@ -52,7 +49,6 @@ Send = Callable[[m.Message], None]
 
 LONG_TEXT = 64 << 10  # characters; longer ones are not tokenized by the reader
 _COUNTED_CONTEXTS = 4  # a text is counted if it may fit a context of so many times this one
-IMAGE = "[picture]"
 GATHER_S = 0.016  # tokens that come faster than a screen shows them travel together: every frame costs the gateway
 
 
@@ -327,7 +323,9 @@ class RequestHandler:
         if result.error is not None:
             return m.failed(reply.id, result.error)
         rest = "" if reply.stop_text is not None else reply.text.finish()
-        use = result.checkpoint
+        use, why = result.checkpoint, result.why or m.ReadReason()  # it may never have started
+        if why.diverged is not None and not reply.wants_words:
+            why = msgspec.structs.replace(why, diverged=m.Diverged(why.diverged.at))
         return m.Done(
             id=reply.id,
             text=rest,
@@ -338,12 +336,12 @@ class RequestHandler:
             n_shared=result.n_shared,
             n_reply=len(result.tokens),
             slot=reply.slot,
-            checkpoint=None if use is None else f"{use.kind.value if use.kind else 'end'}, {use.how}",
+            checkpoint=None if use is None else f"{use.kind}, {use.how}",
             queue_s=result.queue_s,
             restore_s=result.restore_s,
             prefill_s=result.prefill_s,
             decode_s=result.decode_s,
-            why=_read_reason(result, self._vocab if reply.wants_words else None),
+            why=why,
         )
 
 
@@ -352,36 +350,3 @@ def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple
     count = partial(tokenizer.count_at, text, add_special=message.add_special)
     sure = partial(tokenizer.sure_count_at, text, add_special=message.add_special)
     return tokenizer.tokenize(text, add_special=message.add_special), message.hints.counted(count, sure)
-
-
-def _read_reason(result: Result, vocab: Vocab | None) -> m.ReadReasonMessage:
-    """Why a prompt was read, for the gateway. ``vocab``: None where the request wants no text."""
-    why = result.why
-    if why is None:  # it never started
-        return m.ReadReasonMessage()
-    return m.ReadReasonMessage(
-        why.reason.value,
-        None if why.again is None else why.again.value,
-        why.n_shared,
-        why.n_kv,
-        why.n_checkpoint,
-        None if result.checkpoint is None else _used(result.checkpoint),
-        None if why.first_different is None else _diverged(why.first_different, vocab),
-    )
-
-
-def _used(use: CheckpointUse) -> m.Used:
-    return m.Used(use.n_tokens, use.kind.value if use.kind else "end", use.how)
-
-
-def _diverged(different: Different, vocab: Vocab | None) -> m.Diverged:
-    if vocab is None:
-        return m.Diverged(different.at)
-    parts = (different.before, different.known, different.given)
-    return m.Diverged(different.at, *(_text(vocab, part) for part in parts))
-
-
-def _text(vocab: Vocab, items: Prompt) -> str:
-    """The text of some items. An incomplete character at an end is replaced."""
-    pieces = (IMAGE.encode() if code < 0 else vocab.piece(code) for code in items.codes.tolist())
-    return b"".join(pieces).decode("utf-8", "replace")
