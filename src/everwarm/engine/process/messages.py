@@ -268,7 +268,7 @@ class Fatal(Message, frozen=True, tag=True):
     reason: Literal["cannot_serve", "out_of_memory", "model_changed"] = "cannot_serve"
 
 
-class Backlog(Message, frozen=True):
+class Backlog(msgspec.Struct, frozen=True):
     """What is ahead of a new request, in tokens, and the seconds that each takes."""
 
     n_slots: int
