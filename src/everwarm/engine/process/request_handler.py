@@ -88,7 +88,7 @@ class RequestHandler:
         self._preparing_constraints = Preparing("constraints")
         self._preparing_texts = Preparing("texts", max_waiting_each=256)
         self._slot_files = SlotFiles(core, send)
-        self._curator = CacheCommands(core, send, self._number_of)
+        self._cache_commands = CacheCommands(core, send, self._number_of)
         self._constraints = ConstraintCompiler(self._vocab)
 
     # frames in, on the reader's thread
@@ -117,7 +117,7 @@ class RequestHandler:
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
             case m.AskTree() | m.CacheOrder():
-                self._curator.handle(message, loop)
+                self._cache_commands.handle(message, loop)
             case m.Inspect():
                 loop.post(lambda core: self._report(core, message))
             case _:

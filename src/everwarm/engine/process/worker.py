@@ -243,10 +243,10 @@ def _call_test_hook(core: Core) -> None:
 
 
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
-    conversation = RequestHandler(core, wire.send)
-    loop = Loop(core, conversation.deliver)
+    handler = RequestHandler(core, wire.send)
+    loop = Loop(core, handler.deliver)
     pulse.watch(loop, core.files, core.tier_writer)
-    threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
+    threading.Thread(target=_read_all, args=(wire, loop, handler), name="everwarm-reader", daemon=True).start()
     try:
         loop.run()
     except ModelChanged as error:
@@ -273,13 +273,13 @@ def _mib_kept(core: Core) -> float:
     return core.tree.ram_bytes / (1 << 20)
 
 
-def _read_all(wire: Wire, loop: Loop, conversation: RequestHandler) -> None:
+def _read_all(wire: Wire, loop: Loop, handler: RequestHandler) -> None:
     """Reads messages until ``Stop``. Exits when the gateway is gone."""
     try:
         while (message := wire.read()) is not None:
             if isinstance(message, m.Stop):
                 return loop.stop()
-            conversation.handle(message, loop)
+            handler.handle(message, loop)
     except Exception:
         log.exception("a frame could not be understood")
     os._exit(1)
