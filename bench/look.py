@@ -15,7 +15,9 @@ from bench.measure import EMBEDDED, median_s, table
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import CacheView, summary, turn_page
+from everwarm.engine.inspect.cache_view import finish_page, turn_page
+from everwarm.engine.inspect.disk_view import DiskView
+from everwarm.engine.inspect.report import summary
 from everwarm.engine.loop import Loop, start
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Ask, Event, Finished
@@ -36,7 +38,7 @@ def run() -> None:
     def deliver(events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Finished):
-                replies[event.request_id] = event.result.timings.decode_s
+                replies[event.request_id] = event.result.decode_s
                 done.set()
 
     running = start(_core, deliver, lambda _: None)
@@ -45,7 +47,7 @@ def run() -> None:
     quiet, watched = [], []
     for _ in range(3):
         quiet.append(_speed(loop, replies, done, None))
-        watched.append(_speed(loop, replies, done, CacheView(core)))
+        watched.append(_speed(loop, replies, done, core))
     loop.stop()
     running.thread.join()
     core.close()
@@ -78,7 +80,7 @@ def _show_pages(core: Core) -> None:
         began = time.perf_counter()
         page = turn_page(core, m.AskTree(1, 1000, after, words_of=""), int)
         turned = time.perf_counter()
-        seen = CacheView(core).finish(page)
+        seen = finish_page(page, DiskView(core.tier_writer), core.model.vocab)
         aside.append(time.perf_counter() - turned)
         on_loop.append(turned - began)
         assert len(seen.nodes) == len(page.rows)
@@ -93,21 +95,22 @@ def _show_pages(core: Core) -> None:
     table(f"Looking into a tree of {len(core.tree.census.by_id):,} nodes", ("", "time"), rows)
 
 
-def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, lookup: CacheView | None) -> float:
+def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, pages_of: Core | None) -> float:
     """Tokens per second of one reply, with a client that reads pages beside it or without."""
     done.clear()
     replies.clear()
     ask = Ask(Prompt.of_tokens([20] * 64), GREEDY, N_REPLY, ignore_eos=True, use_cache=False)
     loop.post(lambda core: core.submit(ask) and None)
     page_turned = threading.Event()
+    disk = None if pages_of is None else DiskView(pages_of.tier_writer)
     while not done.wait(PAGE_EVERY_S):
-        if lookup is None:
+        if disk is None:
             continue
         page_turned.clear()
 
         def turn(core: Core) -> None:
             page = turn_page(core, m.AskTree(1, 1000, words_of=""), int)
-            threading.Thread(target=lambda: (lookup.finish(page), page_turned.set())).start()
+            threading.Thread(target=lambda: (finish_page(page, disk, core.model.vocab), page_turned.set())).start()
 
         loop.post(turn)
         page_turned.wait(5)

@@ -54,7 +54,7 @@ def _tps(values: list[float]) -> str:
 def _ours(engine: Engine, tokens: list[int]) -> tuple[float, float]:
     result = engine.submit(tokens, GREEDY, max_tokens=N_REPLY, ignore_eos=True).result()
     assert result.n_cached == 0
-    return result.n_prompt / result.timings.prefill_s, (N_REPLY - 1) / result.timings.decode_s
+    return result.n_prompt / result.prefill_s, (N_REPLY - 1) / result.decode_s
 
 
 def _theirs(peer: Peer, tokens: list[int]) -> tuple[float, float]:

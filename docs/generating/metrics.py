@@ -28,7 +28,7 @@ def _text() -> str:
     numbers: dict[str, Any] = dict.fromkeys(counted._ENGINE, 1)
     numbers |= {key: 1 for _, _, parts in counted._LABELLED.values() for key in parts.values()} | {"n_fed": 1}
 
-    async def ask(_question: object) -> dict[str, Any]:
+    async def ask(_question: object, **_fields: object) -> dict[str, Any]:
         return numbers
 
     deaths = SimpleNamespace(n_given_up=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everwarm.engine.inspect.reasons import Reason
+from everwarm.engine.process.messages import Reason
 from generating.markdown import code, table, written_by
 
 HELPS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from everwarm.engine.slotfile.slot_commands import SlotFiles
 from everwarm.errors import ModelChanged
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state.store.arena_file import memory_file
-from support.drive import check, drain, open_core, run, submit, text
+from support.drive import AtOnce, check, drain, open_core, run, submit, text
 from support.image_cores import ask, make_image, seeing_core
 from support.kept_cores import kept_core, put_away, sharing
 from support.lora import WIDTH, write_lora
@@ -208,15 +209,13 @@ def test_nothing_is_shared_by_an_engine_whose_file_was_overwritten(live: Path, b
 
 
 def test_a_slot_is_not_saved_by_an_engine_whose_file_was_overwritten(tmp_path: Path, live: Path) -> None:
-    said: list[m.Message] = []
+    said: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
     with open_core(path=live) as core:
         assert core.model.fingerprint
         run(core, PROMPT)
-        files, message = SlotFiles(core, said.append), m.SlotAction(7, 0, "save", str(tmp_path / "a.bin"))
         overwrite(live, NEW)
-        files._capture(core, core.slots[0], message, 0.0)
-        files._files.shutdown()
-    (answer,) = said
+        SlotFiles(core, said.put).handle(m.SlotAction(7, 0, "save", str(tmp_path / "a.bin")), AtOnce(core))
+        answer = said.get(timeout=60)
     assert isinstance(answer, m.Failed) and answer.status == 503 and "was changed" in answer.message
     assert not (tmp_path / "a.bin").exists() and not list(tmp_path.glob("a.bin*"))
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from everwarm.engine import loop as loops
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
@@ -32,10 +31,9 @@ class Idle:
 @pytest.mark.parametrize(
     ("rest_s", "order"), [(600.0, ["tidy", "first", "second"]), (0.0, ["tidy", "first", "tidy", "second"])]
 )
-def test_idle_work_waits_until_nobody_has_asked_for_a_while(monkeypatch, rest_s, order):
-    monkeypatch.setattr(loops, "REST_S", rest_s)
+def test_idle_work_waits_until_nobody_has_asked_for_a_while(rest_s, order):
     core = Idle()
-    loop = Loop(core, lambda events: None)
+    loop = Loop(core, lambda events: None, rest_s)
 
     def second(_core) -> None:
         core.done.append("second")
@@ -50,10 +48,9 @@ def test_idle_work_waits_until_nobody_has_asked_for_a_while(monkeypatch, rest_s,
     assert core.done == order
 
 
-def test_idle_work_is_done_once_the_rest_is_over(monkeypatch):
-    monkeypatch.setattr(loops, "REST_S", 0.001)
+def test_idle_work_is_done_once_the_rest_is_over():
     core = Idle()
-    loop = Loop(core, lambda events: None)
+    loop = Loop(core, lambda events: None, rest_s=0.001)
     tidy = core.tidy
 
     def then_stop() -> bool:
@@ -122,8 +119,7 @@ def guarded(core: Core, owner: threading.Thread) -> Iterator[list[tuple[str, str
         core.__class__ = Core
 
 
-def test_only_the_loops_thread_touches_the_core(monkeypatch):
-    monkeypatch.setattr(worker, "BEAT_S", 0.002)
+def test_only_the_loops_thread_touches_the_core():
     with open_core(n_slots=2) as core:
         wire = Wire()
         handler = RequestHandler(core, wire.send)
@@ -131,11 +127,11 @@ def test_only_the_loops_thread_touches_the_core(monkeypatch):
         thread = threading.Thread(target=loop.run, daemon=True)
         with guarded(core, thread) as touched:
             thread.start()
-            worker.Pulse(wire).watch(worker.Watched(loop, [core.model.files], core.tier_writer))
+            worker.Pulse(wire, beat_s=0.002).watch(loop, [core.model.files], core.tier_writer)
             questions = [
-                m.AskSlots(2, ""),
-                m.AskStats(3),
-                m.AskCache(4),
+                m.Inspect(2, "slots"),
+                m.Inspect(3, "counts"),
+                m.Inspect(4, "cache"),
                 m.Count(5, "one two three", add_special=True),
                 m.Cancel(6),
             ]
@@ -162,3 +158,18 @@ def test_the_published_status_follows_what_happens():
         assert core.status.n_running == 0 and core.status.backlog.n_to_write == 0
         tidy(core)
         assert core.status.tree_version == core.tree.census.version > version
+
+
+def test_what_a_job_posts_waits_for_a_step():
+    with open_core() as core:
+        loop = Loop(core, lambda _: None)
+        n_decodes: list[int] = []
+
+        def again(core: Core) -> None:
+            n_decodes.append(core.context.n_decodes)
+            loop.post(again) if len(n_decodes) < 5 else loop.stop()
+
+        submit(core, text(1, 20), 50)
+        loop.post(again)
+        loop.run()
+        assert len(set(n_decodes)) == len(n_decodes) == 5

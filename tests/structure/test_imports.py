@@ -40,13 +40,10 @@ FOLDERS = {
     "ray": BASE | {"prompt", "state", "engine", "gateway", "router", "demo"},
 }
 
-# The engine is another process: what the gateway and the router know of it are its messages, its settings and its reasons.
+# The engine is another process: what the gateway and the router know of it are its messages and its settings.
 OF_THE_ENGINE = {
     "engine.process.messages",
-    "engine.process.cut_hints",
     "engine.settings",
-    "engine.inspect.read_reason",
-    "engine.inspect.reasons",
 }
 OUTSIDE = BASE | {"prompt", "state"}
 INSIDE = {
@@ -57,20 +54,22 @@ INSIDE = {
     "gateway": OUTSIDE | OF_THE_ENGINE | {"router"},
     "router": OUTSIDE | OF_THE_ENGINE,
     "router.supervise": OUTSIDE | OF_THE_ENGINE | {"router.catalog"},
-    "engine.process.messages": BASE | {"engine.settings", "engine.process.cut_hints"},
+    "engine.process.messages": BASE | {"engine.settings"},
 }
 # Every dialect is translated into OpenAI's chat body and uses some of its JSON. They share nothing else.
 DIALECTS = ("gateway.openai", "gateway.responses", "gateway.anthropic", "gateway.ollama", "gateway.llamaserver")
 SHARED_BY_DIALECTS = ("gateway.openai.schema", "gateway.openai.encode")
+# Of ``engine.process``, the rest of the engine knows the messages and how tokens become text.
+IN_THE_PROCESS = ("engine.process.worker", "engine.process.request_handler", "engine.process.preparation")
 # Folders side by side that know nothing of each other, or only in the other direction.
 NEVER = {
     "state.store": ("state.remote", "state.tools"),
     "state.remote": ("state.tools",),
     "llama.constraints": ("llama.media",),
     "llama.media": ("llama.constraints",),
-    "engine.core": ("engine.process.worker", "engine.process.request_handler", "engine.verify", "engine.build"),
-    "engine.cache": ("engine.process", "engine.verify", "engine.slotfile"),
-    "engine.tiers": ("engine.process", "engine.inspect", "engine.verify", "engine.slotfile"),
+    "engine.core": (*IN_THE_PROCESS, "engine.verify", "engine.build"),
+    "engine.cache": ("engine.core", *IN_THE_PROCESS, "engine.verify", "engine.slotfile"),
+    "engine.tiers": ("engine.core", "engine.process", "engine.inspect", "engine.verify", "engine.slotfile"),
     "engine.process": ("engine.verify",),
     "router.catalog": ("router.supervise", "router.pool", "router.plan"),
 }

@@ -8,9 +8,10 @@ from typing import Any
 
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.cache_commands import CacheCommands
-from everwarm.engine.inspect.cache_view import CacheView, turn_page
+from everwarm.engine.inspect.cache_view import NodePage, finish_page, turn_page
+from everwarm.engine.inspect.disk_view import DiskView
 from everwarm.engine.process import messages as m
-from support.drive import run, text
+from support.drive import AtOnce, run, text
 from support.kept_cores import put_away
 
 SHARED = text(1, 200)
@@ -27,12 +28,24 @@ def talk(core: Core, seed: int = 2, n_turns: int = 3, namespace: str = NAMESPACE
     return prompt
 
 
+def begin_page(core: Core, question: m.AskTree, disk: DiskView) -> NodePage:
+    """The part of an answer that the loop's thread makes."""
+    while not disk.copy_places(core.tree):
+        pass
+    return turn_page(core, question, lambda id: id)
+
+
+def ask_tree(core: Core, question: m.AskTree, disk: DiskView | None = None) -> m.TreeSeen:
+    disk = disk or DiskView(core.tier_writer)
+    return finish_page(begin_page(core, question, disk), disk, core.model.vocab)
+
+
 def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace: str = "") -> list[m.NodeSeen]:
     found: list[m.NodeSeen] = []
-    after, lookup = None, CacheView(core)
+    after, disk = None, DiskView(core.tier_writer)
     while True:
         question = m.AskTree(1, limit, after, namespace, "" if with_words else None)
-        seen = lookup.finish(turn_page(core, question, lambda id: id))
+        seen = ask_tree(core, question, disk)
         assert len(seen.nodes) <= limit
         found += seen.nodes
         after = seen.next
@@ -50,11 +63,7 @@ def order(core: Core, action: Any, node: int | None, **more: Any) -> Any:
         heard.append(message)
         done.set()
 
-    class Now:
-        def post(self, job: Any) -> None:
-            job(core)
-
-    CacheCommands(core, send, lambda id: id).handle(m.CacheOrder(1, action, node, **more), Now())  # type: ignore[arg-type]
+    CacheCommands(core, send, lambda id: id).handle(m.CacheOrder(1, action, node, **more), AtOnce(core))
     assert done.wait(20)
     return heard[0].data if isinstance(heard[0], m.Answer) else heard[0]
 

@@ -26,6 +26,16 @@ GUARD = 16
 NEAR_TIE = 0.02  # of logits; a reply to another prompt is worse by 2 and more
 
 
+class AtOnce:
+    """In place of a loop: every job runs when it is posted, on the thread that posts it."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def post(self, job: Callable[[Core], None]) -> None:
+        job(self._core)
+
+
 @contextmanager
 def open_core(arch: str = "qwen35", *, width: int = 64, path=None, memory=None, **settings) -> Iterator[Core]:
     """``memory``: the file of the RAM tier, which stays open."""

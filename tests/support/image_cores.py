@@ -10,10 +10,10 @@ import numpy as np
 
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
-from everwarm.engine.images.image_cache import Pixels
+from everwarm.engine.process.messages import SentImage
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings
-from everwarm.prompt.prompt import Prompt
+from support.items import prompt_of
 from support.models import tiny_vision
 
 
@@ -30,20 +30,20 @@ def seeing_core(arch="qwen35", *, memory=None, mmproj=None, **settings):
         core.close()
 
 
-def make_image(seed: int, width: int = 96, height: int = 64) -> Pixels:
+def make_image(seed: int, width: int = 96, height: int = 64) -> SentImage:
     rgb = np.random.default_rng(seed).integers(0, 256, 3 * width * height, np.uint8).tobytes()
-    return Pixels(blake3.blake3(rgb + bytes([width % 256, height % 256])).digest(), width, height, rgb)
+    return SentImage(blake3.blake3(rgb + bytes([width % 256, height % 256])).digest(), width, height, rgb)
 
 
 def ask(core, parts: list, *, max_tokens: int = 4, with_pixels: bool = True, **more):
     """``parts`` are token lists and images."""
     items, images = [], {}
     for part in parts:
-        if isinstance(part, Pixels):
+        if isinstance(part, SentImage):
             item = core.images.item(part)
-            images[item.digest] = part if with_pixels else Pixels(part.digest, part.width, part.height)
+            images[item.digest] = part if with_pixels else SentImage(part.digest, part.width, part.height)
             items.append(item)
         else:
             items += part
     options = {"sampling": GREEDY, "ignore_eos": True} | more
-    return core.submit(Ask(Prompt.of_items(items), max_tokens=max_tokens, images=images, **options))
+    return core.submit(Ask(prompt_of(items), max_tokens=max_tokens, images=images, **options))

@@ -218,12 +218,12 @@ def prune(
         return _prune_folders(directory, folder, dry_run)
     require(keep is not None or older_than is not None, "say what may go: --keep 10GiB, --older-than 30d, or --all")
     now = time.time()
-    wish = pruning.PruneRequest(
-        None if keep is None else parse_bytes(keep), None if older_than is None else now - parse_duration(older_than)
-    )
+    keep_bytes = None if keep is None else parse_bytes(keep)
+    used_since = None if older_than is None else now - parse_duration(older_than)
     paths = inventory.choose_folders(directory, folder)
     with contextlib.nullcontext() if dry_run else pruning.holding(paths):
-        doomed = pruning.choose([inventory.read_folder(path) for path in paths], wish, now)
+        found = [inventory.read_folder(path) for path in paths]
+        doomed = pruning.choose(found, now, keep_bytes=keep_bytes, used_since=used_since)
         if not dry_run:
             pruning.remove(doomed)
     n_states = sum(item.is_state for item in doomed)

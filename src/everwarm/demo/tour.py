@@ -23,7 +23,7 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.demo.story import story
 from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
 from everwarm.engine.engine import Engine
-from everwarm.engine.images.image_prompt import ImagePrompt
+from everwarm.engine.images import image_prompt
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
@@ -55,7 +55,7 @@ class Turn:
 
     @property
     def prompt_ms(self) -> float:
-        return 1e3 * (self.result.timings.restore_s + self.result.timings.prefill_s)
+        return 1e3 * (self.result.restore_s + self.result.prefill_s)
 
     @property
     def regret(self) -> int:
@@ -304,7 +304,7 @@ def _show(console: Console, engine: Engine) -> None:
 def _ask(engine: Engine, text: str, image: m.SentImage) -> Result:
     assert engine.core.images is not None
     message = m.Submit(0, text=text, marker=_MARKER, images=(image,))
-    prompt, _, pixels = ImagePrompt(engine.core.images, engine.tokenizer).prompt(message, text)
+    prompt, _, pixels = image_prompt(engine.core.images, engine.tokenizer, message, text)
     return engine.submit(prompt, GREEDY, max_tokens=8, ignore_eos=True, images=pixels).result()
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
+from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import ImageCache
-from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
+from everwarm.engine.images import ImageCache
+from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.read_speed import FIRST_GUESS_S, ReadSpeed
@@ -36,7 +37,8 @@ from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
-from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu
+from everwarm.llama.system.file_watch import FileWatch
+from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.segment_merge import most_joined
 from everwarm.state.store.arena import Arena
@@ -56,23 +58,31 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     """``memory`` is the RAM tier's file. What an earlier engine of the same model left in it is known from the start,
     and the part that no longer fits is evicted before the context allocates its memory."""
     tree = Tree()
+    ram: Ram | None = None
+
+    def hand_over() -> None:
+        """The next engine is to recognise what is kept by the model's files as they are now."""
+        if ram is not None:
+            ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
+
     with contextlib.ExitStack() as undo:
         fd = memory_file() if memory is None else memory
         undo.callback(os.close, fd)
         left = _open_left(path, settings, fd)
         if left is not None:
             undo.callback(left.close)
-        model = undo.enter_context(Model(path, settings.model, progress))
+        model = undo.enter_context(Model(path, settings.model, progress, on_same=hand_over))
         images = None if settings.mmproj is None else _open_images(Path(settings.mmproj), model, settings)
         if images is not None:
             undo.callback(images.close)
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
-        is_right = partial(_is_right, model, images)
+        files = [model.files, *([] if images is None else [images.media.files])]
+        is_right = partial(_are_right, files)
         left = left or _open_left_on_host(model, settings, fd)
         ram = None if left is None else _take_up(left, tree, model, is_right, undo)
-        sizes = decide_sizes(model, settings, 0 if left is None else left.arena.n_used)
+        sizes = decide_sizes(model, settings, limited_bytes(), 0 if left is None else left.arena.n_used)
         if left is None or ram is None:
             left = _open_memory(model, settings, sizes, fd)
             ram = _take_up(left, tree, model, is_right, undo)
@@ -80,15 +90,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         context = Context(model, settings.context(sizes.n_spares), ram.place)
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
-    model.files.on_same = lambda: ram.arena.hand_to(settings.fingerprint(model.identity, model.rope_limit))
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    opened = _Opened(model, settings, sizes, context, tree, ram, images, is_right)
+    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right)
     return _core(opened, outlives_us=memory is not None)
 
 
-def _is_right(model: Model, images: ImageCache | None) -> bool:
-    """Whether everything computed so far matches the model files as they are."""
-    watched = [model.files, *([] if images is None else [images.media.files])]
+def _are_right(watched: list[FileWatch]) -> bool:
+    """Whether everything computed so far matches the model files. Takes time while that is not known."""
     return all(files.is_right() for files in watched)
 
 
@@ -103,37 +111,26 @@ class _Opened:
     tree: Tree
     ram: Ram
     images: ImageCache | None
+    files: list[FileWatch]
     is_right: IsRight
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeping:
-    """The parts that take checkpoints and copy to RAM."""
-
-    residents: Residents
-    speed: ReadSpeed
-    journal: CheckpointJournal
-    budget: RamBudget
-    writer: RamWriter
-    checkpointer: Checkpointer
 
 
 def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     """``outlives_us``: a later engine may take over the RAM tier's memory."""
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
-    keeping = _keeping(opened)
-    residents, budget, writer, checkpointer = keeping.residents, keeping.budget, keeping.writer, keeping.checkpointer
-    tier_writer = _tier_writer(opened, keeping)
+    kv_bytes, state_bytes = sizes.shape.kv_bytes_per_token, sizes.shape.state_bytes
+    residents, speed, stats = _residents(opened), ReadSpeed(), CheckpointStats(sizes.spacing.max_checkpoints)
+    budget = RamBudget(sizes.ram_bytes, settings.namespace_share, tree, context.kind, residents, speed, stats)
+    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
+    checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats, state_bytes)
+    budget.enforce()
+    tier_writer = _tier_writer(opened, checkpointer, writer, speed)
     budget.leaving = partial(tier_writer.save_leaving, residents.slots)
     tier_writer.note_adopted()
-    loader = _loader(opened, keeping, tier_writer)
+    loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
     room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving=tier_writer.offer)
-    stats = keeping.journal.stats
     restorer = Restorer(context, tree, residents, checkpointer, writer, room, ram, stats)
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
-    offload = None
-    if outlives_us:
-        offload = Offload(context.kind, tree, writer, budget, ram, tier_writer)
     return Core(
         model=opened.model,
         settings=settings,
@@ -142,7 +139,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         tree=tree,
         slots=residents.slots,
         spares=residents.spares,
-        speed=keeping.speed,
+        speed=speed,
         ram=ram,
         ram_budget=budget,
         ram_writer=writer,
@@ -151,43 +148,37 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         room=room,
         restorer=restorer,
         joiner=Joiner(context, tree, ram, budget, writer.most_joined),
+        dropper=Dropper(tree, residents, ram, writer, checkpointer),
         admission=Admission(context, tree, residents.slots, restorer, loader, cuts=takes_cuts),
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
+        files=opened.files,
+        is_right=opened.is_right,
         images=opened.images,
-        offload=offload,
+        offload=Offload(context.kind, tree, writer, budget, ram, tier_writer) if outlives_us else None,
     )
 
 
-def _keeping(opened: _Opened) -> _Keeping:
-    settings, sizes, context, tree = opened.settings, opened.sizes, opened.context, opened.tree
-    slots = [Slot(SeqId(i), tree, context) for i in range(settings.n_slots)]
-    spares = Spares([SeqId(settings.n_slots + i) for i in range(sizes.n_spares)], tree, context)
-    residents = Residents(slots, spares)
-    speed = ReadSpeed()
-    journal = CheckpointJournal(sizes.spacing.max_checkpoints)
-    share = settings.namespace_share
-    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, speed, journal)
-    kv_bytes = sizes.shape.kv_bytes_per_token
-    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
-    state_bytes = sizes.shape.state_bytes
-    checkpointer = Checkpointer(context, tree, spares, sizes.spacing, writer, budget, journal, state_bytes)
-    budget.enforce()
-    return _Keeping(residents, speed, journal, budget, writer, checkpointer)
+def _residents(opened: _Opened) -> Residents:
+    tree, context, n_slots = opened.tree, opened.context, opened.settings.n_slots
+    slots = [Slot(SeqId(i), tree, context) for i in range(n_slots)]
+    return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
-def _tier_writer(opened: _Opened, keeping: _Keeping) -> TierWriter:
+def _tier_writer(
+    opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWriter, speed: ReadSpeed
+) -> TierWriter:
     settings = opened.settings
     return TierWriter(
         settings.store,
         partial(_fingerprint, opened.model, settings),
         opened.tree,
         opened.context,
-        keeping.writer,
+        ram_writer,
         opened.ram,
-        keeping.speed,
-        keeping.checkpointer.reply_use,
+        speed,
+        checkpointer.reply_use,
         words=partial(words_of, opened.model.vocab),
         remote=settings.remote,
         namespace_share=settings.namespace_share,
@@ -195,18 +186,12 @@ def _tier_writer(opened: _Opened, keeping: _Keeping) -> TierWriter:
     )
 
 
-def _loader(opened: _Opened, keeping: _Keeping, tier_writer: TierWriter) -> Loader:
+def _loader(
+    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: ReadSpeed, most_joined: int
+) -> Loader:
     kept = opened.settings.store or opened.settings.remote
-    return Loader(
-        tier_writer,
-        opened.context,
-        opened.tree,
-        keeping.checkpointer,
-        opened.ram,
-        keeping.speed,
-        "auto" if kept is None else kept.restore_policy,
-        keeping.writer.most_joined,
-    )
+    policy = "auto" if kept is None else kept.restore_policy
+    return Loader(tier_writer, opened.context, opened.tree, checkpointer, opened.ram, speed, policy, most_joined)
 
 
 def _fingerprint(model: Model, settings: EngineSettings) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import collections
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,20 +21,20 @@ import numpy as np
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
+from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
-from everwarm.engine.images.image_cache import ImageCache
-from everwarm.engine.images.image_prefill import ImageFeed, next_image, read_image
-from everwarm.engine.inspect.checkpoint_stats import CheckpointStats
-from everwarm.engine.inspect.stats import RequestStats, why_of
+from everwarm.engine.images import ImageCache
+from everwarm.engine.inspect.read_reason import ReadFacts, explain
+from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
 from everwarm.engine.memory_plan import Sizes
-from everwarm.engine.process.messages import Backlog
-from everwarm.engine.process.reply_text import probabilities
+from everwarm.engine.process.messages import Backlog, ReadReason
+from everwarm.engine.process.reply_text import items_text, probabilities
 from everwarm.engine.read_speed import MIN_TOKENS, ReadSpeed
-from everwarm.engine.recovery import GiveUp, Remedy, Restart, StallWatch, Suspend, after_failure, when_full
+from everwarm.engine.recovery import Remedy, StallWatch, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
 from everwarm.engine.scheduling.backlog import Pace, backlog_of
@@ -41,7 +43,7 @@ from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot, Spares
-from everwarm.engine.tiers.loader import Loader
+from everwarm.engine.tiers.loader import Brought, Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, ModelChanged, StateRejected
@@ -99,10 +101,13 @@ class Core:
     room: DeviceRoom
     restorer: Restorer
     joiner: Joiner
+    dropper: Dropper
     admission: Admission
     step_budget: Budget
     tier_writer: TierWriter
     loader: Loader
+    files: list[FileWatch]  # of the model and its projector
+    is_right: Callable[[], bool]  # whether all that was computed matches them; any thread may ask, and may have to wait
     images: ImageCache | None = None  # None: the model sees no images
     offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
     queue: collections.deque[Request] = field(default_factory=collections.deque)
@@ -132,19 +137,11 @@ class Core:
 
     # the files it was opened from
 
-    @property
-    def files(self) -> list[FileWatch]:
-        return [self.model.files, *([] if self.images is None else [self.images.media.files])]
-
     def require_same_model(self) -> None:
         """``ModelChanged``: a file was overwritten. Nothing computed here is valid for the file as it is now."""
         for files in self.files:
             if files.is_changed:
                 raise ModelChanged(files.reason)
-
-    def is_right(self) -> bool:
-        """Whether everything computed so far matches the model files. Takes time while that is not known."""
-        return all(files.is_right() for files in self.files)
 
     def _may_compute(self) -> bool:
         """False: a file seems to have been written to, and is being read again."""
@@ -209,6 +206,15 @@ class Core:
         for request in [r for r in self.queue if r.id == request_id]:  # suspended right after that token
             self.drop_waiting(request, Finish.STOP, events)
         return events
+
+    def forget_ahead(self, namespace: str) -> None:
+        """Cancels prewarming and loading for namespaces with this prefix, so that nothing of them enters the tree
+        later."""
+        ahead = self.prewarm.drop(namespace)
+        if ahead is not None:
+            self.cancel(ahead.id)
+            self.stop(ahead.id)
+        self.admission.drop_fetches(request for request in self.queue if request.ask.namespace.startswith(namespace))
 
     @property
     def has_work(self) -> bool:
@@ -287,9 +293,9 @@ class Core:
         if not self._may_compute():
             return False
         if self.images is not None:
-            feed = next_image(self._running())
-            if feed is not None:
-                self._read_image(self.images, feed, events)
+            slot = next((slot for slot in self._running() if slot.next_image() is not None), None)
+            if slot is not None:
+                self._read_image(self.images, slot, events)
         if not self._decode(events) and self.queue:
             self.admission.wait_for_disk(DISK_WAIT_S)
         return True
@@ -357,7 +363,7 @@ class Core:
     def _lanes(self) -> list[Lane]:
         """The requests that have text to read or to write; an image is read by itself."""
         running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
-        ready = ((i, s, r) for i, s, r in running if r.media_at(s.n_fed) is None)
+        ready = ((i, s, r) for i, s, r in running if s.next_image() is None)
         return [Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt) for i, s, r in ready]
 
     def _n_wanted(self, slot: Slot, request: Request) -> int:
@@ -579,13 +585,33 @@ class Core:
         if is_first:
             request.note_start(restored.n_items, match.n_shared, restored.use)
             if not request.ask.ahead:
-                about = (self.tree, self.context.kind, self.checkpointer.spacing)
-                request.why = why_of(request, match, restored, brought, *about)
+                request.why = self._why(request, match, restored, brought)
                 self.counts.add(request, request.why)
             n_cached = request.n_tokens(request.n_cached)
             events.append(Started(request.id, request.n_prompt_tokens, n_cached, slot.seq))
         if restored.logits is not None:
             self._go_on_from_logits(slot, request, restored.logits, events)
+
+    def _why(self, request: Request, match: Match, restored: Restored, brought: Brought) -> ReadReason:
+        """Why a request read what it read. Looks up only what the reason may depend on."""
+        ask = request.ask
+        is_known = request.n_prompt - match.n_shared <= policy.GUARD
+        facts = ReadFacts(
+            ask.prompt,
+            match,
+            request.n_cached,
+            n_refused=restored.n_refused,
+            n_passed=brought.n_passed,
+            n_spoilt=brought.n_spoilt,
+            n_elsewhere=brought.n_elsewhere,
+            forgotten=None if is_known else self.tree.forgotten.parting(ask.namespace, ask.prompt),
+            use_cache=ask.use_cache,
+            deterministic=ask.deterministic,
+            has_attention=self.context.kind.has_attention,
+            needs_checkpoints=self.context.kind.needs_checkpoints,
+            max_checkpoints=self.checkpointer.spacing.max_checkpoints,
+        )
+        return explain(facts, partial(items_text, self.model.vocab))
 
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)
@@ -656,13 +682,11 @@ class Core:
                 self.checkpointer.quarantine(effect.slot.node, error)
             effect.slot.vacate()
             effect.slot.release()
-            match effect:
-                case Restart():
-                    request.attempts += effect.counts_as_attempt
-                    self.requeue(request)
-                case GiveUp():
-                    request.attempts += 1
-                    self.close_request(request, Finish.ERROR, events, error)
+            request.attempts += effect.has_failed
+            if effect.gives_up:
+                self.close_request(request, Finish.ERROR, events, error)
+            else:
+                self.requeue(request)
 
     def _lose_numbers(self, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
         """The model's state overflowed. Nothing of it may stay: it spoils all that attends over it or reuses its cells.
@@ -675,15 +699,19 @@ class Core:
         self.room.clear()
         self.context.clear()
 
-    def _read_image(self, images: ImageCache, feed: ImageFeed, events: list[Event]) -> None:
-        slot, request, item = feed
+    def _read_image(self, images: ImageCache, slot: Slot, events: list[Event]) -> None:
+        """Each is read whole and by itself, between two steps of text: it has embeddings instead of tokens."""
+        request, item = slot.request, slot.next_image()
+        assert request is not None and item is not None
         while slot.request is request and not self.room.make_room(item.n_tokens, keep=slot):
             self._make_way(ContextFull(f"a picture needs {item.n_tokens} cells"), events)
         if slot.request is not request:
             return
-        wants_logits = feed.wants_logits
+        ask, is_last = request.ask, slot.n_fed + 1 == request.n_items
         try:
-            read_image(self.context, images, feed)
+            embedding = images.embedding(item, ask.images, ask.namespace)
+            end = ask.prompt.mark(slot.n_fed + 1)
+            self.context.see(slot.seq, images.media, embedding, end, wants_logits=is_last)
         except ContextFull as error:
             self._make_way(error, events)
         except DecodeFailed as error:
@@ -691,7 +719,7 @@ class Core:
         except EverwarmError as error:
             self.finish(slot, request, Finish.ERROR, events, error)
         else:
-            self.move_on(slot, request, 1, 0 if wants_logits else None, events)
+            self.move_on(slot, request, 1, 0 if is_last else None, events)
 
     def _watch_stall(self, events: list[Event]) -> None:
         n_fed = self.context.n_fed

@@ -21,8 +21,8 @@ from typing import TypeVar
 from everwarm.config import Constraint, Sampling
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.loop import Job, start
+from everwarm.engine.process.messages import SentImage
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
@@ -115,7 +115,7 @@ class Engine(Closing):
         use_cache: bool = True,
         deterministic: bool = False,
         ignore_eos: bool = False,
-        images: Mapping[bytes, Pixels] | None = None,
+        images: Mapping[bytes, SentImage] | None = None,
         constraint: Constraint | None = None,
     ) -> TokenStream:
         """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items;

@@ -22,8 +22,9 @@ Deliver = Callable[[list[Event]], None]
 
 
 class Loop:
-    def __init__(self, core: Core, deliver: Deliver) -> None:
+    def __init__(self, core: Core, deliver: Deliver, rest_s: float = REST_S) -> None:
         self.core = core
+        self._rest_s = rest_s
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._step_began: float | None = None
@@ -66,24 +67,26 @@ class Loop:
                 job(self.core)
 
     def _take_jobs(self) -> bool:
-        """Run what is in the inbox; wait there only when there is nothing else to do."""
+        """Run what is in the inbox, but not what these jobs post: that waits for a step. Wait for a job only when there is
+        nothing else to do. False: stop."""
         rest_s = self._rests_until - time.monotonic()
-        idle = not self.core.has_work and (rest_s > 0 or not self.core.tidy())
-        wait_s = rest_s if rest_s > 0 else self.core.nap_s
-        while idle or not self._inbox.empty():
+        if not self.core.has_work and (rest_s > 0 or not self.core.tidy()):
             try:
-                job = self._inbox.get(timeout=wait_s)
+                job = self._inbox.get(timeout=rest_s if rest_s > 0 else self.core.nap_s)
             except queue.Empty:
                 return True
-            if job is None:
+            if not self._run_job(job):
                 return False
+        return all(self._run_job(self._inbox.get()) for _ in range(self._inbox.qsize()))
+
+    def _run_job(self, job: Job | None) -> bool:
+        if job is not None:
             job(self.core)
             self._rest()
-            idle = False
-        return True
+        return job is not None
 
     def _rest(self) -> None:
-        self._rests_until = time.monotonic() + REST_S
+        self._rests_until = time.monotonic() + self._rest_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from everwarm.llama.system.memory_fit import (
     free_bytes,
     host_free_bytes,
     is_on_gpu,
-    limited_bytes,
     mapped_bytes,
     measure,
     require_fit,
@@ -34,9 +33,10 @@ class Sizes:
     ram_room: int  # the most that the memory limits leave for it beside weights and context
 
 
-def decide_sizes(model: Model, settings: EngineSettings, n_left: int = 0) -> Sizes:
-    """Refuses a context that does not fit; shrinks what was left to us to decide. ``n_left`` bytes of what is in use are
-    the RAM tier's own, from an earlier process."""
+def decide_sizes(model: Model, settings: EngineSettings, limited: int | None, n_left: int = 0) -> Sizes:
+    """Refuses a context that does not fit; shrinks what was left to us to decide. ``limited``: what memory limits leave
+    to this process; None: there are none. ``n_left`` bytes of what is in use are the RAM tier's own, from an earlier
+    process."""
     kind = model.memory_kind
     shape = measure(model, settings.context(0))
     spacing = settings.checkpoints.fitted(
@@ -48,7 +48,7 @@ def decide_sizes(model: Model, settings: EngineSettings, n_left: int = 0) -> Siz
     require_fit(model, settings.context(n_spares))
     on_gpu = is_on_gpu(model)
     beside = 0 if on_gpu else shape.context_bytes(settings.n_ctx, settings.n_slots + n_spares + 1)
-    room = ram_room(limited_bytes(), beside + mapped_bytes(model), n_left)
+    room = ram_room(limited, beside + mapped_bytes(model), n_left)
     on_host = host_free_bytes() if on_gpu else free
     ram = min(MAX_RAM_BYTES, int(min(on_host, room) * RAM_SHARE)) if settings.ram_bytes is None else settings.ram_bytes
     return Sizes(shape, spacing, n_spares, max(0, ram), room)

@@ -36,20 +36,14 @@ class End(NamedTuple):
     error: EverwarmError | None = None
 
 
-class Restart(NamedTuple):
-    """Empty the slot; its request waits to be read again. ``is_suspect``: the checkpoint it stands at, if there is one, is
-    not used again."""
+class StartOver(NamedTuple):
+    """Empty the slot; its request waits to be read again, unless it has failed too often. ``is_suspect``: the checkpoint
+    it stands at, if there is one, is not used again."""
 
     slot: Slot
     is_suspect: bool
-    counts_as_attempt: bool
-
-
-class GiveUp(NamedTuple):
-    """Empty the slot; its request has failed too often."""
-
-    slot: Slot
-    is_suspect: bool
+    has_failed: bool
+    gives_up: bool
 
 
 def when_full(oldest_first: Sequence[Slot], error: ContextFull) -> Suspend | End:
@@ -66,18 +60,16 @@ def when_full(oldest_first: Sequence[Slot], error: ContextFull) -> Suspend | End
     return End(slot, Finish.LENGTH)
 
 
-def after_failure(slots: Sequence[Slot], error: MemoryFault, guilty: Slot | None = None) -> list[Restart | GiveUp]:
+def after_failure(slots: Sequence[Slot], error: MemoryFault, guilty: Slot | None = None) -> list[StartOver]:
     """libllama failed and the sequences of these slots are empty: what they started from is suspect. Only ``guilty`` has
     failed itself, or all if that is not known; none where only the weights may have been wrong during this step."""
     is_innocent = isinstance(error, WeightsTouched)
-    effects: list[Restart | GiveUp] = []
+    effects = []
     for slot in slots:
         assert slot.request is not None
         has_failed = guilty in (None, slot) and not is_innocent
-        if slot.request.attempts + has_failed < MAX_ATTEMPTS:
-            effects.append(Restart(slot, not is_innocent, has_failed))
-        else:
-            effects.append(GiveUp(slot, not is_innocent))
+        gives_up = slot.request.attempts + has_failed >= MAX_ATTEMPTS
+        effects.append(StartOver(slot, not is_innocent, has_failed, gives_up))
     return effects
 
 

@@ -11,17 +11,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from everwarm.config import Sampling, require
-from everwarm.engine.images.image_cache import Pixels
-from everwarm.engine.inspect.read_reason import Why
+from everwarm.engine.inspect.read_reason import counted
+from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentImage
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.constraints.matcher import CompiledConstraint
 from everwarm.llama.sampler import Sampler
-from everwarm.prompt.prompt import MediaItem, Prompt
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Chunks
-from everwarm.state.policy import Cut, CutKind
+from everwarm.state.policy import Cut
 
 MAX_PROBS = 100
 
@@ -46,7 +47,7 @@ class Ask:
     n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
     slot: int | None = None  # wait for this very slot
     session: str | None = None  # the conversation's session: slots of an active session are reused last
-    images: Mapping[bytes, Pixels] = field(default_factory=dict)  # of the prompt's media items, by their digest
+    images: Mapping[bytes, SentImage] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like
@@ -77,23 +78,6 @@ class Finish(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointUse:
-    """The checkpoint a request started from."""
-
-    n_tokens: int
-    kind: CutKind | None  # None: the slot's own end, or plain attention
-    how: str  # in place, unparked, from ram, ...
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    queue_s: float
-    restore_s: float
-    prefill_s: float
-    decode_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     tokens: tuple[int, ...]
     finish: Finish
@@ -101,9 +85,12 @@ class Result:
     n_cached: int
     n_shared: int  # how much of the prompt had ever been read: n_prompt - n_shared could not be avoided
     checkpoint: CheckpointUse | None
-    timings: Timings
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    decode_s: float
     error: EverwarmError | None = None
-    why: Why | None = None  # None: it never started; in tokens
+    why: ReadReason | None = None  # None: it never started; in tokens
 
     @property
     def n_processed(self) -> int:
@@ -123,7 +110,7 @@ class Request:
     n_items: int = field(init=False)
     n_cached: int = 0
     n_shared: int = 0
-    why: Why | None = None
+    why: ReadReason | None = None
     used: CheckpointUse | None = None
     attempts: int = 0
     admitted: int | None = None  # which one it was to be admitted; kept when it is suspended
@@ -163,10 +150,6 @@ class Request:
         """Cells of the first ``n_items``."""
         n_read = min(n_items, self.n_prompt)
         return self.ask.prompt.n_tokens(n_read) + n_items - n_read
-
-    def media_at(self, n_items: int) -> MediaItem | None:
-        """The image that comes next, if one does."""
-        return self.ask.prompt.media.get(n_items)
 
     def note_start(self, n_restored: int, n_shared: int, used: CheckpointUse | None) -> None:
         """Records that it continues from ``n_restored`` items; ``n_shared`` items of its prompt were ever read."""
@@ -212,9 +195,12 @@ class Request:
             n_cached=self.n_tokens(self.n_cached),
             n_shared=self.n_tokens(self.n_shared),
             checkpoint=self.used,
-            timings=Timings(started - self.submitted_at, restored - started, first - restored, now - first),
+            queue_s=started - self.submitted_at,
+            restore_s=restored - started,
+            prefill_s=first - restored,
+            decode_s=now - first,
             error=error,
-            why=None if self.why is None else self.why.counted(self.n_tokens),
+            why=None if self.why is None else replace(counted(self.why, self.n_tokens), restored=self.used),
         )
 
 

@@ -10,22 +10,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from everwarm.engine.request import Request
-from everwarm.prompt.prompt import Prompt
+from everwarm.llama.context import Context
+from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.lineage import SEATED, Chunks, record
 from everwarm.state.policy import Cut, CutKind
 from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import SeqId
-
-
-class Device(Protocol):
-    """What slots and spares need of a context."""
-
-    def drop(self, seq: SeqId) -> None: ...
-    def park(self, slot: SeqId, spare: SeqId) -> None: ...
-    def scrub(self, seq: SeqId) -> None: ...
 
 
 class Slot:
@@ -33,7 +25,7 @@ class Slot:
     inside them; the slot holds it so that it is not pruned."""
 
     __slots__ = (
-        "_device",
+        "_context",
         "_tree",
         "chunks",
         "content",
@@ -54,9 +46,9 @@ class Slot:
         "used_at",
     )
 
-    def __init__(self, seq: SeqId, tree: Tree, device: Device) -> None:
+    def __init__(self, seq: SeqId, tree: Tree, context: Context) -> None:
         self._tree = tree
-        self._device = device
+        self._context = context
         self.seq = seq
         self.node: Node = tree.root("")
         tree.hold(self.node)
@@ -88,6 +80,10 @@ class Slot:
     def resident(self) -> Prompt:
         """What the sequence holds right now."""
         return self.items if self.request is None else self.request.items(self.n_fed)
+
+    def next_image(self) -> MediaItem | None:
+        """The image that comes next in its request, if one does."""
+        return None if self.request is None else self.request.ask.prompt.media.get(self.n_fed)
 
     def next_stop(self) -> int:
         """The item at which the next chunk must end at the latest."""
@@ -171,7 +167,7 @@ class Slot:
     def vacate(self, root: Node | None = None) -> None:
         """Empty the sequence and the record of it. The slot stands at ``root`` then, or at the root above its node; a
         request that runs in it stays, with nothing decoded."""
-        self._device.drop(self.seq)
+        self._context.drop(self.seq)
         self.stand_at(self.node.root() if root is None else root)
         self._clear()
 
@@ -201,10 +197,10 @@ class Slot:
 class Spares:
     """The sequences for parked checkpoints, each with the node whose checkpoint it holds."""
 
-    def __init__(self, seqs: Iterable[SeqId], tree: Tree, device: Device) -> None:
+    def __init__(self, seqs: Iterable[SeqId], tree: Tree, context: Context) -> None:
         self._nodes: dict[SeqId, Node | None] = dict.fromkeys(seqs)
         self._tree = tree
-        self._device = device
+        self._context = context
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -225,18 +221,18 @@ class Spares:
     def take(self, spare: SeqId, seq: SeqId, node: Node, checkpoint: Checkpoint) -> None:
         """Park what ``seq`` holds, the checkpoint of this node, in a free spare. Nothing is copied."""
         assert self._nodes[spare] is None
-        self._device.park(seq, spare)
+        self._context.park(seq, spare)
         self._nodes[spare] = node
         checkpoint.parked = spare
 
     def release(self, spare: SeqId) -> None:
         """Empty a spare. A checkpoint that has no copy in RAM is lost by this."""
-        self._device.drop(spare)
+        self._context.drop(spare)
         self._set_free(spare)
 
     def scrub(self, spare: SeqId) -> None:
         """Empties a spare whose state contains NaN: no trace of it stays on the device."""
-        self._device.scrub(spare)
+        self._context.scrub(spare)
         self._set_free(spare)
 
     def _set_free(self, spare: SeqId) -> None:

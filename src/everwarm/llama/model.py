@@ -115,13 +115,15 @@ class Model(Closing):
         progress: Progress | None = None,
         *,
         vocab_only: bool = False,
+        on_same: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_same`` is called when its files were touched and are the same."""
         self.path = path
         self.lib: Lib = lib()
         self.options = options or ModelOptions()
         for file in (path, *(Path(file) for file, _ in self.options.lora)):
             _check_file(file)
-        self.files = self._watch()
+        self.files = self._watch(on_same)
         self.ptr: int | None = None
         try:
             self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only)
@@ -182,9 +184,9 @@ class Model(Closing):
         """The same for a process that opens the same files, without reading them."""
         return _over_files(self.path, self.options, self.files.identity)
 
-    def _watch(self) -> FileWatch:
+    def _watch(self, on_same: Callable[[], None]) -> FileWatch:
         try:
-            return FileWatch([*parts_of(self.path), *(Path(file) for file, _ in self.options.lora)])
+            return FileWatch([*parts_of(self.path), *(Path(file) for file, _ in self.options.lora)], on_same)
         except OSError as error:
             raise ModelFileError(f"a file of {self.path.name} cannot be read: {error.strerror or error}") from None
 

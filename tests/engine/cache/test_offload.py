@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from everwarm.engine.cache.drop import drop
 from everwarm.engine.cache.offload import Offload, Where
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
@@ -341,6 +340,6 @@ def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):
         with as_it_is(memory) as left, open_core(memory=left) as after:
             assert after.tree.ram_bytes, "this test could not fail"
         del ended
-        drop(core, core.tree.root(""))
+        core.dropper.drop(core.tree.root(""))
         with as_it_is(memory) as left, open_core(memory=left) as after:
             assert not after.tree.ram_bytes

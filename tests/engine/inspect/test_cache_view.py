@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from everwarm.engine.cache.drop import drop
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import CacheView, summary, turn_page, walk
+from everwarm.engine.inspect.cache_view import turn_page, walk
+from everwarm.engine.inspect.report import summary
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import NewToken
 from everwarm.errors import TreeChanged
+from support.cache_orders import ask_tree
 from support.drive import EVERY_KIND, check, drain, open_core, run, step_until, submit, text, tidy
 
 SHARED = text(1, 200)
@@ -25,9 +26,9 @@ def pages(core: Core, limit: int) -> list[m.NodeSeen]:
     found: list[m.NodeSeen] = []
     after = None
     while True:
-        page = turn_page(core, m.AskTree(1, limit, after), lambda id: id)
-        found += CacheView(core).finish(page).nodes
-        after = page.next
+        seen = ask_tree(core, m.AskTree(1, limit, after))
+        found += seen.nodes
+        after = seen.next
         if after is None:
             return found
 
@@ -65,14 +66,14 @@ def test_what_is_dropped_is_gone_and_what_lies_above_it_is_still_warm(arch, n_sp
         (junction, *_) = [node for node in core.tree.nodes() if len(node.children) > 1]
         child = next(iter(junction.children.values()))
         gone = child.path
-        drop(core, child)
+        core.dropper.drop(child)
         check(core)
         assert child.id not in core.tree.census.by_id
         again = run(core, gone.codes.tolist()[:260])
         assert again.n_cached <= junction.n_items, "it was forgotten"
         assert again.n_cached >= 190, "what others share was not"
         for root in core.tree.roots():
-            drop(core, root)
+            core.dropper.drop(root)
         check(core)
         assert core.tree.ram_bytes == 0 and summary(core)["tiers"]["device"] == {"n_states": 0, "n_cells": 0}
         assert run(core, gone.codes.tolist()[:260]).n_cached == 0
@@ -83,13 +84,13 @@ def test_one_that_runs_goes_on_while_its_lineage_is_dropped():
         prompt = [*SHARED, *text(2, 60)]
         alone = run(core, prompt, 20).tokens
         for root in core.tree.roots():
-            drop(core, root)
+            core.dropper.drop(root)
         request = submit(core, prompt, 20)
         step_until(core, NewToken)
         seen = pages(core, 1000)
         (running,) = [node.running for node in seen if node.running]
         assert running[0] == request.id and running[2] == len(prompt)
         for root in core.tree.roots():
-            drop(core, root)
+            core.dropper.drop(root)
             check(core)
         assert drain(core)[request.id].tokens == alone

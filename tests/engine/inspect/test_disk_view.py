@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from everwarm.engine.cache import drop
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import CacheView, turn_page
-from everwarm.engine.inspect.read_reason import Why
-from everwarm.engine.inspect.reasons import Reason
+from everwarm.engine.inspect.cache_view import finish_page
+from everwarm.engine.inspect.disk_view import DiskView
 from everwarm.engine.process import messages as m
+from everwarm.engine.process.reply_text import items_text
 from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.tiers.disk_pins import pinned_on_disk
@@ -22,7 +24,8 @@ from everwarm.errors import TreeChanged
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key, short_key
 from everwarm.state.store.object import ObjectReader
-from support.cache_orders import NAMESPACE, SHARED, on_disk, order, pages, talk
+from everwarm.state.tree import Node
+from support.cache_orders import NAMESPACE, SHARED, ask_tree, begin_page, on_disk, order, pages, talk
 from support.drive import EVERY_KIND, GUARD, check, drain, open_core, run, step_until, submit, text
 from support.kept_cores import files, kept_core, put_away
 
@@ -115,15 +118,15 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        lookup = CacheView(core)
-        page = lookup.finish(turn_page(core, m.AskTree(1, 2), int))
+        disk = DiskView(core.tier_writer)
+        page = ask_tree(core, m.AskTree(1, 2), disk)
         assert page.next is not None and page.next < 0
         for after in (page.next - 1, -1):
             with pytest.raises(TreeChanged) as refused:
-                lookup.finish(turn_page(core, m.AskTree(1, 2, after), int))
+                ask_tree(core, m.AskTree(1, 2, after), disk)
             assert refused.value.status == 409
     with kept_core(tmp_path) as core:
-        rest = CacheView(core).finish(turn_page(core, m.AskTree(1, 9, page.next), int))
+        rest = ask_tree(core, m.AskTree(1, 9, page.next))
         assert rest.nodes[0].id == page.next and rest.nodes[0].parent == page.nodes[-1].id
 
 
@@ -134,9 +137,9 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
         assert core.tier_writer.disk.is_on
         read: list[str] = []
         monkeypatch.setattr(ObjectReader, "read", lambda _, name: read.append(name))
-        lookup, before = CacheView(core), core.tier_writer.disk.counts.n_read
+        disk, before = DiskView(core.tier_writer), core.tier_writer.disk.counts.n_read
         for _ in range(3):
-            lookup.finish(turn_page(core, m.AskTree(1, 100, words_of=""), int))
+            ask_tree(core, m.AskTree(1, 100, words_of=""), disk)
         assert not read and core.tier_writer.disk.counts.n_read - before == 3
 
 
@@ -152,10 +155,41 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         names = {kept.n_items: kept.name for kept in core.tier_writer.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
-        at_once = CacheView(core).finish(turn_page(core, m.AskTree(1, 100), int)).nodes
+        at_once = ask_tree(core, m.AskTree(1, 100)).nodes
         for nodes in (at_once, pages(core)):
             assert [node.end for node in nodes] == [node.end for node in whole if node.id != second.id]
             assert nodes[-1].parent == second.parent and nodes[-1].start == second.start
+
+
+class OnOneThread(Node):
+    """A node that no thread but this one may look at."""
+
+    __slots__ = ()
+    owner = threading.current_thread()
+
+    def __getattribute__(self, name: str) -> Any:
+        assert threading.current_thread() is OnOneThread.owner, f"another thread reads {name} of a node"
+        return super().__getattribute__(name)
+
+
+def test_what_is_on_disk_is_looked_up_without_the_tree(tmp_path):
+    """The tree changes while another thread looks: that one has its own copy, which is made in bounded pieces."""
+    with kept_core(tmp_path) as core:
+        prompt = talk(core)
+        talk(core, seed=3)
+    with kept_core(tmp_path) as core, ThreadPoolExecutor(1) as aside:
+        run(core, [*prompt, *text(9, 30)], namespace=NAMESPACE)
+        before = shape(pages(core))
+        disk = DiskView(core.tier_writer, most_copied=2)
+        assert not disk.copy_places(core.tree), "this test could not fail"
+        page = begin_page(core, m.AskTree(1, 100, words_of=""), disk)
+        for node in core.tree.nodes():
+            node.__class__ = OnOneThread
+        seen = aside.submit(finish_page, page, disk, core.model.vocab).result()
+        assert_sound(seen.nodes)
+        assert shape(seen.nodes) == before and on_disk(seen.nodes)
+        with pytest.raises(AssertionError, match="another thread reads n_items"):
+            aside.submit(lambda: core.tree.root(NAMESPACE).n_items).result()
 
 
 # forgetting
@@ -228,7 +262,7 @@ def test_one_namespace_goes_and_the_others_stay_also_after_a_restart(tmp_path: P
         mine, whole = pages(core, namespace=NAMESPACE), pages(core)
         assert len(mine) == 4 and len(whole) == 8 and pages(core, namespace=other) != mine
         alone = m.AskTree(1, 100, namespace=NAMESPACE, alone=True)
-        assert CacheView(core).finish(turn_page(core, alone, int)).n_total == len(mine)
+        assert ask_tree(core, alone).n_total == len(mine)
         doomed = next(node.id for node in mine if node.parent is not None)
         for action in ("drop", "pin", "unpin"):
             assert order(core, action, doomed, namespace=other).status == 404
@@ -261,26 +295,26 @@ def test_what_is_dropped_is_quoted_to_nobody_neither_later_nor_while_it_runs(tmp
     parting = [*SHARED, *text(3, 60)]
     with kept_core(tmp_path) as core:
         run(core, known, namespace=NAMESPACE)
-        drop.drop(core, core.tree.root(NAMESPACE))
+        core.dropper.drop(core.tree.root(NAMESPACE))
         why = run(core, parting, namespace=NAMESPACE).why
-        assert why is not None and why.first_different is not None
-        assert list(why.first_different.known.codes[:8]) == known[200:208]
+        assert why is not None and why.diverged is not None
+        assert why.diverged.known == items_text(core.model.vocab, Prompt.of_tokens(known[200:216]))
     with kept_core(tmp_path / "other") as core:
         run(core, known, namespace=NAMESPACE)
         run(core, known, namespace=beside)
         running = submit(core, parting, max_tokens=20, namespace=NAMESPACE)
         step_until(core, NewToken)
-        assert running.why is not None and running.why.first_different is not None
+        assert running.why is not None and running.why.diverged is not None
         core.prewarm.offer(Ask(Prompt.of_tokens([*known, *text(4, 30)]), max_tokens=0, namespace=NAMESPACE, ahead=True))
         order(core, "drop", None, namespace=NAMESPACE)
         assert not core.prewarm.waiting
         assert all(slot.namespace != NAMESPACE or not len(slot.content) for slot in core.slots)
         why = drain(core)[running.id].why
-        assert why is not None and why.first_different is None
+        assert why is not None and why.diverged is None
         order(core, "drop", None, namespace=NAMESPACE)
-        assert run(core, parting, namespace=NAMESPACE).why == Why(Reason.NEW, n_kv=0)
+        assert run(core, parting, namespace=NAMESPACE).why == m.ReadReason(m.Reason.NEW, n_kv=0)
         beside_why = run(core, parting, namespace=beside).why
-        assert beside_why is not None and beside_why.first_different is not None
+        assert beside_why is not None and beside_why.diverged is not None
         check(core)
 
 

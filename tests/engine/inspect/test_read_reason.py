@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
-from everwarm.engine.inspect.reasons import N_SHOWN, Reason
+from everwarm.engine.inspect.read_reason import ReadFacts, counted, explain
+from everwarm.engine.process.messages import N_SHOWN, ReadReason, Reason
+from everwarm.engine.process.reply_text import items_text
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Ghosts, Parting
@@ -16,6 +17,7 @@ from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Segment, Tree
 from everwarm.types import Position, TokenCount
 from support.drive import EVERY_KIND, GUARD, open_core, run, text, tidy
+from support.items import prompt_of
 from support.kept_cores import HISTORY, STABLE, kept_core, put_away
 
 KNOWN = text(1, 100)
@@ -40,44 +42,56 @@ def tree_of(*tokens: list[int], at: tuple[int, ...] = (), with_kv: bool = True) 
     return tree
 
 
-def why(tree: Tree, tokens: list[int], n_cached: int = 0, **more) -> Why:
+def numbers(items: Prompt) -> str:
+    """In place of a vocabulary."""
+    return " ".join(map(str, items.codes.tolist()))
+
+
+def listed(tokens: list[int]) -> str:
+    return numbers(Prompt.of_tokens(tokens))
+
+
+def shown(core: Core, tokens: list[int]) -> str:
+    return items_text(core.model.vocab, Prompt.of_tokens(tokens))
+
+
+def why(tree: Tree, tokens: list[int], n_cached: int = 0, **more) -> ReadReason:
     prompt = Prompt.of_tokens(tokens)
     match = tree.match("", prompt, 0)
-    return explain(ReadFacts(prompt, match, n_cached, **({"max_checkpoints": 8} | more)))
+    return explain(ReadFacts(prompt, match, n_cached, **({"max_checkpoints": 8} | more)), numbers)
 
 
 def test_nothing_known_is_new():
-    assert why(Tree(), KNOWN) == Why(Reason.NEW, n_kv=0)
-    assert why(tree_of(KNOWN), OTHER) == Why(Reason.NEW, n_kv=0)  # not a word of what it shares nothing with
+    assert why(Tree(), KNOWN) == ReadReason(Reason.NEW, n_kv=0)
+    assert why(tree_of(KNOWN), OTHER) == ReadReason(Reason.NEW, n_kv=0)  # not a word of what it shares nothing with
     few = [*KNOWN[:GUARD], *OTHER]
     assert why(tree_of(KNOWN), few).reason is Reason.NEW  # what all prompts begin with is no conversation
 
 
 def test_everything_known_is_a_hit():
     found = why(tree_of(KNOWN, at=(96,)), KNOWN, 96)
-    assert found == Why(Reason.HIT, None, 100, 100, 96, None)
+    assert found == ReadReason(Reason.HIT, None, 100, 100, 96)
 
 
 def test_going_on_where_the_known_ends_is_extended():
     found = why(tree_of(KNOWN, at=(96,)), [*KNOWN, *OTHER], 96)
-    assert (found.reason, found.again, found.n_shared, found.first_different) == (Reason.EXTENDED, None, 100, None)
+    assert (found.reason, found.again, found.n_shared, found.diverged) == (Reason.EXTENDED, None, 100, None)
 
 
 def test_leaving_what_is_known_names_the_first_item_that_differs():
     given = [*KNOWN[:70], 251, *OTHER]
     found = why(tree_of(KNOWN, at=(70,)), given, 70)
-    different = found.first_different
-    assert found.reason is Reason.EDITED and different is not None and different.at == 70
-    assert different.before.codes.tolist() == KNOWN[70 - N_SHOWN : 70]
-    assert different.known.codes.tolist() == KNOWN[70 : 70 + N_SHOWN]
-    assert different.given.codes.tolist() == given[70 : 70 + N_SHOWN]
+    assert found.reason is Reason.EDITED and found.diverged is not None and found.diverged.at == 70
+    assert found.diverged.before == listed(KNOWN[70 - N_SHOWN : 70])
+    assert found.diverged.known == listed(KNOWN[70 : 70 + N_SHOWN])
+    assert found.diverged.given == listed(given[70 : 70 + N_SHOWN])
 
 
 def test_at_a_branch_the_latest_one_is_compared():
     branches = [*KNOWN[:50], *text(3, 40)], [*KNOWN[:50], *text(4, 40)]
     found = why(tree_of(*branches, at=(50,)), [*KNOWN[:50], *OTHER], 50)
-    assert found.first_different is not None and found.first_different.at == 50
-    assert found.first_different.known.codes.tolist() == branches[1][50 : 50 + N_SHOWN]
+    assert found.diverged is not None and found.diverged.at == 50
+    assert found.diverged.known == listed(branches[1][50 : 50 + N_SHOWN])
 
 
 def test_kv_beyond_every_state_is_no_checkpoint():
@@ -105,8 +119,8 @@ def test_what_the_tree_forgot_altogether_is_evicted():
     parting = Parting(80, Prompt.of_tokens(KNOWN))
     found = why(Tree(), [*KNOWN[:80], *OTHER], forgotten=parting)
     assert (found.reason, found.n_shared) == (Reason.EVICTED, 80)
-    assert found.first_different is not None and found.first_different.known.codes.tolist() == KNOWN[80:96]
-    assert why(Tree(), KNOWN, forgotten=Parting(100, Prompt.of_tokens(KNOWN))).first_different is None
+    assert found.diverged is not None and found.diverged.known == listed(KNOWN[80:96])
+    assert why(Tree(), KNOWN, forgotten=Parting(100, Prompt.of_tokens(KNOWN))).diverged is None
 
 
 def test_attention_that_lost_its_kv_is_evicted_and_needs_no_checkpoints():
@@ -145,12 +159,12 @@ def test_without_attention_there_is_no_kv_to_speak_of():
 
 def test_images_count_with_all_their_cells():
     image = MediaItem(b"p" * 32, TokenCount(60), Position(8))
-    prompt = Prompt.of_items([*KNOWN[:20], image, *OTHER])
+    prompt = prompt_of([*KNOWN[:20], image, *OTHER])
     tree = Tree()
-    tree.grow(tree.root(""), Prompt.of_items([*KNOWN[:20], image, *KNOWN[20:]]), 100)
+    tree.grow(tree.root(""), prompt_of([*KNOWN[:20], image, *KNOWN[20:]]), 100)
     seen = ReadFacts(prompt, tree.match("", prompt, 0), 0)
-    found = explain(seen).counted(prompt.n_tokens)
-    assert found.n_shared == 80 and found.first_different is not None and found.first_different.at == 80
+    found = counted(explain(seen, numbers), prompt.n_tokens)
+    assert found.n_shared == 80 and found.diverged is not None and found.diverged.at == 80
 
 
 def test_every_reason_has_words_and_a_code_of_its_own():
@@ -207,15 +221,15 @@ def test_the_edited_item_is_the_first_that_differs():
     with open_core() as core:
         run(core, HISTORY)
         found = run(core, edited).why
-        assert found is not None and found.first_different is not None and found.first_different.at == 300
-        assert found.first_different.known.codes.tolist() == HISTORY[300:316]
+        assert found is not None and found.diverged is not None and found.diverged.at == 300
+        assert found.diverged.known == shown(core, HISTORY[300:316])
 
 
 def test_another_namespace_learns_nothing():
     with open_core() as core:
         run(core, HISTORY, namespace="a")
         found = run(core, HISTORY, namespace="b").why
-        assert found == Why(Reason.NEW, n_kv=0)
+        assert found == ReadReason(Reason.NEW, n_kv=0)
 
 
 def test_checkpoints_that_are_off_are_named():
@@ -271,7 +285,7 @@ def test_what_was_erased_is_not_remembered():
     with open_core(n_slots=1) as core:
         run(core, HISTORY)
         slot_io.erase(core, core.slots[0], "")
-        assert run(core, HISTORY).why == Why(Reason.NEW, n_kv=0)
+        assert run(core, HISTORY).why == ReadReason(Reason.NEW, n_kv=0)
 
 
 @pytest.mark.parametrize("ram_bytes", [0, 1 << 19, 64 << 20])
@@ -289,10 +303,12 @@ def test_whatever_happens_nothing_is_claimed_that_was_not_read(ram_bytes):
             why = result.why
             assert why is not None and result.n_cached <= result.n_shared <= why.n_shared
             assert why.n_shared <= max((_common(prompt, each) for each in read[space]), default=0)
-            if why.first_different is not None:
-                at, known = why.first_different.at, why.first_different.known.codes.tolist()
-                assert known[0] != prompt[at] and why.first_different.given.codes.tolist() == prompt[at : at + N_SHOWN]
-                assert any(each[:at] == prompt[:at] and each[at : at + len(known)] == known for each in read[space])
+            if why.diverged is not None:
+                at, known = why.diverged.at, why.diverged.known
+                assert why.diverged.given == shown(core, prompt[at : at + N_SHOWN]) != known
+                others = [each[at : at + N_SHOWN] for each in read[space] if each[:at] == prompt[:at]]
+                others = [each for each in others if each[:1] != prompt[at : at + 1]]
+                assert known in {shown(core, each[:n]) for each in others for n in range(1, N_SHOWN + 1)}
             seen.add(why.reason)
             read[space].append([*prompt, *result.tokens])
     assert len(seen) >= 3
@@ -335,7 +351,7 @@ def test_a_damaged_object_is_named(tmp_path):
 def test_what_is_kept_for_another_fingerprint_is_named_to_its_namespace_alone(tmp_path):
     one_kept(tmp_path, flash_attention="off")
     with kept_core(tmp_path, flash_attention="on") as core:
-        assert run(core, HISTORY, namespace="other").why == Why(Reason.NEW, n_kv=0)
+        assert run(core, HISTORY, namespace="other").why == ReadReason(Reason.NEW, n_kv=0)
         assert reason(core, text(9, 300)) is Reason.NEW
         found = run(core, HISTORY).why
         assert found is not None and (found.reason, found.n_shared) == (Reason.FINGERPRINT, 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from everwarm.config import Constraint, Sampling, Thought
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.cut_hints import CutHints
+from everwarm.engine.process.messages import CutHints
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge
 from everwarm.state.policy import CheckpointParams
@@ -30,10 +30,10 @@ TO_ENGINE = [
     m.Count(5, "x <p>", True, "<p>", (m.SentImage(b"d" * 32, 2, 2, b""),)),
     m.Prewarm("x", namespace="n", session="s"),
     m.Detokenize(6, [1, 2]),
-    m.AskSlots(7),
-    m.AskStats(8),
+    m.Inspect(7, "slots", "a"),
+    m.Inspect(8, "counts"),
     m.SlotAction(9, 1, "restore", "a.bin", "n"),
-    m.AskCache(10),
+    m.Inspect(10, "cache"),
     m.AskTree(11, 5, after=1 << 52, namespace="ab", words_of="ab", alone=True),
     m.CacheOrder(12, "pin", 7),
     m.CacheOrder(13, "drop", namespace="ab", pin_quota=0.5),
@@ -41,8 +41,8 @@ TO_ENGINE = [
 ]
 TO_GATEWAY = [
     m.Loading(0.5),
-    m.Ready(INFO),
-    m.Changed("m.gguf was changed"),
+    INFO,
+    m.Fatal("m.gguf was changed", "model_changed"),
     m.Fatal("why"),
     m.Beat(None, 0, 0),
     m.Beat(1.5, 2, 3),

@@ -194,12 +194,10 @@ def test_hints_cost_a_text_a_bounded_number_of_times(monkeypatch):
 
 
 @pytest.fixture
-def wires(monkeypatch) -> Iterator[tuple[Wire, socket.socket]]:
-    monkeypatch.setattr(m, "MAX_FRAME_BYTES", 1000)
-    monkeypatch.setattr(m, "MAX_ANSWER_BYTES", 1000)
+def wires() -> Iterator[tuple[Wire, socket.socket]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Wire(theirs), ours
+        yield Wire(theirs, max_read=1000, max_sent=1000), ours
 
 
 def heard(sock: socket.socket) -> m.ToGateway:

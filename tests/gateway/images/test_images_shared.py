@@ -166,7 +166,7 @@ async def test_many_choices_bring_an_image_once_and_another_namespace_brings_its
                 return lender.n_lent
 
             async def n_encoded() -> int:
-                return int((await supervisor.ask(m.AskStats))["n_pictures_encoded"])
+                return int((await supervisor.ask(m.Inspect, what="counts"))["n_pictures_encoded"])
 
             await supervisor.wait_ready()
             assert await ask("a", 6, "what?") == 1 and images.n_decoded == 1 and await n_encoded() == 1

@@ -40,8 +40,14 @@ def paths(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def files(paths: list[Path]) -> Iterator[FileWatch]:
-    with FileWatch(paths) as watch:
+def heard() -> list[str]:
+    """What was said when the files were touched and are the same."""
+    return []
+
+
+@pytest.fixture
+def files(paths: list[Path], heard: list[str]) -> Iterator[FileWatch]:
+    with FileWatch(paths, lambda: heard.append("the same")) as watch:
         assert [watch.digest(path) for path in paths] == [file_digest(path) for path in paths]
         yield watch
 
@@ -87,9 +93,7 @@ def test_overwritten_and_put_back_between_two_looks_spoils_what_ran_meanwhile_on
 
 
 @pytest.mark.parametrize("how", ["touch", "chmod", "link", "replace", "remove"])
-def test_what_leaves_the_bytes_alone_changes_nothing(files, paths, tmp_path, how: str) -> None:
-    heard: list[str] = []
-    files.on_same = lambda: heard.append(how)
+def test_what_leaves_the_bytes_alone_changes_nothing(files, paths, tmp_path, heard, how: str) -> None:
     digest, before = files.digest(paths[0]), files.before_use()
     match how:
         case "touch":
@@ -104,7 +108,7 @@ def test_what_leaves_the_bytes_alone_changes_nothing(files, paths, tmp_path, how
         case "remove":
             paths[0].unlink()
     assert files.look() != before, "this test could not fail"
-    assert files.is_right() and heard == [how]
+    assert files.is_right() and heard == ["the same"]
     assert files.digest(paths[0]) == digest, "it is the file that was opened, whatever its name leads to"
     if how in ("touch", "chmod", "link"):
         assert files.identity(paths[0]) == file_identity(paths[0])

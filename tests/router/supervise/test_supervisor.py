@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, time
 
 
 async def nobody_is_processing(supervisor: Supervisor) -> bool:
-    return not any(slot["is_processing"] for slot in await supervisor.ask(m.AskSlots))
+    return not any(slot["is_processing"] for slot in await supervisor.ask(m.Inspect, what="slots"))
 
 
 def kill(supervisor: Supervisor, sig: signal.Signals = signal.SIGKILL) -> int:
@@ -390,11 +390,11 @@ def test_where_half_is_not_enough_the_ram_tier_begins_empty(monkeypatch):
 
 
 async def ram_budget(supervisor: Supervisor) -> int:
-    return int((await supervisor.ask(m.AskStats))["ram_budget_bytes"])
+    return int((await supervisor.ask(m.Inspect, what="counts"))["ram_budget_bytes"])
 
 
 async def is_settled(supervisor: Supervisor) -> bool:
-    stats = await supervisor.ask(m.AskStats)
+    stats = await supervisor.ask(m.Inspect, what="counts")
     return bool(stats["ram_arena_bytes"] > 0 and stats["ram_n_waiting"] == 0 and stats["ram_bytes"] > 0)
 
 

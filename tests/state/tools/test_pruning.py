@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from everwarm.state.store.folder_meta import FolderAbout, folder_name, write_abo
 from everwarm.state.store.object import SUFFIX
 from everwarm.state.tools import pruning
 from everwarm.state.tools.inventory import read_folder
-from everwarm.state.tools.pruning import PruneRequest, choose
+from everwarm.state.tools.pruning import choose
 from support.crash_writer import FINGERPRINT, STEP, Thing, conversation, in_memory, kv, state
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -42,10 +43,10 @@ def use(place: Path, ages: dict[str, float]) -> None:
         os.utime(path, (at, at))
 
 
-def pruned(place: Path, wish: PruneRequest) -> set[str]:
+def pruned(place: Path, **wish: Any) -> set[str]:
     """What is left."""
     with pruning.holding([place]):
-        pruning.remove(choose([read_folder(place)], wish, NOW))
+        pruning.remove(choose([read_folder(place)], NOW, **wish))
     return {path.name for path in place.glob(f"*{SUFFIX}")}
 
 
@@ -55,13 +56,13 @@ def test_a_state_goes_with_the_kv_that_only_it_needs(place):
     other = conversation(2)
     fill(place, first, second, deep, shallow, *other)
     use(place, {deep.name: 1000.0, other[-1].name: 1000.0})
-    assert pruned(place, PruneRequest(used_since=NOW - 500)) == {first.name, shallow.name}
+    assert pruned(place, used_since=NOW - 500) == {first.name, shallow.name}
 
 
 def test_nothing_that_is_in_use_goes(place):
     fill(place, *conversation(1), *conversation(2))
     use(place, {})
-    assert len(pruned(place, PruneRequest(keep_bytes=PLENTY, used_since=NOW - 500))) == 4
+    assert len(pruned(place, keep_bytes=PLENTY, used_since=NOW - 500)) == 4
 
 
 def test_what_nobody_can_use_goes_first(place):
@@ -71,7 +72,7 @@ def test_what_nobody_can_use_goes_first(place):
     damaged.write_bytes(b"nothing")
     unreadable = place / kv(10).name
     unreadable.symlink_to(damaged)
-    assert pruned(place, PruneRequest(keep_bytes=PLENTY)) == {
+    assert pruned(place, keep_bytes=PLENTY) == {
         *(thing.name for thing in conversation(1)),
         unreadable.name,
     }
@@ -82,9 +83,9 @@ def test_what_saves_least_time_for_its_size_and_age_goes_first(place):
     fill(place, *old, *long, *large)
     use(place, {old[-1].name: 1e6})
     sizes = [sum(thing.size for thing in things) for things in (old, long, large)]
-    assert pruned(place, PruneRequest(keep_bytes=sum(sizes) - 1)) == {thing.name for thing in (*long, *large)}
-    assert pruned(place, PruneRequest(keep_bytes=sizes[1] + sizes[2] - 1)) == {thing.name for thing in long}
-    assert pruned(place, PruneRequest(keep_bytes=0)) == set()
+    assert pruned(place, keep_bytes=sum(sizes) - 1) == {thing.name for thing in (*long, *large)}
+    assert pruned(place, keep_bytes=sizes[1] + sizes[2] - 1) == {thing.name for thing in long}
+    assert pruned(place, keep_bytes=0) == set()
 
 
 def test_a_slow_models_states_are_worth_more(place):
@@ -95,13 +96,13 @@ def test_a_slow_models_states_are_worth_more(place):
         use(places[fingerprint], {})
         write_about(places[fingerprint], FolderAbout(fingerprint=fingerprint, seconds_per_token=speed))
     total = sum(thing.size for i in (1, 2) for thing in conversation(i))
-    doomed = choose([read_folder(path) for path in places.values()], PruneRequest(keep_bytes=total - 1), NOW)
+    doomed = choose([read_folder(path) for path in places.values()], NOW, keep_bytes=total - 1)
     assert {item.path.parent for item in doomed} == {place}
 
 
 def test_states_go_before_the_kv_they_need(place):
     fill(place, *conversation(1, n_kv=3), *conversation(2))
-    doomed = choose([read_folder(place)], PruneRequest(keep_bytes=0), NOW)
+    doomed = choose([read_folder(place)], NOW, keep_bytes=0)
     assert [item.is_state for item in doomed] == [True, True, False, False, False, False]
 
 
@@ -119,7 +120,7 @@ def test_random_directories_stay_whole_and_within_what_is_kept(place, seed):
     use(place, {name: rng.uniform(0, 1e5) for name in things})
     ages = {path.name: NOW - path.stat().st_mtime for path in place.glob(f"*{SUFFIX}")}
     keep, oldest = rng.choice((None, rng.randint(0, 300_000))), rng.choice((None, rng.uniform(0, 1e5)))
-    left = pruned(place, PruneRequest(keep, None if oldest is None else NOW - oldest))
+    left = pruned(place, keep_bytes=keep, used_since=None if oldest is None else NOW - oldest)
     states = [things[name] for name in left if name.startswith("state")]
     needed = {need for thing in states for need in thing.header.needs}
     assert needed == {name for name in left if name.startswith("kv")}, "KV without a state, or a state without its KV"

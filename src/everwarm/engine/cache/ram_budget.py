@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from everwarm.engine.inspect.checkpoint_stats import CheckpointJournal
+from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.slots import Residents
 from everwarm.llama.model import MemoryKind
@@ -32,7 +32,7 @@ class RamBudget:
         kind: MemoryKind,
         residents: Residents,
         speed: ReadSpeed,
-        journal: CheckpointJournal,
+        stats: CheckpointStats,
     ) -> None:
         """``namespace_share``: the most that each namespace may take of it."""
         self.n_bytes = n_bytes
@@ -41,7 +41,7 @@ class RamBudget:
         self._kind = kind
         self._residents = residents
         self._speed = speed
-        self._journal = journal
+        self._stats = stats
         self._n_lifted = 0
         self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
 
@@ -101,12 +101,12 @@ class RamBudget:
         node.evicted = True
         if not is_state:
             if node.segment is not None:
-                self._journal.stats.evicted("ram_budget")
+                self._stats.evicted("ram_budget")
                 self._tree.drop_segment(node)
         elif checkpoint is not None and checkpoint.parked is not None:
             self._tree.drop_state(node)
         elif checkpoint is not None:
-            self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
+            self._stats.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
 
     def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
         kind = self._kind

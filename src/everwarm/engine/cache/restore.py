@@ -16,8 +16,8 @@ from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.provenance import cover, entry, is_exact, is_part_of
 from everwarm.engine.cache.ram_writer import RamWriter
-from everwarm.engine.inspect.checkpoint_stats import CheckpointStats
-from everwarm.engine.request import CheckpointUse
+from everwarm.engine.inspect.stats import CheckpointStats
+from everwarm.engine.process.messages import CheckpointUse
 from everwarm.engine.slots import Residents, Slot
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import ContextFull, KvMissing, MemoryFault
@@ -185,7 +185,7 @@ class Restorer:
             return None
         slot.hold_as(goal.prompt.first(own))
         self._checkpointer.note_continued(slot.node)
-        return Restored(own, CheckpointUse(slot.n_fed, None, "in place"))
+        return Restored(own, CheckpointUse(slot.n_fed, "end", "in place"))
 
     def _stay_at_end(self, slot: Slot, goal: Goal) -> Restored | None:
         node = slot.node
@@ -197,7 +197,9 @@ class Restorer:
         slot.hold_as(goal.prompt)
         self._checkpointer.note_restored(node, "in place")
         self._checkpointer.note_continued(node)
-        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, "in place"), checkpoint.logits)
+        return Restored(
+            node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind.value, "in place"), checkpoint.logits
+        )
 
     def _try(
         self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[RestoreSource]
@@ -218,7 +220,7 @@ class Restorer:
             self._checkpointer.note_restored(node, how)
             self._checkpointer.note_continued(node)
         logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
-        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind, how), logits)
+        return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind.value, how), logits)
 
     def _restore(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[RestoreSource]) -> str:
         checkpoint = node.checkpoint
@@ -254,7 +256,7 @@ class Restorer:
         is_known = history is not None and n_items_of(history) == n  # not if it was cut inside a chunk
         self._stand(slot, goal, match.path, n, history if is_known and history else ())
         how = f"from {goal.tier}" if n and n == goal.n_brought else how
-        return Restored(n, CheckpointUse(n, None, how) if n else None)
+        return Restored(n, CheckpointUse(n, "end", how) if n else None)
 
     @staticmethod
     def _clean_kv(match: Match) -> int:

@@ -1,6 +1,6 @@
-"""What the cache API shows: numbers, and the tree page by page. Reads only; decides and changes nothing.
+"""The tree as the cache API shows it, page by page. Reads only; decides and changes nothing.
 
-``summary`` and ``turn_page`` run on the loop's thread and do a bounded amount of work there. ``finish`` looks up the
+``turn_page`` runs on the loop's thread and does a bounded amount of work there. ``finish_page`` looks up the
 expensive parts, texts and what is on disk, on another thread, from immutable values.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,12 +16,13 @@ import msgspec
 
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.disk_view import DiskSnapshot, DiskView, TreeSnapshot, with_pauses
+from everwarm.engine.inspect.report import version_of
 from everwarm.engine.process import messages as m
 from everwarm.errors import TreeChanged
+from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import SHORT_NAMESPACE
-from everwarm.state.null_tiers import NullDisk
-from everwarm.state.tree import Node
+from everwarm.state.tree import Node, Tree
 
 MAX_PAGE = 1000
 N_WORDS = 24  # tokens of a node that are shown
@@ -33,81 +34,6 @@ _TIERS: dict[tuple[bool, bool], tuple[str, ...]] = {
 }
 
 Number = Callable[[int], int]  # a core's request id to the gateway's number
-
-
-def version_of(core: Core) -> int:
-    """Changes with everything in RAM or on disk."""
-    return core.tree.census.version + core.tier_writer.disk.version
-
-
-def summary(core: Core) -> dict[str, Any]:
-    census, stats = core.tree.census, core.checkpoint_stats
-    n_parked = len(core.spares.parked())
-    ram = {
-        "bytes": core.tree.ram_bytes,
-        "budget_bytes": core.ram_budget.n_bytes,
-        "n_states": census.n_states,
-        "n_segments": census.n_segments,
-    }
-    return {
-        "version": version_of(core),
-        "n_nodes": len(census.by_id),
-        "engine": {
-            "n_slots": len(core.slots),
-            "n_running": sum(slot.request is not None and not slot.request.ask.ahead for slot in core.slots),
-            "n_queued": len(core.queue),
-            "n_ctx": core.context.n_ctx,
-            "n_cells_used": core.context.cells.used,
-        },
-        "tiers": {
-            "device": {"n_states": n_parked, "n_cells": core.context.cells.used},
-            "ram": ram,
-            "disk": _disk(core),
-        },
-        "evictions": sum(evictions(core).values()),
-        "quarantines": stats.n_quarantined,
-        "prewarm": {
-            "turns": core.counts.n_prewarms,
-            "used": stats.n_prewarms_used,
-            "interrupted": core.counts.n_prewarms_interrupted,
-            "tokens": core.counts.n_prewarm_tokens,
-        },
-        "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
-    }
-
-
-def _disk(core: Core) -> dict[str, Any] | None:
-    """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
-    disk = core.tier_writer.disk
-    if isinstance(disk, NullDisk):
-        reason = core.tier_writer.degraded
-        return None if reason is None else _NO_DISK | {"reason": reason}
-    return {
-        "bytes": disk.n_bytes,
-        "budget_bytes": disk.budget_bytes,
-        "n_objects": len(disk.names()),
-        "written_bytes": disk.counts.n_bytes_written,
-        "write_budget_bytes": disk.write_budget or None,
-        "written_today_bytes": disk.n_written_today if disk.write_budget else None,
-        "degraded": disk.degraded is not None,
-        "reason": disk.degraded,
-    }
-
-
-_NO_DISK = {
-    "bytes": 0,
-    "budget_bytes": 0,
-    "n_objects": 0,
-    "written_bytes": 0,
-    "write_budget_bytes": None,
-    "written_today_bytes": None,
-    "degraded": True,
-}
-
-
-def evictions(core: Core) -> dict[str, int]:
-    """How many usable checkpoints were evicted, by reason."""
-    return {**core.checkpoint_stats.evictions, "disk_budget": core.tier_writer.disk.counts.n_evicted}
 
 
 # the tree
@@ -153,7 +79,7 @@ def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     if question.after is not None and (first is None or is_hidden) and not is_on_disk:
         raise tree_changed()
     shown = {name: root for name, root in core.tree.namespaces().items() if root.children or root.id in moment.running}
-    view = view_of(core, shown)
+    view = view_of(core.tree, shown)
     n_total = len(census.by_id) - (len(core.tree.roots()) - len(shown))
     roots = [root for name, root in shown.items() if name.startswith(question.namespace)]
     nodes = [] if is_on_disk else list(islice(walk(roots, first), question.limit + 1))
@@ -168,13 +94,12 @@ def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     return NodePage(version_of(core), n_total, following, rows, view, question)
 
 
-def view_of(core: Core, shown: dict[str, Node] | None = None) -> TreeSnapshot:
-    """What another thread needs to know of the tree. ``shown``: the roots that people see."""
-    roots = core.tree.namespaces()
+def view_of(tree: Tree, shown: dict[str, Node] | None = None) -> TreeSnapshot:
+    """Taken when ``DiskView.copy_places`` has nothing left to do. ``shown``: the roots that people see."""
+    roots = tree.namespaces()
     names = {root.id: name for name, root in roots.items()}
     seen = {name: root for name, root in roots.items() if root.children} if shown is None else shown
-    nodes = list(core.tree.census.by_id.values())
-    return TreeSnapshot(nodes, names, {name: root.id for name, root in seen.items()})
+    return TreeSnapshot(list(tree.census.by_id), names, {name: root.id for name, root in seen.items()})
 
 
 def tree_changed() -> TreeChanged:
@@ -246,51 +171,42 @@ def _row(node: Node, namespace: str, moment: _Snapshot, *, with_words: bool) -> 
 # on another thread
 
 
-@dataclass(slots=True)
-class CacheView:
-    """Completes pages with what is on disk, and with words."""
+def finish_page(page: NodePage, disk: DiskView, vocab: Vocab) -> m.TreeSeen:
+    """Completes a page with what is on disk, and with words. ``TreeChanged`` as for ``turn_page``."""
+    snapshot = disk.snapshot(page.view)
+    question, found, following = page.question, page.rows, page.next
+    if snapshot.files.names:
+        found = [_with_disk(row, snapshot, disk) for row in with_pauses(page.rows)]
+    rows = found if question.words_of is None else with_pauses(found)
+    nodes = [_with_words(row, vocab) if row.with_words else row.seen for row in rows]
+    on_disk = (n for n in snapshot.tree.nodes if not question.alone or snapshot.is_in(n.space, question.namespace))
+    n_total = page.n_total + sum(1 for _ in on_disk)
+    if following is None:
+        room = question.limit - len(nodes)
+        more = disk.rows(snapshot, question, room + 1)
+        if more is None:
+            raise tree_changed()
+        following = more.pop().id if len(more) > room else None
+        nodes += more
+    return m.TreeSeen(page.version, n_total, following, nodes)
 
-    core: Core
-    disk: DiskView = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.disk = DiskView(self.core)
+def _with_disk(row: NodeRow, snapshot: DiskSnapshot, disk: DiskView) -> NodeRow:
+    seen = row.seen
+    kept = snapshot.state_at(seen.id)
+    changes: dict[str, Any] = {"n_children": seen.n_children + snapshot.tree.n_children[seen.id]}
+    if kept is not None and seen.kind is not None:
+        changes["state_tiers"] = (*seen.state_tiers, "disk")
+    elif kept is not None and (about := disk.about(kept.name)) is not None and about.cut:
+        state = {"kind": about.cut, "state_tiers": ("disk",), "state_bytes": kept.size}
+        changes |= {**state, "last_use": kept.used_at, "hits": kept.hits}
+    if row.segment_name in snapshot.files.names:
+        changes["kv_tiers"] = (*seen.kv_tiers, "disk")
+    return msgspec.structs.replace(row, seen=msgspec.structs.replace(seen, **changes))
 
-    def finish(self, page: NodePage) -> m.TreeSeen:
-        """``TreeChanged`` as for ``turn_page``."""
-        snapshot = self.disk.snapshot(page.view)
-        found = page.rows
-        if snapshot.files.names:
-            found = [self._with_disk(row, snapshot) for row in with_pauses(page.rows)]
-        rows = found if page.question.words_of is None else with_pauses(found)
-        nodes = [self._with_words(row) if row.with_words else row.seen for row in rows]
-        following = page.next
-        question = page.question
-        on_disk = (n for n in snapshot.tree.nodes if not question.alone or snapshot.is_in(n.space, question.namespace))
-        n_total = page.n_total + sum(1 for _ in on_disk)
-        if following is None:
-            more = self.disk.rows(snapshot, question, question.limit - len(nodes))
-            if more is None:
-                raise tree_changed()
-            nodes += more.nodes
-            following = more.next
-        return m.TreeSeen(page.version, n_total, following, nodes)
 
-    def _with_disk(self, row: NodeRow, snapshot: DiskSnapshot) -> NodeRow:
-        seen = row.seen
-        kept = snapshot.state_at(seen.id)
-        changes: dict[str, Any] = {"n_children": seen.n_children + snapshot.tree.n_children[seen.id]}
-        if kept is not None and seen.kind is not None:
-            changes["state_tiers"] = (*seen.state_tiers, "disk")
-        elif kept is not None and (about := self.disk.about(kept.name)) is not None and about.cut:
-            state = {"kind": about.cut, "state_tiers": ("disk",), "state_bytes": kept.size}
-            changes |= {**state, "last_use": kept.used_at, "hits": kept.hits}
-        if row.segment_name in snapshot.files.names:
-            changes["kv_tiers"] = (*seen.kv_tiers, "disk")
-        return msgspec.structs.replace(row, seen=msgspec.structs.replace(seen, **changes))
-
-    def _with_words(self, row: NodeRow) -> m.NodeSeen:
-        start, stop = row.span
-        codes = [code for code in row.path.codes[start : min(stop, start + N_WORDS)].tolist() if code >= 0]
-        text = self.core.model.vocab.detokenize(codes).decode("utf-8", "replace")
-        return msgspec.structs.replace(row.seen, words=" ".join(text.split()))
+def _with_words(row: NodeRow, vocab: Vocab) -> m.NodeSeen:
+    start, stop = row.span
+    codes = [code for code in row.path.codes[start : min(stop, start + N_WORDS)].tolist() if code >= 0]
+    text = vocab.detokenize(codes).decode("utf-8", "replace")
+    return msgspec.structs.replace(row.seen, words=" ".join(text.split()))

@@ -1,23 +1,26 @@
 """The states that are only on disk, as nodes of the tree: what the index knows places them, their headers describe them.
 
-Everything here runs on a thread of its own, beside the loop: it reads headers, never KV or states, and remembers them.
-An object that is removed meanwhile, or whose header is damaged, is not shown. Nothing is built before the first request
-for the tree.
+Everything here but ``copy_places`` runs on a thread of its own, beside the loop: it reads headers, never KV or states, and
+remembers them. It never reads the tree, which changes meanwhile: the loop's thread copies what is needed of it. An object
+that is removed meanwhile, or whose header is damaged, is not shown. Nothing is built before the first request for the tree.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
+from everwarm.engine.tiers.tier_writer import TierWriter
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk_tree import DiskNode, DiskTree, TreePoint, build_disk_tree, kv_on_path
 from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
 from everwarm.state.namespace import SHORT_NAMESPACE
@@ -25,9 +28,10 @@ from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.disk import Pin
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
-from everwarm.state.tree import Node
+from everwarm.state.tree import Tree
 
 PAUSE_EVERY, LONG_PAUSE_EVERY = 32, 128  # things between two pauses; of the simple ones
+MOST_COPIED = 2048  # places, between two steps of the loop
 MOST_POINTS = 1 << 16  # remembered points of removed nodes
 MOST_HEADERS = 1 << 14
 BETWEEN = " … "  # the beginning and the end of a text
@@ -37,16 +41,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """A copy of the tree's structure. Nodes may have changed since, but not their places."""
+    """Which nodes and namespaces the tree had at a moment."""
 
-    nodes: list[Node]  # the newest last
+    ids: list[int]  # of all nodes, the newest last
     names: dict[int, str]  # namespaces by the ids of their roots
     roots: dict[str, int]  # the ids of the roots that are shown, by namespace
 
     @property
     def members(self) -> tuple[int, ...]:
         """Changes with the set of nodes: a new one has a greater id than all before."""
-        return len(self.nodes), self.nodes[-1].id if self.nodes else 0, *self.roots.values()
+        return len(self.ids), self.ids[-1] if self.ids else 0, *self.roots.values()
+
+
+class NodePlace(NamedTuple):
+    """Where a node is in the tree. That never changes while the node exists."""
+
+    id: int
+    path: Prompt
+    n_items: int
+    namespace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +113,42 @@ class DiskSnapshot:
 EMPTY = DiskSnapshot(StoredFiles(0, frozenset(), [], {}, frozenset()), DiskTree(), {}, {}, "")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    nodes: list[m.NodeSeen]
-    next: int | None
-
-
 @dataclass(slots=True)
 class DiskView:
-    core: Core
+    writer: TierWriter
+    most_copied: int = MOST_COPIED
+    _places: queue.SimpleQueue[NodePlace] = field(default_factory=queue.SimpleQueue)  # copied, and not looked at yet
+    _last_copied: int = 0  # the id of the newest node whose place was copied
     _points: dict[int, tuple[Point, TreePoint]] = field(default_factory=dict)  # of nodes in RAM, by id
     _headers: dict[str, DiskNodeMeta] = field(default_factory=dict)
     _spaces: dict[str, str] = field(default_factory=dict)
     _files: StoredFiles | None = None
     _last: tuple[tuple[object, ...], DiskSnapshot] | None = None
 
+    def copy_places(self, tree: Tree) -> bool:
+        """On the loop's thread, before a ``TreeSnapshot`` is taken: copies the places of nodes that came since the last
+        time, a bounded number of them. False: there are more."""
+        if not self.writer.disk.is_on and not self.writer.is_opening:
+            self._last_copied = 0
+            return True
+        new = []
+        for node in reversed(tree.census.by_id.values()):  # a newer node has a greater id
+            if node.id <= self._last_copied:
+                break
+            new.append(node)
+        names = {root.id: name for name, root in tree.namespaces().items()} if new else {}
+        oldest = new[-self.most_copied :]
+        for node in reversed(oldest):
+            if node.parent is not None:
+                self._places.put(NodePlace(node.id, node.path, node.n_items, names.get(node.root().id, "")))
+            self._last_copied = node.id
+        return len(oldest) == len(new)
+
+    # on another thread
+
     def snapshot(self, view: TreeSnapshot) -> DiskSnapshot:
         """What is on disk now. The same as before while nothing has changed."""
-        writer = self.core.tier_writer
+        writer = self.writer
         disk = writer.disk
         if not disk.is_on:
             return EMPTY
@@ -130,25 +161,29 @@ class DiskView:
         return self._last[1]
 
     def _learn_points(self, view: TreeSnapshot, fingerprint: str) -> None:
-        if len(self._points) > MOST_POINTS + len(view.nodes):
-            alive = {node.id for node in view.nodes}
+        if len(self._points) > MOST_POINTS + len(view.ids):
+            alive = set(view.ids)
             self._points = {id: point for id, point in self._points.items() if id in alive}
-        new: dict[tuple[int, str], list[Node]] = defaultdict(list)
-        for node in with_pauses(view.nodes, LONG_PAUSE_EVERY):
-            if node.id not in self._points and node.parent is not None:
-                new[id(node.path), view.names.get(node.root().id, "")].append(node)
+        new: dict[tuple[int, str], list[NodePlace]] = defaultdict(list)
+        for place in with_pauses(self._new_places(), LONG_PAUSE_EVERY):
+            new[id(place.path), place.namespace].append(place)
         for (_, namespace), same in with_pauses(new.items()):  # one pass over what they have in common
             root = root_key(fingerprint, namespace)
-            named = keys(root, same[0].path, {node.n_items for node in same})
-            for node in same:
-                point = TreePoint(node.id, node.n_items, short_key(root))
-                self._points[node.id] = point_of(named[node.n_items], node.n_items), point
+            named = keys(root, same[0].path, {place.n_items for place in same})
+            for place in same:
+                point = TreePoint(place.id, place.n_items, short_key(root))
+                self._points[place.id] = point_of(named[place.n_items], place.n_items), point
+
+    def _new_places(self) -> Iterator[NodePlace]:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._places.get_nowait()
 
     def _build(self, view: TreeSnapshot, files: StoredFiles, fingerprint: str) -> DiskSnapshot:
         for name in view.names.values():
             self._spaces[short_key(root_key(fingerprint, name))] = name
         roots = {short_key(root_key(fingerprint, name)): id for name, id in view.roots.items()}
-        in_ram = dict(self._points[node.id] for node in view.nodes if node.parent is not None)
+        in_ram = dict(self._points[id] for id in view.ids if id in self._points)
         tree = build_disk_tree(
             files.states, files.kv_sizes, in_ram, roots, partial(with_pauses, every=LONG_PAUSE_EVERY)
         )
@@ -172,14 +207,14 @@ class DiskView:
         if not namespace:
             return None
         snapshot = self.snapshot(view)
-        disk = self.core.tier_writer.disk
+        disk = self.writer.disk
         there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()}
         return frozenset(space for space in (*there, *snapshot.spaces) if snapshot.is_in(space, namespace))
 
     # rows
 
-    def rows(self, snapshot: DiskSnapshot, question: m.AskTree, room: int) -> Rows | None:
-        """At most ``room`` rows, from ``after`` on or from the beginning. None: there is no such node."""
+    def rows(self, snapshot: DiskSnapshot, question: m.AskTree, most: int) -> list[m.NodeSeen] | None:
+        """At most so many rows, from ``after`` on or from the beginning. None: there is no such node."""
         nodes, after = snapshot.tree.nodes, question.after
         at = 0
         if after is not None and after < 0:
@@ -191,22 +226,22 @@ class DiskView:
         for node in with_pauses(nodes[at:]):
             if not snapshot.is_in(node.space, question.namespace):
                 continue
-            if len(found) == room:
-                return Rows(found, node.id)
+            if len(found) == most:
+                break
             about = None if node.kept is None else self.about(node.kept.name)
             if node.kept is not None and about is None:
                 gone[node.id] = node
             else:
                 with_words = question.words_of is not None and snapshot.is_in(node.space, question.words_of)
                 found.append(_seen(_above(node, gone), about, snapshot, with_words=with_words))
-        return Rows(found, None)
+        return found
 
     def about(self, name: str) -> DiskNodeMeta | None:
         """None: it is gone, or damaged."""
         about = self._headers.get(name)
         if about is None:
             try:
-                with self.core.tier_writer.disk.reading(name) as reader:
+                with self.writer.disk.reading(name) as reader:
                     about = _about(reader.header)
             except Damaged:
                 return None

@@ -1,48 +1,23 @@
 """Why a request read what it read, as one of a few codes. Pure: what was known, what was restored, what was allowed.
 
 A prompt's tokens are of three sorts: restored, known but read again, and never read before. The reason explains the
-larger part of what was read. Counts are items of the prompt. Knows no text: what differs is named by its items;
-``diagnostics`` turns them into text.
+larger part of what was read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from everwarm.engine.inspect.reasons import N_SHOWN, Reason
+import msgspec
+
+from everwarm.engine.process.messages import N_SHOWN, Diverged, ReadReason, Reason
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.ghosts import Parting
 from everwarm.state.policy import GUARD
 from everwarm.state.tree import Match
 
-
-@dataclass(frozen=True, slots=True)
-class Different:
-    """The first item that differs, with its surroundings: what comes before, what was known, what was given."""
-
-    at: int
-    before: Prompt
-    known: Prompt
-    given: Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Why:
-    reason: Reason
-    again: Reason | None = None  # why items that were known were read again, if more than a few were
-    n_shared: int = 0  # items that were ever read, whether or not anything is left of them
-    n_kv: int | None = None  # items whose KV was available; None: this model has none
-    n_checkpoint: int = 0  # items up to its deepest kept state, usable or not
-    first_different: Different | None = None
-
-    def counted(self, n_tokens: Callable[[int], int]) -> Why:
-        """The same with every number of items as tokens."""
-        n_kv = None if self.n_kv is None else n_tokens(self.n_kv)
-        shown = self.first_different
-        different = None if shown is None else replace(shown, at=n_tokens(shown.at))
-        counts = n_tokens(self.n_shared), n_kv, n_tokens(self.n_checkpoint)
-        return Why(self.reason, self.again, *counts, different)
+TextOf = Callable[[Prompt], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +48,30 @@ class ReadFacts:
         return max(self.match.n_shared, self.n_forgotten, self.n_passed, self.n_spoilt, self.n_cached)
 
 
-def explain(seen: ReadFacts) -> Why:
+def explain(seen: ReadFacts, text_of: TextOf) -> ReadReason:
+    """Counts are items of the prompt."""
     again = _why_again(seen)
     parting = _parting(seen)
     kept = [n.n_items for n in (*seen.match.usable, *seen.match.path) if n.checkpoint and n.n_items <= seen.n_known]
-    return Why(
+    return ReadReason(
         _main_reason(seen, again, parting),
         again,
         seen.n_known,
         min(seen.match.n_kv, len(seen.prompt)) if seen.has_attention else None,
         max((*kept, *(node.n_items for node in seen.match.usable)), default=0),
-        None if parting is None else _different(seen.prompt, parting),
+        diverged=None if parting is None else _diverged(seen.prompt, parting, text_of),
+    )
+
+
+def counted(why: ReadReason, n_tokens: Callable[[int], int]) -> ReadReason:
+    """The same with every number of items as tokens."""
+    diverged = why.diverged
+    return msgspec.structs.replace(
+        why,
+        n_shared=n_tokens(why.n_shared),
+        n_kv=None if why.n_kv is None else n_tokens(why.n_kv),
+        n_checkpoint=n_tokens(why.n_checkpoint),
+        diverged=None if diverged is None else msgspec.structs.replace(diverged, at=n_tokens(diverged.at)),
     )
 
 
@@ -149,7 +137,8 @@ def _parting(seen: ReadFacts) -> Parting | None:
     return Parting(n_shared, node.path.first(node.n_items)) if n_shared < min(node.n_items, len(seen.prompt)) else None
 
 
-def _different(prompt: Prompt, parting: Parting) -> Different:
+def _diverged(prompt: Prompt, parting: Parting, text_of: TextOf) -> Diverged:
+    """The first item that differs, with its surroundings: what comes before, what was known, what was given."""
     at, stop = parting.at, parting.at + N_SHOWN
-    before = prompt.part(max(0, at - N_SHOWN), at)
-    return Different(at, before, parting.known.part(at, stop), prompt.part(at, stop))
+    parts = (prompt.part(max(0, at - N_SHOWN), at), parting.known.part(at, stop), prompt.part(at, stop))
+    return Diverged(at, *map(text_of, parts))

@@ -1,19 +1,22 @@
-"""Counts what requests cost, and logs why a prompt had to be read again."""
+"""Counts what requests cost and what happens to checkpoints; logs why a prompt had to be read again, and why a checkpoint
+went."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
-from everwarm.engine.cache.restore import Restored
-from everwarm.engine.inspect.read_reason import ReadFacts, Why, explain
+from everwarm.engine.process.messages import ReadReason
 from everwarm.engine.request import Request
-from everwarm.engine.tiers.loader import Brought
-from everwarm.llama.model import MemoryKind
-from everwarm.state.policy import GUARD, Spacing
-from everwarm.state.tree import Match, Tree
+from everwarm.state.policy import GUARD
+from everwarm.state.tree import Checkpoint, Node
 
 log = logging.getLogger("everwarm.engine")
+
+# Why something that was good went: no room in RAM, too many on one path, no spare on the device.
+EVICTIONS = ("ram_budget", "thinning", "capacity")
+
+_MIB = 1 << 20
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class RequestStats:
         """How much of the prompts had to be read."""
         return 1 - self.n_cached / self.n_prompt if self.n_prompt else 1.0
 
-    def add(self, request: Request, why: Why) -> None:
+    def add(self, request: Request, why: ReadReason) -> None:
         """Counts a request that has started: what it reused, what that cost, and why it reads the rest."""
         self.n_requests += 1
         n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(request.n_shared)
@@ -53,26 +56,46 @@ class RequestStats:
             )
 
 
-def why_of(
-    request: Request, match: Match, restored: Restored, brought: Brought, tree: Tree, kind: MemoryKind, spacing: Spacing
-) -> Why:
-    """Why a request read what it read. Looks up only what the reason may depend on."""
-    ask = request.ask
-    is_known = request.n_prompt - match.n_shared <= GUARD
-    return explain(
-        ReadFacts(
-            ask.prompt,
-            match,
-            request.n_cached,
-            restored.n_refused,
-            brought.n_passed,
-            brought.n_spoilt,
-            brought.n_elsewhere,
-            None if is_known else tree.forgotten.parting(ask.namespace, ask.prompt),
-            ask.use_cache,
-            ask.deterministic,
-            kind.has_attention,
-            kind.needs_checkpoints,
-            spacing.max_checkpoints,
-        )
-    )
+@dataclass
+class CheckpointStats:
+    """``max_checkpoints`` on one path are allowed: the log says how many there are."""
+
+    max_checkpoints: InitVar[int]
+    n_created: int = 0
+    n_restored: int = 0
+    n_dropped: int = 0
+    n_quarantined: int = 0
+    n_prewarms_used: int = 0
+    evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTIONS, 0))
+
+    def __post_init__(self, max_checkpoints: int) -> None:
+        self._max_checkpoints = max_checkpoints
+
+    def evicted(self, reason: str) -> None:
+        """Counts an eviction; other reasons are not counted."""
+        if reason in self.evictions:
+            self.evictions[reason] += 1
+
+    def created(self, node: Node, checkpoint: Checkpoint) -> None:
+        self.n_created += 1
+        self._log("created", node, checkpoint)
+
+    def restored(self, node: Node, checkpoint: Checkpoint, how: str) -> None:
+        self.n_restored += 1
+        self._log(f"restored ({how})", node, checkpoint)
+
+    def dropped(self, node: Node, checkpoint: Checkpoint, reason: str) -> None:
+        self.n_dropped += 1
+        self.evicted(reason)
+        self._log(f"dropped ({reason})", node, checkpoint)
+
+    def quarantined(self, node: Node, reason: object) -> None:
+        self.n_quarantined += 1
+        log.warning("checkpoint at %d tokens quarantined: %s", node.mark.n_tokens, reason)
+
+    def _log(self, what: str, node: Node, checkpoint: Checkpoint) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            n = sum(1 for other in node.lineage() if other.checkpoint is not None)
+            place = (n, self._max_checkpoints, node.mark.n_tokens, node.mark.pos)
+            about = (checkpoint.size_bytes / _MIB, checkpoint.tiers, checkpoint.kind.value)
+            log.debug("checkpoint %s: %d of %d, n_tokens %d, pos %d, %.3f MiB, %s, %s", what, *place, *about)

@@ -12,20 +12,21 @@ number fails.
 
 from __future__ import annotations
 
+import enum
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
 from everwarm.config import Constraint, Sampling
-from everwarm.engine.process.cut_hints import CutHints
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
 
 MAX_FRAME_BYTES: Final = 256 << 20  # to the engine
 MAX_ANSWER_BYTES: Final = 64 << 20  # to the gateway
 HEADER: Final = struct.Struct("<IIQ")
+N_SHOWN: Final = 16  # items on each side of where a prompt differs from what was known
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +50,32 @@ class SentImage(msgspec.Struct, frozen=True):
     width: int
     height: int
     rgb: bytes | None = None
+
+
+class CutHints(msgspec.Struct, frozen=True):
+    """Points of one prompt, all in characters or all in items. They change speed, never results.
+
+    ``boundaries`` are ends of messages, ``stables`` are where likely next turns part from this one, ``stable`` is what
+    all of them share, and ``breakpoints`` are what the client marked.
+    """
+
+    boundaries: tuple[int, ...] = ()
+    stable: int | None = None
+    stables: tuple[int, ...] = ()
+    breakpoints: tuple[int, ...] = ()
+
+    def counted(self, count: Callable[[Sequence[int]], list[int]], sure: Callable[[int], int]) -> CutHints:
+        """The same points in items. ``count`` gives the items before ends of messages, ``sure`` those before any
+        character that no later text can change."""
+        known = dict(zip(self.boundaries, count(self.boundaries), strict=True))
+        others = {*self.stables, *self.breakpoints, *(() if self.stable is None else (self.stable,))}
+        known |= {at: sure(at) for at in others - known.keys()}
+        return CutHints(
+            tuple(known[at] for at in self.boundaries),
+            None if self.stable is None else known[self.stable],
+            tuple(known[at] for at in self.stables),
+            tuple(known[at] for at in self.breakpoints),
+        )
 
 
 class Submit(Message, frozen=True, tag=True):
@@ -124,15 +151,13 @@ class Detokenize(Message, frozen=True, tag=True):
     tokens: list[int]
 
 
-class AskSlots(Message, frozen=True, tag=True):
-    """``namespace``: slots of other namespaces show only whether they are busy; "": all slots are shown in full."""
+class Inspect(Message, frozen=True, tag=True):
+    """The slots, the engine's counts, or what is kept, in numbers. ``namespace``: slots of other namespaces show only
+    whether they are busy; "": all slots are shown in full."""
 
     id: int
+    what: Literal["slots", "counts", "cache"]
     namespace: str = ""
-
-
-class AskStats(Message, frozen=True, tag=True):
-    id: int
 
 
 class SlotAction(Message, frozen=True, tag=True):
@@ -146,12 +171,6 @@ class SlotAction(Message, frozen=True, tag=True):
     namespace: str = ""
     owns_unbound: bool = False  # files from before they were bound to a namespace are the caller's
     trusts_origin: bool = False  # a file without a companion is taken on the caller's word
-
-
-class AskCache(Message, frozen=True, tag=True):
-    """What is kept, in numbers."""
-
-    id: int
 
 
 class AskTree(Message, frozen=True, tag=True):
@@ -216,8 +235,8 @@ class Loading(Message, frozen=True, tag=True):
     fraction: float
 
 
-class ModelInfo(msgspec.Struct, frozen=True):
-    """What the gateway needs to know of a model it never loads."""
+class ModelInfo(Message, frozen=True, tag=True):
+    """The model is loaded, and this is what the gateway, which never loads it, needs to know of it."""
 
     description: str
     memory_kind: str
@@ -241,24 +260,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
     sees: bool = False  # images
 
 
-class Ready(Message, frozen=True, tag=True):
-    info: ModelInfo
-
-
-class Changed(Message, frozen=True, tag=True):
-    """A file of the model was overwritten: this engine ends, and another should be started on what the file is now."""
-
-    message: str
-
-
 class Fatal(Message, frozen=True, tag=True):
-    """The model cannot be served as things are. ``of_memory``: with more memory it could be."""
+    """This engine ends. ``cannot_serve``: so would another one; ``out_of_memory``: so would another one that gets no
+    more memory; ``model_changed``: a file of the model was overwritten, and another one should open what it is now."""
 
     message: str
-    of_memory: bool = False
+    reason: Literal["cannot_serve", "out_of_memory", "model_changed"] = "cannot_serve"
 
 
-class Backlog(Message, frozen=True):
+class Backlog(msgspec.Struct, frozen=True):
     """What is ahead of a new request, in tokens, and the seconds that each takes."""
 
     n_slots: int
@@ -325,23 +335,60 @@ class Diverged(msgspec.Struct, frozen=True):
     given: str | None = None
 
 
-class Used(msgspec.Struct, frozen=True):
-    """The checkpoint that was restored."""
+class CheckpointUse(msgspec.Struct, frozen=True):
+    """The checkpoint that a request started from."""
 
     n_tokens: int
-    kind: str
-    how: str
+    kind: str  # of its cut; "end": the slot's own end, or plain attention
+    how: str  # in place, unparked, from ram, ...
 
 
-class ReadReasonMessage(msgspec.Struct, frozen=True):
-    """Why the prompt was read as far as it was; the codes are ``engine.inspect.read_reason.Reason``."""
+class Reason(enum.StrEnum):
+    """Why a request read what it read: what the engine decides and the gateway shows."""
 
-    reason: str = "new"
-    again: str | None = None
-    n_shared: int = 0
-    n_kv: int | None = None
-    n_checkpoint: int = 0
-    restored: Used | None = None
+    HIT = "hit"
+    EXTENDED = "extended"
+    EDITED = "edited_at"
+    NEW = "new"
+    NO_CHECKPOINT = "no_checkpoint"
+    EVICTED = "evicted"
+    FINGERPRINT = "fingerprint"
+    LOAD_SLOWER = "load_slower_than_compute"
+    CACHE_OFF = "cache_off"
+    DETERMINISTIC = "deterministic"
+    REFUSED = "refused"
+    CHECKPOINTS_OFF = "checkpoints_off"
+
+    @property
+    def words(self) -> str:
+        return _REASON_WORDS[self]
+
+
+_REASON_WORDS = {
+    Reason.HIT: "everything was known",
+    Reason.EXTENDED: "it goes on where what is known ends",
+    Reason.EDITED: "it differs from what is known",
+    Reason.NEW: "nothing like it was ever read",
+    Reason.NO_CHECKPOINT: "no checkpoint was kept inside the shared part",
+    Reason.EVICTED: "its KV or its checkpoints were evicted",
+    Reason.FINGERPRINT: "it is kept for another model, build or KV type only",
+    Reason.LOAD_SLOWER: "reading it again is faster than loading it from disk",
+    Reason.CACHE_OFF: "the request wanted no cache",
+    Reason.DETERMINISTIC: "what is kept of it does not come from a reading that was alone",
+    Reason.REFUSED: "what was kept of it could not be restored",
+    Reason.CHECKPOINTS_OFF: "checkpoints are off (max_checkpoints is 0)",
+}
+
+
+class ReadReason(msgspec.Struct, frozen=True):
+    """Why the prompt was read as far as it was."""
+
+    reason: Reason = Reason.NEW
+    again: Reason | None = None  # why tokens that were known were read again, if more than a few were
+    n_shared: int = 0  # that were ever read, whether or not anything is left of them
+    n_kv: int | None = None  # whose KV was available; None: this model has none
+    n_checkpoint: int = 0  # up to its deepest kept state, usable or not
+    restored: CheckpointUse | None = None
     diverged: Diverged | None = None
 
 
@@ -362,7 +409,7 @@ class Done(Message, frozen=True, tag=True):
     restore_s: float
     prefill_s: float
     decode_s: float
-    why: ReadReasonMessage = ReadReasonMessage()
+    why: ReadReason = ReadReason()
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
 
@@ -390,10 +437,10 @@ def failed(id: int, error: EverwarmError) -> Failed:
     return Failed(id, error.status, error.code, str(error), n_prompt, n_context)
 
 
-CacheQuestion = AskCache | AskTree | CacheOrder
-Question = Tokenize | Count | Detokenize | AskSlots | AskStats | CacheQuestion | SlotAction
+CacheQuestion = AskTree | CacheOrder
+Question = Tokenize | Count | Detokenize | Inspect | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
-ToGateway = Loading | Ready | Changed | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
+ToGateway = Loading | ModelInfo | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

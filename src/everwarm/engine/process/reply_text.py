@@ -1,5 +1,5 @@
-"""Tokens as text: a reply's as soon as it is certain (whole characters, and nothing that may begin a stop string), and the
-first and last words of a conversation for people to know it by."""
+"""Tokens as text: a reply's as soon as it is certain (whole characters, and nothing that may begin a stop string), the
+items around a difference, and the first and last words of a conversation for people to know it by."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
 
 FIRST_TOKENS, LAST_TOKENS = 64, 32
+IMAGE = b"[picture]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,12 @@ class ReplyText:
             if any(stop.startswith(end) for stop in self._stops):
                 return n
         return 0
+
+
+def items_text(vocab: Vocab, items: Prompt) -> str:
+    """The text of some items. An incomplete character at an end is replaced."""
+    pieces = (IMAGE if code < 0 else vocab.piece(code) for code in items.codes.tolist())
+    return b"".join(pieces).decode("utf-8", "replace")
 
 
 def words_of(vocab: Vocab, prompt: Prompt) -> str:

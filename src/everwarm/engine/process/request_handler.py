@@ -7,33 +7,37 @@ only parts that never change are used: the vocabulary, the length of the context
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import Pixels
-from everwarm.engine.images.image_prompt import ImagePrompt
+from everwarm.engine.images import image_prompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
-from everwarm.engine.inspect.cache_view import evictions
-from everwarm.engine.inspect.diagnostics import diagnostics_of
+from everwarm.engine.inspect.report import report
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.cut_hints import CutHints
 from everwarm.engine.process.preparation import Preparing
 from everwarm.engine.process.reply_text import ReplyText
-from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Result, Started
+from everwarm.engine.request import (
+    Ask,
+    Event,
+    Finish,
+    Finished,
+    NewToken,
+    Probs,
+    Progress,
+    Result,
+    Started,
+)
 from everwarm.engine.slotfile.slot_commands import SlotFiles
-from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.llama.constraints.matcher import ConstraintCompiler
 from everwarm.prompt.prompt import Prompt
@@ -84,7 +88,7 @@ class RequestHandler:
         self._preparing_constraints = Preparing("constraints")
         self._preparing_texts = Preparing("texts", max_waiting_each=256)
         self._slot_files = SlotFiles(core, send)
-        self._curator = CacheCommands(core, send, self._number_of)
+        self._cache_commands = CacheCommands(core, send, self._number_of)
         self._constraints = ConstraintCompiler(self._vocab)
 
     # frames in, on the reader's thread
@@ -112,12 +116,10 @@ class RequestHandler:
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
-            case m.AskCache() | m.AskTree() | m.CacheOrder():
-                self._curator.handle(message, loop)
-            case m.AskSlots(id=id, namespace=namespace):
-                loop.post(lambda core: self._send(m.Answer(id, slots(core, namespace))))
-            case m.AskStats(id=id):
-                loop.post(lambda core: self._send(m.Answer(id, stats(core))))
+            case m.AskTree() | m.CacheOrder():
+                self._cache_commands.handle(message, loop)
+            case m.Inspect():
+                loop.post(lambda core: self._report(core, message))
             case _:
                 raise BadRequest(f"{type(message).__name__} is not for a running engine")
 
@@ -184,12 +186,12 @@ class RequestHandler:
         return prompt.n_tokens(len(prompt))
 
     def _ask(self, message: m.Submit) -> Ask:
-        images: dict[bytes, Pixels] = {}
+        images: dict[bytes, m.SentImage] = {}
         tokenizer = self._tokenizer.within(message.namespace)
         if message.text is not None and message.images:
             if self._images is None:
                 raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-            prompt, hints, images = ImagePrompt(self._images, tokenizer).prompt(message, message.text)
+            prompt, hints, images = image_prompt(self._images, tokenizer, message, message.text)
         elif message.text is not None:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
         else:
@@ -235,6 +237,13 @@ class RequestHandler:
         reply = self._replies[request.id] = Reply(message.id, ReplyText(message.stop), *wants)
         reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
         self._requests[message.id] = request.id
+
+    def _report(self, core: Core, question: m.Inspect) -> None:
+        try:
+            self._send(m.Answer(question.id, report(core, question.what, question.namespace)))
+        except Exception:
+            log.exception("the engine's %s could not be shown", question.what)
+            self._send(m.failed(question.id, EverwarmError("internal error")))
 
     def _number_of(self, request_id: int) -> int:
         """The gateway's number of a request."""
@@ -314,7 +323,9 @@ class RequestHandler:
         if result.error is not None:
             return m.failed(reply.id, result.error)
         rest = "" if reply.stop_text is not None else reply.text.finish()
-        use = result.checkpoint
+        use, why = result.checkpoint, result.why or m.ReadReason()  # it may never have started
+        if why.diverged is not None and not reply.wants_words:
+            why = msgspec.structs.replace(why, diverged=m.Diverged(why.diverged.at))
         return m.Done(
             id=reply.id,
             text=rest,
@@ -325,70 +336,17 @@ class RequestHandler:
             n_shared=result.n_shared,
             n_reply=len(result.tokens),
             slot=reply.slot,
-            checkpoint=None if use is None else f"{use.kind.value if use.kind else 'end'}, {use.how}",
-            queue_s=result.timings.queue_s,
-            restore_s=result.timings.restore_s,
-            prefill_s=result.timings.prefill_s,
-            decode_s=result.timings.decode_s,
-            why=diagnostics_of(result, self._vocab if reply.wants_words else None),
+            checkpoint=None if use is None else f"{use.kind}, {use.how}",
+            queue_s=result.queue_s,
+            restore_s=result.restore_s,
+            prefill_s=result.prefill_s,
+            decode_s=result.decode_s,
+            why=why,
         )
 
 
-def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, CutHints]:
+def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, m.CutHints]:
     """Hints in characters become hints in tokens that no later text can change."""
     count = partial(tokenizer.count_at, text, add_special=message.add_special)
     sure = partial(tokenizer.sure_count_at, text, add_special=message.add_special)
     return tokenizer.tokenize(text, add_special=message.add_special), message.hints.counted(count, sure)
-
-
-def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
-    """Each slot as llama-server shows it, without any text; of others' only whether they are busy."""
-    shown = []
-    for slot in core.slots:
-        request = slot.request
-        if (request or slot.n_fed) and not core.tree.namespace(slot.node).startswith(namespace):
-            busy = {"is_processing": request is not None and not request.ask.ahead, "is_prewarming": False}
-            shown.append({"id": slot.seq, "n_ctx": core.context.n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
-            continue
-        is_ahead = request is not None and request.ask.ahead
-        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx}
-        about |= {"is_processing": request is not None and not is_ahead, "is_prewarming": is_ahead}
-        n_fed = slot.resident().n_tokens(slot.n_fed)
-        about["n_prompt_tokens"] = n_fed if request is None else request.n_prompt_tokens
-        if request is not None:
-            about |= {
-                "id_task": request.id,
-                "n_prompt_tokens_cache": request.n_tokens(request.n_cached),
-                "n_prompt_tokens_processed": _n_read(slot, request),
-                "next_token": [{"has_next_token": True, "n_decoded": request.n_reply, "n_remain": request.n_left}],
-            }
-        shown.append(about)
-    return shown
-
-
-def _n_read(slot: Slot, request: Request) -> int:
-    """Prompt tokens it has read so far."""
-    return max(0, request.n_tokens(min(slot.n_fed, request.n_prompt)) - request.n_tokens(request.n_cached))
-
-
-def stats(core: Core) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(core.counts),
-        **dataclasses.asdict(core.checkpoint_stats),
-        "evictions": evictions(core),
-        "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
-        "ram_bytes": core.tree.ram_bytes,
-        "ram_n_states": core.tree.census.n_states,
-        "ram_n_segments": core.tree.census.n_segments,
-        "ram_budget_bytes": core.ram_budget.n_bytes,
-        "n_parked": len(core.spares.parked()),
-        "n_spares": len(core.spares),
-        "n_cells_used": core.context.cells.used,
-        "n_cells": core.context.n_ctx,
-        "n_decodes": core.context.n_decodes,
-        "n_fed": core.context.n_fed,
-        "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
-        **core.ram.stats(),
-        **core.tier_writer.stats(),
-        "disk_n_brought": core.loader.n_brought,
-    }

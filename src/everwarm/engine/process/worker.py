@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -50,7 +50,12 @@ class Wire:
     """Frames over a socket. Reads block on one thread; writes never wait: what the socket does not take at once is kept and
     written by a thread of its own."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self, sock: socket.socket, max_read: int = m.MAX_FRAME_BYTES, max_sent: int = m.MAX_ANSWER_BYTES
+    ) -> None:
+        """The most bytes of a frame that is read, and of one that is sent."""
+        self._max_read = max_read
+        self._max_sent = max_sent
         self._sock = sock
         self._file = sock.makefile("rb")
         self.n_read = 0  # bytes of messages and pixels
@@ -82,7 +87,7 @@ class Wire:
                 self.send(m.failed(header.id, refusal))
 
     def _message(self, header: m.FrameHeader) -> m.ToEngine:
-        header.check(m.MAX_FRAME_BYTES)
+        header.check(self._max_read)
         message = m.read_to_engine(self._exactly(header.n_message))
         sizes = m.wanted_pixels(message)
         if header.n_message + sum(sizes) != header.n_bytes:
@@ -104,7 +109,7 @@ class Wire:
 
     def send(self, message: m.Message) -> None:
         try:
-            (data,) = m.frame(message, m.MAX_ANSWER_BYTES).parts
+            (data,) = m.frame(message, self._max_sent).parts
         except FrameTooLarge as error:
             log.error("an answer is not sent: %s", error)
             (data,) = m.frame(m.failed(getattr(message, "id", 0), error)).parts
@@ -138,53 +143,41 @@ class Wire:
                     self._has_kept.clear()
 
 
-class Watched(NamedTuple):
-    """What a beat reports: parts that may be read from any thread."""
-
-    loop: Loop
-    files: list[FileWatch]
-    tier_writer: TierWriter
-
-
 class Pulse:
     """Beats from the first moment on, also while a model loads or a step takes minutes."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, beat_s: float = BEAT_S) -> None:
         self._wire = wire
-        self._watched: Watched | None = None
+        self._beat_s = beat_s
+        self._beat = partial(m.Beat, None, 0, 0)
         threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
 
-    def watch(self, watched: Watched) -> None:
-        self._watched = watched
+    def watch(self, loop: Loop, files: list[FileWatch], writer: TierWriter) -> None:
+        """Reports these from now on: parts that may be read from any thread."""
+        self._beat = partial(_look, loop, files, writer)
 
     def _run(self) -> None:
         while True:
             self._wire.send(self._beat())
-            if self._watched is not None:
-                self._look_at_files(self._watched)
-            time.sleep(BEAT_S)
+            time.sleep(self._beat_s)
 
-    def _look_at_files(self, watched: Watched) -> None:
-        """Also while the engine is idle."""
-        for files in watched.files:
-            files.look()
-        if any(files.is_changed for files in watched.files):
-            watched.loop.post(Core.require_same_model)
 
-    def _beat(self) -> m.Beat:
-        if self._watched is None:
-            return m.Beat(None, 0, 0)
-        loop, _, writer = self._watched
-        status = loop.status
-        reason = writer.degraded
-        return m.Beat(
-            step_age_s=loop.step_age_s(),
-            n_running=status.n_running,
-            n_queued=status.n_queued,
-            version=status.tree_version + writer.disk.version,
-            degraded={} if reason is None else {"disk": reason},
-            backlog=status.backlog,
-        )
+def _look(loop: Loop, files: list[FileWatch], writer: TierWriter) -> m.Beat:
+    """Also looks whether a file has changed: the engine may be idle."""
+    for file in files:
+        file.look()
+    if any(file.is_changed for file in files):
+        loop.post(Core.require_same_model)
+    status = loop.status
+    reason = writer.degraded
+    return m.Beat(
+        step_age_s=loop.step_age_s(),
+        n_running=status.n_running,
+        n_queued=status.n_queued,
+        version=status.tree_version + writer.disk.version,
+        degraded={} if reason is None else {"disk": reason},
+        backlog=status.backlog,
+    )
 
 
 def main() -> None:
@@ -201,7 +194,7 @@ def main() -> None:
     core = _open(first, wire, memory)
     _call_test_hook(core)
     collect_rarely()
-    wire.send(m.Ready(_info(core)))
+    wire.send(_info(core))
     _serve(core, wire, pulse)
 
 
@@ -216,12 +209,12 @@ def _open(message: m.Open, wire: Wire, memory: int) -> Core:
     try:
         return assemble(Path(message.model), message.settings, progress, memory)
     except ModelChanged as error:
-        wire.send(m.Changed(str(error)))
+        wire.send(m.Fatal(str(error), "model_changed"))
         wire.flush()
         time.sleep(REST_S)
         sys.exit(EXIT_CHANGED)
     except EverwarmError as error:
-        fatal = m.Fatal(str(error), of_memory=isinstance(error, ContextTooBig))
+        fatal = m.Fatal(str(error), "out_of_memory" if isinstance(error, ContextTooBig) else "cannot_serve")
     except MemoryError:
         fatal = _out_of_memory()
     except OSError as error:
@@ -236,7 +229,8 @@ def _open(message: m.Open, wire: Wire, memory: int) -> Core:
 def _out_of_memory() -> m.Fatal:
     limit = tightest_limit()
     there = "this machine has no more" if limit is None else f"the limit is {limit}"
-    return m.Fatal(f"the model could not be loaded for lack of memory: {there}; raise it, or give less", of_memory=True)
+    message = f"the model could not be loaded for lack of memory: {there}; raise it, or give less"
+    return m.Fatal(message, "out_of_memory")
 
 
 def _call_test_hook(core: Core) -> None:
@@ -249,10 +243,10 @@ def _call_test_hook(core: Core) -> None:
 
 
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
-    conversation = RequestHandler(core, wire.send)
-    loop = Loop(core, conversation.deliver)
-    pulse.watch(Watched(loop, core.files, core.tier_writer))
-    threading.Thread(target=_read_all, args=(wire, loop, conversation), name="everwarm-reader", daemon=True).start()
+    handler = RequestHandler(core, wire.send)
+    loop = Loop(core, handler.deliver)
+    pulse.watch(loop, core.files, core.tier_writer)
+    threading.Thread(target=_read_all, args=(wire, loop, handler), name="everwarm-reader", daemon=True).start()
     try:
         loop.run()
     except ModelChanged as error:
@@ -268,7 +262,7 @@ def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
     """Exits without saving: what is not kept yet may have been computed with other weights. The writer may finish
     first."""
     log.error("%s; nothing more is kept of it", error)
-    wire.send(m.Changed(str(error)))
+    wire.send(m.Fatal(str(error), "model_changed"))
     wire.flush()
     for files in core.files:
         files.wait_still(STILL_S)
@@ -279,13 +273,13 @@ def _mib_kept(core: Core) -> float:
     return core.tree.ram_bytes / (1 << 20)
 
 
-def _read_all(wire: Wire, loop: Loop, conversation: RequestHandler) -> None:
+def _read_all(wire: Wire, loop: Loop, handler: RequestHandler) -> None:
     """Reads messages until ``Stop``. Exits when the gateway is gone."""
     try:
         while (message := wire.read()) is not None:
             if isinstance(message, m.Stop):
                 return loop.stop()
-            conversation.handle(message, loop)
+            handler.handle(message, loop)
     except Exception:
         log.exception("a frame could not be understood")
     os._exit(1)

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
-from everwarm.engine.images.image_cache import ImageCache
+from everwarm.engine.images import ImageCache
 from everwarm.engine.request import Ask, Request
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.loader import Brought, Fetch, Loader

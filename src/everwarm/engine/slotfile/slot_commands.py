@@ -24,9 +24,12 @@ log = logging.getLogger("everwarm.engine")
 
 class SlotFiles:
     def __init__(self, core: Core, send: Callable[[m.Message], None]) -> None:
-        self._core = core
         self._slots = core.slots
         self._n_ctx = core.context.n_ctx
+        self._arena = core.ram.arena
+        self._model = core.model
+        self._settings = core.settings
+        self._is_right = core.is_right
         self._send = send
         self._files = ThreadPoolExecutor(1, "everwarm-slots")
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []  # for their slots to be idle
@@ -88,7 +91,7 @@ class SlotFiles:
 
     def _write(self, saved: slot_io.Saved, message: m.SlotAction, began: float) -> dict[str, Any]:
         claim = self._claim(message)  # the digest of a large model may take its time
-        if not self._core.is_right():
+        if not self._is_right():
             raise EngineStopped("a file of the model was changed: the engine starts again, and nothing was saved")
         n_bytes = slot_io.write(Path(message.path), saved, claim)
         return {
@@ -101,38 +104,41 @@ class SlotFiles:
 
     def _read(self, slot: Slot, message: m.SlotAction, began: float, loop: Loop) -> None:
         """Reads and verifies the whole file before the slot is touched."""
-        core = self._core
         try:
-            saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), self._n_ctx, core.ram.arena)
+            saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), self._n_ctx, self._arena)
         except (Damaged, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             reason = BadRequest(f"the slot file cannot be restored: {why}")
-            return loop.post(lambda _: self._when_idle(slot, lambda: self._fail(slot, message, reason)))
+            return loop.post(lambda core: self._when_idle(slot, lambda: self._fail(core, slot, message, reason)))
         if saved.unverified:
             log.warning("slot %d gets a file of unknown origin; nothing that is decoded from it is kept", message.slot)
-        loop.post(lambda _: self._when_idle(slot, lambda: self._put_back(slot, message, saved, n_bytes, began)))
+        loop.post(
+            lambda core: self._when_idle(slot, lambda: self._put_back(core, slot, message, saved, n_bytes, began))
+        )
 
-    def _put_back(self, slot: Slot, message: m.SlotAction, saved: slot_io.Saved, n_bytes: int, began: float) -> None:
+    def _put_back(
+        self, core: Core, slot: Slot, message: m.SlotAction, saved: slot_io.Saved, n_bytes: int, began: float
+    ) -> None:
         def work() -> dict[str, Any]:
             try:
-                n = slot_io.put_back(self._core, slot, saved, message.namespace)
+                n = slot_io.put_back(core, slot, saved, message.namespace)
             except EverwarmError:
-                self._empty_own(slot, message)
+                self._empty_own(core, slot, message)
                 raise
             ms = 1e3 * (time.monotonic() - began)
             return {"n_restored": n, "n_read": n_bytes, "timings": {"restore_ms": ms}}
 
         self._answer(message, work)
 
-    def _fail(self, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
-        self._empty_own(slot, message)
+    def _fail(self, core: Core, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
+        self._empty_own(core, slot, message)
         self._send(m.failed(message.id, error))
 
-    def _empty_own(self, slot: Slot, message: m.SlotAction) -> None:
+    def _empty_own(self, core: Core, slot: Slot, message: m.SlotAction) -> None:
         """Empties a slot that could not be restored; what it held before stays cached. Another namespace's slot is not
         touched."""
         if owner_of(slot.namespace) == message.namespace:
-            slot_io.empty(self._core, slot)
+            slot_io.empty(core, slot)
 
     # erase
 
@@ -140,6 +146,5 @@ class SlotFiles:
         self._answer(message, lambda: {"n_erased": slot_io.erase(core, slot, message.namespace)})
 
     def _claim(self, message: m.SlotAction) -> Claim:
-        model = self._core.model
-        fingerprint = self._core.settings.fingerprint(model.fingerprint, model.rope_limit)
+        fingerprint = self._settings.fingerprint(self._model.fingerprint, self._model.rope_limit)
         return Claim(fingerprint, message.namespace, message.owns_unbound, message.trusts_origin)

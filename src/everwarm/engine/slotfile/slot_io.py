@@ -14,14 +14,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import blake3
 import numpy as np
 
-from everwarm.engine.cache import drop
 from everwarm.engine.cache.prewarm import prewarmed_branches
 from everwarm.engine.cache.restore import Goal
 from everwarm.engine.core import Core
@@ -165,18 +163,21 @@ def read(path: Path, claim: Claim, max_tokens: int, arena: Arena | None = None) 
     with open_pair(path) as pair:
         if pair.companion is None:
             return _read_alone(pair.main, path.name, claim, max_tokens, place)
-        reader = _vouching(pair.companion, path.name, claim)
-        with ThreadPoolExecutor(1, "everwarm-companion") as aside:
-            reading = aside.submit(_read_companion, reader, path.name, arena)
-            main = read_main_file(pair.main, max_tokens, place)
-            digest, companion = main.digest, reading.result()
-        if digest != reader.header.main or not np.array_equal(companion.prompt.cells, main.cells):
+        with _blaming_companion(path.name):
+            reader = _vouching(pair.companion, path.name, claim)
+        with ThreadPoolExecutor(1, "everwarm-main-file") as aside:
+            reading = aside.submit(read_main_file, pair.main, max_tokens, place)
+            with _blaming_companion(path.name):
+                prompt = _read_prompt(reader)
+                points = _read_points(reader, arena)
+            main = reading.result()
+        if main.digest != reader.header.main or not np.array_equal(prompt.cells, main.cells):
             raise UnknownOrigin(
                 f"its companion {path.name}{COMPANION} belongs to another file, so {path.name} was changed or written "
                 "by another program since it was saved here; save it again"
             )
         n_bytes = main.n_bytes + os.fstat(pair.companion).st_size
-    return Saved(companion.prompt, main.state, companion.points), n_bytes
+    return Saved(prompt, main.state, points), n_bytes
 
 
 def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place) -> tuple[Saved, int]:
@@ -195,10 +196,7 @@ def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place)
 
 def _vouching(fd: int, name: str, claim: Claim) -> ObjectReader:
     """The companion of a file, if it allows restoring the file here. Only its header is read."""
-    try:
-        reader = ObjectReader(fd)
-    except Damaged as error:
-        raise UnknownOrigin(f"its companion {name}{COMPANION} is damaged ({error}); save it again") from None
+    reader = ObjectReader(fd)
     head = reader.header
     if head.kind != "slot":
         raise UnknownOrigin(f"{name}{COMPANION} is no companion of a slot file but a {head.kind} object; save it again")
@@ -212,47 +210,49 @@ def _vouching(fd: int, name: str, claim: Claim) -> ObjectReader:
     return reader
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Main:
     """llama.cpp's file: the token of every cell, and the sequence's state."""
 
     cells: Codes
     state: Blob
     n_bytes: int
+    digest: str
 
     @property
     def has_images(self) -> bool:
         return int(self.cells.min()) < 0
 
-    @cached_property
-    def digest(self) -> str:
-        return main_digest(self.cells, self.state)
-
-
-class Companion(NamedTuple):
-    prompt: Prompt
-    points: tuple[SavedPoint, ...]
-
 
 def read_main_file(fd: int, max_tokens: int, place: Place) -> Main:
     cells, state = read_open_main(fd, max_tokens, HEADER_BYTES, place)
-    return Main(cells, state, os.fstat(fd).st_size)
+    return Main(cells, state, os.fstat(fd).st_size, main_digest(cells, state))
 
 
-def _read_companion(reader: ObjectReader, name: str, arena: Arena | None) -> Companion:
+def _read_prompt(reader: ObjectReader) -> Prompt:
     head = reader.header
+    prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media)
+    if prompt is None or any(not 0 < point.n_items <= len(prompt) for point in head.points):
+        raise Damaged("a checkpoint lies outside of the conversation")
+    return prompt
+
+
+def _read_points(reader: ObjectReader, arena: Arena | None) -> tuple[SavedPoint, ...]:
     where = (heap,) if arena is None else (arena.place, arena.doubt)
+    return tuple(
+        SavedPoint(point, reader.read(point.section, *where), reader.read(point.logits) if point.logits else None)
+        for point in reader.header.points
+    )
+
+
+@contextlib.contextmanager
+def _blaming_companion(name: str) -> Iterator[None]:
     try:
-        prompt = Prompt.of_rows(reader.read("items").view("<i4"), head.media)
-        if prompt is None or any(not 0 < point.n_items <= len(prompt) for point in head.points):
-            raise Damaged("a checkpoint lies outside of the conversation")
-        points = [
-            SavedPoint(p, reader.read(p.section, *where), reader.read(p.logits) if p.logits else None)
-            for p in head.points
-        ]
+        yield
+    except UnknownOrigin:
+        raise
     except Damaged as error:
         raise UnknownOrigin(f"its companion {name}{COMPANION} is damaged ({error}); save it again") from None
-    return Companion(prompt, tuple(points))
 
 
 def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
@@ -317,7 +317,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     _bring_back(core, slot)
     core.prewarm.drop_waiting(core.tree.namespace(slot.node))
     for branch in prewarmed_branches(slot.node):
-        drop.drop(core, branch)
+        core.dropper.drop(branch)
     node = slot.node
     slot.vacate()
     slot.forget_content()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from everwarm.engine.core import Core
-from everwarm.engine.images.image_cache import ImageCache
+from everwarm.engine.images import ImageCache
 from everwarm.llama.context import Context, Feed
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import SEATED, Chunks

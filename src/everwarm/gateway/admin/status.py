@@ -84,7 +84,7 @@ class Status:
             served = pool.look(name)
             supervisor = served.supervisor
             with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
-                engine = await supervisor.ask(m.AskStats) if supervisor.is_ready else {}
+                engine = await supervisor.ask(m.Inspect, what="counts") if supervisor.is_ready else {}
             gauges |= _engine_gauges(served)
             counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
             by_cause = {cause.value: float(supervisor.died_of[cause]) for cause in Cause}

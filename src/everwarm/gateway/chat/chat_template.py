@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from everwarm.engine.process.cut_hints import CutHints
+from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat import stable_points
 from everwarm.gateway.chat.content import Message, tools_without_breakpoints, without_breakpoints

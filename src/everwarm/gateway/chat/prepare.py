@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from everwarm.engine.process.cut_hints import CutHints
+from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.canonicalize import Canonical, canonical
 from everwarm.gateway.chat.chat_template import ChatTemplate, in_known_roles

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from everwarm.engine.inspect.reasons import N_SHOWN, Reason
-from everwarm.engine.process.cut_hints import CutHints
+from everwarm.engine.process.messages import N_SHOWN, CutHints, Reason
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, Spacing

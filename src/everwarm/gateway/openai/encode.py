@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from everwarm.engine.inspect.reasons import Reason
 from everwarm.engine.process import messages as m
+from everwarm.engine.process.messages import Reason
 from everwarm.gateway.http.sse import SSE_DONE, sse
 from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
@@ -256,7 +256,7 @@ def cache(done: m.Done) -> Json:
 
 def n_written(done: m.Done) -> int:
     """Tokens that were read and are cached now."""
-    return 0 if done.why.reason == Reason.CACHE_OFF.value else done.n_prompt - done.n_cached
+    return 0 if done.why.reason == Reason.CACHE_OFF else done.n_prompt - done.n_cached
 
 
 def diagnostics(done: m.Done) -> Json:
@@ -265,7 +265,7 @@ def diagnostics(done: m.Done) -> Json:
     return {
         "status": _status(done),
         "reason": why.reason,
-        "explanation": Reason(why.reason).words,
+        "explanation": why.reason.words,
         "cached_tokens": done.n_cached,
         "read_tokens": done.n_prompt - done.n_cached,
         "known_tokens": max(done.n_shared, why.n_shared),
@@ -274,12 +274,12 @@ def diagnostics(done: m.Done) -> Json:
 
 
 def _status(done: m.Done) -> str:
-    if done.why.reason == Reason.HIT.value:
+    if done.why.reason == Reason.HIT:
         return "hit"
     return "partial" if done.n_cached else "miss"
 
 
-def _diverged(why: m.ReadReasonMessage) -> Json | None:
+def _diverged(why: m.ReadReason) -> Json | None:
     """Without the texts that the request did not ask for."""
     if why.diverged is None:
         return None

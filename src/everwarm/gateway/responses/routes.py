@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import BadRequest, EverwarmError, PreviousNotFound, ResponseNotFound
+from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.http.sse import json_response, sse_named
 from everwarm.gateway.openai.schema import ChatBody
@@ -169,7 +169,8 @@ class ResponsesTurn(Dialect):
             words = f"the previous response {id[:80]!r} is not stored here: {_REASONS}"
             if missing.id != id:
                 words = f"{missing.id[:80]!r}, which {id[:80]!r} continues, is not stored any more"
-            raise PreviousNotFound(f"{words}; send the whole conversation as input") from None
+            message = f"{words}; send the whole conversation as input"
+            raise NotFound(message, "previous_response_not_found") from None
         return [item for kept in chain for item in kept.items]
 
     def _item_finder(self) -> Callable[[str], Json | None]:
@@ -197,8 +198,8 @@ def _frame(event: Json) -> bytes:
     return sse_named(event["type"], event)
 
 
-def _not_found(id: str) -> ResponseNotFound:
-    return ResponseNotFound(f"there is no response {id[:80]!r} here: {_REASONS}")
+def _not_found(id: str) -> NotFound:
+    return NotFound(f"there is no response {id[:80]!r} here: {_REASONS}", "response_not_found")
 
 
 def _page(items: list[Json], query: dict[str, str]) -> Json:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from everwarm.config import Constraint
 from everwarm.engine.process import messages as m
-from everwarm.engine.process.cut_hints import CutHints
+from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.access.limits import estimated_tokens

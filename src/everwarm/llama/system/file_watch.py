@@ -61,7 +61,8 @@ class _Verdict(enum.Enum):
 class FileWatch(Closing):
     """Make it before the files are opened elsewhere, and call ``require_same_names`` after that."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], on_same: Callable[[], None] = lambda: None) -> None:
+        """``on_same`` is called when they were touched and are the same."""
         self.paths = list(dict.fromkeys(paths))
         self._fds: list[int] = []
         try:
@@ -82,7 +83,7 @@ class FileWatch(Closing):
         self._used_in_doubt = False
         self._is_decided = threading.Event()
         self.reason = ""  # of a change
-        self.on_same: Callable[[], None] = lambda: None  # called when they were touched and are the same
+        self._on_same = on_same
 
     # what they are
 
@@ -238,7 +239,7 @@ class FileWatch(Closing):
                 return False
             self._seen = self._right = now
             self._n_links, self._identities = n_links, self._identify(stats)
-        self.on_same()
+        self._on_same()
         with self._lock:
             is_same = self._look() == now and not self.is_changed
             if is_same:
@@ -265,7 +266,7 @@ class FileWatch(Closing):
             self._right, self._identities, self._digests = target, self._identify(tuple(map(os.fstat, fds))), before
         for identity, digest in zip(self._identities, before, strict=True):
             remember(identity, digest)
-        self.on_same()
+        self._on_same()
         with self._lock:
             if self._verdict is _Verdict.DOUBTED and self._look() == target:
                 log.warning("%s is what it was", ", ".join(path.name for path in self.paths))

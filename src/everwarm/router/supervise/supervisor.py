@@ -316,15 +316,15 @@ class Supervisor:
                 self.loaded = fraction
                 if self._on_loading is not None:
                     self._on_loading(fraction)
-            case m.Ready(info=info):
-                await self._on_ready(info)
-            case m.Changed(message=text):
+            case m.ModelInfo():
+                await self._on_ready(message)
+            case m.Fatal(message=text, reason="model_changed"):
                 self._is_outdated = True
                 log.warning("%s: the engine is started again on what it is now", text)
                 await self._begin_again(text)
-            case m.Fatal(message=text, of_memory=of_memory):
+            case m.Fatal(message=text, reason=reason):
                 self.gave_reason = True
-                if of_memory:
+                if reason == "out_of_memory":
                     self.died_of[Cause.MEMORY] += 1
                     self._memory.shrink(was_ready=False)
                 await self._give_up(text)

@@ -31,7 +31,7 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys
-from everwarm.state.remote.bucket import Bucket, StoreFault
+from everwarm.state.remote.bucket import Bucket, BucketPiece, StoreFault
 from everwarm.state.remote.pointer import (
     MAC_BYTES,
     MAX_OBJECT,
@@ -48,29 +48,34 @@ from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, Objec
 from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, Selection, TheseStates
 from everwarm.types import Blob
 
-PIECE = 8 << 20
-SLACK = 1 << 20  # headers of the same object may differ in length
-
-Piece = tuple[memoryview, int] | None  # bytes and the size of the whole; None: there is no such object
-Begin = Callable[[int, int], Future[Piece]]
-MOST_FAILURES = 3  # in a row; one is enough if a request had to wait for it
-JITTER = 0.25
 log = logging.getLogger("everwarm.remote")
+
+T = TypeVar("T")
+Begin = Callable[[int, int], Future[BucketPiece | None]]  # fetches these bytes; None: there is no such object
+
+# downloads
+PIECE = 8 << 20
+N_PIECES = 16  # at once
+SLACK = 1 << 20  # headers of the same object may differ in length
+FIRST_GUESS = 1 << 20  # of the size of an object that no pointer names
+# waiting for a store
 ANSWER_S = 0.25  # how long a caller waits for the first byte
 LATER = 4  # times as long, for a store that has just answered and has many requests at once now
-N_PIECES = 16  # at once
+MOST_FAILURES = 3  # in a row; one is enough if a request had to wait for it
+FIRST_OPEN_S, MOST_OPEN_S, JITTER = 2.0, 60.0, 0.25  # how long the circuit breaker stays open
+# writing
 N_WRITERS = 2
 MAX_QUEUED = 256 << 20  # bytes that wait to be written stay in RAM, beyond its budget
+SMALL = 64 << 10  # written without asking first
 WRITE_S = 30.0  # for one request, and more for many bytes
 SLOWEST_WRITE = 1e6  # bytes per second
 KEEP_TRYING_S = 30.0  # a parcel waits so long for a store that does not answer
+FLUSH_S, DEAD_S = 20.0, 3.0  # at most, in all; and while the store does not answer
+# what is remembered
 MISS_S = 5.0  # a name that was not there is not looked up again
 KNOWN_S = 86_400.0  # what was there is taken to be there
 STALE_S = 3 * 86_400.0  # what is older is written again, so that no lifecycle rule takes it while it is used
 MAX_REMEMBERED = 1 << 16
-SMALL = 64 << 10  # written without asking first
-FIRST_GUESS = 1 << 20  # of the size of an object that no pointer names
-T = TypeVar("T")
 
 
 class Download:
@@ -80,7 +85,7 @@ class Download:
         self.size = size
         self._pieces = self._ask()
 
-    def _ask(self) -> dict[int, Future[Piece]]:
+    def _ask(self) -> dict[int, Future[BucketPiece | None]]:
         return {at: self._begin(at, min(at + PIECE, self.size)) for at in range(0, self.size, PIECE)}
 
     def cancel(self) -> None:
@@ -89,7 +94,7 @@ class Download:
 
     def reader(self, name: str, mac: Mac) -> ObjectReader:
         """``FileNotFoundError``: it is gone. ``Damaged``: it was not written under this name with this key."""
-        size = self._answer(0)[1]
+        size = self._answer(0).size
         if size != self.size:  # another writer's, of another size: request it again
             self.cancel()
             if not MAC_BYTES < size <= 2 * self.size + SLACK:
@@ -102,14 +107,14 @@ class Download:
         into, done = np.frombuffer(view, np.uint8), 0
         while done < len(into):
             at = (offset + done) // PIECE * PIECE
-            data = np.frombuffer(self._answer(at)[0], np.uint8)[offset + done - at :]
+            data = np.frombuffer(self._answer(at).data, np.uint8)[offset + done - at :]
             n = min(len(data), len(into) - done)
             if n <= 0:
                 raise Damaged("it ends early")
             into[done : done + n] = data[:n]
             done += n
 
-    def _answer(self, at: int) -> tuple[memoryview, int]:
+    def _answer(self, at: int) -> BucketPiece:
         future = self._pieces.get(at)
         if future is None:
             raise Damaged("it is too short")
@@ -141,9 +146,6 @@ class _Fetched(ObjectReader):
         self._download.fill(view, offset)
 
 
-FIRST_OPEN_S, MOST_OPEN_S = 2.0, 60.0
-
-
 @dataclass(slots=True)
 class CircuitBreaker:
     is_open: bool = False
@@ -170,9 +172,6 @@ class CircuitBreaker:
 
     def _wait(self, luck: float) -> float:
         return self._open_s * (1 + JITTER * (2 * luck - 1))
-
-
-FLUSH_S, DEAD_S = 20.0, 3.0
 
 
 @dataclass(slots=True)
@@ -276,7 +275,7 @@ class RemoteTier:
             if piece is None:
                 self._remember(self._missed, name, MISS_S)
                 return None
-            return decode_signed(bytes(piece[0]), name, self._mac)
+            return decode_signed(bytes(piece.data), name, self._mac)
         except Damaged as error:
             self._refuse(name, error)
         except (StoreFault, TimeoutError) as error:
@@ -291,8 +290,8 @@ class RemoteTier:
         """Whether a state can be expected within this time: finding it and fetching it take a round trip each."""
         return not self.breaker.is_open and seconds > 2 * self.answer_s
 
-    async def _get(self, name: str, start: int, stop: int, more_s: float = 0.0) -> tuple[memoryview, int] | None:
-        """Bytes and the size of the whole; None: it is not there."""
+    async def _get(self, name: str, start: int, stop: int, more_s: float = 0.0) -> BucketPiece | None:
+        """None: it is not there."""
         wait_s = min(LATER * self.wait_s, more_s) if more_s else self.wait_s
         try:
             piece = await self._bucket.get(f"{self._folder}/{name}", start, stop, wait_s, more_s)
@@ -300,16 +299,15 @@ class RemoteTier:
             self.breaker.succeeded()
             return None
         self.breaker.succeeded()
-        view = memoryview(piece.data)
-        self.counts.n_bytes_read += len(view)
-        return view, piece.size
+        self.counts.n_bytes_read += len(piece.data)
+        return piece
 
     # reading
 
     def download(self, name: str, size: int, patience_s: float) -> Download:
         """Begin to fetch an object, all of its pieces at once; the size is only a guess."""
 
-        async def piece(start: int, stop: int) -> tuple[memoryview, int] | None:
+        async def piece(start: int, stop: int) -> BucketPiece | None:
             async with self._pieces:
                 return await self._get(name, start, stop, patience_s)
 

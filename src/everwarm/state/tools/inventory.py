@@ -53,6 +53,10 @@ class Object:
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def is_state(self) -> bool:
+        return self.header.kind == "state"
+
 
 @dataclass(frozen=True, slots=True)
 class BrokenObject:
@@ -61,6 +65,7 @@ class BrokenObject:
     path: Path
     size: int
     why: Damaged
+    is_state: bool = False
 
     @property
     def is_lost(self) -> bool:
@@ -108,7 +113,7 @@ class Folder:
 
     def lineages(self) -> list[Lineage]:
         """Every state, the last used first."""
-        states = sorted((t for t in self.objects.values() if t.header.kind == "state"), key=lambda t: -t.used_at)
+        states = sorted((t for t in self.objects.values() if t.is_state), key=lambda t: -t.used_at)
         users = Counter(need for thing in states for need in set(thing.header.needs))
         return [self._lineage(thing, users) for thing in states]
 
@@ -199,7 +204,7 @@ def find(read: Iterable[Folder], wanted: str) -> list[Object]:
     """Objects whose name or key has this prefix; a state rather than KV that ends at the same point."""
     things = [thing for folder in read for thing in folder.objects.values()]
     found = [t for t in things if t.name.startswith(wanted) or t.header.key.startswith(wanted)]
-    states = [thing for thing in found if thing.header.kind == "state"]
+    states = [thing for thing in found if thing.is_state]
     return states if len(states) == 1 else found
 
 

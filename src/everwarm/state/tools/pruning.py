@@ -8,48 +8,30 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.errors import BadRequest
 from everwarm.state import policy
 from everwarm.state.store.disk import DirectoryTaken, hold
 from everwarm.state.store.files import TEMPORARY, Files
-from everwarm.state.tools.inventory import Folder, Lineage, is_folder_name
+from everwarm.state.tools.inventory import BrokenObject, Folder, Lineage, Object, is_folder_name
 
 _UNMEASURED = 1e-3  # seconds per token, where no engine has measured any
 
 
-@dataclass(frozen=True, slots=True)
-class PruneRequest:
-    keep_bytes: int | None = None
-    used_since: float | None = None  # when; what was not goes
-
-
-@dataclass(frozen=True, slots=True)
-class PrunePlan:
-    """A file to remove."""
-
-    path: Path
-    size: int
-    is_state: bool
-
-
-def choose(found: Sequence[Folder], request: PruneRequest, now: float) -> list[PrunePlan]:
-    """Chooses what to remove. States come first, so that none ever exists without its KV."""
-    lineages = [lineage for folder in found for lineage in folder.lineages()]
-    kept = [lin for lin in lineages if not lin.missing and not _is_old(lin, request)]
-    if request.keep_bytes is not None:
-        kept = _within(kept, request.keep_bytes, now)
+def choose(
+    found: Sequence[Folder], now: float, *, keep_bytes: int | None = None, used_since: float | None = None
+) -> list[Object | BrokenObject]:
+    """Chooses what to remove: what was not used since then, and more until only ``keep_bytes`` are left. States come
+    first, so that none ever exists without its KV."""
+    lineages = [lineage for folder in found for lineage in folder.lineages() if not lineage.missing]
+    kept = [lineage for lineage in lineages if used_since is None or lineage.state.used_at >= used_since]
+    if keep_bytes is not None:
+        kept = _within(kept, keep_bytes, now)
     stay = {thing.path for lineage in kept for thing in (lineage.state, *lineage.kv)}
     things = [thing for folder in found for thing in folder.objects.values() if thing.path not in stay]
-    doomed = [PrunePlan(thing.path, thing.size, thing.header.kind == "state") for thing in things]
     lost = [broken for folder in found for broken in folder.broken.values() if broken.is_lost]
-    return sorted(doomed + [PrunePlan(b.path, b.size, False) for b in lost], key=lambda d: (not d.is_state, d.path))
-
-
-def _is_old(lineage: Lineage, request: PruneRequest) -> bool:
-    return request.used_since is not None and lineage.state.used_at < request.used_since
+    return sorted([*things, *lost], key=lambda doomed: (not doomed.is_state, doomed.path))
 
 
 def _within(lineages: list[Lineage], keep_bytes: int, now: float) -> list[Lineage]:
@@ -93,7 +75,7 @@ def holding(paths: Iterable[Path]) -> Iterator[None]:
         yield
 
 
-def remove(doomed: Iterable[PrunePlan]) -> None:
+def remove(doomed: Iterable[Object | BrokenObject]) -> None:
     """Removes files in the given order; the index is updated when it is next opened."""
     folders = set()
     for item in doomed:

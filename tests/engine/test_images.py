@@ -9,18 +9,18 @@ import pytest
 
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
-from everwarm.engine.images.image_cache import Pixels
+from everwarm.engine.process.messages import SentImage
 from everwarm.engine.request import Ask, Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import BadRequest, PixelsMissing
-from everwarm.prompt.prompt import Prompt
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.object import Damaged
 from everwarm.state.store.slot_file import Claim
 from support.drive import GUARD, check, drain, run, text, tidy
 from support.image_cores import ask, make_image, seeing_core
+from support.items import prompt_of
 from support.models import tiny_vision
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -46,7 +46,7 @@ CAT, DOG = make_image(1), make_image(2)
 
 
 def n_items(parts: list) -> int:
-    return sum(1 if isinstance(part, Pixels) else len(part) for part in parts)
+    return sum(1 if isinstance(part, SentImage) else len(part) for part in parts)
 
 
 @pytest.mark.parametrize("arch", SEEING)
@@ -76,10 +76,10 @@ def test_coming_back_past_images_gives_the_bits_of_never_having_left(arch, parts
         again = look(core, [*parts, new])
         assert again.tokens == straight.tokens and again.n_processed <= GUARD + len(new)
         assert bits(core, n_items(parts) + len(new) + 3) == expected
-        assert core.images.n_encoded == len({part.digest for part in parts if isinstance(part, Pixels)})
+        assert core.images.n_encoded == len({part.digest for part in parts if isinstance(part, SentImage)})
         check(core)
     with seeing_core(arch, n_slots=1) as core:
-        other = [make_image(77, p.width, p.height) if isinstance(p, Pixels) else p for p in parts]
+        other = [make_image(77, p.width, p.height) if isinstance(p, SentImage) else p for p in parts]
         assert look(core, [*other, new]).n_cached == 0
         assert bits(core, n_items(parts) + len(new) + 3) != expected, "this test could not fail"
 
@@ -198,7 +198,7 @@ def test_a_model_without_a_projector_says_so():
     core = assemble(model, EngineSettings(n_slots=1, n_ctx=512, n_threads=1, ram_bytes=1 << 26))
     try:
         with pytest.raises(BadRequest, match="mmproj"):
-            core.submit(Ask(Prompt.of_items([1, item, 2]), sampling=GREEDY))
+            core.submit(Ask(prompt_of([1, item, 2]), sampling=GREEDY))
     finally:
         core.close()
 

@@ -1,1 +1,0 @@
-"""Images as the model sees them: embeddings cached by content, prompts with images in them, and their prefill."""

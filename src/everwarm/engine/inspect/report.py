@@ -1,0 +1,150 @@
+"""What the engine shows of itself in numbers: its slots, its counts, and what is kept. Reads only, on the loop's thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from everwarm.engine.core import Core
+from everwarm.engine.request import Request
+from everwarm.engine.slots import Slot
+from everwarm.state.null_tiers import NullDisk
+
+
+def version_of(core: Core) -> int:
+    """Changes with everything in RAM or on disk."""
+    return core.tree.census.version + core.tier_writer.disk.version
+
+
+def report(core: Core, what: Literal["slots", "counts", "cache"], namespace: str = "") -> object:
+    """``namespace``: of the slots of others only whether they are busy."""
+    match what:
+        case "slots":
+            return slots(core, namespace)
+        case "counts":
+            return counts(core)
+        case "cache":
+            return summary(core)
+
+
+def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
+    """Each slot as llama-server shows it, without any text; of others' only whether they are busy."""
+    shown = []
+    for slot in core.slots:
+        request = slot.request
+        if (request or slot.n_fed) and not core.tree.namespace(slot.node).startswith(namespace):
+            busy = {"is_processing": request is not None and not request.ask.ahead, "is_prewarming": False}
+            shown.append({"id": slot.seq, "n_ctx": core.context.n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
+            continue
+        is_ahead = request is not None and request.ask.ahead
+        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx}
+        about |= {"is_processing": request is not None and not is_ahead, "is_prewarming": is_ahead}
+        n_fed = slot.resident().n_tokens(slot.n_fed)
+        about["n_prompt_tokens"] = n_fed if request is None else request.n_prompt_tokens
+        if request is not None:
+            about |= {
+                "id_task": request.id,
+                "n_prompt_tokens_cache": request.n_tokens(request.n_cached),
+                "n_prompt_tokens_processed": _n_read(slot, request),
+                "next_token": [{"has_next_token": True, "n_decoded": request.n_reply, "n_remain": request.n_left}],
+            }
+        shown.append(about)
+    return shown
+
+
+def _n_read(slot: Slot, request: Request) -> int:
+    """Prompt tokens it has read so far."""
+    return max(0, request.n_tokens(min(slot.n_fed, request.n_prompt)) - request.n_tokens(request.n_cached))
+
+
+def counts(core: Core) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(core.counts),
+        **dataclasses.asdict(core.checkpoint_stats),
+        "evictions": evictions(core),
+        "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
+        "ram_bytes": core.tree.ram_bytes,
+        "ram_n_states": core.tree.census.n_states,
+        "ram_n_segments": core.tree.census.n_segments,
+        "ram_budget_bytes": core.ram_budget.n_bytes,
+        "n_parked": len(core.spares.parked()),
+        "n_spares": len(core.spares),
+        "n_cells_used": core.context.cells.used,
+        "n_cells": core.context.n_ctx,
+        "n_decodes": core.context.n_decodes,
+        "n_fed": core.context.n_fed,
+        "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
+        **core.ram.stats(),
+        **core.tier_writer.stats(),
+        "disk_n_brought": core.loader.n_brought,
+    }
+
+
+def summary(core: Core) -> dict[str, Any]:
+    census, stats = core.tree.census, core.checkpoint_stats
+    n_parked = len(core.spares.parked())
+    ram = {
+        "bytes": core.tree.ram_bytes,
+        "budget_bytes": core.ram_budget.n_bytes,
+        "n_states": census.n_states,
+        "n_segments": census.n_segments,
+    }
+    return {
+        "version": version_of(core),
+        "n_nodes": len(census.by_id),
+        "engine": {
+            "n_slots": len(core.slots),
+            "n_running": sum(slot.request is not None and not slot.request.ask.ahead for slot in core.slots),
+            "n_queued": len(core.queue),
+            "n_ctx": core.context.n_ctx,
+            "n_cells_used": core.context.cells.used,
+        },
+        "tiers": {
+            "device": {"n_states": n_parked, "n_cells": core.context.cells.used},
+            "ram": ram,
+            "disk": _disk(core),
+        },
+        "evictions": sum(evictions(core).values()),
+        "quarantines": stats.n_quarantined,
+        "prewarm": {
+            "turns": core.counts.n_prewarms,
+            "used": stats.n_prewarms_used,
+            "interrupted": core.counts.n_prewarms_interrupted,
+            "tokens": core.counts.n_prewarm_tokens,
+        },
+        "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
+    }
+
+
+def _disk(core: Core) -> dict[str, Any] | None:
+    """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
+    disk = core.tier_writer.disk
+    if isinstance(disk, NullDisk):
+        reason = core.tier_writer.degraded
+        return None if reason is None else _NO_DISK | {"reason": reason}
+    return {
+        "bytes": disk.n_bytes,
+        "budget_bytes": disk.budget_bytes,
+        "n_objects": len(disk.names()),
+        "written_bytes": disk.counts.n_bytes_written,
+        "write_budget_bytes": disk.write_budget or None,
+        "written_today_bytes": disk.n_written_today if disk.write_budget else None,
+        "degraded": disk.degraded is not None,
+        "reason": disk.degraded,
+    }
+
+
+_NO_DISK = {
+    "bytes": 0,
+    "budget_bytes": 0,
+    "n_objects": 0,
+    "written_bytes": 0,
+    "write_budget_bytes": None,
+    "written_today_bytes": None,
+    "degraded": True,
+}
+
+
+def evictions(core: Core) -> dict[str, int]:
+    """How many usable checkpoints were evicted, by reason."""
+    return {**core.checkpoint_stats.evictions, "disk_budget": core.tier_writer.disk.counts.n_evicted}
