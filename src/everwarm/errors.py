@@ -1,27 +1,16 @@
-"""Every error Everwarm raises on purpose. Each class knows its HTTP status and code; one handler translates them.
+"""Every error Everwarm raises on purpose. Each knows its HTTP status and code; one handler translates them.
+
+A class of its own is for an error that somebody catches, or that several places raise. The rest share ``NotFound``,
+``Forbidden`` and ``HttpError``, and say their code where they are raised.
 
 EverwarmError                    500  the server's own fault
 ├── BadRequest                   400  the caller's input
 │   ├── PromptTooLong            400  does not fit the context, and never will
 │   ├── PixelsMissing            400  the engine needs an image that was not sent
-│   ├── FrameTooLarge            400  does not fit one message between gateway and engine
-│   └── ConstraintFailed         400  a grammar that turned out too complex while it was followed
-├── Unauthorized                 401  no valid key
-├── Forbidden                    403  this caller may not do that
-│   ├── AdminRequired            403  it takes an admin's key
-│   ├── SlotQuotaExceeded        403  too many slot files
-│   └── PinQuotaExceeded         403  too many bytes pinned
-├── RouteNotFound                404  no such path
-├── ModelNotFound                404  no model of that name
-├── NodeNotFound                 404  no such node of the prefix tree
-├── ReplicaNotFound              404  of many machines, the one that was meant is gone
-├── ResponseNotFound             404  not stored, or not any more
-│   └── PreviousNotFound         404  the same of one that is to be continued
-├── MethodNotAllowed             405  the path has no such method
-├── BodyTooSlow                  408  the client did not send its body in time
+│   └── FrameTooLarge            400  does not fit one message between gateway and engine
+├── Forbidden                    403  this caller may not do that: it takes an admin, or a quota is full
+├── NotFound                     404  no such route, model, replica, response or node of the prefix tree
 ├── TreeChanged                  409  a place in the prefix tree that is no longer there
-├── BodyTooLarge                 413  more bytes than are read
-├── UnsupportedMediaType         415  not JSON
 ├── Overloaded                   429  too many requests, tokens or bytes at once
 ├── ModelError                   500  the model or the library cannot be used
 │   ├── LibraryMismatch          500  libllama is missing or another build
@@ -37,9 +26,8 @@ EverwarmError                    500  the server's own fault
 │       └── WeightsTouched       500  nothing was wrong with them, but perhaps with the weights
 ├── NotSupported                 501  an API has it, this server does not
 ├── NoRoom                       503  no memory for that model
-├── EngineStopped                503  the engine is closing, or not loaded
-├── Draining                     503  the server is stopping
-├── RequestTimedOut              504  took longer than the server allows
+├── EngineStopped                503  the engine is closing or not loaded, or the server is stopping
+├── HttpError                    any  a fault of HTTP itself: key, method, content type, size or time of a body
 └── Refused                      any  an engine's own error, with the status and code that it has there
 """
 
@@ -84,10 +72,6 @@ class FrameTooLarge(BadRequest):
             f"the request or its answer takes {n_bytes:,} bytes between gateway and engine, where {most:,} are the most: "
             "shorten the prompt, send fewer or smaller pictures, or ask for less at once"
         )
-
-
-class ConstraintFailed(BadRequest):
-    pass
 
 
 class ModelError(EverwarmError):
@@ -147,23 +131,14 @@ class EngineStopped(EverwarmError):
         self.retry_after_s = retry_after_s
 
 
-class ModelNotFound(EverwarmError):
+class NotFound(EverwarmError):
+    """``code`` says what there is not: ``model_not_found``, ``response_not_found`` …"""
+
     status = 404
-    code = "model_not_found"
 
-
-class ReplicaNotFound(EverwarmError):
-    status = 404
-    code = "replica_not_found"
-
-
-class ResponseNotFound(EverwarmError):
-    status = 404
-    code = "response_not_found"
-
-
-class PreviousNotFound(ResponseNotFound):
-    code = "previous_response_not_found"
+    def __init__(self, message: str, code: str = "not_found") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class NoRoom(EverwarmError):
@@ -182,52 +157,12 @@ class Overloaded(EverwarmError):
         self.retry_after_s = retry_after_s
 
 
-class Draining(EverwarmError):
-    status = 503
-    code = "unavailable_error"
-    retry_after_s = 5
-
-
-class Unauthorized(EverwarmError):
-    status = 401
-    code = "invalid_api_key"
-
-
 class Forbidden(EverwarmError):
     status = 403
-    code = "forbidden"
 
-
-class AdminRequired(Forbidden):
-    code = "admin_required"
-
-
-class SlotQuotaExceeded(Forbidden):
-    code = "quota_exceeded"
-
-
-class PinQuotaExceeded(Forbidden):
-    code = "pin_quota_exceeded"
-
-
-class RouteNotFound(EverwarmError):
-    status = 404
-    code = "not_found"
-
-
-class NodeNotFound(EverwarmError):
-    status = 404
-    code = "node_not_found"
-
-
-class MethodNotAllowed(EverwarmError):
-    status = 405
-    code = "invalid_request_error"
-
-
-class BodyTooSlow(EverwarmError):
-    status = 408
-    code = "timeout"
+    def __init__(self, message: str, code: str = "forbidden") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class TreeChanged(EverwarmError):
@@ -235,24 +170,18 @@ class TreeChanged(EverwarmError):
     code = "tree_changed"
 
 
-class BodyTooLarge(EverwarmError):
-    status = 413
-    code = "request_too_large"
-
-
-class UnsupportedMediaType(EverwarmError):
-    status = 415
-    code = "unsupported_media_type"
-
-
 class NotSupported(EverwarmError):
     status = 501
     code = "not_supported_error"
 
 
-class RequestTimedOut(EverwarmError):
-    status = 504
-    code = "timeout"
+class HttpError(EverwarmError):
+    """What HTTP has a status for and nobody catches."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
 
 
 class Refused(EverwarmError):

@@ -10,7 +10,7 @@ from everwarm.config import GREEDY, Constraint, Sampling, Thought
 from everwarm.engine.engine import Engine
 from everwarm.engine.request import Finish, NewToken
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import BadRequest, ConstraintFailed
+from everwarm.errors import BadRequest
 from everwarm.llama.constraints.matcher import ConstraintCompiler
 from everwarm.llama.model import Model
 from support.drive import drain, open_core, run, submit, text
@@ -135,7 +135,7 @@ def test_a_form_that_fails_on_the_way_fails_its_request_alone():
         accept = bad.sampler.matcher.accept
         bad.sampler.matcher.accept = lambda token: accept(token if bad.n_reply < 4 else 0)
         results = drain(core)
-        assert isinstance(results[bad.id].error, ConstraintFailed) and results[bad.id].finish is Finish.ERROR
+        assert isinstance(results[bad.id].error, BadRequest) and results[bad.id].finish is Finish.ERROR
         assert results[good.id].finish is Finish.STOP and len(results[good.id].tokens) == 12
         assert run(core, text(3, 50)).error is None
 

@@ -294,7 +294,9 @@ class World:
         self.seen["served at once" if truth.waiting.pop(request_id) == self.now else "served later"] += 1
         truth.leases.add(request_id)
         truth.last_used = self.now
-        self._later(self.now + self._visits[request_id].hold_s, lambda: self._feed(Event("leave", request_id=request_id)))
+        self._later(
+            self.now + self._visits[request_id].hold_s, lambda: self._feed(Event("leave", request_id=request_id))
+        )
 
     def _judge_refusal(self, refusal: Refuse, event: Event) -> None:
         self.seen[refusal.code] += 1

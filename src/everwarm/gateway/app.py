@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from everwarm.errors import BadRequest, EverwarmError, MethodNotAllowed, RouteNotFound
+from everwarm.errors import BadRequest, EverwarmError, HttpError, NotFound
 from everwarm.gateway.access.auth import with_roles
 from everwarm.gateway.access.limits import AdmissionLimits
 from everwarm.gateway.access.middleware import Guard, error_response
@@ -143,9 +143,11 @@ async def _on_http_error(request: Request, error: HTTPException) -> Response:
     """Starlette's own errors: an unknown path or method."""
     match error.status_code:
         case 404:
-            return await _on_error(request, RouteNotFound(f"this server has no route {request.url.path}"))
+            return await _on_error(request, NotFound(f"this server has no route {request.url.path}"))
         case 405:
-            return await _on_error(request, MethodNotAllowed("this route does not allow that method"))
+            return await _on_error(
+                request, HttpError(405, "invalid_request_error", "this route does not allow that method")
+            )
     return await _on_error(request, BadRequest(str(error.detail)))
 
 

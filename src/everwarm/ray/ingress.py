@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from everwarm.errors import EngineStopped, ModelNotFound
+from everwarm.errors import EngineStopped, NotFound
 from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.chat.prefix_keys import NOTHING, Prefixes, prefixes_of, response_key
 from everwarm.gateway.http.sse import json_response
@@ -83,7 +83,7 @@ class Ingress:
         if found is None:
             known = ", ".join(sorted(self._handles))
             problem = "no model was named" if not name else f"there is no model {name[:100]!r}"
-            raise ModelNotFound(f"{problem}; there are: {known}")
+            raise NotFound(f"{problem}; there are: {known}", "model_not_found")
         return found.id
 
     async def _relay(self, request: ProxiedRequest, model: str, scope: Scope, send: Send) -> None:

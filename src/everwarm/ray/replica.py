@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Message
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import EngineStopped, ReplicaNotFound
+from everwarm.errors import EngineStopped, NotFound
 from everwarm.gateway.access.middleware import error_response
 from everwarm.gateway.admin.request_log import MOST_KEPT
 from everwarm.gateway.app import build_gateway
@@ -57,7 +57,7 @@ class Replica:
     async def forward(self, request: ProxiedRequest) -> AsyncIterator[ProxiedHead | bytes]:
         """The parts of an answer as they come. A caller that stops listening has hung up."""
         if request.replica not in ("", self.name):  # it is for a replica that is gone
-            gone = ReplicaNotFound(f"there is no replica {request.replica[:100]!r} any more")
+            gone = NotFound(f"there is no replica {request.replica[:100]!r} any more", "replica_not_found")
             answer = error_response(gone, request.request_id, request.path)
             yield ProxiedHead(answer.status_code, tuple(answer.raw_headers))
             yield bytes(answer.body)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from everwarm.engine.process.messages import Backlog
-from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, ModelNotFound, NoRoom
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, NoRoom, NotFound
 from everwarm.router import plan
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import ModelPlan, ModelStatus, Phase, Planner, PoolLimits
@@ -204,7 +204,7 @@ class Pool:
         if spec is None:
             names = ", ".join(sorted(self.catalog.specs)) or "none"
             problem = "no model was named" if not name else f"there is no model {name[:100]!r}"
-            raise ModelNotFound(f"{problem}; there are: {names}{self._broken(name)}")
+            raise NotFound(f"{problem}; there are: {names}{self._broken(name)}", "model_not_found")
         return self._served[spec.id]
 
     def _broken(self, name: str | None) -> str:
@@ -391,5 +391,5 @@ def _without_paths(reason: str, spec: ModelSpec) -> str:
 
 def _refusal(code: plan.RefusalCode, message: str) -> EverwarmError:
     if code == "model_not_found":
-        return ModelNotFound(message)
+        return NotFound(message, "model_not_found")
     return NoRoom(message) if code in ("model_too_large", "no_room") else EngineStopped(message)

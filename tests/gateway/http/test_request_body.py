@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from everwarm.errors import BadRequest, BodyTooSlow, Overloaded
+from everwarm.errors import BadRequest, HttpError, Overloaded
 from everwarm.gateway.chat import jinja_template
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.stable_points import common_prefix
@@ -208,7 +208,7 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
 
     async def wait() -> None:
         reader = BodyReader(100)
-        with pytest.raises(BodyTooSlow, match="1 bytes of the body arrived") as refused:
+        with pytest.raises(HttpError, match="1 bytes of the body arrived") as refused:
             await reader.read(request(never()), bytes)
         assert refused.value.status == 408
         assert reader.n_bytes == 0

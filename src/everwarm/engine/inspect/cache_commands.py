@@ -20,7 +20,7 @@ from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.tiers.disk_pins import MOST_PINS, HeldPin, pinned_below, pinned_on_disk
 from everwarm.engine.tiers.tier_writer import TierWriter
-from everwarm.errors import BadRequest, EverwarmError, NodeNotFound, PinQuotaExceeded
+from everwarm.errors import BadRequest, EverwarmError, Forbidden, NotFound
 from everwarm.state.lineage import point_of, root_key, short_key
 from everwarm.state.tier import Dropped, InSpaces, Selection, TheseStates
 from everwarm.state.tree import Node
@@ -191,8 +191,8 @@ def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[
     return {**about, "namespace": plan.namespace}
 
 
-def _not_found(id: int | None) -> NodeNotFound:
-    return NodeNotFound(f"there is no node {id}; GET /cache/tree lists those there are")
+def _not_found(id: int | None) -> NotFound:
+    return NotFound(f"there is no node {id}; GET /cache/tree lists those there are", "node_not_found")
 
 
 def _is_root() -> BadRequest:
@@ -235,7 +235,7 @@ def _require_quota(order: m.CacheOrder, core: Core, held: HeldPin) -> None:
     if held.n_bytes > most or held.n_pins > MOST_PINS:
         shown = f"{held.n_pins} pins with {held.n_bytes:,} bytes; {MOST_PINS} with {most:,} bytes are allowed"
         message = f"with this one your namespace would have {shown}: unpin others, or use an admin key"
-        raise PinQuotaExceeded(message)
+        raise Forbidden(message, "pin_quota_exceeded")
 
 
 def _weight(node: Node) -> int:

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from everwarm.config import require
-from everwarm.errors import AdminRequired, BadRequest
+from everwarm.errors import BadRequest, Forbidden
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -133,8 +133,9 @@ def _with_role(route: Route) -> Route:
     return route
 
 
-def admin_only(what: str) -> AdminRequired:
-    return AdminRequired(f"{what[:200]} needs an admin key of this server (--admin-key, or a key file)")
+def admin_only(what: str) -> Forbidden:
+    message = f"{what[:200]} needs an admin key of this server (--admin-key, or a key file)"
+    return Forbidden(message, "admin_required")
 
 
 # principals

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from everwarm.errors import BodyTooLarge, EverwarmError, Forbidden, Refused, Unauthorized, UnsupportedMediaType
+from everwarm.errors import EverwarmError, Forbidden, HttpError, Refused
 from everwarm.gateway.access.auth import ANONYMOUS, OPEN_PATHS, PAGE, Access, Principal
 from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import json_response
@@ -66,7 +66,7 @@ class Guard:
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get(b"content-type", "").split(";")[0].strip().lower()
             if kind != "application/json":
-                raise UnsupportedMediaType("send JSON with Content-Type: application/json")
+                raise HttpError(415, "unsupported_media_type", "send JSON with Content-Type: application/json")
             self._check_length(headers.get(b"content-length"))
 
     def _check_names(self, headers: dict[bytes, str]) -> None:
@@ -82,7 +82,9 @@ class Guard:
         given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
         found = self._access.identify(each.encode("latin-1") for each in given)
         if found is None and not (path in OPEN_PATHS or path.startswith(PAGE)):
-            raise Unauthorized("a valid API key is required: Authorization: Bearer KEY or x-api-key")
+            raise HttpError(
+                401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY or x-api-key"
+            )
         return found or ANONYMOUS
 
     def _check_length(self, length: str | None) -> None:
@@ -103,9 +105,9 @@ class Guard:
 
         return bounded
 
-    def _too_large(self) -> BodyTooLarge:
+    def _too_large(self) -> HttpError:
         limit = self._settings.max_body_bytes
-        return BodyTooLarge(f"the body is larger than {limit} bytes")
+        return HttpError(413, "request_too_large", f"the body is larger than {limit} bytes")
 
 
 def is_foreign(method: str, path: str, headers: dict[bytes, str]) -> bool:

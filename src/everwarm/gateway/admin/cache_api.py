@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelNotFound
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError, NotFound
 from everwarm.gateway.access.auth import principal_of, reach_of, visibility_of
 from everwarm.gateway.admin import cache_encode
 from everwarm.gateway.admin.events import EventHub, EventWatcher
@@ -77,7 +77,7 @@ class CacheApi:
         standings = self._pool.standings()
         standing = next((each for each in standings if each.spec.id == model), None)
         if standing is None:
-            raise ModelNotFound(f"the model {model!r} does not exist any more")
+            raise NotFound(f"the model {model!r} does not exist any more", "model_not_found")
         seen = None
         if standing.supervisor.state is State.READY:
             with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment

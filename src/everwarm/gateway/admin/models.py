@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.errors import ModelNotFound
+from everwarm.errors import NotFound
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.schema import ModelBody
@@ -57,7 +57,7 @@ class Models:
         found = next((model for model in models if id in (model["id"], *model.get("aliases", ()))), None)
         if found is None:
             names = ", ".join(str(model["id"]) for model in models) or "none"
-            raise ModelNotFound(f"there is no model {id[:100]!r}; there are: {names}")
+            raise NotFound(f"there is no model {id[:100]!r}; there are: {names}", "model_not_found")
         return json_response(found)
 
     def _models(self) -> builtins.list[Json]:

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from everwarm.errors import BodyTooSlow, Overloaded
+from everwarm.errors import HttpError, Overloaded
 from everwarm.gateway.http.json_weight import is_surely_light
 
 T = TypeVar("T")
@@ -114,8 +114,8 @@ class BodyReader:
                     patience.reschedule(began + FIRST_S + n_bytes / BYTES_PER_S)
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
-            raise BodyTooSlow(
-                f"{n_bytes:,} bytes of the body arrived in {took_s:.0f} s; send it faster, or send less"
+            raise HttpError(
+                408, "timeout", f"{n_bytes:,} bytes of the body arrived in {took_s:.0f} s; send it faster, or send less"
             ) from None
         return pieces
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from everwarm.errors import EverwarmError, RequestTimedOut
+from everwarm.errors import EverwarmError, HttpError
 from everwarm.gateway.access.limits import Place
 
 _encode = msgspec.json.Encoder().encode
@@ -133,12 +133,12 @@ class _Opening:
 
 @contextlib.asynccontextmanager
 async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
-    """Raises ``RequestTimedOut`` if the block takes longer than ``limit_s``."""
+    """Raises an ``HttpError`` (504) if the block takes longer than ``limit_s``."""
     try:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError:
-        raise RequestTimedOut(f"the request took longer than {limit_s:g} s") from None
+        raise HttpError(504, "timeout", f"the request took longer than {limit_s:g} s") from None
 
 
 class ClientGone(Exception):

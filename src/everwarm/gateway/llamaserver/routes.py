@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import BadRequest, EngineStopped, NotSupported, SlotQuotaExceeded
+from everwarm.errors import BadRequest, EngineStopped, Forbidden, NotSupported
 from everwarm.gateway.access.auth import namespace_of, own_namespace, principal_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.llamaserver.encode import LlamaEncoder, completion, tokenized
@@ -207,7 +207,7 @@ def _require_quota(folder: Path, name: str) -> None:
         n_files = sum(not entry.name.endswith(COMPANION) for entry in os.scandir(folder) if entry.is_file())
         if n_files >= MAX_FILES_OF_A_USER:
             message = f"there are {n_files} slot files of yours; save over one of them, or ask an admin to remove some"
-            raise SlotQuotaExceeded(message)
+            raise Forbidden(message, "quota_exceeded")
 
 
 def _directory(settings: ServerSettings) -> Path:

@@ -15,13 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import BadRequest, EverwarmError, PreviousNotFound, ResponseNotFound
+from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.http.sse import json_response, sse_named
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
 from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
+from everwarm.gateway.responses.schema import ResponsesBody, chat_body, offered, own_items
 from everwarm.gateway.serving.generate import ReplyEvent
 from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
@@ -122,11 +122,12 @@ class ResponsesTurn(Dialect):
         before = await self._before()
         aside = self._gate.bodies.for_request
         self._items = items = await aside(self._request, partial(own_items, body, tail, self._item_finder()))
-        turn = await aside(self._request, lambda: chat_request(body, [*before, *items]))
+        tools = await aside(self._request, partial(offered, body.tools))
+        chat = await aside(self._request, lambda: chat_body(body, tools, [*before, *items]))
         model = body.model or self._pool.find(body.model).id
-        response = skeleton(body, self._id, model, int(time.time()), turn.tools)
-        self._encoder = ResponsesEncoder.of(body, response, turn.tools)
-        return turn.chat
+        response = skeleton(body, self._id, model, int(time.time()), tools)
+        self._encoder = ResponsesEncoder.of(body, response, tools)
+        return chat
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
         events = [each for piece in event.pieces for each in self.encoder.encode(piece)]
@@ -169,7 +170,8 @@ class ResponsesTurn(Dialect):
             words = f"the previous response {id[:80]!r} is not stored here: {_REASONS}"
             if missing.id != id:
                 words = f"{missing.id[:80]!r}, which {id[:80]!r} continues, is not stored any more"
-            raise PreviousNotFound(f"{words}; send the whole conversation as input") from None
+            message = f"{words}; send the whole conversation as input"
+            raise NotFound(message, "previous_response_not_found") from None
         return [item for kept in chain for item in kept.items]
 
     def _item_finder(self) -> Callable[[str], Json | None]:
@@ -197,8 +199,8 @@ def _frame(event: Json) -> bytes:
     return sse_named(event["type"], event)
 
 
-def _not_found(id: str) -> ResponseNotFound:
-    return ResponseNotFound(f"there is no response {id[:80]!r} here: {_REASONS}")
+def _not_found(id: str) -> NotFound:
+    return NotFound(f"there is no response {id[:80]!r} here: {_REASONS}", "response_not_found")
 
 
 def _page(items: list[Json], query: dict[str, str]) -> Json:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.config import Constraint
-from everwarm.errors import BadRequest, ConstraintFailed
+from everwarm.errors import BadRequest
 from everwarm.llama import abi
 from everwarm.llama.constraints.trial import STACK_BYTES, NamedTokens, Trial
 from everwarm.llama.lib import Closing
@@ -40,7 +40,7 @@ class Matcher:
         self._banned = banned
         self._mask = np.zeros((n_tokens + 31) // 32 * 4, np.uint8)
         self.is_complete = False
-        self.error: ConstraintFailed | None = None
+        self.error: BadRequest | None = None
 
     def look(self) -> bool:
         """Computes what may come next. False: nothing, because the constraint is complete or cannot be followed."""
@@ -66,7 +66,7 @@ class Matcher:
 
     def _failed(self) -> bool:
         if self._native.is_error():
-            self.error = ConstraintFailed(
+            self.error = BadRequest(
                 f"the reply can no longer be kept to its schema or grammar: {self._native.get_error()[:300]}"
             )
         return self.error is not None
