@@ -8,7 +8,7 @@ import pytest
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
 from everwarm.ray.fan_out import labelled
-from everwarm.ray.prefix_set import PrefixSet, unpacked
+from everwarm.ray.replica_messages import PrefixSet, unpacked
 from everwarm.ray.scaling import METRIC, ByWaitingTokens, wanted
 from everwarm.ray.settings import read_cluster
 

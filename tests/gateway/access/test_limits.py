@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,8 +187,8 @@ class Tireless:
 def test_of_many_choices_nothing_is_taken_that_the_client_does_not_take():
     async def run() -> None:
         engine = Tireless()
-        tracker = RequestLog().follow(Caller("r", "m", "/", True))
-        heard = generate(engine, [m.Submit(0)] * 4, OutputParser, tracker)  # type: ignore[arg-type]
+        follow = partial(RequestLog().follow, Caller("r", "m", "/", True))
+        heard = generate(engine, [m.Submit(0)] * 4, OutputParser, follow)  # type: ignore[arg-type]
         async with contextlib.aclosing(heard):
             await anext(heard)
             for _ in range(200):

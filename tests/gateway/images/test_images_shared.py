@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,8 +146,8 @@ async def choices(
     shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)
     prompt = {"text": text + MARKER * len(sights), "marker": MARKER, "images": shown, "namespace": namespace}
     submit = m.Submit(0, **prompt, sampling=GREEDY, max_tokens=3, ignore_eos=True)
-    tracker = RequestLog().follow(Caller("r", "model", "/", False))
-    choices = await collect(generate(supervisor, [submit] * n, OutputParser, tracker, lend), n)
+    follow = partial(RequestLog().follow, Caller("r", "model", "/", False))
+    choices = await collect(generate(supervisor, [submit] * n, OutputParser, follow, lend), n)
     return sum(choice.finish != "" for choice in choices)
 
 

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -121,7 +121,9 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._engine: EngineProcess | None = None  # the last one that was started, alive or not
         self._pending = PendingRequests()
-        self._images = KnownImages()
+        self._seen_images: NamespacedLru[bool] = NamespacedLru(
+            MAX_KNOWN_IMAGES
+        )  # by digest; each namespace has its own
         self._memory = RamMemory(settings.ram_bytes)
 
     # what callers see
@@ -214,7 +216,7 @@ class Supervisor:
         it for as long as the request lasts."""
         has_begun = False
         message: m.ToGateway | None = None
-        if lend is None or self._images.knows(submit.namespace, submit.images):
+        if lend is None or self._has_seen(submit):
             with self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id())) as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
@@ -233,9 +235,17 @@ class Supervisor:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
                     if isinstance(message, m.TextPiece | m.Done):
-                        self._images.add(submit.namespace, submit.images)
+                        self._note_images(submit)
                     if not (has_begun and isinstance(message, m.Begun)):
                         yield message
+
+    def _has_seen(self, submit: m.Submit) -> bool:
+        """Whether the engine has seen all images of the prompt, in this namespace."""
+        return all(self._seen_images.get(submit.namespace, image.digest) for image in submit.images)
+
+    def _note_images(self, submit: m.Submit) -> None:
+        for image in submit.images:
+            self._seen_images.put(submit.namespace, image.digest, True, 1)
 
     async def ask(self, question: type[Question], **fields: Any) -> Any:
         with self._open_request(question(self._pending.new_id(), **fields)) as pending:
@@ -381,18 +391,3 @@ class Supervisor:
             if state is not State.STOPPED:
                 self.last_failure = reason
             self._changed.notify_all()
-
-
-class KnownImages:
-    """Which images the engine has seen, by namespace: a namespace cannot use the images of others."""
-
-    def __init__(self) -> None:
-        self._digests: NamespacedLru[bool] = NamespacedLru(MAX_KNOWN_IMAGES)
-
-    def knows(self, namespace: str, images: Sequence[m.SentImage]) -> bool:
-        """Whether the engine has seen all of them."""
-        return all(self._digests.get(namespace, image.digest) for image in images)
-
-    def add(self, namespace: str, images: Sequence[m.SentImage]) -> None:
-        for image in images:
-            self._digests.put(namespace, image.digest, True, 1)
