@@ -1,34 +1,37 @@
-"""Every error Everwarm raises on purpose. Each knows its HTTP status and code; one handler translates them.
-
-A class of its own is for an error that somebody catches, or that several places raise. The rest share ``NotFound``,
-``Forbidden`` and ``HttpError``, and say their code where they are raised.
+"""Every error Everwarm raises on purpose. Each class knows its HTTP status and code; one handler translates them.
 
 EverwarmError                    500  the server's own fault
 ├── BadRequest                   400  the caller's input
 │   ├── PromptTooLong            400  does not fit the context, and never will
+│   ├── PromptTextTooLong        400  the template writes more than any context holds; of gateway.chat
 │   ├── PixelsMissing            400  the engine needs an image that was not sent
 │   └── FrameTooLarge            400  does not fit one message between gateway and engine
-├── Forbidden                    403  this caller may not do that: it takes an admin, or a quota is full
-├── NotFound                     404  no such route, model, replica, response or node of the prefix tree
+├── Forbidden                    403  this caller may not do that; the code says why
+├── NotFound                     404  no such route, model, node, response …; the code says what
 ├── TreeChanged                  409  a place in the prefix tree that is no longer there
 ├── Overloaded                   429  too many requests, tokens or bytes at once
 ├── ModelError                   500  the model or the library cannot be used
-│   ├── LibraryMismatch          500  libllama is missing or another build
 │   ├── ModelFileError           500  missing, not a GGUF, damaged, or unknown architecture
 │   ├── ModelChanged             500  a file was overwritten while it was served: open it anew
 │   └── ContextTooBig            500  the context does not fit the memory of this machine
-├── MemoryFault                  500  libllama refused; the engine recovers, a request never sees these
+├── MemoryFault                  500  libllama refused. The engine recovers; a request gets one when it has failed too often
 │   ├── ContextFull              500  no free cell; nothing changed
 │   ├── TrimRefused              500  the tail cannot be cut here; nothing changed
 │   ├── StateRejected            500  a state was not accepted; the sequence has none now
 │   ├── KvMissing                500  the KV that a state needs is not there
 │   └── DecodeFailed             500  the sequences of the batch are empty now
 │       └── WeightsTouched       500  nothing was wrong with them, but perhaps with the weights
+├── Damaged                      500  an object is not what it should be: that is a miss; of state.store
+│   ├── Unreadable               500  it may be whole, but the file could not be read
+│   └── UnknownOrigin            500  a slot file that nothing vouches for
+├── DirectoryTaken               500  another engine holds the state directory; of state.store
+├── StoreFault                   500  the remote store refused, or did not answer: that is a miss; of state.remote
 ├── NotSupported                 501  an API has it, this server does not
 ├── NoRoom                       503  no memory for that model
-├── EngineStopped                503  the engine is closing or not loaded, or the server is stopping
-├── HttpError                    any  a fault of HTTP itself: key, method, content type, size or time of a body
-└── Refused                      any  an engine's own error, with the status and code that it has there
+├── EngineStopped                503  the engine is closing, or not loaded
+├── Draining                     503  the server is stopping
+└── HttpError                    any  what only HTTP knows: no valid key, a body that is too large, too slow or no JSON …
+    └── Refused                  any  an engine's own error, with the status and code that it has there
 """
 
 from __future__ import annotations
@@ -74,12 +77,38 @@ class FrameTooLarge(BadRequest):
         )
 
 
+class Forbidden(EverwarmError):
+    status = 403
+
+    def __init__(self, message: str, code: str = "forbidden") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class NotFound(EverwarmError):
+    status = 404
+
+    def __init__(self, message: str, code: str = "not_found") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class TreeChanged(EverwarmError):
+    status = 409
+    code = "tree_changed"
+
+
+class Overloaded(EverwarmError):
+    status = 429
+    code = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class ModelError(EverwarmError):
     code = "model_error"
-
-
-class LibraryMismatch(ModelError):
-    pass
 
 
 class ModelFileError(ModelError):
@@ -110,6 +139,10 @@ class StateRejected(MemoryFault):
     pass
 
 
+class KvMissing(MemoryFault):
+    pass
+
+
 class DecodeFailed(MemoryFault):
     pass
 
@@ -118,8 +151,16 @@ class WeightsTouched(DecodeFailed):
     pass
 
 
-class KvMissing(MemoryFault):
-    pass
+class NotSupported(EverwarmError):
+    status = 501
+    code = "not_supported_error"
+
+
+class NoRoom(EverwarmError):
+    """A model does not fit beside what must stay."""
+
+    status = 503
+    code = "no_room_for_model"
 
 
 class EngineStopped(EverwarmError):
@@ -131,52 +172,14 @@ class EngineStopped(EverwarmError):
         self.retry_after_s = retry_after_s
 
 
-class NotFound(EverwarmError):
-    """``code`` says what there is not: ``model_not_found``, ``response_not_found`` …"""
-
-    status = 404
-
-    def __init__(self, message: str, code: str = "not_found") -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class NoRoom(EverwarmError):
-    """A model does not fit beside what must stay."""
-
+class Draining(EverwarmError):
     status = 503
-    code = "no_room_for_model"
-
-
-class Overloaded(EverwarmError):
-    status = 429
-    code = "rate_limit_error"
-
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class Forbidden(EverwarmError):
-    status = 403
-
-    def __init__(self, message: str, code: str = "forbidden") -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class TreeChanged(EverwarmError):
-    status = 409
-    code = "tree_changed"
-
-
-class NotSupported(EverwarmError):
-    status = 501
-    code = "not_supported_error"
+    code = "unavailable_error"
+    retry_after_s = 5
 
 
 class HttpError(EverwarmError):
-    """What HTTP has a status for and nobody catches."""
+    """Raised where HTTP is spoken and caught nowhere else, so its status and code are all there is to it."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -184,7 +187,7 @@ class HttpError(EverwarmError):
         self.code = code
 
 
-class Refused(EverwarmError):
+class Refused(HttpError):
     """An engine's own error, as the gateway hands it on."""
 
     def __init__(
@@ -196,9 +199,7 @@ class Refused(EverwarmError):
         n_context: int | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
+        super().__init__(status, code, message)
         self.n_prompt = n_prompt
         self.n_context = n_context
         self.retry_after_s = retry_after_s

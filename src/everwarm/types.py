@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # the gateway uses these types and makes no arrays: it starts
     import numpy as np
     from numpy.typing import NDArray
 
-Token = NewType("Token", int)  # a vocabulary id
 ItemCount = NewType("ItemCount", int)  # prompt elements: a text token is one, a whole image is one
 TokenCount = NewType("TokenCount", int)  # KV cells
 Position = NewType("Position", int)  # what RoPE sees

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from everwarm.errors import LibraryMismatch
+from everwarm.errors import ModelError
 from everwarm.llama import abi
 from everwarm.llama.lib import ADVICE, Lib, lib, library_path
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(LibraryMismatch) as raised:
+    with pytest.raises(ModelError) as raised:
         Lib(path)
     message = str(raised.value)
     assert message.endswith(ADVICE) and "\n" not in message, message
@@ -83,7 +83,7 @@ def test_without_the_variable_it_is_the_one_in_the_wheel(monkeypatch: pytest.Mon
 def test_without_either_the_advice_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EVERWARM_LIBLLAMA", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LibraryMismatch, match="libllama was not found: install xllamacpp=="):
+    with pytest.raises(ModelError, match="libllama was not found: install xllamacpp=="):
         library_path()
 
 

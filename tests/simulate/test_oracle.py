@@ -4,8 +4,8 @@ import pytest
 from bench.workload.chat import image, to_turn
 from bench.workload.scenarios import SCENARIOS, scenario
 
-from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.oracle import Known, shares
+from support.items import prompt_of
 from support.small_traces import random_turns, shared_by_hand, turn
 
 
@@ -29,9 +29,9 @@ def test_what_was_not_read_before_a_cancel_is_not_free():
 
 def test_two_images_are_never_the_same_because_of_their_place():
     known, a, b = Known(), image("a"), image("b")
-    known.add(Prompt.of_items([1, a, 2]))
-    assert known.n_shared(Prompt.of_items([1, a, 3])) == 2
-    assert known.n_shared(Prompt.of_items([1, b, 2])) == 1
+    known.add(prompt_of([1, a, 2]))
+    assert known.n_shared(prompt_of([1, a, 3])) == 2
+    assert known.n_shared(prompt_of([1, b, 2])) == 1
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -9,6 +9,7 @@ from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Mark, Position, SeqId, TokenCount
+from support.items import prompt_of
 from support.tree_oracle import snapshot
 
 CAT = MediaItem(b"same" + b"cat" * 4, TokenCount(60), Position(8))
@@ -16,7 +17,7 @@ DOG = MediaItem(b"same" + b"dog" * 4, TokenCount(60), Position(8))
 
 
 def prompt(*items: int | MediaItem) -> Prompt:
-    return Prompt.of_items(items)
+    return prompt_of(items)
 
 
 def grown(tree: Tree, *items: int | MediaItem, n: int | None = None, namespace: str = "") -> Node:

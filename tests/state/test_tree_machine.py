@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from everwarm.prompt.prompt import MediaItem, Prompt
+from everwarm.prompt.prompt import MediaItem
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Position, SeqId, TokenCount
+from support.items import prompt_of
 from support.tree_oracle import Key, Oracle, common, items_of, snapshot
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -62,7 +63,7 @@ class TreeMachine(RuleBasedStateMachine):
         on_the_way = list(self.oracle.lineage((namespace, prompt[:n])))
         above = data.draw(st.sampled_from([None, *on_the_way]))
         start = self.tree.root(namespace) if above is None else self.node(above)
-        node = self.tree.grow(start, Prompt.of_items(prompt), n)
+        node = self.tree.grow(start, prompt_of(prompt), n)
         self.oracle.grow((namespace, prompt[:n]))
         self.grown.add((namespace, prompt[:n]))
         assert items_of(node.path, node.n_items) == prompt[:n]
@@ -166,7 +167,7 @@ class TreeMachine(RuleBasedStateMachine):
     def match(self, namespace, prompt, data, needs_kv):
         n_resident = data.draw(st.integers(0, len(prompt)))
         before = snapshot(self.tree)
-        match = self.tree.match(namespace, Prompt.of_items(prompt), n_resident, needs_kv=needs_kv)
+        match = self.tree.match(namespace, prompt_of(prompt), n_resident, needs_kv=needs_kv)
         assert snapshot(self.tree) == before
         assert match.n_shared == self.oracle.n_shared(namespace, prompt)
         covered = self.oracle.has_kv(namespace, prompt, n_resident if needs_kv else len(prompt))

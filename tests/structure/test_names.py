@@ -24,11 +24,6 @@ USED_ELSEWHERE = {
     },
     "gateway.images.image_loader.ImageLoader.child_pids": "tests kill decoders",
 }
-# Only tests use these: to be deleted, or moved to the tests.
-LEFT_OVER = {
-    "prompt.prompt.Prompt.of_items",
-    "types.Token",
-}
 # The same idea in several folders: the dialects are built alike, and each process has its settings.
 SHARED_MODULE_NAMES = {
     "app": "cli.app reads the command line, gateway.app builds the ASGI application",
@@ -50,7 +45,7 @@ def trees_outside_of_src() -> list[ast.Module]:
 
 
 def test_every_public_name_is_used(everwarm: Package) -> None:
-    assert complaints(unused_names(everwarm, trees_outside_of_src()), USED_ELSEWHERE.keys() | LEFT_OVER) == []
+    assert complaints(unused_names(everwarm, trees_outside_of_src()), USED_ELSEWHERE) == []
 
 
 def test_unused_names_are_noticed(make_package: MakePackage) -> None:

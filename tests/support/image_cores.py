@@ -13,7 +13,7 @@ from everwarm.engine.build import assemble
 from everwarm.engine.images.image_cache import Pixels
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings
-from everwarm.prompt.prompt import Prompt
+from support.items import prompt_of
 from support.models import tiny_vision
 
 
@@ -46,4 +46,4 @@ def ask(core, parts: list, *, max_tokens: int = 4, with_pixels: bool = True, **m
         else:
             items += part
     options = {"sampling": GREEDY, "ignore_eos": True} | more
-    return core.submit(Ask(Prompt.of_items(items), max_tokens=max_tokens, images=images, **options))
+    return core.submit(Ask(prompt_of(items), max_tokens=max_tokens, images=images, **options))

@@ -145,9 +145,8 @@ async def _on_http_error(request: Request, error: HTTPException) -> Response:
         case 404:
             return await _on_error(request, NotFound(f"this server has no route {request.url.path}"))
         case 405:
-            return await _on_error(
-                request, HttpError(405, "invalid_request_error", "this route does not allow that method")
-            )
+            message = "this route does not allow that method"
+            return await _on_error(request, HttpError(405, "invalid_request_error", message))
     return await _on_error(request, BadRequest(str(error.detail)))
 
 

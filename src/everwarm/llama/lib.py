@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from everwarm.errors import LibraryMismatch
+from everwarm.errors import ModelError
 from everwarm.llama import abi
 from everwarm.llama.media import mtmd_abi
 from everwarm.llama.system import spin_wait
@@ -81,7 +81,7 @@ class Mtmd:
         marker = int(self.default_marker())
         _check_defaults(self.context_params_default(), mtmd_abi.EXPECTED_DEFAULTS | {"media_marker": marker}, path)
         if ctypes.string_at(marker) != mtmd_abi.MARKER:
-            raise LibraryMismatch(f"{path.name} has another marker for media than {mtmd_abi.MARKER!r}: {ADVICE}")
+            raise ModelError(f"{path.name} has another marker for media than {mtmd_abi.MARKER!r}: {ADVICE}")
 
     if TYPE_CHECKING:
 
@@ -96,7 +96,7 @@ def library_path() -> Path:
     spec = importlib.util.find_spec("xllamacpp")
     found = sorted(Path(spec.origin).parent.glob("xllamacpp*.so")) if spec and spec.origin else []
     if not found:
-        raise LibraryMismatch(f"libllama was not found: {ADVICE}")
+        raise ModelError(f"libllama was not found: {ADVICE}")
     return found[0]
 
 
@@ -115,7 +115,7 @@ def _load(path: Path) -> ctypes.CDLL:
         with spin_wait.long_spin() as is_ours:
             cdll = ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryMismatch(f"{path.name} cannot be loaded ({error}): {ADVICE}") from None
+        raise ModelError(f"{path.name} cannot be loaded ({error}): {ADVICE}") from None
     if is_ours:
         spin_wait.guard(cdll)
     return cdll
@@ -129,7 +129,7 @@ def _with_media(cdll: ctypes.CDLL, path: Path) -> tuple[ctypes.CDLL, Path]:
     try:
         return ctypes.CDLL(str(beside)), beside
     except OSError as error:
-        raise LibraryMismatch(f"media need {beside.name}, which cannot be loaded ({error}): {ADVICE}") from None
+        raise ModelError(f"media need {beside.name}, which cannot be loaded ({error}): {ADVICE}") from None
 
 
 def _bind(target: object, cdll: ctypes.CDLL, functions: dict[str, abi.Signature], prefix: str, path: Path) -> None:
@@ -137,7 +137,7 @@ def _bind(target: object, cdll: ctypes.CDLL, functions: dict[str, abi.Signature]
         try:
             function = getattr(cdll, name)
         except AttributeError:
-            raise LibraryMismatch(f"{path.name} has no function {name}: {ADVICE}") from None
+            raise ModelError(f"{path.name} has no function {name}: {ADVICE}") from None
         function.restype = result
         function.argtypes = arguments
         setattr(target, name.removeprefix(prefix), function)
@@ -147,16 +147,14 @@ def _check_versions(loaded: Lib, path: Path) -> None:
     for name, wanted in abi.EXPECTED_VERSIONS.items():
         found = getattr(loaded, name.removeprefix("llama_"))().decode("utf-8", "replace")
         if found.partition("-")[0] != wanted:
-            raise LibraryMismatch(
-                f"{path.name} is not libllama {abi.BUILD} ({name} is {found}, not {wanted}): {ADVICE}"
-            )
+            raise ModelError(f"{path.name} is not libllama {abi.BUILD} ({name} is {found}, not {wanted}): {ADVICE}")
 
 
 def _check_defaults(params: ctypes.Structure, expected: Mapping[str, object], path: Path) -> None:
     for field, value in expected.items():
         found = getattr(params, field)
         if found != value:
-            raise LibraryMismatch(
+            raise ModelError(
                 f"{path.name} is not libllama {abi.BUILD} (its default {field} is {found}, expected {value}): {ADVICE}"
             )
 

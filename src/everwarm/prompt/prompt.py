@@ -65,15 +65,6 @@ class Prompt:
         return cls(np.array(array, np.int32))
 
     @classmethod
-    def of_items(cls, items: Iterable[int | MediaItem]) -> Prompt:
-        listed = list(items)
-        media = {i: item for i, item in enumerate(listed) if isinstance(item, MediaItem)}
-        if not all(isinstance(item, MediaItem) or 0 <= item <= _MAX_TOKEN for item in listed):
-            raise BadRequest(_BAD_TOKEN)
-        codes = [item.code if isinstance(item, MediaItem) else item for item in listed]
-        return cls(np.array(codes, np.int32), MappingProxyType(media))
-
-    @classmethod
     def of_rows(cls, codes: Codes, rows: Iterable[MediaRow]) -> Prompt | None:
         """What ``rows`` gave, read back from elsewhere; None: the two do not belong together."""
         media: dict[int, MediaItem] = {}

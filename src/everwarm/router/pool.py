@@ -391,5 +391,5 @@ def _without_paths(reason: str, spec: ModelSpec) -> str:
 
 def _refusal(code: plan.RefusalCode, message: str) -> EverwarmError:
     if code == "model_not_found":
-        return NotFound(message, "model_not_found")
+        return NotFound(message, code)
     return NoRoom(message) if code in ("model_too_large", "no_room") else EngineStopped(message)

@@ -15,12 +15,12 @@ from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import BadRequest, PixelsMissing
-from everwarm.prompt.prompt import Prompt
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.object import Damaged
 from everwarm.state.store.slot_file import Claim
 from support.drive import GUARD, check, drain, run, text, tidy
 from support.image_cores import ask, make_image, seeing_core
+from support.items import prompt_of
 from support.models import tiny_vision
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -198,7 +198,7 @@ def test_a_model_without_a_projector_says_so():
     core = assemble(model, EngineSettings(n_slots=1, n_ctx=512, n_threads=1, ram_bytes=1 << 26))
     try:
         with pytest.raises(BadRequest, match="mmproj"):
-            core.submit(Ask(Prompt.of_items([1, item, 2]), sampling=GREEDY))
+            core.submit(Ask(prompt_of([1, item, 2]), sampling=GREEDY))
     finally:
         core.close()
 

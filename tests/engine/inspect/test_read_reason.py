@@ -16,6 +16,7 @@ from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Segment, Tree
 from everwarm.types import Position, TokenCount
 from support.drive import EVERY_KIND, GUARD, open_core, run, text, tidy
+from support.items import prompt_of
 from support.kept_cores import HISTORY, STABLE, kept_core, put_away
 
 KNOWN = text(1, 100)
@@ -145,9 +146,9 @@ def test_without_attention_there_is_no_kv_to_speak_of():
 
 def test_images_count_with_all_their_cells():
     image = MediaItem(b"p" * 32, TokenCount(60), Position(8))
-    prompt = Prompt.of_items([*KNOWN[:20], image, *OTHER])
+    prompt = prompt_of([*KNOWN[:20], image, *OTHER])
     tree = Tree()
-    tree.grow(tree.root(""), Prompt.of_items([*KNOWN[:20], image, *KNOWN[20:]]), 100)
+    tree.grow(tree.root(""), prompt_of([*KNOWN[:20], image, *KNOWN[20:]]), 100)
     seen = ReadFacts(prompt, tree.match("", prompt, 0), 0)
     found = explain(seen).counted(prompt.n_tokens)
     assert found.n_shared == 80 and found.first_different is not None and found.first_different.at == 80

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import EngineStopped, Overloaded
+from everwarm.errors import Draining, Overloaded
 from everwarm.gateway.access import limits as module
 from everwarm.gateway.access.limits import AdmissionLimits, Place
 from everwarm.gateway.admin.request_log import Caller, RequestLog
@@ -66,7 +66,7 @@ def test_a_lone_request_is_never_too_long_and_nobody_is_admitted_when_stopping()
     with found.admitted(1 << 30):
         assert found.n_requests == 1
     found.is_draining = True
-    with pytest.raises(EngineStopped), found.admitted(1):
+    with pytest.raises(Draining), found.admitted(1):
         pass
     assert found.n_requests == found.n_tokens == 0
 

@@ -200,7 +200,7 @@ def _is_root() -> BadRequest:
 
 
 def _find(core: Core, order: m.CacheOrder) -> Node:
-    """``Forbidden`` (404) also for a node of another namespace, so that its existence is not revealed."""
+    """``NotFound`` also for a node of another namespace, so that its existence is not revealed."""
     node = None if order.node is None else core.tree.census.by_id.get(order.node)
     if node is None or not core.tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from everwarm.engine.process.messages import Backlog
-from everwarm.errors import EngineStopped, Overloaded
+from everwarm.errors import Draining, Overloaded
 from everwarm.gateway.settings import ServerSettings
 
 _BYTES_PER_TOKEN = 3  # a conservative estimate
@@ -124,7 +124,7 @@ class AdmissionLimits:
 
     def _admit(self, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> Place:
         if self.is_draining:
-            raise EngineStopped("the server is stopping; try another one or later", retry_after_s=5)
+            raise Draining("the server is stopping; try another one or later")
         while (lack := self._lack(n_tokens)) is not None:
             stalled = max(self._places, key=lambda place: place.stalled_s)
             if stalled.stalled_s >= STALLED_S:

@@ -82,9 +82,8 @@ class Guard:
         given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
         found = self._access.identify(each.encode("latin-1") for each in given)
         if found is None and not (path in OPEN_PATHS or path.startswith(PAGE)):
-            raise HttpError(
-                401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY or x-api-key"
-            )
+            message = "a valid API key is required: Authorization: Bearer KEY or x-api-key"
+            raise HttpError(401, "invalid_api_key", message)
         return found or ANONYMOUS
 
     def _check_length(self, length: str | None) -> None:

@@ -108,9 +108,8 @@ class BodyReader:
                     patience.reschedule(began + FIRST_S + n_bytes / BYTES_PER_S)
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
-            raise HttpError(
-                408, "timeout", f"{n_bytes:,} bytes of the body arrived in {took_s:.0f} s; send it faster, or send less"
-            ) from None
+            message = f"{n_bytes:,} bytes of the body arrived in {took_s:.0f} s; send it faster, or send less"
+            raise HttpError(408, "timeout", message) from None
         return pieces
 
 

@@ -133,7 +133,7 @@ class _Opening:
 
 @contextlib.asynccontextmanager
 async def within(limit_s: float | None) -> AsyncGenerator[None, None]:
-    """Raises an ``HttpError`` (504) if the block takes longer than ``limit_s``."""
+    """Raises ``HttpError`` (504) if the block takes longer than ``limit_s``."""
     try:
         async with asyncio.timeout(limit_s):
             yield
