@@ -37,7 +37,7 @@ def wires() -> list[Wire]:
     guard = build_gateway(None, ServerSettings()).app  # type: ignore[arg-type]
     assert isinstance(guard, Guard)
     found = []
-    for route in guard._app.routes:  # type: ignore[attr-defined]
+    for route in guard.app.routes:  # type: ignore[attr-defined]
         assert isinstance(route, Route)
         for method in sorted((route.methods or set()) - ({"HEAD"} if "GET" in (route.methods or ()) else set())):
             handler = route.endpoint
@@ -53,7 +53,7 @@ def _path(path: str) -> str:
 
 def _bodies(handler: Any) -> Iterable[type[msgspec.Struct]]:
     """The bodies that a handler names in its source."""
-    known = handler.__func__.__globals__
+    known = getattr(handler, "__func__", handler).__globals__  # a method or a function
     for name in dict.fromkeys(re.findall(r"\b[A-Z]\w+\b", inspect.getsource(handler))):
         kind = known.get(name)
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__.endswith("schema"):

@@ -174,7 +174,7 @@ async def test_many_choices_bring_an_image_once_and_another_namespace_brings_its
             assert await ask("b", 1, "what?") == 1 and images.n_decoded == 2 and await n_encoded() == 2
             assert await ask("a", 3, "and now?") == 0 and images.n_decoded == 2, "the control: its own is known"
             assert await n_encoded() == 2 and images.lending.n_bytes == 0
-            assert all(pending.frame for pending in supervisor._pending) and not supervisor._pending
+            assert len(supervisor.pending) == 0
     finally:
         await supervisor.stop(0.0)
         supervisor.forget()

@@ -34,8 +34,9 @@ FIRST_S, BYTES_PER_S = (
 class BodyReader:
     """Reads and parses up to ``budget_bytes`` of bodies at a time, and up to half of it for one client address."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, first_s: float = FIRST_S) -> None:
         self._budget_bytes = budget_bytes
+        self._first_s = first_s
         self._n_bytes: Counter[str] = Counter()  # by client
         self._threads = ThreadPoolExecutor(2, "everwarm-bodies")
 
@@ -98,14 +99,14 @@ class BodyReader:
         pieces, n_bytes, began = [bytearray()], 0, asyncio.get_running_loop().time()
         count(0, n_announced)
         try:
-            async with asyncio.timeout(FIRST_S) as patience:
+            async with asyncio.timeout(self._first_s) as patience:
                 async for data in request.stream():
                     n_bytes += len(data)
                     count(len(data), max(0, n_announced - n_bytes))
                     if len(pieces[-1]) >= _PIECE_BYTES:
                         pieces.append(bytearray())
                     pieces[-1] += data
-                    patience.reschedule(began + FIRST_S + n_bytes / BYTES_PER_S)
+                    patience.reschedule(began + self._first_s + n_bytes / BYTES_PER_S)
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
             message = f"{n_bytes:,} bytes of the body arrived in {took_s:.0f} s; send it faster, or send less"

@@ -120,10 +120,9 @@ class Supervisor:
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._engine: EngineProcess | None = None  # the last one that was started, alive or not
-        self._pending = PendingRequests()
-        self._seen_images: NamespacedLru[bool] = NamespacedLru(
-            MAX_KNOWN_IMAGES
-        )  # by digest; each namespace has its own
+        self.pending = PendingRequests()
+        # by digest; a namespace cannot use the images of others
+        self._seen_images: NamespacedLru[bool] = NamespacedLru(MAX_KNOWN_IMAGES)
         self._memory = RamMemory(settings.ram_bytes)
 
     # what callers see
@@ -147,10 +146,6 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         return None if self._engine is None else self._engine.pid
-
-    @property
-    def n_pending(self) -> int:
-        return len(self._pending)
 
     @property
     def shrunk_to(self) -> int | None:
@@ -189,11 +184,11 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Lets running requests finish within ``grace_s``, then stops the process and waits for it."""
         deadline = time.monotonic() + grace_s
-        while self._pending and time.monotonic() < deadline and not self._is_over:
+        while self.pending and time.monotonic() < deadline and not self._is_over:
             await asyncio.sleep(0.02)
         was_ready = self.state is State.READY
         await self._set(State.STOPPED, "the server is stopping")
-        self._pending.fail_all("the server is stopping")
+        self.pending.fail_all("the server is stopping")
         if self._engine is not None:
             self._engine.send(m.Stop())
             if not was_ready:
@@ -217,7 +212,7 @@ class Supervisor:
         has_begun = False
         message: m.ToGateway | None = None
         if lend is None or self._has_seen(submit):
-            with self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id())) as pending:
+            with self._open_request(msgspec.structs.replace(submit, id=self.pending.new_id())) as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
                     if lend is not None and isinstance(message, m.Failed) and message.code == PixelsMissing.code:
@@ -229,7 +224,7 @@ class Supervisor:
         assert lend is not None, "the engine requests pixels only if the prompt has images"
         message = None
         async with lend() as images:
-            opened = self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id(), images=images))
+            opened = self._open_request(msgspec.structs.replace(submit, id=self.pending.new_id(), images=images))
             del images  # from here on only the frame holds the pixels
             with opened as pending:
                 while not isinstance(message, m.Done | m.Failed):
@@ -248,7 +243,7 @@ class Supervisor:
             self._seen_images.put(submit.namespace, image.digest, True, 1)
 
     async def ask(self, question: type[Question], **fields: Any) -> Any:
-        with self._open_request(question(self._pending.new_id(), **fields)) as pending:
+        with self._open_request(question(self.pending.new_id(), **fields)) as pending:
             message = await pending.get()
         if isinstance(message, m.Failed):
             raise failure(message)
@@ -273,13 +268,13 @@ class Supervisor:
         except OverflowError:
             raise BadRequest("a number is too large; give at most 64 bits") from None
         del message  # it may have pixels, and the frame holds them, too
-        self._pending.add(pending)
+        self.pending.add(pending)
         if self.state is State.READY:
             self._write(pending.frame)
         try:
             yield pending
         finally:
-            if self._pending.remove(pending.id):
+            if self.pending.remove(pending.id):
                 self._write(m.frame(m.Cancel(pending.id)))
 
     def _write(self, frame: m.Frame) -> None:
@@ -348,13 +343,13 @@ class Supervisor:
         self.load_s = now - self._engine.started_at
         self.deaths.ready(now)
         await self._set(State.READY, None)
-        for pending in self._pending:
+        for pending in self.pending:
             self._write(pending.frame)
 
     def _deliver(self, message: m.ToGateway) -> None:
-        if isinstance(message, m.Done) and message.id in self._pending:
+        if isinstance(message, m.Done) and message.id in self.pending:
             self.deaths.forgive()
-        cancel = self._pending.deliver(message)
+        cancel = self.pending.deliver(message)
         if cancel is not None:
             self._write(m.frame(cancel))
 
@@ -376,13 +371,13 @@ class Supervisor:
         self.last_restart = why
         await self._set(State.RESTARTING, why)
         self.load = None
-        self._pending.keep_for_replay(why, self.back_in_s)
+        self.pending.keep_for_replay(why, self.back_in_s)
 
     async def _give_up(self, reason: str) -> None:
         log.error("giving up for now: %s", reason)
         self.deaths.give_up()
         await self._set(State.UNHEALTHY, reason)
-        self._pending.fail_all(reason)
+        self.pending.fail_all(reason)
 
     async def _set(self, state: State, reason: str | None) -> None:
         async with self._changed:
