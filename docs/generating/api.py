@@ -14,7 +14,7 @@ from starlette.routing import Route
 from everwarm.gateway.access.auth import OPEN_PATHS, role_of
 from everwarm.gateway.access.middleware import Guard
 from everwarm.gateway.app import build_gateway
-from everwarm.gateway.ollama.schema import Options
+from everwarm.gateway.ollama.schema import OPTIONS
 from everwarm.gateway.openai.schema import Body
 from everwarm.gateway.settings import ServerSettings
 from generating.markdown import code, table, written_by
@@ -133,7 +133,7 @@ def _fields(kind: type[msgspec.Struct]) -> str:
         parts.append("And the [common fields](#common-fields).\n")
     parts.append(table(_HEAD, [_field(field, kind.__name__) for field in own]))
     if kind.__name__ == "OllamaChat":
-        names = ", ".join(code(name) for name in Options.__struct_fields__)
+        names = ", ".join(code(name) for name in OPTIONS)
         parts.append(f"Of `options` these are heeded: {names}. Others change nothing.\n")
     return "\n".join(parts)
 
