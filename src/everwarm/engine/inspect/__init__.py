@@ -1,7 +1,5 @@
-"""What the engine reports about itself: questions from the gateway in, values to show out.
+"""What the engine reports about itself: the cache tree page by page, what is only on disk, counts, and why a request
+was read.
 
-``cache_commands`` answers the cache API, and carries out its orders to pin and drop; everything else here only reads.
-``cache_view`` has the numbers and the tree, page by page; ``disk_view`` the states that are only on disk, from copies and
-headers, beside the loop. ``read_reason`` says, purely, why a request read what it read, as one of a few codes; ``stats``
-counts what requests cost and what became of checkpoints.
+Reads only, but for ``cache_commands``, which carries out orders to pin and drop.
 """
