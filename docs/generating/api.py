@@ -14,7 +14,7 @@ from starlette.routing import Route
 from everwarm.gateway.access.auth import OPEN_PATHS, role_of
 from everwarm.gateway.access.middleware import Guard
 from everwarm.gateway.app import build_gateway
-from everwarm.gateway.ollama.schema import Options
+from everwarm.gateway.ollama.schema import OPTIONS
 from everwarm.gateway.openai.schema import Body
 from everwarm.gateway.settings import ServerSettings
 from generating.markdown import code, table, written_by
@@ -37,7 +37,7 @@ def wires() -> list[Wire]:
     guard = build_gateway(None, ServerSettings()).app  # type: ignore[arg-type]
     assert isinstance(guard, Guard)
     found = []
-    for route in guard._app.routes:  # type: ignore[attr-defined]
+    for route in guard.app.routes:  # type: ignore[attr-defined]
         assert isinstance(route, Route)
         for method in sorted((route.methods or set()) - ({"HEAD"} if "GET" in (route.methods or ()) else set())):
             handler = route.endpoint
@@ -53,7 +53,7 @@ def _path(path: str) -> str:
 
 def _bodies(handler: Any) -> Iterable[type[msgspec.Struct]]:
     """The bodies that a handler names in its source."""
-    known = handler.__func__.__globals__
+    known = getattr(handler, "__func__", handler).__globals__  # a method or a function
     for name in dict.fromkeys(re.findall(r"\b[A-Z]\w+\b", inspect.getsource(handler))):
         kind = known.get(name)
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__.endswith("schema"):
@@ -133,7 +133,7 @@ def _fields(kind: type[msgspec.Struct]) -> str:
         parts.append("And the [common fields](#common-fields).\n")
     parts.append(table(_HEAD, [_field(field, kind.__name__) for field in own]))
     if kind.__name__ == "OllamaChat":
-        names = ", ".join(code(name) for name in Options.__struct_fields__)
+        names = ", ".join(code(name) for name in OPTIONS)
         parts.append(f"Of `options` these are heeded: {names}. Others change nothing.\n")
     return "\n".join(parts)
 

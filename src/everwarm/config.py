@@ -25,6 +25,7 @@ MAX_CTX = 1 << 26
 CELLS_STEP = 256  # a context has a multiple of this
 MAX_CONSTRAINT_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
+MAX_LOGIT_BIASES = 4096
 MIN_KEY_BYTES, MAX_KEY_BYTES = 32, 1 << 16
 
 
@@ -176,7 +177,8 @@ class Sampling:
         _finite("presence_penalty", self.presence_penalty, -100.0, 100.0)
         require(0 <= self.penalty_last_n <= 1 << 16, f"penalty_last_n is {self.penalty_last_n}; give 0 to {1 << 16}")
         require(self.seed is None or 0 <= self.seed < 1 << 32, f"seed is {self.seed}; give 0 to {(1 << 32) - 1}")
-        require(len(self.logit_bias) <= 4096, f"logit_bias has {len(self.logit_bias)} entries; give at most 4096")
+        n_biases = len(self.logit_bias)
+        require(n_biases <= MAX_LOGIT_BIASES, f"logit_bias has {n_biases} entries; give at most {MAX_LOGIT_BIASES}")
         for token, bias in self.logit_bias.items():
             require(not math.isnan(bias) and bias < math.inf, f"logit_bias of token {token} is {bias}; give a number")
 

@@ -1,14 +1,20 @@
 """What of a cluster needs no Ray: its file, what replicas publish, how many there should be, everybody's numbers in one."""
 
+import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
-from everwarm.ray.fan_out import labelled
-from everwarm.ray.prefix_set import PrefixSet, unpacked
+from everwarm.gateway.http.sse import json_response
+from everwarm.ray.fan_out import labelled, merged
+from everwarm.ray.replica_messages import PrefixSet, ProxiedRequest, unpacked
+from everwarm.ray.router_registry import ROUTERS
 from everwarm.ray.scaling import METRIC, ByWaitingTokens, wanted
 from everwarm.ray.settings import read_cluster
 
@@ -114,3 +120,59 @@ def test_everybodys_metrics_are_one_text() -> None:
     assert joined.count("# TYPE a_total counter") == 1
     assert 'a_total{model_id="m",replica="r1"} 3.0\na_total{model_id="m",replica="r2"} 3.0\n' in joined
     assert 'b{model_id="m",replica="r2",kind="x y"} 1.0' in joined
+
+
+class Answers:
+    """Replicas of two models, each with one way to answer."""
+
+    def __init__(self, bodies: dict[str, Response]) -> None:
+        self.bodies = bodies
+        self.asked: list[tuple[str, str]] = []
+
+    async def ask(self, request: ProxiedRequest, model: str) -> Response:
+        self.asked.append((model, request.replica))
+        return self.bodies[model]
+
+    def merged(self, path: str) -> Any:
+        """The status and the body of the answer."""
+        found = asyncio.run(merged(ProxiedRequest("r", "GET", path), list(self.bodies), self.ask))
+        return None if found is None else (found.status_code, bytes(found.body))
+
+
+@pytest.fixture
+def routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model, names in (("a", ["r1", "r2"]), ("b", ["r3"])):
+        monkeypatch.setitem(ROUTERS, model, SimpleNamespace(names=names))
+
+
+def test_the_lists_of_all_models_are_one_list() -> None:
+    lists = [json_response({"data": [{"id": id}], "last_id": id}) for id in "ab"]
+    status, body = Answers(dict(zip("ab", lists, strict=True))).merged("/v1/models")
+    assert (status, json.loads(body)) == (200, {"data": [{"id": "a"}, {"id": "b"}], "last_id": "b"})
+
+
+def test_a_model_that_cannot_list_answers_for_all() -> None:
+    refused = json_response({"error": "no"}, 503)
+    assert Answers({"a": json_response({"data": []}), "b": refused}).merged("/models") == (503, b'{"error":"no"}')
+
+
+@pytest.mark.parametrize(("b", "missing"), [(200, []), (503, ["b"])])
+def test_a_cluster_is_ready_when_every_model_is(routers: None, b: int, missing: list[str]) -> None:
+    status, body = Answers({"a": Response(), "b": Response(status_code=b)}).merged("/ready")
+    assert status == (503 if missing else 200) and json.loads(body)["missing"] == missing
+
+
+def test_a_model_without_replicas_is_missing() -> None:
+    status, body = Answers({"c": Response()}).merged("/ready")
+    assert status == 503 and json.loads(body) == {"status": "starting", "models": 1, "missing": ["c"]}
+
+
+def test_every_replica_is_asked_for_its_metrics(routers: None) -> None:
+    answers = Answers({"a": Response("# TYPE n gauge\nn 1\n"), "b": Response("# TYPE n gauge\nn 2\n")})
+    status, body = answers.merged("/metrics")
+    assert answers.asked == [("a", "r1"), ("a", "r2"), ("b", "r3")]
+    assert status == 200 and b'n{model_id="b",replica="r3"} 2' in body
+
+
+def test_other_requests_are_for_one_replica() -> None:
+    assert Answers({"a": Response()}).merged("/v1/chat/completions") is None

@@ -98,10 +98,10 @@ def test_the_last_words_are_warnings_and_errors_only() -> None:
     library.forget_log()
     assert library.last_words() == "no message"
     for level, words in ((1, b"debug"), (2, b"info"), (3, b"a warning\n"), (4, b" \xff error \n"), (5, b"more")):
-        library._on_log(level, words, 0)
+        library.note_log(level, words, 0)
     assert library.all_words() == ("a warning", "\N{REPLACEMENT CHARACTER} error")
     assert library.last_words() == "\N{REPLACEMENT CHARACTER} error"
     for i in range(500):
-        library._on_log(4, b"%d" % i, 0)
+        library.note_log(4, b"%d" % i, 0)
     assert len(library.all_words()) == 64
     library.forget_log()

@@ -68,7 +68,7 @@ def test_a_long_text_is_tokenized_whole(either: Vocab) -> None:
 
 
 def test_a_text_longer_than_can_be_counted_is_refused(bytes_vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocab, "_MAX_TEXT_BYTES", 10)
+    monkeypatch.setattr(vocab, "MAX_TEXT_BYTES", 10)
     with pytest.raises(BadRequest, match="the text has 11 bytes; give at most 10"):
         plain(bytes_vocab, "ééééé!")
 
@@ -146,8 +146,8 @@ def test_no_model_here_adds_a_beginning_or_an_end(either: Vocab) -> None:
 
 
 def test_a_token_that_does_not_exist_is_none() -> None:
-    assert vocab._token_or_none(-1) is None
-    assert vocab._token_or_none(0) == 0
+    assert vocab.token_or_none(-1) is None
+    assert vocab.token_or_none(0) == 0
 
 
 def test_both_vocabularies_split_independently_of_their_neighbours(either: Vocab) -> None:

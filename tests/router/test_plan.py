@@ -11,29 +11,7 @@ from hypothesis import Phase as Stage
 from hypothesis import strategies as st
 
 from everwarm.router import plan
-from everwarm.router.plan import (
-    Added,
-    Effect,
-    Event,
-    Gone,
-    GrantLease,
-    Load,
-    Loaded,
-    LoadFailed,
-    LoadRequested,
-    ModelPlan,
-    Phase,
-    Planner,
-    PoolLimits,
-    Refuse,
-    Removed,
-    RetryRequested,
-    Stopped,
-    Tick,
-    Unload,
-    UnloadRequested,
-    Wanted,
-)
+from everwarm.router.plan import Effect, GrantLease, Load, ModelPlan, Phase, Planner, PoolLimits, Refuse, Unload
 from support.world import Fate, History, Order, Visit, World, Wrong, stream
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -48,32 +26,38 @@ class Story:
         self.planner = Planner(PoolLimits(**limits), plans)
         self.now = 0.0
 
-    def on(self, event: Event) -> list[Effect]:
-        self.now = event.at
-        effects = self.planner.on(event)
-        self.planner.check()
-        return effects
-
     def want(self, id: int, model: str, at: float | None = None) -> list[Effect]:
-        return self.on(Wanted(id, model, self._at(at)))
+        return self._checked(self.planner.want(id, model, self._at(at)))
 
     def gone(self, id: int, at: float | None = None) -> list[Effect]:
-        return self.on(Gone(id, self._at(at)))
+        return self._checked(self.planner.leave(id, self._at(at)))
 
     def tick(self, at: float) -> list[Effect]:
-        return self.on(Tick(at))
+        return self._checked(self.planner.tick(self._at(at)))
 
     def loaded(self, model: str, at: float | None = None) -> list[Effect]:
-        return self.on(Loaded(model, self._at(at)))
+        return self._checked(self.planner.loaded(model, self._at(at)))
 
     def stopped(self, model: str) -> list[Effect]:
-        return self.on(Stopped(model, self._at(None)))
+        return self._checked(self.planner.stopped(model, self._at(None)))
 
     def fail(self, model: str, reason: str = "bad file") -> list[Effect]:
-        return self.on(LoadFailed(model, reason, self._at(None)))
+        return self._checked(self.planner.load_failed(model, reason, self._at(None)))
 
-    def ask(self, kind: type[plan.Order], model: str) -> list[Effect]:
-        return self.on(kind(model, self._at(None)))
+    def load(self, model: str, at: float | None = None) -> list[Effect]:
+        return self._checked(self.planner.request_load(model, self._at(at)))
+
+    def retry(self, model: str) -> list[Effect]:
+        return self._checked(self.planner.retry_load(model, self._at(None)))
+
+    def unload(self, model: str) -> list[Effect]:
+        return self._checked(self.planner.request_unload(model, self._at(None)))
+
+    def remove(self, model: str) -> list[Effect]:
+        return self._checked(self.planner.remove(model, self._at(None)))
+
+    def add(self, plan: ModelPlan, at: float) -> list[Effect]:
+        return self._checked(self.planner.add(plan, self._at(at)))
 
     def use(self, id: int, model: str) -> None:
         """Load it, and have it used once: it is idle then, and the last one used."""
@@ -87,7 +71,12 @@ class Story:
         return status.phase
 
     def _at(self, at: float | None) -> float:
-        return self.now + 0.01 if at is None else at
+        self.now = self.now + 0.01 if at is None else at
+        return self.now
+
+    def _checked(self, effects: list[Effect]) -> list[Effect]:
+        self.planner.check()
+        return effects
 
 
 # one lease
@@ -178,7 +167,7 @@ def test_what_goes_anyway_spares_another():
     story.use(1, "b")
     story.want(2, "a")
     story.loaded("a")
-    story.ask(UnloadRequested, "a")
+    story.unload("a")
     assert story.want(3, "c") == []
     assert story.gone(2) == [Unload("a")]
     assert story.stopped("a") == [Load("c")]
@@ -218,7 +207,7 @@ def test_a_pinned_model_that_is_being_unloaded_is_waited_for():
     story = Story(ModelPlan("p", MIB, pinned=True), "b")
     story.want(1, "p")
     story.loaded("p")
-    story.ask(UnloadRequested, "p")
+    story.unload("p")
     assert story.want(2, "b") == []
     assert story.gone(1) == [Unload("p")]
 
@@ -377,8 +366,8 @@ def test_a_model_that_failed_is_tried_again_where_there_is_room():
     story = Story("a", "b")
     story.use(1, "a")
     story.fail("a", "died")
-    assert story.ask(RetryRequested, "a") == [Load("a")]
-    assert story.ask(RetryRequested, "a") == [], "it is on its way"
+    assert story.retry("a") == [Load("a")]
+    assert story.retry("a") == [], "it is on its way"
 
 
 def test_a_model_that_failed_takes_nobodys_place_when_it_is_tried_again():
@@ -386,9 +375,9 @@ def test_a_model_that_failed_takes_nobodys_place_when_it_is_tried_again():
     story.use(1, "a")
     story.fail("a", "died")
     story.use(2, "b")
-    assert story.ask(RetryRequested, "a") == [] and story.phase("b") is Phase.READY
+    assert story.retry("a") == [] and story.phase("b") is Phase.READY
     assert story.tick(99.0) == [] and story.phase("a") is Phase.ASLEEP
-    assert story.ask(LoadRequested, "a") == [Unload("b")], "an order would have it loaded"
+    assert story.load("a") == [Unload("b")], "an order would have it loaded"
 
 
 def test_a_model_that_failed_does_not_pass_those_who_wait():
@@ -398,7 +387,7 @@ def test_a_model_that_failed_does_not_pass_those_who_wait():
     story.loaded("b")
     story.fail("a", "died")
     story.want(3, "c")
-    assert story.ask(RetryRequested, "a") == [] and story.phase("c") is Phase.LOADING
+    assert story.retry("a") == [] and story.phase("c") is Phase.LOADING
 
 
 def test_an_engine_that_is_given_up_while_in_use_frees_its_place():
@@ -420,17 +409,17 @@ def test_a_death_while_stopping_changes_nothing():
 
 def test_a_model_can_be_loaded_for_nobody():
     story = Story("a", "b")
-    assert story.ask(LoadRequested, "a") == [Load("a")]
-    assert story.ask(LoadRequested, "a") == []
+    assert story.load("a") == [Load("a")]
+    assert story.load("a") == []
     assert story.loaded("a") == []
-    assert story.ask(LoadRequested, "b") == [Unload("a")]
+    assert story.load("b") == [Unload("a")]
     assert story.stopped("a") == [Load("b")]
 
 
 def test_asking_for_what_has_no_room_leaves_a_reason():
     story = Story(ModelPlan("p", MIB, pinned=True), "b")
     story.use(1, "p")
-    assert story.ask(LoadRequested, "b") == []
+    assert story.load("b") == []
     assert "no room" in story.planner.status("b").reason
 
 
@@ -438,8 +427,8 @@ def test_asking_twice_keeps_the_first_place():
     story = Story("a", "b")
     story.want(1, "a", at=0.0)
     story.loaded("a", at=1.0)
-    story.on(LoadRequested("b", 10.0))
-    story.on(LoadRequested("b", 14.0))
+    story.load("b", at=10.0)
+    story.load("b", at=14.0)
     story.tick(15.0)
     assert story.phase("a") is Phase.DRAINING
 
@@ -448,7 +437,7 @@ def test_unloading_waits_for_leases_and_those_who_wait_have_it_loaded_again():
     story = Story(ModelPlan("a", MIB, pinned=True))
     story.want(1, "a")
     story.loaded("a")
-    assert story.ask(UnloadRequested, "a") == [] and story.phase("a") is Phase.DRAINING
+    assert story.unload("a") == [] and story.phase("a") is Phase.DRAINING
     assert story.want(2, "a") == []
     assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == [Load("a")]
@@ -458,7 +447,7 @@ def test_unloading_waits_for_leases_and_those_who_wait_have_it_loaded_again():
 def test_unloading_what_loads_lets_those_have_it_who_wait():
     story = Story("a")
     story.want(1, "a")
-    assert story.ask(UnloadRequested, "a") == []
+    assert story.unload("a") == []
     assert story.loaded("a") == [GrantLease(1, "a")]
     assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == []
@@ -467,15 +456,15 @@ def test_unloading_what_loads_lets_those_have_it_who_wait():
 def test_unloading_and_loading_at_once_restarts():
     story = Story("a")
     story.use(1, "a")
-    assert story.ask(UnloadRequested, "a") == [Unload("a")]
-    assert story.ask(LoadRequested, "a") == []
+    assert story.unload("a") == [Unload("a")]
+    assert story.load("a") == []
     assert story.stopped("a") == [Load("a")]
 
 
 def test_unloading_takes_back_what_was_asked_before():
     story = busy_and_waited_for()
-    story.ask(LoadRequested, "c")
-    story.ask(UnloadRequested, "c")
+    story.load("c")
+    story.unload("c")
     story.gone(2)
     assert story.gone(1) == []
 
@@ -511,14 +500,14 @@ def test_a_model_that_is_waited_for_is_not_put_to_sleep():
 def test_a_model_that_was_added_can_be_wanted():
     story = Story()
     assert story.want(1, "a")[0].code == "model_not_found"
-    story.on(Added(ModelPlan("a", MIB), 1.0))
+    story.add(ModelPlan("a", MIB), 1.0)
     assert story.want(2, "a") == [Load("a")]
 
 
 def test_a_removed_model_is_refused_to_all_and_stops_when_its_leases_end():
     story = busy_and_waited_for()
-    assert [e.code for e in story.ask(Removed, "b")] == ["model_not_found"]
-    assert story.ask(Removed, "a") == []
+    assert [e.code for e in story.remove("b")] == ["model_not_found"]
+    assert story.remove("a") == []
     assert story.want(5, "a")[0].code == "model_not_found" and story.planner.status("a") is None
     assert story.gone(1) == [Unload("a")]
     assert story.stopped("a") == []
@@ -528,8 +517,8 @@ def test_a_model_removed_and_added_is_loaded_anew():
     story = Story("a")
     story.want(1, "a")
     story.loaded("a")
-    story.ask(Removed, "a")
-    story.on(Added(ModelPlan("a", 2 * MIB), 50.0))
+    story.remove("a")
+    story.add(ModelPlan("a", 2 * MIB), 50.0)
     assert story.want(2, "a") == [] and story.gone(1) == [Unload("a")]
     assert story.stopped("a") == [Load("a")]
 
@@ -537,7 +526,7 @@ def test_a_model_removed_and_added_is_loaded_anew():
 def test_a_process_counts_with_the_size_it_was_loaded_with():
     story = Story(ModelPlan("a", 4), ModelPlan("b", 5), models_max=0, memory_bytes=9)
     story.use(1, "a")
-    story.on(Added(ModelPlan("a", 9), 50.0))
+    story.add(ModelPlan("a", 9), 50.0)
     assert story.want(2, "b") == [Load("b")]
 
 
@@ -624,10 +613,10 @@ class Blind(Planner):
 
 
 class LoadsTwice(Blind):
-    def on(self, event: Event) -> list[Effect]:
-        wants_more = isinstance(event, Wanted) and self.status(event.model)
-        again = [Load(event.model)] if wants_more and wants_more.phase is Phase.LOADING else []
-        return super().on(event) + again
+    def want(self, request_id: int, id: str, at: float) -> list[Effect]:
+        status = self.status(id)
+        again: list[Effect] = [Load(id)] if status is not None and status.phase is Phase.LOADING else []
+        return super().want(request_id, id, at) + again
 
 
 class Starves(Blind):
@@ -638,13 +627,20 @@ class Starves(Blind):
 class Forgets(Blind):
     """Whoever waits for memory that becomes free is not thought of."""
 
-    def on(self, event: Event) -> list[Effect]:
-        self.is_dozing = isinstance(event, Stopped | Tick)
-        return super().on(event)
+    is_dozing = False
+
+    def stopped(self, id: str, at: float) -> list[Effect]:
+        self.is_dozing = True
+        return super().stopped(id, at)
+
+    def tick(self, at: float) -> list[Effect]:
+        self.is_dozing = True
+        return super().tick(at)
 
     def _settle(self) -> None:
         if not self.is_dozing:
             super()._settle()
+        self.is_dozing = False
 
 
 class EvictsPinned(Blind):
@@ -685,8 +681,8 @@ class KeepsWaiting(Blind):
 
 
 class GrantsTwice(Blind):
-    def on(self, event: Event) -> list[Effect]:
-        effects = super().on(event)
+    def _settled(self) -> list[Effect]:
+        effects = super()._settled()
         return effects + [effect for effect in effects if isinstance(effect, GrantLease)]
 
 
@@ -778,10 +774,10 @@ def test_a_planner_notices_when_it_is_wrong(spoil, sentence):
         story.planner.check()
 
 
-@pytest.mark.parametrize("event", [Loaded("a", 1.0), Stopped("a", 1.0), LoadFailed("a", "bad", 1.0)])
-def test_what_cannot_have_happened_is_not_believed(event):
+@pytest.mark.parametrize("tell", [Story.loaded, Story.stopped, Story.fail])
+def test_what_cannot_have_happened_is_not_believed(tell):
     with pytest.raises(AssertionError, match="asleep"):
-        Planner(PoolLimits(), [ModelPlan("a", 1)]).on(event)
+        tell(Story("a"), "a")
 
 
 def test_a_request_has_one_place():

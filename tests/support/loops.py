@@ -17,9 +17,9 @@ import msgspec
 import ollama
 import openai
 
-from everwarm.gateway.anthropic.schema import CountBody, read_body
-from everwarm.gateway.anthropic.to_chat import chat_body
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
+from everwarm.gateway.anthropic.schema import CountBody, chat_body, read_body
+from everwarm.gateway.responses import schema as responses
+from everwarm.gateway.responses.schema import ResponsesBody, own_items
 from support.server import Server
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -120,7 +120,8 @@ class Responses:
 
     def prompt(self) -> list[int]:
         typed = msgspec.convert({**self._options, "input": self._new}, ResponsesBody)
-        chat = chat_request(typed, [*self._history, *own_items(typed, "0", lambda _: None)]).chat
+        items = [*self._history, *own_items(typed, "0", lambda _: None)]
+        chat = responses.chat_body(typed, responses.offered(typed.tools), items)
         more = {"tools": chat.tools, "chat_template_kwargs": chat.chat_template_kwargs or {}}
         return tokens(self._server, chat.messages, **more)
 

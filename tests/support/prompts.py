@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from everwarm.gateway.anthropic.schema import CountBody, read_body
-from everwarm.gateway.anthropic.to_chat import chat_body
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
+from everwarm.gateway.anthropic.schema import CountBody, chat_body, read_body
+from everwarm.gateway.responses import schema as responses
+from everwarm.gateway.responses.schema import ResponsesBody, own_items
 from support.server import Server
 
 
@@ -25,7 +25,7 @@ def anthropic_tokens(server: Server, body: dict[str, Any]) -> list[int]:
 def responses_tokens(server: Server, body: dict[str, Any], before: list[Any]) -> list[int]:
     """``before``: the items that earlier responses have left."""
     typed = msgspec.convert(body, ResponsesBody)
-    chat = chat_request(typed, [*before, *own_items(typed, "0", lambda _: None)]).chat
+    chat = responses.chat_body(typed, responses.offered(typed.tools), [*before, *own_items(typed, "0", lambda _: None)])
     return _tokens(server, chat.messages, tools=chat.tools, chat_template_kwargs=chat.chat_template_kwargs or {})
 
 

@@ -12,28 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count, cycle
 from typing import Literal
 
-from everwarm.router.plan import (
-    Added,
-    Effect,
-    Event,
-    Gone,
-    GrantLease,
-    Load,
-    Loaded,
-    LoadFailed,
-    LoadRequested,
-    ModelPlan,
-    Phase,
-    Planner,
-    PoolLimits,
-    Refuse,
-    Removed,
-    Stopped,
-    Tick,
-    Unload,
-    UnloadRequested,
-    Wanted,
-)
+from everwarm.router.plan import Effect, GrantLease, Load, ModelPlan, Phase, Planner, PoolLimits, Refuse, Unload
 
 
 class Wrong(AssertionError):
@@ -60,6 +39,44 @@ class Order:
     at: float
     what: Literal["load", "unload", "remove", "add", "crash"]
     plan: ModelPlan
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the planner is told: the name of its method, and what of the rest that method takes."""
+
+    what: Literal[
+        "want",
+        "leave",
+        "tick",
+        "request_load",
+        "request_unload",
+        "add",
+        "remove",
+        "loaded",
+        "load_failed",
+        "stopped",
+    ]
+    model: str = ""
+    request_id: int = 0
+    plan: ModelPlan | None = None
+
+    def tell(self, planner: Planner, at: float) -> list[Effect]:
+        match self.what:
+            case "tick":
+                return planner.tick(at)
+            case "want":
+                return planner.want(self.request_id, self.model, at)
+            case "leave":
+                return planner.leave(self.request_id, at)
+            case "load_failed":
+                return planner.load_failed(self.model, "it died", at)
+            case "add":
+                assert self.plan is not None
+                return planner.add(self.plan, at)
+            case what:
+                effects: list[Effect] = getattr(planner, what)(self.model, at)
+                return effects
 
 
 @dataclass(frozen=True)
@@ -143,8 +160,8 @@ class World:
         while self._agenda or any(truth.wanted_since is not None for truth in self.models.values()):
             if not self._agenda or next_tick <= self._agenda[0][0]:
                 self.now, next_tick = next_tick, next_tick + TICK_S
-                self._feed(Tick(self.now))
-                rule(self.planner.on(Tick(self.now)) == [], "deciding twice decides the same")
+                self._feed(Event("tick"))
+                rule(self.planner.tick(self.now) == [], "deciding twice decides the same")
             else:
                 self.now, _, happen = heapq.heappop(self._agenda)
                 happen()
@@ -158,30 +175,30 @@ class World:
     def _arrive(self, visit: Visit) -> None:
         id = next(self._ids)
         self._visits[id] = visit
-        self._feed(Wanted(id, visit.model, self.now))
+        self._feed(Event("want", visit.model, id))
         if visit.leaves_after_s is not None:
-            self._later(self.now + visit.leaves_after_s, lambda: self._feed(Gone(id, self.now)))
+            self._later(self.now + visit.leaves_after_s, lambda: self._feed(Event("leave", request_id=id)))
 
     def _carry_out(self, order: Order) -> None:
         id = order.plan.id
         match order.what:
             case "load":
-                self._feed(LoadRequested(id, self.now))
+                self._feed(Event("request_load", id))
             case "unload":
-                self._feed(UnloadRequested(id, self.now))
+                self._feed(Event("request_unload", id))
             case "remove":
-                self._feed(Removed(id, self.now))
+                self._feed(Event("remove", id))
             case "add":
-                self._feed(Added(order.plan, self.now))
+                self._feed(Event("add", id, plan=order.plan))
             case "crash" if id in self.models and self.models[id].phase in (Phase.READY, Phase.STOPPING):
-                self._feed(LoadFailed(id, "it died", self.now))
+                self._feed(Event("load_failed", id))
 
     def _feed(self, event: Event) -> None:
         self._note(event)
         before = [(truth, truth.wanted_since) for truth in self.models.values() if truth.phase is Phase.ASLEEP]
         wishes = {truth.plan.id: since for truth, since in before if since is not None}
         could_go = self._could_go()
-        effects = self.planner.on(event)
+        effects = event.tell(self.planner, self.now)
         evicted = [truth for effect in effects if (truth := self._judge(effect, event, wishes)) is not None]
         if evicted and len(wishes) == 1:
             self._judge_choice(evicted, could_go, self.models[next(iter(wishes))].plan.n_bytes)
@@ -192,38 +209,38 @@ class World:
 
     def _end_of_load(self, truth: Truth) -> Event:
         id = truth.plan.id
-        return LoadFailed(id, "bad file", self.now) if truth.fate.fails else Loaded(id, self.now)
+        return Event("load_failed" if truth.fate.fails else "loaded", id)
 
     def _note(self, event: Event) -> None:
         """What the event itself makes true."""
-        if isinstance(event, Added):
+        if event.plan is not None:
             truth = self.models.setdefault(event.plan.id, Truth(event.plan))
             truth.plan, truth.is_removed = event.plan, False
-        if isinstance(event, Gone):
+        if event.what == "leave":
             for truth in self.models.values():
                 truth.waiting.pop(event.request_id, None)
                 if event.request_id in truth.leases:
                     truth.leases.remove(event.request_id)
                     truth.last_used = self.now
-        if isinstance(event, Tick | Added | Gone) or event.model not in self.models:
+        if event.what in ("tick", "add", "leave") or event.model not in self.models:
             return
         truth = self.models[event.model]
-        match event:
-            case Wanted(request_id) if not truth.is_removed:
-                truth.waiting[request_id] = self.now
-            case LoadRequested() if not truth.is_removed:
+        match event.what:
+            case "want" if not truth.is_removed:
+                truth.waiting[event.request_id] = self.now
+            case "request_load" if not truth.is_removed:
                 if not self._stays(truth) and truth.load_asked_at is None:
                     truth.load_asked_at = self.now
-            case UnloadRequested() | Removed() if not truth.is_removed:
+            case "request_unload" | "remove" if not truth.is_removed:
                 truth.must_go, truth.load_asked_at = truth.phase is not Phase.ASLEEP, None
-                truth.is_removed = isinstance(event, Removed)
-            case Loaded():
+                truth.is_removed = event.what == "remove"
+            case "loaded":
                 truth.phase, truth.last_used = Phase.READY, self.now
-            case LoadFailed() if truth.phase is not Phase.STOPPING:
+            case "load_failed" if truth.phase is not Phase.STOPPING:
                 self.seen["failed loads" if truth.phase is Phase.LOADING else "deaths"] += 1
                 truth.load_asked_at = None
                 self._end(truth)
-            case Stopped():
+            case "stopped":
                 self._end(truth)
 
     def _end(self, truth: Truth) -> None:
@@ -262,11 +279,11 @@ class World:
     def _judge_stop(self, truth: Truth, event: Event, wishes: dict[str, float]) -> Truth | None:
         rule(truth.phase is Phase.READY, "only what is ready is stopped")
         rule(not truth.leases, "nothing is stopped while it is leased")
-        expired = isinstance(event, Tick) and truth.is_expired and self.now - truth.last_used >= truth.plan.ttl_s
+        expired = event.what == "tick" and truth.is_expired and self.now - truth.last_used >= truth.plan.ttl_s
         rule(truth.must_go or not truth.plan.pinned, "a pinned model is only stopped when asked to")
         rule(truth.must_go or expired or bool(wishes), "nothing is stopped without need")
         truth.phase = Phase.STOPPING
-        self._later(self.now + truth.fate.stop_s, lambda: self._feed(Stopped(truth.plan.id, self.now)))
+        self._later(self.now + truth.fate.stop_s, lambda: self._feed(Event("stopped", truth.plan.id)))
         why = "unloaded" if truth.must_go else "expired" if expired else "evicted"
         self.seen[why] += 1
         return truth if why == "evicted" else None
@@ -277,7 +294,9 @@ class World:
         self.seen["served at once" if truth.waiting.pop(request_id) == self.now else "served later"] += 1
         truth.leases.add(request_id)
         truth.last_used = self.now
-        self._later(self.now + self._visits[request_id].hold_s, lambda: self._feed(Gone(request_id, self.now)))
+        self._later(
+            self.now + self._visits[request_id].hold_s, lambda: self._feed(Event("leave", request_id=request_id))
+        )
 
     def _judge_refusal(self, refusal: Refuse, event: Event) -> None:
         self.seen[refusal.code] += 1
@@ -289,7 +308,7 @@ class World:
             case "model_not_found":
                 rule(truth is None or truth.is_removed, "a model that is there is found")
             case "load_failed":
-                rule(isinstance(event, LoadFailed), "only a failed load is called one")
+                rule(event.what == "load_failed", "only a failed load is called one")
             case "model_too_large" | "no_room":
                 assert truth is not None
                 truth.load_asked_at = None
@@ -316,15 +335,15 @@ class World:
     def _judge_answers(self, event: Event, effects: list[Effect], wishes: dict[str, float]) -> None:
         """What must not be put off."""
         patience_s = self.history.limits.patience_s
-        if isinstance(event, Wanted) and (truth := self.models.get(event.model)) is not None:
+        if event.what == "want" and (truth := self.models.get(event.model)) is not None:
             nobody_is_tired = all(self.now - since < patience_s for since in wishes.values())
             if truth.phase is Phase.READY and not truth.must_go and nobody_is_tired:
                 rule(GrantLease(event.request_id, event.model) in effects, "what is ready is leased at once")
-        if isinstance(event, Loaded | LoadFailed) and (truth := self.models.get(event.model)) is not None:
+        if event.what in ("loaded", "load_failed") and (truth := self.models.get(event.model)) is not None:
             rule(not truth.waiting or truth.phase is Phase.STOPPING, "a load answers all who waited for it")
-        if isinstance(event, Removed) and event.model in self.models:
+        if event.what == "remove" and event.model in self.models:
             rule(not self.models[event.model].waiting, "nobody waits for what was removed")
-        if isinstance(event, Tick):
+        if event.what == "tick":
             late = [t for t in self.models.values() if t.is_expired and self.now - t.last_used >= t.plan.ttl_s]
             rule(not late, "what is unused for too long is put to sleep")
         for truth in self.models.values():

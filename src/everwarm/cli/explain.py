@@ -19,14 +19,13 @@ from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
 from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.chat.prepare import ChatModel
 from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file, source_of
-from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts
+from everwarm.gateway.explain.prompt_diff import Difference
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer
 from everwarm.router.catalog.gguf_header import read_header
 from everwarm.router.catalog.memory_estimate import shape_of
-from everwarm.state.policy import CheckpointParams
+from everwarm.state.policy import CheckpointParams, Spacing
 
 _MOST_SHOWN = 12
 
@@ -91,19 +90,19 @@ def source_for(
         bos, eos = (b"" if token is None else vocab.piece(token) for token in (vocab.bos, vocab.eos))
         words = bos.decode("utf-8", "replace"), eos.decode("utf-8", "replace")
         text = opened.chat_template
-        chat = None
-        if text is not None:
-            chat = ChatModel(ChatTemplate(text, bos=words[0], eos=words[1]), words[0], vocab.adds_bos)
-        yield PromptSource(path.name, Tokenizer(vocab), vocab.detokenize, chat, _plan(path, params))
+        template = None if text is None else ChatTemplate(text, bos=words[0], eos=words[1])
+        spacing = _spacing(path, params)
+        yield PromptSource(path.name, Tokenizer(vocab), vocab.detokenize, template, vocab.adds_bos, spacing)
 
 
-def _plan(path: Path, params: CheckpointParams) -> ModelFacts:
-    """From the header alone, as the router estimates it."""
+def _spacing(path: Path, params: CheckpointParams) -> Spacing | None:
+    """Of the model's checkpoints, None if it needs none: from the header alone, as the router estimates it."""
     shape = shape_of(read_header(path), path.stat().st_size, EngineSettings())
-    spacing = params.fitted(
+    if shape.state_bytes == 0 and shape.n_window == 0:
+        return None
+    return params.fitted(
         state_bytes=shape.state_bytes, kv_bytes_per_token=shape.kv_bytes_per_token, window=shape.n_window > 0
     )
-    return ModelFacts(spacing, needs_checkpoints=shape.state_bytes > 0 or shape.n_window > 0)
 
 
 def facts(found: Explained, name: str) -> dict[str, Any]:

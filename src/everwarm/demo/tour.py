@@ -8,6 +8,7 @@ mean nothing, but it reads and reuses what any model would.
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from rich.table import Table
 
 from everwarm.config import GREEDY
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.demo.story import story
 from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
 from everwarm.engine.engine import Engine
 from everwarm.engine.images import image_prompt
@@ -43,6 +43,28 @@ HEIGHT = 224
 _MARKER = "\0picture\0"
 _SHOWN = f"<|im_start|>user\nLook at this: {_MARKER} What is it?<|im_end|>\n<|im_start|>assistant\n"
 _NEXT = "It is a gradient.<|im_end|>\n<|im_start|>user\nAnd what colour?<|im_end|>\n<|im_start|>assistant\n"
+
+
+_NAMES = [
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Greta",
+    "Hugo",
+    "Ida",
+    "Jonas",
+    "Karin",
+    "Lukas",
+    "Mia",
+    "Nils",
+    "Olga",
+    "Paul",
+]
+_THINGS = ("red key", "blue cup", "green hat", "old map", "small drum", "yellow kite", "black box", "white shell")
+_PLACES = ["Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Madrid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,3 +334,9 @@ def _gradient(seed: int) -> m.SentImage:
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     rgb = np.stack([x % 256, y % 256, (x + y + 85 * seed) % 256], axis=-1).astype(np.uint8).tobytes()
     return m.SentImage(blake3.blake3(rgb).digest(), WIDTH, HEIGHT, rgb)
+
+
+def story(n_sentences: int, *, seed: int) -> str:
+    """Seeded filler text in the words that the embedded model knows, about eleven tokens a sentence."""
+    pick = random.Random(seed).choice
+    return " ".join(f"{pick(_NAMES)} found a {pick(_THINGS)} in {pick(_PLACES)}." for _ in range(n_sentences))

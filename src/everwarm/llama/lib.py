@@ -43,7 +43,7 @@ class Lib:
         _check_versions(self, path)
         _check_defaults(self.model_default_params(), abi.EXPECTED_MODEL_DEFAULTS, path)
         _check_defaults(self.context_default_params(), abi.EXPECTED_CONTEXT_DEFAULTS, path)
-        self._log_callback = abi.LOG_CALLBACK(self._on_log)  # kept: C holds only the pointer
+        self._log_callback = abi.LOG_CALLBACK(self.note_log)  # kept: C holds only the pointer
         self.log_set(self._log_callback, None)
         self.backend_init()
 
@@ -54,11 +54,11 @@ class Lib:
     @functools.cached_property
     def mtmd(self) -> Mtmd:
         """The functions for media, which a build of libllama may lack."""
-        found = Mtmd(*_with_media(self._cdll, self.path))
+        found = Mtmd(*media_library(self._cdll, self.path))
         found.helper_log_set(self._log_callback, None)
         return found
 
-    def _on_log(self, level: int, text: bytes, _user: int) -> None:
+    def note_log(self, level: int, text: bytes, _user: int) -> None:
         if level in (_LEVEL_WARN, _LEVEL_ERROR) and _HARMLESS not in text:  # called from C threads: keep it trivial
             self._recent_lines.append(text.decode("utf-8", "replace").strip())
 
@@ -121,7 +121,7 @@ def _load(path: Path) -> ctypes.CDLL:
     return cdll
 
 
-def _with_media(cdll: ctypes.CDLL, path: Path) -> tuple[ctypes.CDLL, Path]:
+def media_library(cdll: ctypes.CDLL, path: Path) -> tuple[ctypes.CDLL, Path]:
     """The wheel has everything in one library; in a build of one's own ``libmtmd.so`` lies beside ``libllama.so``."""
     if hasattr(cdll, "mtmd_init_from_file"):
         return cdll, path

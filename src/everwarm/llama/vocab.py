@@ -17,7 +17,7 @@ from everwarm.errors import BadRequest
 from everwarm.llama import abi
 from everwarm.llama.lib import Lib
 
-_MAX_TEXT_BYTES = 1 << 30
+MAX_TEXT_BYTES = 1 << 30
 
 
 class Vocab:
@@ -25,8 +25,8 @@ class Vocab:
         self._lib = lib
         self._ptr = lib.model_get_vocab(model_ptr)
         self.n_tokens = int(lib.vocab_n_tokens(self._ptr))
-        self.bos = _token_or_none(lib.vocab_bos(self._ptr))
-        self.eos = _token_or_none(lib.vocab_eos(self._ptr))
+        self.bos = token_or_none(lib.vocab_bos(self._ptr))
+        self.eos = token_or_none(lib.vocab_eos(self._ptr))
         self.adds_bos = bool(lib.vocab_get_add_bos(self._ptr)) and self.bos is not None
         self.adds_eos = bool(lib.vocab_get_add_eos(self._ptr)) and self.eos is not None
         self._pieces: dict[int, bytes] = {}
@@ -65,8 +65,8 @@ class Vocab:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> NDArray[np.int32]:
         data = text.encode("utf-8", "replace")
-        if len(data) > _MAX_TEXT_BYTES:
-            raise BadRequest(f"the text has {len(data)} bytes; give at most {_MAX_TEXT_BYTES}")
+        if len(data) > MAX_TEXT_BYTES:
+            raise BadRequest(f"the text has {len(data)} bytes; give at most {MAX_TEXT_BYTES}")
         room = len(data) + 8  # never more tokens than bytes, plus BOS, EOS and a space prefix
         out = np.empty(room, np.int32)
         n = self._tokenize_into(out, data, add_special, parse_special)
@@ -108,5 +108,5 @@ class Vocab:
         return b"".join(self.piece(int(token)) for token in tokens)
 
 
-def _token_or_none(token: int) -> int | None:
+def token_or_none(token: int) -> int | None:
     return int(token) if token >= 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -24,8 +23,6 @@ from everwarm.ray.ray_api import (
 from everwarm.ray.replica import Replica
 from everwarm.ray.scaling import ByWaitingTokens
 from everwarm.ray.settings import ClusterSettings, ModelSettings, ReplicasTable, read_cluster
-
-log = logging.getLogger("everwarm.ray")
 
 APP = "everwarm"
 INGRESS_CPUS = 0.1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,56 +19,52 @@ LISTS = {"/v1/models": "data", "/models": "data", "/api/tags": "models", "/api/p
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+.*)$")
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaAnswer:
-    status: int
-    body: bytes
+Ask = Callable[[ProxiedRequest, str], Awaitable[Response]]  # gets the whole answer of a model's replica
 
 
-class FanOut:
-    def __init__(self, models: list[str], ask: Callable[[ProxiedRequest, str], Awaitable[ReplicaAnswer]]) -> None:
-        self._models = models
-        self._ask = ask
+async def merged(request: ProxiedRequest, models: Sequence[str], ask: Ask) -> Response | None:
+    """The answer of all of these models; None: a single replica can answer it."""
+    if request.path == "/ready":
+        return await _ready(request, models, ask)
+    if request.path in LISTS:
+        return await _listed(request, models, ask)
+    if request.path == "/metrics" and not request.replica:
+        return await _metrics(request, models, ask)
+    return None
 
-    async def answer(self, request: ProxiedRequest) -> Response | None:
-        """None: a single replica can answer it."""
-        if request.path == "/ready":
-            return await self._ready(request)
-        if request.path in LISTS:
-            return await self._listed(request, LISTS[request.path])
-        if request.path == "/metrics" and not request.replica:
-            return await self._metrics(request)
-        return None
 
-    async def _ready(self, request: ProxiedRequest) -> Response:
-        """Ready when every model has a replica that is ready."""
-        missing = [model for model in self._models if not replicas_of(model)]
-        for model in self._models:
-            if model not in missing and (await self._ask(request, model)).status != 200:
-                missing.append(model)
-        about = {"status": "starting" if missing else "ready", "models": len(self._models), "missing": missing}
-        return json_response(about, 503 if missing else 200, {"retry-after": "1"} if missing else {})
+async def _ready(request: ProxiedRequest, models: Sequence[str], ask: Ask) -> Response:
+    """Ready when every model has a replica that is ready."""
+    missing = [model for model in models if not replicas_of(model)]
+    for model in models:
+        if model not in missing and (await ask(request, model)).status_code != 200:
+            missing.append(model)
+    about = {"status": "starting" if missing else "ready", "models": len(models), "missing": missing}
+    return json_response(about, 503 if missing else 200, {"retry-after": "1"} if missing else {})
 
-    async def _listed(self, request: ProxiedRequest, key: str) -> Response:
-        whole: dict[str, Any] = {}
-        for model in self._models:
-            answer = await self._ask(request, model)
-            if answer.status != 200:
-                return Response(answer.body, answer.status, media_type="application/json")
-            part = msgspec.json.decode(answer.body)
-            whole = part if not whole else whole | {key: whole[key] + part[key]}
-        if "last_id" in whole:
-            whole["last_id"] = whole[key][-1]["id"]
-        return json_response(whole)
 
-    async def _metrics(self, request: ProxiedRequest) -> Response:
-        """The metrics of every replica, with labels for model and replica."""
-        texts = {}
-        for model in self._models:
-            for name in replicas_of(model):
-                answer = await self._ask(dataclasses.replace(request, replica=name), model)
-                texts[model, name] = answer.body.decode()
-        return Response(labelled(texts), media_type=CONTENT_TYPE)
+async def _listed(request: ProxiedRequest, models: Sequence[str], ask: Ask) -> Response:
+    key = LISTS[request.path]
+    whole: dict[str, Any] = {}
+    for model in models:
+        answer = await ask(request, model)
+        if answer.status_code != 200:
+            return Response(answer.body, answer.status_code, media_type="application/json")
+        part = msgspec.json.decode(answer.body)
+        whole = part if not whole else whole | {key: whole[key] + part[key]}
+    if "last_id" in whole:
+        whole["last_id"] = whole[key][-1]["id"]
+    return json_response(whole)
+
+
+async def _metrics(request: ProxiedRequest, models: Sequence[str], ask: Ask) -> Response:
+    """The metrics of every replica, with labels for model and replica."""
+    texts = {}
+    for model in models:
+        for name in replicas_of(model):
+            answer = await ask(dataclasses.replace(request, replica=name), model)
+            texts[model, name] = bytes(answer.body).decode()
+    return Response(labelled(texts), media_type=CONTENT_TYPE)
 
 
 def labelled(texts: dict[tuple[str, str], str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.errors import EngineStopped, NotFound
@@ -21,7 +22,7 @@ from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.chat.prefix_keys import NOTHING, Prefixes, prefixes_of, response_key
 from everwarm.gateway.http.sse import json_response
 from everwarm.logs import log_to_stderr
-from everwarm.ray.fan_out import FanOut, ReplicaAnswer
+from everwarm.ray.fan_out import merged
 from everwarm.ray.ray_api import Died
 from everwarm.ray.replica_messages import REPLICA_HEADER, ProxiedHead, ProxiedRequest, kept_response
 from everwarm.ray.router_registry import note
@@ -41,7 +42,6 @@ class Ingress:
         log_to_stderr()
         self._settings = settings
         self._handles = {id: handle.options(**BY_VALUE, method_name="forward") for id, handle in handles.items()}
-        self._fan_out = FanOut(list(handles), self._answer)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return named_by_serve(Guard(self._app, self._settings.server))
@@ -54,9 +54,10 @@ class Ingress:
         if path in ("/health", "/v1/health"):
             return await json_response({"status": "ok"})(scope, receive, send)
         request, model = await self._read_request(scope, receive)
-        merged = await self._fan_out.answer(request) if method == "GET" and not model else None
-        if merged is not None:
-            return await merged(scope, receive, send)
+        if method == "GET" and not model:
+            answer = await merged(request, list(self._handles), self._answer)
+            if answer is not None:
+                return await answer(scope, receive, send)
         await self._relay(request, self._find(model), scope, send)
 
     async def _read_request(self, scope: Scope, receive: Receive) -> tuple[ProxiedRequest, str | None]:
@@ -134,8 +135,8 @@ class Ingress:
             finally:
                 answer.cancel()  # has no effect after its end
 
-    async def _answer(self, request: ProxiedRequest, model: str) -> ReplicaAnswer:
-        """A whole answer, for ``FanOut``."""
+    async def _answer(self, request: ProxiedRequest, model: str) -> Response:
+        """A whole answer, for ``fan_out``."""
         status = 500
         body = b""
         async with contextlib.aclosing(self._parts(request, model)) as parts:
@@ -144,7 +145,7 @@ class Ingress:
                     status = part.status
                 else:
                     body += part
-        return ReplicaAnswer(status, body)
+        return Response(body, status)
 
 
 def _prefixes(path: str, body: Any, namespace: str) -> Prefixes:

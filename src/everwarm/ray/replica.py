@@ -22,9 +22,15 @@ from everwarm.gateway.admin.request_log import MOST_KEPT
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import log_to_stderr
-from everwarm.ray.prefix_set import PrefixSet
 from everwarm.ray.ray_api import serve
-from everwarm.ray.replica_messages import BYTES_PER_TOKEN, REPLICA_HEADER, ProxiedHead, ProxiedRequest, kept_response
+from everwarm.ray.replica_messages import (
+    BYTES_PER_TOKEN,
+    REPLICA_HEADER,
+    PrefixSet,
+    ProxiedHead,
+    ProxiedRequest,
+    kept_response,
+)
 from everwarm.ray.scaling import METRIC
 from everwarm.ray.settings import ModelSettings
 from everwarm.router.catalog.catalog import Catalog, ModelSpec

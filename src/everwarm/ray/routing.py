@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everwarm.ray import router_registry
-from everwarm.ray.prefix_set import unpacked
 from everwarm.ray.ray_api import RequestRouter
-from everwarm.ray.replica_messages import ProxiedRequest
+from everwarm.ray.replica_messages import ProxiedRequest, unpacked
 from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
 
 TRUSTED_S = 30.0  # what was sent somewhere counts as held there for so long, published or not

@@ -1,10 +1,10 @@
-"""Which models are in memory, and which waiting request is served next. Pure: events in, effects out; time comes with the
-events.
+"""Which models are in memory, and which waiting request is served next. Pure: ``router.pool`` tells it what
+happened and when, and carries out the effects that it returns.
 
-It knows no process, file or clock: ``router.pool`` feeds it what happened and carries out the effects. The rules:
+It knows no process, file or clock. The rules:
 
 - A request borrows a model: a lease. A model without leases is idle. A process counts against the limits from ``Load``
-  until ``Stopped`` or ``LoadFailed`` tells that its memory is free.
+  until ``stopped`` or ``load_failed`` tells that its memory is free.
 - A request for a model that is asleep waits. All requests that wait for it share one load and are served together when
   it is ready. Models that are waited for take turns, the one waited for longest first. A younger one passes an older one
   only into room that the older one does not need.
@@ -65,103 +65,33 @@ class ModelStatus(NamedTuple):
     reason: str | None
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A request needs a lease. It gets one ``GrantLease`` or one ``Refuse``, unless it leaves before."""
-
-    request_id: int
-    model: str
-    at: float
-
-
-@dataclass(frozen=True)
-class Gone:
-    """A request is over, whether it waited or held a lease. A refused one is not known any more."""
-
-    request_id: int
-    at: float
-
-
-@dataclass(frozen=True)
-class _ModelEvent:
-    model: str
-    at: float
-
-
-class LoadRequested(_ModelEvent):
-    """Load it without a lease, again if it is on its way out. If there can be no room, its status has the reason."""
-
-
-class RetryRequested(_ModelEvent):
-    """Load it again after it failed, if there is free room that no waiting request needs."""
-
-
-class UnloadRequested(_ModelEvent):
-    """Stop it when its leases have ended. Requests that still wait for it then have it loaded again."""
-
-
-class Removed(_ModelEvent):
-    """It is no longer configured: it is not lent any more, and stops when its leases have ended."""
-
-
-class Loaded(_ModelEvent):
-    """Its engine is ready."""
-
-
-class Stopped(_ModelEvent):
-    """After ``Unload``: the process has ended and its memory is free."""
-
-
-@dataclass(frozen=True)
-class LoadFailed:
-    """Its engine did not start or was given up later, and its process ended. After ``Unload`` only ``Stopped`` counts."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Start an engine; ends in ``loaded`` or ``load_failed``."""
 
     model: str
-    reason: str
-    at: float
 
 
-@dataclass(frozen=True)
-class Added:
-    """A model appeared or is configured otherwise. A process counts with the size it was loaded with."""
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Stop its engine, which is idle; ends in ``stopped``."""
 
-    plan: ModelPlan
-    at: float
-
-
-@dataclass(frozen=True)
-class Tick:
-    at: float  # once a second is enough
-
-
-@dataclass(frozen=True)
-class _ModelEffect:
     model: str
 
 
-class Load(_ModelEffect):
-    """Start an engine; ends in ``Loaded`` or ``LoadFailed``."""
-
-
-class Unload(_ModelEffect):
-    """Stop its engine, which is idle; ends in ``Stopped``."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GrantLease:
     request_id: int
     model: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Refuse:
     request_id: int
     code: RefusalCode
     message: str
 
 
-Order: TypeAlias = LoadRequested | RetryRequested | UnloadRequested | Removed
-Event: TypeAlias = Wanted | Gone | Order | Loaded | Stopped | LoadFailed | Added | Tick
 Effect: TypeAlias = Load | Unload | GrantLease | Refuse
 
 
@@ -198,34 +128,14 @@ class _Model:
 
 
 class Planner:
+    """Each method that takes a time tells the planner what happened then, and returns the effects, in order."""
+
     def __init__(self, limits: PoolLimits, models: Sequence[ModelPlan]) -> None:
         self._limits = limits
         self._models = {plan.id: _Model(plan) for plan in models}
         self._requests: dict[int, _Model] = {}  # the model that a request waits for or borrows
         self._now = 0.0
         self._effects: list[Effect] = []
-
-    def on(self, event: Event) -> list[Effect]:
-        """Applies an event; returns the effects, in order."""
-        self._now = event.at
-        self._effects = []
-        match event:
-            case Wanted(request_id, id):
-                self._want(request_id, id)
-            case Gone(request_id):
-                self._leave(request_id)
-            case Tick():
-                self._put_to_sleep()
-            case Added(plan):
-                model = self._models.setdefault(plan.id, _Model(plan))
-                model.plan, model.is_removed = plan, False  # a removed one still goes: it runs with the old settings
-            case LoadRequested(id) | RetryRequested(id) | UnloadRequested(id) | Removed(id):
-                if (known := self._known(id)) is not None:
-                    self._on_order(event, known)
-            case Loaded(id) | LoadFailed(id) | Stopped(id):
-                self._on_process(event, self._models[id])
-        self._settle()
-        return self._effects
 
     def status(self, model: str) -> ModelStatus | None:
         if (m := self._known(model)) is None:
@@ -250,63 +160,129 @@ class Planner:
         moves = any(m.leases or m.phase in (Phase.LOADING, Phase.STOPPING) for m in models)
         assert moves or all(m.wanted_since is None for m in models), "a request waits and nothing moves"
 
-    # what happened
+    # requests
 
-    def _known(self, id: str) -> _Model | None:
-        model = self._models.get(id)
-        return None if model is None or model.is_removed else model
-
-    def _want(self, request_id: int, id: str) -> None:
+    def want(self, request_id: int, id: str, at: float) -> list[Effect]:
+        """A request needs a lease. It gets one ``GrantLease`` or one ``Refuse``, unless it leaves before."""
         assert request_id not in self._requests, f"request {request_id} has its place already"
+        self._now = at
         if (model := self._known(id)) is None:
             names = ", ".join(m.plan.id for m in self._models.values() if not m.is_removed) or "none"
             self._effects.append(Refuse(request_id, "model_not_found", f"there is no model {id!r}; there are: {names}"))
         else:
             self._requests[request_id] = model
-            model.waiting[request_id] = self._now
+            model.waiting[request_id] = at
+        return self._settled()
 
-    def _leave(self, request_id: int) -> None:
+    def leave(self, request_id: int, at: float) -> list[Effect]:
+        """A request is over, whether it waited or held a lease. A refused one is not known any more."""
+        self._now = at
         model = self._requests.pop(request_id, None)
         if model is not None and model.waiting.pop(request_id, None) is None:
             model.leases.remove(request_id)
-            model.last_used = self._now
+            model.last_used = at
+        return self._settled()
 
-    def _put_to_sleep(self) -> None:
+    def tick(self, at: float) -> list[Effect]:
+        """Time has passed; once a second is enough."""
+        self._now = at
         for model in self._models.values():
             ttl_s = 0.0 if model.plan.pinned or model.waiting else model.plan.ttl_s
-            if model.is_idle and 0.0 < ttl_s <= self._now - model.last_used:
+            if model.is_idle and 0.0 < ttl_s <= at - model.last_used:
                 self._stop(model)
+        return self._settled()
 
-    def _on_order(self, order: Order, model: _Model) -> None:
-        if isinstance(order, LoadRequested | RetryRequested):
-            may = isinstance(order, LoadRequested) or self._has_room_for(model)
-            if may and not model.stays and model.load_requested_at is None:
-                model.load_requested_at = self._now
-            return
+    # orders
+
+    def request_load(self, id: str, at: float) -> list[Effect]:
+        """Load it without a lease, again if it is on its way out. If there can be no room, its status has the reason."""
+        self._now = at
+        if (model := self._known(id)) is not None:
+            self._want_loaded(model)
+        return self._settled()
+
+    def retry_load(self, id: str, at: float) -> list[Effect]:
+        """Load it again after it failed, if there is free room that no waiting request needs."""
+        self._now = at
+        if (model := self._known(id)) is not None and self._has_room_for(model):
+            self._want_loaded(model)
+        return self._settled()
+
+    def request_unload(self, id: str, at: float) -> list[Effect]:
+        """Stop it when its leases have ended. Requests that still wait for it then have it loaded again."""
+        self._now = at
+        if (model := self._known(id)) is not None:
+            self._send_away(model)
+        return self._settled()
+
+    def add(self, plan: ModelPlan, at: float) -> list[Effect]:
+        """A model appeared or is configured otherwise. A process counts with the size it was loaded with."""
+        self._now = at
+        model = self._models.setdefault(plan.id, _Model(plan))
+        model.plan, model.is_removed = plan, False  # a removed one still goes: it runs with the old settings
+        return self._settled()
+
+    def remove(self, id: str, at: float) -> list[Effect]:
+        """It is no longer configured: it is not lent any more, and stops when its leases have ended."""
+        self._now = at
+        if (model := self._known(id)) is not None:
+            self._send_away(model)
+            model.is_removed = True
+            self._refuse(model, "model_not_found", f"the model {id!r} was removed")
+        return self._settled()
+
+    # engine processes
+
+    def loaded(self, id: str, at: float) -> list[Effect]:
+        """Its engine is ready."""
+        self._now = at
+        model = self._models[id]
+        assert model.phase is Phase.LOADING, f"{id} was loaded, but it is {model.phase.value}"
+        model.phase, model.last_used = Phase.READY, at
+        self._grant(model)  # first, before others take its place: this is the turn that was waited for
+        return self._settled()
+
+    def load_failed(self, id: str, reason: str, at: float) -> list[Effect]:
+        """Its engine did not start or was given up later, and its process ended. After ``Unload`` only ``stopped``
+        counts."""
+        self._now = at
+        model = self._models[id]
+        assert model.phase is not Phase.ASLEEP, f"{id} failed, but it is asleep"
+        if model.phase is not Phase.STOPPING:
+            self._refuse(model, "load_failed", f"the model {id!r} cannot be used: {reason}")
+            for request_id in model.leases:
+                del self._requests[request_id]
+            model.leases.clear()
+            self._end(model)
+        return self._settled()
+
+    def stopped(self, id: str, at: float) -> list[Effect]:
+        """After ``Unload``: the process has ended and its memory is free."""
+        self._now = at
+        model = self._models[id]
+        assert model.phase is Phase.STOPPING, f"{id} has stopped, but it is {model.phase.value}"
+        self._end(model)
+        return self._settled()
+
+    def _known(self, id: str) -> _Model | None:
+        model = self._models.get(id)
+        return None if model is None or model.is_removed else model
+
+    def _want_loaded(self, model: _Model) -> None:
+        if not model.stays and model.load_requested_at is None:
+            model.load_requested_at = self._now
+
+    def _send_away(self, model: _Model) -> None:
         model.must_go = model.phase is not Phase.ASLEEP
         model.load_requested_at = None
-        if isinstance(order, Removed):
-            model.is_removed = True
-            self._refuse(model, "model_not_found", f"the model {model.plan.id!r} was removed")
-
-    def _on_process(self, event: Loaded | LoadFailed | Stopped, model: _Model) -> None:
-        match event:
-            case Loaded():
-                assert model.phase is Phase.LOADING, f"{event}, but it is {model.phase.value}"
-                model.phase, model.last_used = Phase.READY, self._now
-                self._grant(model)  # first, before others take its place: this is the turn that was waited for
-            case Stopped():
-                assert model.phase is Phase.STOPPING, f"{event}, but it is {model.phase.value}"
-                self._end(model)
-            case LoadFailed(reason=reason) if model.phase is not Phase.STOPPING:
-                assert model.phase is not Phase.ASLEEP, f"{event}, but it is asleep"
-                self._refuse(model, "load_failed", f"the model {model.plan.id!r} cannot be used: {reason}")
-                for request_id in model.leases:
-                    del self._requests[request_id]
-                model.leases.clear()
-                self._end(model)
 
     # what to do about it
+
+    def _settled(self) -> list[Effect]:
+        """The effects of what happened, with the turns and leases that it makes possible."""
+        self._settle()
+        effects, self._effects = self._effects, []
+        return effects
 
     def _settle(self) -> None:
         """Grants turns and leases as far as possible now."""

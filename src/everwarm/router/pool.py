@@ -141,7 +141,7 @@ class Pool:
         self._spawn(self._tick())
         for spec in self.catalog.specs.values():
             if spec.load_on_start:
-                self._feed(plan.LoadRequested(spec.id, time.monotonic()))
+                self._act(self._planner.request_load(spec.id, time.monotonic()))
         self.has_started = True
 
     async def stop(self, grace_s: float) -> None:
@@ -171,13 +171,13 @@ class Pool:
         id = next(self._ids)
         lease = Lease(self, served.id, asyncio.get_running_loop().create_future())
         self._leases[id] = lease
-        self._feed(plan.Wanted(id, served.id, time.monotonic()))
+        self._act(self._planner.want(id, served.id, time.monotonic()))
         try:
             yield lease
         finally:
             del self._leases[id]
             lease._granted.cancel()
-            self._feed(plan.Gone(id, time.monotonic()))
+            self._act(self._planner.leave(id, time.monotonic()))
 
     def _require_tried(self, served: Served) -> None:
         """A request may start a failed model, unless that was tried a moment ago."""
@@ -230,12 +230,12 @@ class Pool:
         served = self.find(name)
         served.retry = None
         served.supervisor.deaths.forgive()
-        self._feed(plan.LoadRequested(served.id, time.monotonic()))
+        self._act(self._planner.request_load(served.id, time.monotonic()))
 
     def unload(self, name: str) -> None:
         served = self.find(name)
         served.retry = None  # it is not wanted any more
-        self._feed(plan.UnloadRequested(served.id, time.monotonic()))
+        self._act(self._planner.request_unload(served.id, time.monotonic()))
 
     def refresh(self, *, now: bool = False) -> bool:
         """Read the catalog again, unless that was done a moment ago: files may come and go."""
@@ -248,7 +248,7 @@ class Pool:
             log.warning("the models stay as they were: %s", error)
             return False
         for id in old.specs.keys() - self.catalog.specs.keys():
-            self._feed(plan.Removed(id, time.monotonic()))
+            self._act(self._planner.remove(id, time.monotonic()))
             if not self._served[id].supervisor.is_running:
                 self._renew(id)
         for id, spec in self.catalog.specs.items():
@@ -262,8 +262,8 @@ class Pool:
         if before is None or not before.supervisor.is_running:
             self._renew(id)
         else:
-            self._feed(plan.UnloadRequested(id, time.monotonic()))  # requests that wait for it get the new one
-        self._feed(plan.Added(_planned(spec), time.monotonic()))
+            self._act(self._planner.request_unload(id, time.monotonic()))  # requests that wait for it get the new one
+        self._act(self._planner.add(_planned(spec), time.monotonic()))
 
     def _renew(self, id: str) -> None:
         """Replace a stopped model by what the catalog has now; its old RAM tier is useless."""
@@ -276,11 +276,11 @@ class Pool:
 
     # effects
 
-    def _feed(self, event: plan.Event) -> None:
-        for effect in self._planner.on(event):
-            self._act(effect)
+    def _act(self, effects: list[plan.Effect]) -> None:
+        for effect in effects:
+            self._carry_out(effect)
 
-    def _act(self, effect: plan.Effect) -> None:
+    def _carry_out(self, effect: plan.Effect) -> None:
         match effect:
             case plan.Load() | plan.Unload() if self.is_stopping:
                 pass
@@ -311,7 +311,7 @@ class Pool:
         if was_ready:
             log.info("%s was loaded in %.3f s", served.id, time.monotonic() - began)
             served.retry = None
-            self._feed(plan.Loaded(served.id, time.monotonic()))
+            self._act(self._planner.loaded(served.id, time.monotonic()))
             state = await supervisor.until()
         if state is State.UNHEALTHY:
             await supervisor.ended()
@@ -320,7 +320,7 @@ class Pool:
             reason = served.reason or "unknown"
             self._renew_if_changed(served)
             self._plan_retry(served, by_itself=was_ready or served.spec.pinned or served.spec.load_on_start)
-            self._feed(plan.LoadFailed(served.id, reason, time.monotonic()))
+            self._act(self._planner.load_failed(served.id, reason, time.monotonic()))
 
     # models that failed
 
@@ -349,9 +349,9 @@ class Pool:
         now = time.monotonic()
         ttl_s = served.spec.ttl_s
         if served.spec.pinned:
-            self._feed(plan.LoadRequested(id, now))
+            self._act(self._planner.request_load(id, now))
         elif ttl_s == 0.0 or now - status.last_used < ttl_s:
-            self._feed(plan.RetryRequested(id, now))
+            self._act(self._planner.retry_load(id, now))
         if served.retry is retry and not self._is_there(id):
             served.retry = None  # others have its place, or its time to live is over: the next request loads it
 
@@ -360,7 +360,7 @@ class Pool:
         await served.supervisor.stop(0.0)
         log.info("%s was put to sleep in %.3f s", served.id, time.monotonic() - began)
         self._renew_if_changed(served)
-        self._feed(plan.Stopped(served.id, time.monotonic()))
+        self._act(self._planner.stopped(served.id, time.monotonic()))
 
     def _renew_if_changed(self, served: Served) -> None:
         if served.spec != self.catalog.specs.get(served.id):
@@ -369,7 +369,7 @@ class Pool:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._feed(plan.Tick(time.monotonic()))
+            self._act(self._planner.tick(time.monotonic()))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

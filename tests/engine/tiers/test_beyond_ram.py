@@ -10,7 +10,7 @@ import pytest
 
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.reasons import Reason
+from everwarm.engine.process.messages import Reason
 from everwarm.engine.request import Ask, Result
 from everwarm.engine.tiers import tier_writer as writer_module
 from everwarm.engine.tiers.packing import Job

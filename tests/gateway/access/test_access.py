@@ -60,7 +60,7 @@ def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
 def application_routes() -> list[tuple[str, str]]:
     guard = build_gateway(None, ServerSettings()).app  # type: ignore[arg-type]
     assert isinstance(guard, Guard)
-    routes = guard._app.routes  # type: ignore[attr-defined]
+    routes = guard.app.routes  # type: ignore[attr-defined]
     assert all(isinstance(route, Route) for route in routes)
     return [(method, route.path) for route in routes for method in sorted(route.methods)]
 

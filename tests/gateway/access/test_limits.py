@@ -5,14 +5,15 @@ import contextlib
 import http.client
 import json
 import socket
-from collections.abc import AsyncGenerator, Iterator
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import Draining, Overloaded
-from everwarm.gateway.access import limits as module
 from everwarm.gateway.access.limits import AdmissionLimits, Place
 from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.parsing.output_parser import OutputParser
@@ -28,8 +29,9 @@ from everwarm.router.supervise.pending import (
 from support.server import Server, serving, until
 
 
-def limits(**settings: Any) -> AdmissionLimits:
-    return AdmissionLimits(ServerSettings(**({"max_requests": 4, "max_waiting_tokens": 1000} | settings)))
+def limits(clock: Callable[[], float] = time.monotonic, **settings: Any) -> AdmissionLimits:
+    settings = {"max_requests": 4, "max_waiting_tokens": 1000} | settings
+    return AdmissionLimits(ServerSettings(**settings), clock=clock)
 
 
 # what a request counts
@@ -104,13 +106,15 @@ def test_long_prompts_of_one_client_keep_out_no_other_either():
 
 
 class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_who_takes_nothing_of_his_answer_leaves_when_somebody_needs_the_place(monkeypatch):
-    clock, found, cut = Clock(monkeypatch), limits(), []
+def test_who_takes_nothing_of_his_answer_leaves_when_somebody_needs_the_place():
+    clock = Clock()
+    found, cut = limits(clock), []
     with contextlib.ExitStack() as stack:
         places = [stack.enter_context(found.admitted(1, "a", cut_off=lambda i=i: cut.append(i))) for i in range(4)]
         for i in (2, 1):
@@ -130,8 +134,9 @@ def test_who_takes_nothing_of_his_answer_leaves_when_somebody_needs_the_place(mo
             assert cut == [2, 1]
 
 
-def test_who_reads_or_cannot_be_cut_off_stays(monkeypatch):
-    clock, found = Clock(monkeypatch), limits()
+def test_who_reads_or_cannot_be_cut_off_stays():
+    clock = Clock()
+    found = limits(clock)
     with full(found, "a", cut_off=pytest.fail) as places:
         with places[0].sending():
             clock.now += 10
@@ -186,8 +191,8 @@ class Tireless:
 def test_of_many_choices_nothing_is_taken_that_the_client_does_not_take():
     async def run() -> None:
         engine = Tireless()
-        tracker = RequestLog().follow(Caller("r", "m", "/", True))
-        heard = generate(engine, [m.Submit(0)] * 4, OutputParser, tracker)  # type: ignore[arg-type]
+        follow = partial(RequestLog().follow, Caller("r", "m", "/", True))
+        heard = generate(engine, [m.Submit(0)] * 4, OutputParser, follow)  # type: ignore[arg-type]
         async with contextlib.aclosing(heard):
             await anext(heard)
             for _ in range(200):

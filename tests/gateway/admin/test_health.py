@@ -82,7 +82,7 @@ def test_of_many_models_nobody_is_named_to_those_without_a_key():
     reasons = ("the model 'private' cannot be used", None)
     standings = [Standing(spec, ModelStatus(Phase.ASLEEP, 0, 0, 0.0, why), asleep, why) for why in reasons]
     (one,) = components(standings).values()
-    assert one.state == "degraded" and "1 of 2 models" in (one.reason or "") and "private" not in str(one)
+    assert one["state"] == "degraded" and "1 of 2 models" in one["reason"] and "private" not in str(one)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from everwarm.gateway.anthropic.schema import CountBody, read_body
-from everwarm.gateway.anthropic.to_chat import chat_body
+from everwarm.gateway.anthropic.schema import CountBody, chat_body, read_body
 from support.models import EMBEDDED, tiny_vision
 from support.prompts import anthropic_tokens, n_common
 from support.server import GUARD, Server, frozen, serving, serving_models, words

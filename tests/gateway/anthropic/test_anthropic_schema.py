@@ -15,9 +15,8 @@ from pydantic import TypeAdapter
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest
-from everwarm.gateway.anthropic.encode import AnthropicEncoder, MessageHeader, whole
-from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body
-from everwarm.gateway.anthropic.to_chat import chat_body, chat_messages
+from everwarm.gateway.anthropic.encode import AnthropicEncoder
+from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, chat_body, chat_messages, read_body
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning
@@ -129,6 +128,24 @@ def test_images_and_documents_are_parts():
     urls = [part["image_url"]["url"] for part in message["content"] if part["type"] == "image_url"]
     assert urls == ["data:image/jpeg;base64,AAAA", "https://a.example/b.png"]
     assert message["content"][2] == text("T\nD")
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "image", "source": {"type": "file", "data": "AAAA"}}, "source of an image is 'file'; give base64"),
+        ({"type": "image", "source": {"type": "url", "data": "AAAA"}}, "source of an image is 'url'; give base64"),
+        (
+            {"type": "document", "source": {"type": "base64", "data": "D"}},
+            "source of a document is 'base64'; give text",
+        ),
+        ({"type": "document", "source": {"type": "content"}}, "source of a document is 'content'; give text"),
+    ],
+)
+def test_sources_that_cannot_be_read_are_refused(block, words):
+    for blocks in ([block], [{"type": "tool_result", "tool_use_id": "1", "content": [block]}]):
+        with pytest.raises(BadRequest, match=words):
+            told(user(*blocks))
 
 
 @pytest.mark.parametrize(
@@ -328,12 +345,8 @@ def replied(thoughts: Sequence[str], said: Sequence[Any]) -> list[Piece]:
 @FUZZ
 @given(st.lists(WORDS, max_size=2), SAID)
 def test_every_stream_adds_up_to_the_whole(thoughts, said):
-    events, frame, begun = (
-        replied(thoughts, said),
-        MessageHeader("msg_1", "any", marks_cache=True),
-        m.Begun(1, 30, 20, 0, 27),
-    )
-    stream, snapshot, buffers = AnthropicEncoder(frame), None, dict[int, bytes]()
+    events, begun = replied(thoughts, said), m.Begun(1, 30, 20, 0, 27)
+    stream, snapshot, buffers = AnthropicEncoder("msg_1", "any", marks_cache=True), None, dict[int, bytes]()
     sent = [
         *stream.begun(begun),
         *(each for event in events for each in stream.events_of(event)),
@@ -341,7 +354,7 @@ def test_every_stream_adds_up_to_the_whole(thoughts, said):
     ]
     for each in sent:
         snapshot = accumulate_event(event=wire.validate_python(each), current_snapshot=snapshot, json_bufs=buffers)
-    expected = whole(frame, Choice(pieces=events, begun=begun, ended=done(4), finish="stop"))
+    expected = stream.whole(Choice(pieces=events, begun=begun, ended=done(4), finish="stop"))
     assert snapshot is not None
     assert [block.model_dump(exclude_none=True) for block in snapshot.content] == expected["content"]
     assert snapshot.stop_reason == expected["stop_reason"] == "end_turn"
@@ -371,18 +384,17 @@ def test_numbers_of_any_length_can_be_sent(digits, value):
         CallEnded(0, ""),
     ]
     choice = Choice(pieces=events, begun=m.Begun(1, 30, 20, 0), ended=done(4), finish="tool_calls")
-    reply = whole(MessageHeader("msg_1", "any", marks_cache=False), choice)
+    reply = AnthropicEncoder("msg_1", "any", marks_cache=False).whole(choice)
     assert json.loads(json_response(reply).body)["content"][0]["input"] == {"n": value}
 
 
 def test_half_a_call_ends_a_stream_as_cut_off_and_a_whole_reply_as_text():
     broken = [CallBegun(0, "call_0", "f"), CallArguments(0, '{"a"'), CallEnded(0, '<tool_call>{"a"', complete=False)]
-    frame, begun = MessageHeader("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0, 27)
-    stream = AnthropicEncoder(frame)
+    stream, begun = AnthropicEncoder("msg_1", "any", marks_cache=False), m.Begun(1, 30, 20, 0, 27)
     for event in broken:
         stream.events_of(event)
     end = next(each for each in stream.ended(done(4), "stop") if each["type"] == "message_delta")
     assert end["delta"]["stop_reason"] == "max_tokens"
-    reply = whole(frame, Choice(pieces=broken, begun=begun, ended=done(4), finish="stop"))
+    reply = stream.whole(Choice(pieces=broken, begun=begun, ended=done(4), finish="stop"))
     assert reply["content"] == [text('<tool_call>{"a"')] and reply["stop_reason"] == "end_turn"
     assert reply["usage"]["cache_creation_input_tokens"] == 0 and reply["usage"]["input_tokens"] == 10

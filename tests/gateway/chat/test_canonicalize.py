@@ -25,7 +25,7 @@ MESSAGES = st.lists(MESSAGE, max_size=4)
 
 
 def is_noise(line: str) -> bool:
-    return any(rule.line.fullmatch(line) for rule in RULES)
+    return any(rule.fullmatch(line) for rule in RULES.values())
 
 
 def texts(message: dict[str, Any]) -> list[str]:

@@ -12,12 +12,12 @@ from tests.support.gateway import FakeGateway
 from everwarm.cli.explain import source_for
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.process.request_handler import _prompt_of_text
-from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body
-from everwarm.gateway.anthropic.to_chat import chat_body
+from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, chat_body, read_body
 from everwarm.gateway.explain.explain import prompt_side
 from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
+from everwarm.gateway.responses import schema as responses
+from everwarm.gateway.responses.schema import ResponsesBody, own_items
 from everwarm.state.policy import CheckpointParams
 
 NOISE = "x-anthropic-billing-header: cc_version=1; cch=abc;\n"
@@ -37,7 +37,7 @@ TALK = [
 
 def responses_chat(body: dict[str, Any]) -> ChatBody:
     typed = msgspec.convert(body, ResponsesBody)
-    return chat_request(typed, own_items(typed, "0", lambda _: None)).chat
+    return responses.chat_body(typed, responses.offered(typed.tools), own_items(typed, "0", lambda _: None))
 
 
 def anthropic_chat(kind: type[CountBody]) -> Callable[[dict[str, Any]], ChatBody]:

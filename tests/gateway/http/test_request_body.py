@@ -18,7 +18,7 @@ from everwarm.errors import BadRequest, HttpError, Overloaded
 from everwarm.gateway.chat import jinja_template
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.stable_points import common_prefix
-from everwarm.gateway.http import json_scan, request_body
+from everwarm.gateway.http import json_scan
 from everwarm.gateway.http.json_scan import check_weight, weights
 from everwarm.gateway.http.json_weight import MAX_WEIGHT, Weight, most_weight
 from everwarm.gateway.http.request_body import LARGE_BYTES, SMALL_BYTES, BodyReader
@@ -191,7 +191,8 @@ def test_there_is_room_for_so_many_bytes_and_half_of_it_for_one_client():
             await reader.read(request(of(), "a", length=11), bytes)
         with pytest.raises(Overloaded, match="80 bytes"):
             await reader.read(request(of(b"x" * 21), "c"), bytes)
-        assert (await reader.read(request(of(b"x" * 10, b"y" * 10), "c"), bytes)).n_bytes == 20
+        _, n_bytes = await reader.read(request(of(b"x" * 10, b"y" * 10), "c"), bytes)
+        assert n_bytes == 20
         gate.set()
         await asyncio.gather(*running)
         assert reader.n_bytes == 0
@@ -199,15 +200,13 @@ def test_there_is_room_for_so_many_bytes_and_half_of_it_for_one_client():
     asyncio.run(read_some())
 
 
-def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(request_body, "FIRST_S", 0.05)
-
+def test_a_body_that_comes_too_slowly_is_not_waited_for():
     async def never() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
 
     async def wait() -> None:
-        reader = BodyReader(100)
+        reader = BodyReader(100, first_s=0.05)
         with pytest.raises(HttpError, match="1 bytes of the body arrived") as refused:
             await reader.read(request(never()), bytes)
         assert refused.value.status == 408

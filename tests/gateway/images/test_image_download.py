@@ -35,11 +35,15 @@ class Site:
         self.looked_up.append(host)
         return self.addresses
 
-    def fetcher(self, *, tls: ssl.SSLContext | None = None, checked: bool = False, **policy: Any) -> ImageDownloader:
+    def fetcher(
+        self,
+        *,
+        tls: ssl.SSLContext | None = None,
+        may_connect: Callable[[str], bool] = "127.0.0.1".__eq__,
+        **policy: Any,
+    ) -> ImageDownloader:
         settings = {"allowed_hosts": (f"img.example.com:{self.port}",), "https_only": False, "timeout_s": 5.0} | policy
-        if checked:
-            return ImageDownloader(RemotePolicy(**settings), resolve=self.resolve, tls=tls)
-        return ImageDownloader(RemotePolicy(**settings), resolve=self.resolve, may_connect="127.0.0.1".__eq__, tls=tls)
+        return ImageDownloader(RemotePolicy(**settings), resolve=self.resolve, may_connect=may_connect, tls=tls)
 
     def url(self, path: str = "/a.png", scheme: str = "http") -> str:
         return f"{scheme}://img.example.com:{self.port}{path}"
@@ -255,7 +259,7 @@ def test_an_inner_address_behind_an_allowed_name_is_not_connected_to() -> None:
             ]
             for there.addresses in ([], inner, *([address] for address in inner)):
                 with pytest.raises(BadRequest, match="no public address"):
-                    await there.fetcher(checked=True).fetch(there.url())
+                    await there.fetcher(may_connect=is_public).fetch(there.url())
             assert there.asked == []
 
     asyncio.run(test())
@@ -265,8 +269,7 @@ def test_among_several_addresses_only_public_ones_are_tried_and_the_next_when_on
     async def test() -> None:
         async with site(OK + length(1) + b"x") as there:
             there.addresses = ["10.1.1.1", "127.0.0.9", "127.0.0.1"]
-            fetcher = there.fetcher()
-            fetcher._may_connect = lambda ip: ip.startswith("127.")
+            fetcher = there.fetcher(may_connect=lambda ip: ip.startswith("127."))
             assert await fetcher.fetch(there.url()) == b"x"
 
     asyncio.run(test())
@@ -274,11 +277,17 @@ def test_among_several_addresses_only_public_ones_are_tried_and_the_next_when_on
 
 def test_names_are_looked_up_by_the_system() -> None:
     async def test() -> None:
-        fetcher = ImageDownloader(RemotePolicy(("localhost",), https_only=False))
-        assert {"127.0.0.1", "::1"} & set(await fetcher._look_up("localhost", 80))
+        found: set[str] = set()
+
+        def note(ip: str) -> bool:
+            found.add(ip)
+            return is_public(ip)
+
+        fetcher = ImageDownloader(RemotePolicy(("localhost",), https_only=False), may_connect=note)
         with pytest.raises(BadRequest, match="no public address"):
             await fetcher.fetch("http://localhost/")
         fetcher.close()
+        assert {"127.0.0.1", "::1"} & found
 
     asyncio.run(test())
 

@@ -109,7 +109,7 @@ async def test_a_child_that_is_killed_costs_only_its_image() -> None:
         os.kill(pid, signal.SIGSTOP)
         asked = asyncio.create_task(outcome(images, small(2)))
         waiting = asyncio.create_task(outcome(images, small(3)))
-        await until(lambda: images._busy)
+        await until(lambda: images.decoding.n_waiting == 1)
         os.kill(pid, signal.SIGKILL)
         assert "its decoder died" in str(await asked)
         assert isinstance(await waiting, DecodedImage) and isinstance(await outcome(images, small(2)), DecodedImage)

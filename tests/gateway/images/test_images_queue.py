@@ -41,12 +41,12 @@ async def test_who_leaves_the_queue_frees_a_place() -> None:
         (pid,) = images.child_pids
         os.kill(pid, signal.SIGSTOP)
         asked = [asyncio.create_task(images.decode(small(i))) for i in (1, 2)]
-        await until(lambda: images._decoding.n_waiting == 1)
+        await until(lambda: images.decoding.n_waiting == 1)
         with pytest.raises(Overloaded):
             await images.decode(small(3))
         asked[1].cancel()
         again = asyncio.create_task(images.decode(small(2)))  # at once: it must not join what is being dropped
-        await until(lambda: asked[1].cancelled() and images._decoding.n_waiting == 1)
+        await until(lambda: asked[1].cancelled() and images.decoding.n_waiting == 1)
         os.kill(pid, signal.SIGCONT)
         assert (await asked[0]).rgb == b"\1\0\3" and (await again).rgb == b"\2\0\3"
 
@@ -55,9 +55,9 @@ async def test_who_leaves_the_queue_frees_a_place() -> None:
 async def test_an_image_nobody_waits_for_any_more_is_finished_and_remembered() -> None:
     async with opened(n_children=1) as images:
         asked = asyncio.create_task(images.decode(small(1)))
-        await until(lambda: images._busy)
+        await until(lambda: images.child_pids)
         asked.cancel()
-        await until(lambda: images.n_decoded == 1 and images._idle)
+        await until(lambda: images.n_decoded == 1)
         await images.decode(small(1))
         assert (images.n_decoded, images.n_remembered) == (1, 1)
 
@@ -103,7 +103,7 @@ async def test_memory_for_images_is_bounded_and_the_oldest_goes() -> None:
     async with opened(cache_bytes=9) as images:
         for i in (1, 2, 3, 1, 4, 1, 2):
             await images.decode(small(i))
-            assert images._cache.n_bytes <= 9
+            assert images.cache.n_bytes <= 9
         assert (images.n_decoded, images.n_remembered) == (5, 2)
         await images.decode(png([[0] * 30]))
         await images.decode(small(1))
@@ -128,7 +128,7 @@ async def test_closing_ends_what_runs_and_what_waits() -> None:
         await images.decode(small(0))
         os.kill(images.child_pids[0], signal.SIGSTOP)
         asked = [asyncio.create_task(images.decode(small(i))) for i in (1, 2)]
-        await until(lambda: images._decoding.n_waiting == 1)
+        await until(lambda: images.decoding.n_waiting == 1)
         await images.close()
         found = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(error, EngineStopped) for error in found), found

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,8 +146,8 @@ async def choices(
     shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)
     prompt = {"text": text + MARKER * len(sights), "marker": MARKER, "images": shown, "namespace": namespace}
     submit = m.Submit(0, **prompt, sampling=GREEDY, max_tokens=3, ignore_eos=True)
-    tracker = RequestLog().follow(Caller("r", "model", "/", False))
-    choices = await collect(generate(supervisor, [submit] * n, OutputParser, tracker, lend), n)
+    follow = partial(RequestLog().follow, Caller("r", "model", "/", False))
+    choices = await collect(generate(supervisor, [submit] * n, OutputParser, follow, lend), n)
     return sum(choice.finish != "" for choice in choices)
 
 
@@ -173,7 +174,7 @@ async def test_many_choices_bring_an_image_once_and_another_namespace_brings_its
             assert await ask("b", 1, "what?") == 1 and images.n_decoded == 2 and await n_encoded() == 2
             assert await ask("a", 3, "and now?") == 0 and images.n_decoded == 2, "the control: its own is known"
             assert await n_encoded() == 2 and images.lending.n_bytes == 0
-            assert all(pending.frame for pending in supervisor._pending) and not supervisor._pending
+            assert len(supervisor.pending) == 0
     finally:
         await supervisor.stop(0.0)
         supervisor.forget()

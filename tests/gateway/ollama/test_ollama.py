@@ -181,6 +181,9 @@ def test_errors_come_in_ollamas_shape(server, client):
         error = refusal(client.generate, **asked, **wrong)
         assert error.status_code == 400 and next(iter(wrong)) in error.error
     assert "top_p" in refusal(client.generate, **asked, options={"top_p": 7}).error
+    for option, value in (("seed", "seven"), ("num_predict", 1.5), ("stop", 3)):
+        body = {"model": NAME, "prompt": "a", "options": {option: value}}
+        assert (server.post("/api/generate", body).status, option) == (400, option)
     assert "keep_alive" in refusal(client.generate, **asked, keep_alive="soon").error
     assert "holds 4096" in refusal(client.generate, NAME, "a 1 " * 4096, stream=True).error
     assert refusal(client.embed, NAME, "text").status_code == 501

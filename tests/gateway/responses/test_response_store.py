@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.responses import response_store
 from everwarm.gateway.responses.response_store import (
     FILE,
     ON_DISK,
@@ -115,9 +114,8 @@ def test_bytes_are_bounded_and_the_newest_always_stays():
         assert store.get("n", "big") is not None and store.size()[0] == 1
 
 
-def test_a_conversation_that_is_too_much_to_read_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(response_store, "MAX_CHAIN_BYTES", 5000)
-    with opened(None) as store:
+def test_a_conversation_that_is_too_much_to_read_is_refused():
+    with opened(None, ResponseLimits(1000, 1 << 20, max_chain_bytes=5000)) as store:
         for i in range(6):
             store.keep("n", kept(f"r{i}", f"r{i - 1}" if i else None, "x" * 1000))
         assert chain(store, "r3") == ["r0", "r1", "r2", "r3"]

@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
+from everwarm.gateway.responses.schema import ResponsesBody, chat_body, offered, own_items
 from support.prompts import responses_tokens
 from support.server import GUARD, Server, is_alive, serving, until, words
 
@@ -157,7 +157,7 @@ def test_several_calls_and_custom_tools_go_both_ways():
         {"role": "assistant", "content": "Done."},
         {"role": "assistant", "content": "Really."},
     ]
-    chat = chat_request(msgspec.convert({"tools": [WEATHER, inside, search]}, ResponsesBody), items).chat
+    chat = chat_body(ResponsesBody(), offered([WEATHER, inside, search]), items)
     assert [tool["function"]["name"] for tool in chat.tools or ()] == ["get_weather", "files__read", "files__shell"]
     calls = [("a", "files__read", '{"city": "x"}'), ("b", "files__shell", '{"input": "echo \\"é\\""}')]
     assert chat.messages == [
@@ -286,7 +286,7 @@ def test_all_that_developers_say_reaches_the_model(server):
     body = {"input": [{"role": "developer", "content": text} for text in ("first", "second")]}
     body["input"] += [{"role": "user", "content": "a"}, {"role": "developer", "content": "third"}]
     typed = msgspec.convert(body, ResponsesBody)
-    text = server.rendered(chat_request(typed, own_items(typed, "0", lambda _: None)).chat.messages)
+    text = server.rendered(chat_body(typed, offered(None), own_items(typed, "0", lambda _: None)).messages)
     assert text.startswith("<|im_start|>system\nfirst\n\nsecond<|im_end|>") and "<|im_start|>user\nthird" in text
 
 

@@ -20,7 +20,7 @@ from everwarm.gateway.parsing.output_parser import Piece
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, offered, own_items, sealed, unsealed
+from everwarm.gateway.responses.schema import ResponsesBody, chat_body, offered, own_items, sealed, unsealed
 from support.fuzz import Json, bodies
 from support.server import Server, serving
 
@@ -206,11 +206,12 @@ def test_any_body_becomes_a_chat_or_is_refused(body):
         wish = read(msgspec.json.encode(body), ResponsesBody)
         wish.check()
         items = own_items(wish, "0", lambda _: None)
-        found = chat_request(wish, items)
+        tools = offered(wish.tools)
+        chat = chat_body(wish, tools, items)
     except BadRequest:
         return
-    assert found.chat.messages and all(item["id"] and item["type"] for item in items)
-    ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, found.tools), found.tools).end(DONE, "stop")
+    assert chat.messages and all(item["id"] and item["type"] for item in items)
+    ResponsesEncoder.of(wish, skeleton(wish, "resp_0", "any", 1, tools), tools).end(DONE, "stop")
 
 
 @pytest.fixture(scope="module")

@@ -374,10 +374,10 @@ def test_the_library_as_it_is_passes() -> None:
 def test_libmtmd_may_lie_beside_libllama(tmp_path: Path) -> None:
     for name in ("libllama.so", "libmtmd.so"):
         (tmp_path / name).symlink_to(library_path())
-    cdll, path = lib._with_media(object(), tmp_path / "libllama.so")  # a library without media in it
+    cdll, path = lib.media_library(object(), tmp_path / "libllama.so")  # a library without media in it
     assert path == tmp_path / "libmtmd.so" and cdll.mtmd_init_from_file
 
 
 def test_a_build_without_libmtmd_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"media need libmtmd\.so, which cannot be loaded"):
-        lib._with_media(object(), tmp_path / "libllama.so")
+        lib.media_library(object(), tmp_path / "libllama.so")

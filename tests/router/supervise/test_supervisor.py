@@ -100,7 +100,7 @@ def test_a_ready_engine_says_what_it_is_and_streams_an_answer():
             pieces = [message for message in said if isinstance(message, m.TextPiece)]
             assert sum(len(piece.tokens) for piece in pieces) == said[-1].n_reply > 0
             assert "Everwarm Tiny" in "".join(piece.text for piece in pieces) + said[-1].text
-            assert supervisor.n_pending == 0
+            assert len(supervisor.pending) == 0
 
     run(test)
 
@@ -134,7 +134,7 @@ def test_leaving_a_stream_frees_its_slot():
                     break
             assert not await nobody_is_processing(supervisor)
             await stream.aclose()
-            assert supervisor.n_pending == 0
+            assert len(supervisor.pending) == 0
             await until(lambda: nobody_is_processing(supervisor), "the slot is free", 5)
 
     run(test)
@@ -148,7 +148,7 @@ def test_leaving_while_waiting_or_reading_frees_everything_too():
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert supervisor.n_pending == 0
+            assert len(supervisor.pending) == 0
             await until(lambda: nobody_is_processing(supervisor), "the slots are free", 10)
             await until(lambda: (supervisor.load or m.Beat(None, 1, 1)).n_queued == 0, "the queue is empty", 5)
             assert await answer(supervisor)
@@ -194,7 +194,7 @@ def test_a_request_that_was_begun_is_replayed_only_once():
             waiting = asyncio.create_task(everything(supervisor, long_prompt(1), max_tokens=8))
             for _ in range(2):
                 await until(lambda: supervisor.state is State.READY, "the engine is up")
-                await until(lambda: all(pending.has_begun for pending in supervisor._pending), "it is read")
+                await until(lambda: all(pending.has_begun for pending in supervisor.pending), "it is read")
                 dead = kill(supervisor)
                 await until(lambda dead=dead: not is_alive(dead), "it is dead")
                 await until(lambda: supervisor.state is not State.READY, "its death is noticed")
@@ -228,7 +228,7 @@ def test_a_slot_action_is_never_for_the_next_engine():
         async with supervised(RestartLimits(first_back_off_s=1.0)) as supervisor:
             dead = kill(supervisor, signal.SIGSTOP)
             asked = asyncio.create_task(supervisor.ask(m.SlotAction, slot=0, action="erase"))
-            await until(lambda: supervisor.n_pending == 1, "it is asked")
+            await until(lambda: len(supervisor.pending) == 1, "it is asked")
             kill(supervisor)
             with pytest.raises(Refused) as died:
                 await asked
@@ -488,7 +488,7 @@ def test_stop_lets_a_running_request_finish_within_its_grace():
     async def test() -> None:
         async with supervised() as supervisor:
             running = asyncio.create_task(answer(supervisor, max_tokens=60, ignore_eos=True))
-            await until(lambda: supervisor.n_pending == 1, "it is on its way")
+            await until(lambda: len(supervisor.pending) == 1, "it is on its way")
             await supervisor.stop(PATIENCE_S)
             assert len(await running) == 60
 
@@ -499,7 +499,7 @@ def test_stop_without_grace_tells_those_who_wait():
     async def test() -> None:
         async with supervised() as supervisor:
             running = asyncio.create_task(everything(supervisor, max_tokens=4000, ignore_eos=True))
-            await until(lambda: supervisor.n_pending == 1, "it is on its way")
+            await until(lambda: len(supervisor.pending) == 1, "it is on its way")
             await supervisor.stop(0.0)
             failed = (await running)[-1]
             assert isinstance(failed, m.Failed) and failed.status == 503 and "stopping" in failed.message
@@ -547,7 +547,7 @@ def test_what_cannot_be_packed_is_refused_and_forgotten():
         async with supervised() as supervisor:
             with pytest.raises((OverflowError, BadRequest)):
                 await anext(supervisor.stream(UNPACKABLE))
-            assert supervisor.n_pending == 0
+            assert len(supervisor.pending) == 0
 
     run(test)
 
@@ -582,7 +582,7 @@ def test_a_prompt_that_fits_no_frame_is_refused_and_the_engine_lives():
                 with pytest.raises(FrameTooLarge, match=rf"{m.MAX_FRAME_BYTES:,} are the most"):
                     await anext(supervisor.stream(m.Submit(0, **question, sampling=GREEDY)))
             supervisor.tell(m.Prewarm("x" * (m.MAX_FRAME_BYTES + 1)))
-            assert supervisor.n_pending == 0
+            assert len(supervisor.pending) == 0
             assert await answer(supervisor)
             assert (supervisor.pid, supervisor.n_restarts) == (pid, 0)
 

@@ -1,7 +1,9 @@
-"""Tiny models with real architectures: a seeded writer of GGUF files that libllama loads and decodes.
+"""Tiny models with real architectures: a ``TinySpec`` in, a GGUF file out that libllama loads and decodes.
 
-Knows hyperparameters, tensor shapes and how to draw weights. Does not know libllama, servers or what the files are for;
-the models have random weights, so what they say means nothing.
+``plans`` has the hyperparameters and tensor shapes of each architecture, as data; ``vocab`` the vocabulary, one token per
+byte and the control tokens of a chat; ``write`` draws the weights from a seed and writes the file, all or nothing;
+``vision`` writes a projector beside it. The same spec always gives the same bytes. Knows no libllama and no server; the
+weights are random, so what the models say means nothing.
 """
 
 from everwarm.demo.tiny.plans import ARCHITECTURES, Plan, Tensor, TinySpec, plan_tiny

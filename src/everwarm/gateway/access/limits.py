@@ -58,7 +58,7 @@ class Place:
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
         """Wraps a write to the client, which blocks while the client does not read."""
-        self._blocked_at = self._blocked_at or time.monotonic()
+        self._blocked_at = self._blocked_at or self._limits.clock()
         try:
             yield
         finally:
@@ -69,7 +69,7 @@ class Place:
         """For how long its client has read nothing; 0 if the connection cannot be closed."""
         if self._blocked_at is None or self._cut_off is None:
             return 0.0
-        return time.monotonic() - self._blocked_at
+        return self._limits.clock() - self._blocked_at
 
     def give_up(self) -> None:
         self.release()
@@ -78,8 +78,14 @@ class Place:
 
 
 class AdmissionLimits:
-    def __init__(self, settings: ServerSettings, backlogs: Callable[[], Sequence[Backlog]] = tuple) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        backlogs: Callable[[], Sequence[Backlog]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``backlogs``: those of the running engines; called only when a request is refused."""
+        self.clock = clock
         self._settings = settings
         self._backlogs = backlogs
         self._places: dict[Place, None] = {}
@@ -151,7 +157,7 @@ class AdmissionLimits:
         return not self._n_of_client[client] and self.n_requests < self._settings.max_requests + self.n_reserved
 
     def _overloaded(self, why: str) -> Overloaded:
-        now = time.monotonic()
+        now = self.clock()
         wait_s = retry_after_s(self._backlogs(), self.n_requests, self.n_tokens, self._pending_retries.n_ahead(now))
         self._pending_retries.add(now, wait_s)
         return Overloaded(f"{why}; try again in about {wait_s} s", wait_s)

@@ -25,13 +25,13 @@ log = logging.getLogger("everwarm.gateway")
 
 class Guard:
     def __init__(self, app: ASGIApp, settings: ServerSettings, access: Access | None = None) -> None:
-        self._app = app
+        self.app = app
         self._settings = settings
         self._access = access or settings.access()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         state = scope.setdefault("state", {})  # an ingress may have given the request an id already
         request_id = state.setdefault("request_id", f"req_{secrets.token_hex(12)}")
         began = False
@@ -45,7 +45,7 @@ class Guard:
 
         try:
             self._check(scope)
-            await self._app(scope, self._bounded(receive), tagged)
+            await self.app(scope, self._bounded(receive), tagged)
         except EverwarmError as error:
             if not began:
                 await error_response(error, request_id, scope["path"])(scope, receive, tagged)

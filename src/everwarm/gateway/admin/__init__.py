@@ -1,7 +1,7 @@
-"""Monitoring and administration of a server.
+"""Monitoring and administration: what a server does, for operators, dashboards and the page; and orders to it.
 
-``status`` (health, readiness, numbers), ``metrics`` (Prometheus), ``traces`` (OpenTelemetry), ``request_log`` (the
-last requests and a log line for each), ``events`` (a stream of what happens), ``cache_api`` with ``cache_encode``
-(the contents of the cache; pin, drop), ``models`` (list, load, unload), ``web_ui`` (the page at ``/``, whose files are in
-``page/``).
+Every choice of a request leaves a record in ``request_log``, which writes a log line when it ends; ``traces`` sends it to
+OpenTelemetry, ``metrics`` counts it for Prometheus, ``events`` streams it to those who watch. ``status`` answers health,
+readiness and ``/metrics``. ``cache_api`` shows what is cached and pins or drops it, in the JSON of ``cache_encode``.
+``models`` lists, loads and unloads models. ``web_ui`` is the page at ``/``, whose files are in ``page/``.
 """

@@ -68,11 +68,13 @@ class Models:
         ]
 
     async def load(self, request: Request) -> Response:
-        self._pool.load((await self._gate.read(request, ModelBody)).body.model)
+        body, _ = await self._gate.read(request, ModelBody)
+        self._pool.load(body.model)
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        self._pool.unload((await self._gate.read(request, ModelBody)).body.model)
+        body, _ = await self._gate.read(request, ModelBody)
+        self._pool.unload(body.model)
         return json_response({"success": True})
 
 

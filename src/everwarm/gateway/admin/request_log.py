@@ -162,13 +162,11 @@ class RequestLog:
         found = (row.id for row in self._rows if row.number == number and row.caller.model == model)
         return next(found, None)
 
-    def follow(self, caller: Caller) -> RequestTracker:
-        return RequestTracker(self, caller)
-
-    def begin(self, caller: Caller, index: int) -> RequestRecord:
+    def follow(self, caller: Caller, index: int) -> TrackedRequest:
+        """Begins to record one choice of a request."""
         row = RequestRecord(caller.id if index == 0 else f"{caller.id}-{index}", caller)
         self._rows.append(row)
-        return row
+        return TrackedRequest(self, row)
 
     def end(self, row: RequestRecord) -> None:
         row.number = None
@@ -178,17 +176,6 @@ class RequestLog:
             self.totals(row.caller.model).add(row.done)
         for callback in self.ended:
             callback(row)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTracker:
-    """Records the choices of one request."""
-
-    request_log: RequestLog
-    caller: Caller
-
-    def choice(self, index: int) -> TrackedRequest:
-        return TrackedRequest(self.request_log, self.request_log.begin(self.caller, index))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -47,8 +46,7 @@ class Status:
     async def health(self, _request: Request) -> Response:
         """Always 200: the gateway is alive. The body has the state of each component; ``/ready`` says whether to send
         requests."""
-        parts = components(self._pool.standings())
-        return json_response({"status": "ok", "components": {name: part.as_json() for name, part in parts.items()}})
+        return json_response({"status": "ok", "components": components(self._pool.standings())})
 
     async def ready(self, _request: Request) -> Response:
         """With one model: whether it can be used now. With several the server is ready, because it loads them on demand."""
@@ -133,28 +131,16 @@ _STATES: dict[State, ComponentState] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
-    """One part of the server. ``more``: numbers that only this part has."""
-
-    state: ComponentState
-    reason: str | None = None
-    more: Json = field(default_factory=dict)
-
-    def as_json(self) -> Json:
-        return {"state": self.state, "reason": self.reason, **self.more}
-
-
-def components(standings: Sequence[Standing]) -> dict[str, Component]:
+def components(standings: Sequence[Standing]) -> dict[str, Json]:
     """The engine, and every tier that is degraded."""
     found = {"engine": engine_of(standings[0]) if len(standings) == 1 else engines_of(standings)}
     shrunk = [n for each in standings if (n := each.supervisor.shrunk_to) is not None]
     if shrunk:
         lack = "an engine died for lack of memory, so the RAM tier keeps less until the server is started again"
-        found["ram"] = Component("degraded", lack, {"budget_bytes": min(shrunk)})
+        found["ram"] = _component("degraded", lack, budget_bytes=min(shrunk))
     loads = (each.supervisor.load for each in standings)
     for tier, reason in ((tier, why) for load in loads if load is not None for tier, why in load.degraded.items()):
-        found[tier] = Component("degraded", f"{without_paths(reason)} (GET /cache has all of it)")
+        found[tier] = _component("degraded", f"{without_paths(reason)} (GET /cache has all of it)")
     return found
 
 
@@ -162,22 +148,27 @@ def without_paths(text: str) -> str:
     return re.sub(r"\S*/\S*", "…", text)
 
 
-def engine_of(one: Standing) -> Component:
+def engine_of(one: Standing) -> Json:
     supervisor = one.supervisor
     if supervisor.is_ready:
-        return Component("ok", None, _tries(one))
+        return _component("ok", **_tries(one))
     if one.status.phase is Phase.ASLEEP and one.status.reason is None:
-        return Component("asleep", None, _tries(one))
-    return Component(_STATES[supervisor.state], one.reason, _tries(one))
+        return _component("asleep", **_tries(one))
+    return _component(_STATES[supervisor.state], one.reason, **_tries(one))
 
 
-def engines_of(standings: Sequence[Standing]) -> Component:
-    states = Counter(engine_of(each).state for each in standings)
+def engines_of(standings: Sequence[Standing]) -> Json:
+    states = Counter(engine_of(each)["state"] for each in standings)
     n_down = sum(each.status.reason is not None for each in standings)
-    more = {"models": dict(states)}
     if n_down == 0:
-        return Component("ok", None, more)
-    return Component("degraded", f"{n_down} of {len(standings)} models failed; GET /v1/models says why", more)
+        return _component("ok", models=dict(states))
+    reason = f"{n_down} of {len(standings)} models failed; GET /v1/models says why"
+    return _component("degraded", reason, models=dict(states))
+
+
+def _component(state: ComponentState, reason: str | None = None, **more: Any) -> Json:
+    """One part of the server. ``more``: what only this part has."""
+    return {"state": state, "reason": reason, **more}
 
 
 def _tries(one: Standing) -> Json:

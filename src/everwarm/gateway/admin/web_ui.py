@@ -48,8 +48,21 @@ class PageFile:
 
 
 def web_ui_routes() -> list[Route]:
-    web_ui = WebUi(page_files(FOLDER))
-    return [Route("/", web_ui.index, methods=["GET"]), Route("/page/{name}", web_ui.file, methods=["GET"])]
+    files = page_files(FOLDER)
+
+    async def index(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return _answer(request, files[INDEX], {"vary": "accept"})
+        about = {"name": "everwarm", "version": __version__, "docs": "/v1/models, /v1/chat/completions"}
+        return json_response(about, headers={"vary": "accept"})
+
+    async def file(request: Request) -> Response:
+        found = files.get(request.path_params["name"])
+        if found is None or found.kind == _KINDS[".html"]:
+            raise HTTPException(404)
+        return _answer(request, found, {})
+
+    return [Route("/", index, methods=["GET"]), Route("/page/{name}", file, methods=["GET"])]
 
 
 def page_files(folder: Path) -> dict[str, PageFile]:
@@ -61,23 +74,6 @@ def _read(path: Path) -> PageFile:
     data = path.read_bytes()
     digest = hashlib.blake2b(data, digest_size=12).hexdigest()
     return PageFile(data, _KINDS[path.suffix], f'"{digest}"')
-
-
-class WebUi:
-    def __init__(self, files: dict[str, PageFile]) -> None:
-        self._files = files
-
-    async def index(self, request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):
-            return _answer(request, self._files[INDEX], {"vary": "accept"})
-        about = {"name": "everwarm", "version": __version__, "docs": "/v1/models, /v1/chat/completions"}
-        return json_response(about, headers={"vary": "accept"})
-
-    async def file(self, request: Request) -> Response:
-        found = self._files.get(request.path_params["name"])
-        if found is None or found.kind == _KINDS[".html"]:
-            raise HTTPException(404)
-        return _answer(request, found, {})
 
 
 def _answer(request: Request, file: PageFile, more: dict[str, str]) -> Response:

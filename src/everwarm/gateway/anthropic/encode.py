@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from everwarm.engine.process import messages as m
@@ -19,38 +18,6 @@ from everwarm.types import Json
 
 SIGNATURE = "everwarm"  # clients send it back with the thinking; it is not checked
 PING: Json = {"type": "ping"}
-
-
-@dataclass(frozen=True, slots=True)
-class MessageHeader:
-    """What is known of a reply before it begins. ``marks_cache``: the client set ``cache_control``."""
-
-    id: str
-    model: str
-    marks_cache: bool
-
-    def message(self, usage: Json, **more: Any) -> Json:
-        start = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": []}
-        return {**start, "stop_reason": None, "stop_sequence": None, "usage": usage, **more}
-
-    def usage(self, n_prompt: int, n_cached: int, n_stable: int, n_reply: int) -> Json:
-        """The three kinds of input tokens sum to the prompt. Tokens that were read count as cache writes up to the stable
-        point, and only for clients that set ``cache_control``."""
-        n_created = max(0, min(n_stable, n_prompt) - n_cached) if self.marks_cache else 0
-        return {
-            "input_tokens": n_prompt - n_cached - n_created,
-            "cache_creation_input_tokens": n_created,
-            "cache_read_input_tokens": n_cached,
-            "output_tokens": n_reply,
-        }
-
-
-def whole(header: MessageHeader, choice: Choice) -> Json:
-    """A complete reply, with the same blocks in the same order as its stream."""
-    done, begun = choice.done, choice.begun
-    assert begun is not None, "a reply ended that never began"
-    usage = header.usage(done.n_prompt, done.n_cached, begun.n_stable, done.n_reply)
-    return header.message(usage, content=_content(choice.pieces), **_end(done, choice.finish, broke_off=False))
 
 
 def _content(pieces: Sequence[Piece]) -> list[Json]:
@@ -84,12 +51,15 @@ def _whole_number(digits: str) -> int | float:
 
 
 class AnthropicEncoder(Dialect):
-    """The events of one reply, in order: its blocks are opened, filled and closed one after the other."""
+    """One reply, whole or as events in order: its blocks are opened, filled and closed one after the other."""
 
     keep_alive = sse_named("ping", PING)
 
-    def __init__(self, header: MessageHeader) -> None:
-        self._header = header
+    def __init__(self, id: str, model: str, *, marks_cache: bool) -> None:
+        """``marks_cache``: the client set ``cache_control``."""
+        self._id = id
+        self._model = model
+        self._marks_cache = marks_cache
         self._n_stable = 0
         self._index = -1
         self._open: str | None = None
@@ -114,13 +84,35 @@ class AnthropicEncoder(Dialect):
     def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - the body is the event
         return sse_named("error", body)
 
+    def whole(self, choice: Choice) -> Json:
+        """A complete reply, with the same blocks in the same order as its stream."""
+        done, begun = choice.done, choice.begun
+        assert begun is not None, "a reply ended that never began"
+        usage = self._usage(done.n_prompt, done.n_cached, begun.n_stable, done.n_reply)
+        return self._message(usage, content=_content(choice.pieces), **_end(done, choice.finish, broke_off=False))
+
+    def _message(self, usage: Json, **more: Any) -> Json:
+        start = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": []}
+        return {**start, "stop_reason": None, "stop_sequence": None, "usage": usage, **more}
+
+    def _usage(self, n_prompt: int, n_cached: int, n_stable: int, n_reply: int) -> Json:
+        """The three kinds of input tokens sum to the prompt. Tokens that were read count as cache writes up to the stable
+        point, and only for clients that set ``cache_control``."""
+        n_created = max(0, min(n_stable, n_prompt) - n_cached) if self._marks_cache else 0
+        return {
+            "input_tokens": n_prompt - n_cached - n_created,
+            "cache_creation_input_tokens": n_created,
+            "cache_read_input_tokens": n_cached,
+            "output_tokens": n_reply,
+        }
+
     def begun(self, begun: m.Begun) -> list[Json]:
         self._n_stable = begun.n_stable
         if self.has_begun:
             return []
         self.has_begun = True
-        usage = self._header.usage(begun.n_prompt, begun.n_cached, begun.n_stable, 0)
-        return [{"type": "message_start", "message": self._header.message(usage)}]
+        usage = self._usage(begun.n_prompt, begun.n_cached, begun.n_stable, 0)
+        return [{"type": "message_start", "message": self._message(usage)}]
 
     def events_of(self, piece: Piece) -> list[Json]:
         match piece:
@@ -137,7 +129,7 @@ class AnthropicEncoder(Dialect):
                 return self._close()
 
     def ended(self, done: m.Done, finish: str) -> list[Json]:
-        usage = self._header.usage(done.n_prompt, done.n_cached, self._n_stable, done.n_reply)
+        usage = self._usage(done.n_prompt, done.n_cached, self._n_stable, done.n_reply)
         end = _end(done, finish, broke_off=self._broke_off)
         return [*self._close(), {"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
 

@@ -10,9 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
-from everwarm.gateway.anthropic.encode import AnthropicEncoder, MessageHeader, whole
-from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, read_body
-from everwarm.gateway.anthropic.to_chat import chat_body
+from everwarm.gateway.anthropic.encode import AnthropicEncoder
+from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, chat_body, read_body
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.serving.replies import Replies
@@ -43,12 +42,12 @@ class Anthropic:
 
         (body, chat, marks_cache), n_bytes = await self._gate.bodies.read(request, parse)
         model = body.model or self._pool.find(None).id
-        header = MessageHeader(f"msg_{secrets.token_hex(12)}", model, marks_cache)
+        encoder = AnthropicEncoder(f"msg_{secrets.token_hex(12)}", model, marks_cache=marks_cache)
         if body.stream:
-            return self._replies.stream(request, n_bytes, chat, AnthropicEncoder(header))
+            return self._replies.stream(request, n_bytes, chat, encoder)
         with self._gate.admitted(request, n_bytes):
             (choice,) = await self._gate.within_time(request, self._replies.collect(request, chat))
-        return json_response(whole(header, choice))
+        return json_response(encoder.whole(choice))
 
     async def count_tokens(self, request: Request) -> Response:
         parse: Callable[[bytes | bytearray], ChatBody] = lambda data: chat_body(read_body(data, CountBody))  # noqa: E731

@@ -16,20 +16,11 @@ from everwarm.types import Json
 SYSTEM_ROLES = ("system", "developer")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """``line`` must match a whole line, without its end."""
-
-    name: str
-    line: re.Pattern[str]
-
-
-RULES = (
-    Rule(
-        "attribution", re.compile(r"x-anthropic-billing-header:[^\n]*")
-    ),  # Claude Code: version, entry point, checksum
-    Rule("checksum", re.compile(r"cch=[0-9A-Za-z]{3,64};?[ \t\r]*")),  # the checksum on a line of its own
-)
+# The name of a rule, and what must match a whole line, without its end.
+RULES = {
+    "attribution": re.compile(r"x-anthropic-billing-header:[^\n]*"),  # Claude Code: version, entry point, checksum
+    "checksum": re.compile(r"cch=[0-9A-Za-z]{3,64};?[ \t\r]*"),  # the checksum on a line of its own
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +47,10 @@ def without_noise(text: str) -> tuple[str, list[str]]:
     while at < len(text):
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
-        rule = next((rule for rule in RULES if rule.line.fullmatch(text, at, end)), None)
+        rule = next((name for name, line in RULES.items() if line.fullmatch(text, at, end)), None)
         if rule is None:
             break
-        names.append(rule.name)
+        names.append(rule)
         at = end + 1
     return text[at:], names
 

@@ -39,6 +39,7 @@ class Rendered:
 class ChatTemplate:
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
         self.source = source
+        self.bos = bos
         self._template = Template(source, bos=bos, eos=eos)
 
     def render(

@@ -23,23 +23,6 @@ ImageMarker = Callable[[Json], str]  # the text that stands for an image, given 
 
 
 @dataclass(frozen=True, slots=True)
-class ChatModel:
-    """The properties of a model that its chat prompts depend on."""
-
-    template: ChatTemplate
-    bos: str
-    adds_bos: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRules:
-    """What a server changes in conversations before it renders them. Every such rule belongs here, as a value, so that all
-    callers of ``prepare_chat`` get the same prompt."""
-
-    canonicalise: bool = True  # leave out known noise at the head of system text
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedChat:
     """A prompt, and what it was rendered from."""
 
@@ -51,18 +34,17 @@ class PreparedChat:
     images: list[Json]  # content parts, one for each marker
     removed: tuple[str, ...] = ()  # the rule by which each line of noise was left out
 
-    def next_text(self, template: ChatTemplate, reply: Json) -> str | None:
-        """The text that the next request is sure to begin with, after ``reply``; None: it is not known."""
-        return template.after_reply(self.messages, reply, **self.options)
 
-
-def prepare_chat(body: ChatBody, model: ChatModel, rules: PromptRules, marker: ImageMarker) -> PreparedChat:
-    """Renders the prompt of a chat; ``BadRequest`` if the template or the content is not usable."""
-    cleaned = canonical(body.messages) if rules.canonicalise else Canonical(body.messages)
-    messages, images = _with_markers(in_known_roles(cleaned.messages, model.template), marker)
+def prepare_chat(
+    body: ChatBody, template: ChatTemplate, marker: ImageMarker, *, adds_bos: bool, canonicalise: bool = True
+) -> PreparedChat:
+    """Renders the prompt of a chat; ``BadRequest`` if the template or the content is not usable. ``adds_bos``: the model's
+    tokenizer does; ``canonicalise``: known noise at the head of system text is left out."""
+    cleaned = canonical(body.messages) if canonicalise else Canonical(body.messages)
+    messages, images = _with_markers(in_known_roles(cleaned.messages, template), marker)
     options = _template_options(body)
-    rendered = model.template.conversation(messages, **options)
-    add_special = model.adds_bos and not (model.bos and rendered.text.startswith(model.bos))
+    rendered = template.conversation(messages, **options)
+    add_special = adds_bos and not (template.bos and rendered.text.startswith(template.bos))
     return PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, cleaned.removed)
 
 

@@ -173,7 +173,7 @@ def _told(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str
         required = {key for key in wanted if isinstance(key, str)} if isinstance(wanted, list) else set()
         properties = schema.get("properties")
         arguments = [
-            _Argument(key, _resolved(schema, root), kinds[name].get(key, Kind()), key in required)
+            _Argument(key, _resolved(schema, root), kinds[name].get(key, frozenset()), key in required)
             for key, schema in (properties.items() if isinstance(properties, Mapping) else ())
         ]
         yield name, root, arguments
@@ -212,7 +212,7 @@ def _xml_call(rules: _Rules, name: str, root: Mapping[str, Any], arguments: list
 
 def _xml_value(rules: _Rules, argument: _Argument, root: Mapping[str, Any]) -> str:
     """The value with its closing tag. A value that can be a string is parsed as one, so only strings are written then."""
-    if argument.kind.types and "string" not in argument.kind.types:
+    if argument.kind and "string" not in argument.kind:
         rule = rules.value(argument.schema, root, lambda: rules.json(argument.schema, root))
         return f"{rule} {_PARAMETER_ENDS}"
     bounded = _bounded_texts(rules, argument.schema, root)

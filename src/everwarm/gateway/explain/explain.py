@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from everwarm.engine.process.messages import N_SHOWN
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.chat.chat_template import ChatTemplate
-from everwarm.gateway.chat.prepare import ChatModel, PromptRules, prepare_chat
+from everwarm.gateway.chat.prepare import prepare_chat
 from everwarm.gateway.client import Client
 from everwarm.gateway.explain.causes import hints
-from everwarm.gateway.explain.prompt_diff import Difference, ModelFacts, Side, compare, surroundings
+from everwarm.gateway.explain.prompt_diff import Difference, Side, compare
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer, Tokens
-from everwarm.state.policy import CheckpointParams
+from everwarm.state.policy import CheckpointParams, Spacing
 from everwarm.types import Json
 
 MAX_FILE_BYTES = 32 << 20
@@ -42,9 +43,9 @@ class PromptSource:
     name: str
     tokenizer: Tokenizer
     detokenize: Callable[[list[int]], bytes]
-    chat: ChatModel | None  # None: the model has no chat template
-    model: ModelFacts
-    rules: PromptRules = field(default_factory=PromptRules)
+    template: ChatTemplate | None
+    adds_bos: bool
+    spacing: Spacing | None  # of its checkpoints; None: it needs none
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,12 @@ def explained(first: ExplainedRequest, second: ExplainedRequest, source: PromptS
     """What a server that has read the first prompt reuses and reads of the second."""
     sides = prompt_side(first.body, source), prompt_side(second.body, source)
     same = (first.body.cache_salt or "") == (second.body.cache_salt or "")
-    found = compare(*sides, source.model, same_namespace=same, use_cache=second.body.uses_cache)
+    found = compare(*sides, source.spacing, same_namespace=same, use_cache=second.body.uses_cache)
     n_common = int(sides[0].prompt.common_prefix(sides[1].prompt))
-    around = surroundings(sides[0].prompt, sides[1].prompt, n_common)
-    parts = (around.before, around.first, around.second)
-    before, known, given = (source.detokenize(tokens).decode("utf-8", "replace") for tokens in parts)
+    one, other = sides[0].prompt, sides[1].prompt
+    start, stop = max(0, n_common - N_SHOWN), n_common + N_SHOWN
+    around = (other.part(start, n_common), one.part(n_common, stop), other.part(n_common, stop))
+    before, known, given = (source.detokenize(part.codes.tolist()).decode("utf-8", "replace") for part in around)
     causes = hints(first.raw, second.raw, before=before, known=known, given=given)
     return Explained(found, before, known, given, causes)
 
@@ -113,9 +115,9 @@ def _completion_side(body: CompletionBody, source: PromptSource) -> Side:
 
 
 def _chat_side(body: ChatBody, source: PromptSource) -> Side:
-    if source.chat is None:
+    if source.template is None:
         raise BadRequest(f"{source.name} has no chat template; compare completions, or give another model")
-    prepared = prepare_chat(body, source.chat, source.rules, _image_name)
+    prepared = prepare_chat(body, source.template, _image_name, adds_bos=source.adds_bos)
     count = partial(source.tokenizer.count_at, prepared.text, add_special=prepared.add_special)
     sure = partial(source.tokenizer.sure_count_at, prepared.text, add_special=prepared.add_special)
     prompt = source.tokenizer.tokenize(prepared.text, add_special=prepared.add_special)
@@ -174,6 +176,6 @@ def source_of(url: str, api_key: str | None, model: str | None) -> PromptSource:
         ) from None
     params = CheckpointParams(most, every_n_tokens=every)
     spacing = params.fitted(state_bytes=0, kv_bytes_per_token=1, window="window" in kind)
-    chat = ChatModel(ChatTemplate(text, bos=bos, eos=eos), bos, adds_bos) if text else None
-    plan = ModelFacts(spacing, needs_checkpoints=kind != "attention")
-    return PromptSource(url, Tokenizer(vocab), vocab.detokenize, chat, plan)
+    template = ChatTemplate(text, bos=bos, eos=eos) if text else None
+    kept = None if kind == "attention" else spacing
+    return PromptSource(url, Tokenizer(vocab), vocab.detokenize, template, adds_bos, kept)

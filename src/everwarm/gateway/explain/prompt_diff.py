@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from everwarm.engine.process.messages import N_SHOWN, CutHints, Reason
+from everwarm.engine.process.messages import CutHints, Reason
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, Spacing
@@ -21,14 +21,6 @@ class Side:
 
     prompt: Prompt
     hints: CutHints = field(default_factory=CutHints)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The properties of a model that decide where a prompt can resume."""
-
-    spacing: Spacing
-    needs_checkpoints: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +46,29 @@ class Difference:
 
 
 def compare(
-    first: Side, second: Side, model: ModelFacts, *, same_namespace: bool = True, use_cache: bool = True
+    first: Side, second: Side, spacing: Spacing | None, *, same_namespace: bool = True, use_cache: bool = True
 ) -> Difference:
-    """What a server that has read only the first prompt reuses and reads of the second."""
+    """What a server that has read only the first prompt reuses and reads of the second. ``spacing``: that of its
+    checkpoints; None: its model needs none and resumes anywhere."""
     n_common = int(first.prompt.common_prefix(second.prompt)) if same_namespace else 0
-    kept = _kept(first, model)
+    kept = () if spacing is None else _kept(first, spacing)
     most = min(n_common, len(second.prompt) - 1) if use_cache else 0
     resume = max((cut for cut in kept if cut.at <= most), key=lambda cut: cut.at, default=None)
-    n_resume = most if not model.needs_checkpoints else 0 if resume is None else resume.at
+    n_resume = most if spacing is None else 0 if resume is None else resume.at
     again = None
     if n_common - n_resume > GUARD:
-        off = model.needs_checkpoints and model.spacing.max_checkpoints == 0
+        off = spacing is not None and spacing.max_checkpoints == 0
         again = Reason.CHECKPOINTS_OFF if off else Reason.NO_CHECKPOINT
     sizes = len(first.prompt), len(second.prompt), n_common
     reason = _reason(sizes, n_resume, again) if use_cache else Reason.CACHE_OFF
     return Difference(*sizes, kept, resume, n_resume, reason, again if use_cache else Reason.CACHE_OFF)
 
 
-def _kept(side: Side, model: ModelFacts) -> tuple[Cut, ...]:
-    if not model.needs_checkpoints:
-        return ()
+def _kept(side: Side, spacing: Spacing) -> tuple[Cut, ...]:
     hints = side.hints
     return policy.cuts(
         len(side.prompt),
-        model.spacing,
+        spacing,
         n_ubatch=N_UBATCH,
         boundaries=hints.boundaries,
         stable=hints.stable,
@@ -95,18 +86,3 @@ def _reason(sizes: tuple[int, int, int], n_resume: int, again: Reason | None) ->
     if n_common == n_second:
         return Reason.HIT
     return Reason.EXTENDED if n_common == n_first else Reason.EDITED
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The tokens around the first difference."""
-
-    before: list[int]
-    first: list[int]
-    second: list[int]
-
-
-def surroundings(first: Prompt, second: Prompt, n_common: int) -> Surroundings:
-    start, stop = max(0, n_common - N_SHOWN), n_common + N_SHOWN
-    parts = (second.part(start, n_common), first.part(n_common, stop), second.part(n_common, stop))
-    return Surroundings(*(part.codes.tolist() for part in parts))

@@ -39,27 +39,21 @@ class ConnectionLimits:
     client_timeout_s: float = 30.0  # without sending an awaited body, or without reading the answer
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+def refusal(status: HTTPStatus, message: str) -> bytes:
     """An error answer that this module sends; the request does not reach the application."""
-
-    status: HTTPStatus
-    message: str
-
-    def as_bytes(self) -> bytes:
-        code = self.status.phrase.lower().replace(" ", "_").replace("-", "_")
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        about = {"message": self.message, "type": kind, "param": None, "code": code}
-        body = json.dumps({"error": about}, ensure_ascii=False).encode()
-        retry = "retry-after: 1\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
-        head = (
-            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
-        )
-        return head.encode() + body
+    code = status.phrase.lower().replace(" ", "_").replace("-", "_")
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    about = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": about}, ensure_ascii=False).encode()
+    retry = "retry-after: 1\r\n" if status == HTTPStatus.SERVICE_UNAVAILABLE else ""
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
 
 
-INVALID = Refusal(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 request")
+INVALID = refusal(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 request")
 
 
 class ConnectionPhase(enum.Enum):
@@ -120,7 +114,7 @@ class Connection(HttpToolsProtocol):
         self._is_counted = False
         self._phase = ConnectionPhase.NOTHING
         self._ignores_input = False  # nothing more is parsed: the connection ends after the current answer
-        self._wrong: Refusal | None = None
+        self._wrong: bytes | None = None  # the answer to what cannot be parsed
         self._n_fed = self._n_head = self._n_headers = 0  # bytes fed of this head; bytes and headers found in it
         self._n_body = self._n_framing = self._n_silent = (
             0  # bytes of this body, of its framing, and since its last byte
@@ -137,7 +131,7 @@ class Connection(HttpToolsProtocol):
         bound_send_buffer(transport)
         if not self._table.has_room():
             message = "every connection that this server allows is in use; try again later"
-            transport.write(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message).as_bytes())
+            transport.write(refusal(HTTPStatus.SERVICE_UNAVAILABLE, message))
             self._ignores_input = True
             return transport.close()
         self._is_counted = True
@@ -162,8 +156,8 @@ class Connection(HttpToolsProtocol):
         self._table.n_open -= self._is_counted
         self._is_counted = False
 
-    def _refuse(self, refusal: Refusal) -> None:
-        """Sends the refusal, then reads and ignores input for ``LINGER_S``: on an immediate close, a client that is still
+    def _refuse(self, answer: bytes) -> None:
+        """Sends the answer, then reads and ignores input for ``LINGER_S``: on an immediate close, a client that is still
         sending would lose the answer."""
         self._ignores_input = True
         self._unset_keepalive_if_required()
@@ -175,7 +169,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
         if self.transport.is_closing():
             return None
-        self.transport.write(refusal.as_bytes())
+        self.transport.write(answer)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         return self._await_client(LINGER_S, self.cut_off)
@@ -217,14 +211,14 @@ class Connection(HttpToolsProtocol):
                 message = (
                     f"chunk extensions and trailers may have {most:,} bytes, and no more than the body beside them"
                 )
-                self._refuse(Refusal(HTTPStatus.BAD_REQUEST, message))
+                self._refuse(refusal(HTTPStatus.BAD_REQUEST, message))
 
-    def _too_long(self) -> Refusal:
+    def _too_long(self) -> bytes:
         if self._phase is ConnectionPhase.HEAD and not self._n_headers and len(self.url) > self.limits.max_url_bytes:
             most = f"the address of a request may have {self.limits.max_url_bytes:,} bytes"
-            return Refusal(HTTPStatus.REQUEST_URI_TOO_LONG, most)
+            return refusal(HTTPStatus.REQUEST_URI_TOO_LONG, most)
         most = f"a request may have {self.limits.max_headers} headers of {self.limits.max_head_bytes:,} bytes together"
-        return Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, most)
+        return refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, most)
 
     # the parser's callbacks; an exception ends the parsing
 
@@ -283,9 +277,9 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self.pause_writing()
 
-    def _stop_parsing(self, wrong: Refusal) -> None:
+    def _stop_parsing(self, wrong: bytes) -> None:
         self._wrong = wrong
-        raise ValueError(wrong.message)
+        raise ValueError("the request is refused")  # ends the parser's call
 
     @property
     def _is_answering(self) -> bool:
@@ -301,7 +295,7 @@ class Connection(HttpToolsProtocol):
         if self._phase is ConnectionPhase.NOTHING:
             return self.cut_off()
         limit_s = self.limits.head_timeout_s
-        return self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers took longer than {limit_s:g} s"))
+        return self._refuse(refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers took longer than {limit_s:g} s"))
 
     def _body_is_late(self) -> None:
         """Refuses a body that is too slow, unless reading is paused on our side."""
@@ -310,7 +304,7 @@ class Connection(HttpToolsProtocol):
         if self.flow.read_paused or n_new >= MIN_BODY_BYTES:
             return self._await_client(limit_s, self._body_is_late)
         message = f"less than {MIN_BODY_BYTES} bytes of the body came within {limit_s:g} s"
-        return self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, message))
+        return self._refuse(refusal(HTTPStatus.REQUEST_TIMEOUT, message))
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -31,18 +31,12 @@ FIRST_S, BYTES_PER_S = (
 )  # a body's time limit: FIRST_S, plus a second for every BYTES_PER_S bytes received
 
 
-class ReceivedBody(NamedTuple, Generic[T]):
-    """A parsed body and its size."""
-
-    body: T
-    n_bytes: int
-
-
 class BodyReader:
     """Reads and parses up to ``budget_bytes`` of bodies at a time, and up to half of it for one client address."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, first_s: float = FIRST_S) -> None:
         self._budget_bytes = budget_bytes
+        self._first_s = first_s
         self._n_bytes: Counter[str] = Counter()  # by client
         self._threads = ThreadPoolExecutor(2, "everwarm-bodies")
 
@@ -51,15 +45,16 @@ class BodyReader:
         """Bytes that are being read or parsed."""
         return self._n_bytes.total()
 
-    async def read(self, request: Request, parse: Callable[[bytes | bytearray], T]) -> ReceivedBody[T]:
-        """The parsed body. ``Overloaded`` before or while it is read if the budget is full, 408 if it is too slow."""
+    async def read(self, request: Request, parse: Callable[[bytes | bytearray], T]) -> tuple[T, int]:
+        """The parsed body and its bytes. ``Overloaded`` if the budget is full before or while it is read, 408 if it is
+        too slow."""
         client = request.client.host if request.client else ""
         with self._counted(client) as count:
             pieces = await self._all(request, count)
             n_bytes = request.state.n_body_bytes = sum(map(len, pieces))
             if n_bytes <= SMALL_BYTES or (n_bytes <= LARGE_BYTES and is_surely_light(pieces[0])):
-                return ReceivedBody(parse(pieces[0]), n_bytes)
-            return ReceivedBody(await self.beside(partial(_weighed, parse, pieces)), n_bytes)
+                return parse(pieces[0]), n_bytes
+            return await self.beside(partial(_weighed, parse, pieces)), n_bytes
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Runs the work on one of the threads for large bodies."""
@@ -104,14 +99,14 @@ class BodyReader:
         pieces, n_bytes, began = [bytearray()], 0, asyncio.get_running_loop().time()
         count(0, n_announced)
         try:
-            async with asyncio.timeout(FIRST_S) as patience:
+            async with asyncio.timeout(self._first_s) as patience:
                 async for data in request.stream():
                     n_bytes += len(data)
                     count(len(data), max(0, n_announced - n_bytes))
                     if len(pieces[-1]) >= _PIECE_BYTES:
                         pieces.append(bytearray())
                     pieces[-1] += data
-                    patience.reschedule(began + FIRST_S + n_bytes / BYTES_PER_S)
+                    patience.reschedule(began + self._first_s + n_bytes / BYTES_PER_S)
         except TimeoutError:
             took_s = asyncio.get_running_loop().time() - began
             message = f"{n_bytes:,} bytes of the body arrived in {took_s:.0f} s; send it faster, or send less"

@@ -1,6 +1,6 @@
-"""Images in requests: downloaded from allowed hosts, and decoded to pixels in child processes that may crash without
-harm.
+"""Images in requests: content parts in, RGB pixels out, in bounds of bytes, pixels, memory and time.
 
-``image_loader`` is what requests use, ``decoder_worker`` the process that decodes, ``image_download`` fetches from
-other servers.
+``image_loader`` is what requests use: it reads base64, caches images per namespace, and lends pixels to requests while an
+engine needs them. ``decoder_worker`` is the child process that decodes, confined so that a crash or an exploit does no
+harm. ``image_download`` fetches from hosts that the operator allowed, and from no other. Knows no model and no prompt.
 """

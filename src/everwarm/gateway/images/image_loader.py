@@ -85,7 +85,7 @@ class ImageLoader:
     ) -> None:
         self.limits = limits or ImageLimits()
         self._fetcher = fetcher or (ImageDownloader(remote) if remote else None)
-        self._decoding = Gate(self.limits.n_children, self.limits.max_waiting)
+        self.decoding = Gate(self.limits.n_children, self.limits.max_waiting)
         self._fetching = Gate(_N_FETCHES, self.limits.max_waiting)
         self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-images")
         self._idle: list[DecoderProcess] = []
@@ -93,7 +93,7 @@ class ImageLoader:
         self._flights: dict[
             tuple[str, bytes], _Flight
         ] = {}  # by namespace and digest of the encoded bytes, like both caches
-        self._cache: NamespacedLru[DecodedImage] = NamespacedLru(self.limits.cache_bytes)
+        self.cache: NamespacedLru[DecodedImage] = NamespacedLru(self.limits.cache_bytes)
         self._sizes: NamespacedLru[tuple[int, int, bytes]] = NamespacedLru(_N_SIZES)
         self.lending = Lending(self.limits.max_lent_bytes, self.limits.max_waiting)
         self._is_closed = False
@@ -135,7 +135,7 @@ class ImageLoader:
         return await self._decoded_once(data, (namespace, await self._key(data)))
 
     async def _decoded_once(self, data: bytes, key: tuple[str, bytes]) -> DecodedImage:
-        known = self._cache.get(*key)
+        known = self.cache.get(*key)
         if known is not None:
             self.n_remembered += 1
             return known
@@ -209,11 +209,11 @@ class ImageLoader:
 
     async def _fly(self, flight: _Flight, key: tuple[str, bytes], data: bytes) -> DecodedImage:
         try:
-            async with self._decoding.place():
+            async with self.decoding.place():
                 flight.has_begun = True
                 image = await self._decoded(data)
             self.n_decoded += 1
-            self._cache.put(*key, image, len(image.rgb))
+            self.cache.put(*key, image, len(image.rgb))
             self._sizes.put(*key, _size_of(image), 1)
             return image
         finally:

@@ -1,34 +1,26 @@
-"""Ollama's routes about models: the list, the details of one, and which are in memory. They load no model."""
+"""What Ollama's clients are told about models: the list, the details of one, and which are in memory. Reads headers of
+files, on a thread beside the event loop; loads no model."""
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from everwarm import __version__
-from everwarm.errors import BadRequest, ModelFileError
-from everwarm.gateway.http.sse import json_response
-from everwarm.gateway.ollama.schema import NamedBody
+from everwarm.errors import ModelFileError
 from everwarm.gateway.parsing.reasoning import detect_reasoning
 from everwarm.gateway.parsing.tool_parser import detect_tools
-from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.catalog.catalog import ModelSpec
 from everwarm.router.catalog.gguf_header import read_text
 from everwarm.router.catalog.gguf_names import quant_of, tagged
 from everwarm.router.catalog.scan import ModelFile, one_file
 from everwarm.router.plan import Phase
-from everwarm.router.pool import Pool, Standing
+from everwarm.router.pool import Standing
 from everwarm.types import Json
 
-DIALECT = "0.12.0"  # the version of Ollama that we claim: clients check it before they use new features
 _STAYS = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)
-_IN_MEMORY = (Phase.LOADING, Phase.READY, Phase.DRAINING)
+IN_MEMORY = (Phase.LOADING, Phase.READY, Phase.DRAINING)
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _FILE_TYPES: Mapping[int, str] = {  # llama.cpp's numbers
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
@@ -38,35 +30,7 @@ _FILE_TYPES: Mapping[int, str] = {  # llama.cpp's numbers
 }  # fmt: skip
 
 
-class OllamaModels:
-    def __init__(self, pool: Pool, gate: RequestGate) -> None:
-        self._pool = pool
-        self._gate = gate
-
-    async def version(self, _request: Request) -> Response:
-        return json_response({"version": DIALECT, "everwarm": __version__})
-
-    async def tags(self, _request: Request) -> Response:
-        return json_response({"models": await asyncio.to_thread(_listed, self._pool.standings())})
-
-    async def ps(self, _request: Request) -> Response:
-        loaded = [s for s in self._pool.standings() if s.status.phase in _IN_MEMORY]
-        models = await asyncio.to_thread(_listed, loaded)
-        more = [_presence(standing) for standing in loaded]
-        return json_response({"models": [model | about for model, about in zip(models, more, strict=True)]})
-
-    async def show(self, request: Request) -> Response:
-        body = (await self._gate.read(request, NamedBody)).body
-        name = body.model or body.name
-        if not name:
-            raise BadRequest("model is missing; name one from /api/tags")
-        served = self._pool.find(name)
-        info = served.supervisor.info
-        sees = served.spec.mmproj is not None if info is None else info.sees
-        return json_response(await asyncio.to_thread(_shown, served.spec, sees))
-
-
-def _listed(standings: list[Standing]) -> list[Json]:
+def listed(standings: Sequence[Standing]) -> list[Json]:
     return [_entry(standing.spec, _file(standing.spec)) for standing in standings]
 
 
@@ -90,7 +54,8 @@ def _entry(spec: ModelSpec, file: ModelFile | None) -> Json:
     }
 
 
-def _presence(standing: Standing) -> Json:
+def presence(standing: Standing) -> Json:
+    """What the list of models in memory has beyond the list of models."""
     info, settings = standing.supervisor.info, standing.spec.settings
     return {
         "expires_at": _STAYS.isoformat(),
@@ -116,7 +81,7 @@ def _details(spec: ModelSpec, file: ModelFile | None) -> Json:
     }
 
 
-def _shown(spec: ModelSpec, sees: bool) -> Json:
+def details(spec: ModelSpec, sees: bool) -> Json:
     file = _file(spec)
     template = spec.template or _template(spec) or ""
     values = file.header.values if file else {}

@@ -1,7 +1,8 @@
-"""Ollama's routes: chat and generate, streamed as lines of JSON unless the client sets ``stream`` to false."""
+"""Ollama's routes: chat and generate, streamed as lines of JSON unless the client sets ``stream`` to false; and models."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -10,18 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.errors import NotSupported
+from everwarm import __version__
+from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.ollama import model_list
 from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, ReplyFields, chat_fields, generate_fields, line
-from everwarm.gateway.ollama.model_list import OllamaModels
-from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate
+from everwarm.gateway.ollama.schema import NamedBody, OllamaChat, OllamaGenerate
 from everwarm.gateway.serving.replies import GenerationBody, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
 log = logging.getLogger("everwarm.gateway")
+
+DIALECT = "0.12.0"  # the version of Ollama that we claim: clients check it before they use new features
 
 OllamaRequest = OllamaChat | OllamaGenerate
 
@@ -31,10 +35,8 @@ class Ollama:
         self._pool = pool
         self._gate = gate
         self._replies = replies
-        self._models = OllamaModels(pool, gate)
 
     def routes(self) -> list[Route]:
-        models = self._models
         refused = {
             "POST": ("pull", "push", "create", "copy", "blobs/{digest}"),
             "HEAD": ("blobs/{digest}",),
@@ -43,10 +45,10 @@ class Ollama:
         return [
             Route("/api/chat", self.chat, methods=["POST"]),
             Route("/api/generate", self.generate, methods=["POST"]),
-            Route("/api/tags", models.tags, methods=["GET"]),
-            Route("/api/show", models.show, methods=["POST"]),
-            Route("/api/ps", models.ps, methods=["GET"]),
-            Route("/api/version", models.version, methods=["GET"]),
+            Route("/api/tags", self.tags, methods=["GET"]),
+            Route("/api/show", self.show, methods=["POST"]),
+            Route("/api/ps", self.ps, methods=["GET"]),
+            Route("/api/version", self.version, methods=["GET"]),
             *(Route(f"/api/{name}", self.refuse_embedding, methods=["POST"]) for name in ("embed", "embeddings")),
             *(
                 Route(f"/api/{name}", self.refuse, methods=[method])
@@ -60,6 +62,28 @@ class Ollama:
 
     async def generate(self, request: Request) -> Response:
         return await self._answer(request, OllamaGenerate, generate_fields)
+
+    async def version(self, _request: Request) -> Response:
+        return json_response({"version": DIALECT, "everwarm": __version__})
+
+    async def tags(self, _request: Request) -> Response:
+        return json_response({"models": await asyncio.to_thread(model_list.listed, self._pool.standings())})
+
+    async def ps(self, _request: Request) -> Response:
+        loaded = [s for s in self._pool.standings() if s.status.phase in model_list.IN_MEMORY]
+        models = await asyncio.to_thread(model_list.listed, loaded)
+        more = [model_list.presence(standing) for standing in loaded]
+        return json_response({"models": [model | about for model, about in zip(models, more, strict=True)]})
+
+    async def show(self, request: Request) -> Response:
+        body, _ = await self._gate.read(request, NamedBody)
+        name = body.model or body.name
+        if not name:
+            raise BadRequest("model is missing; name one from /api/tags")
+        served = self._pool.find(name)
+        info = served.supervisor.info
+        sees = served.spec.mmproj is not None if info is None else info.sees
+        return json_response(await asyncio.to_thread(model_list.details, served.spec, sees))
 
     async def refuse(self, request: Request) -> Response:
         raise NotSupported(f"{request.url.path} is not offered here; models are files that the server finds")

@@ -22,6 +22,20 @@ from everwarm.types import Json
 Think = bool | Literal["low", "medium", "high", "max"] | None
 
 MAX_IMAGES = 1024
+# The options that are used; others are settings of the server. Types and bounds are those of our own bodies.
+OPTIONS = (
+    "num_predict",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _NUMBER = r"\d{1,18}(?:\.\d{0,9})?"
 _DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_NUMBER}(?:ns|us|ms|s|m|h)){{1,8}})")
 
@@ -50,22 +64,6 @@ class OllamaMessage(msgspec.Struct, frozen=True):
     tool_call_id: Name | None = None
 
 
-class Options(msgspec.Struct, frozen=True):
-    """The options that are used; others are settings of the server. Bounds are those of our own bodies."""
-
-    num_predict: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-
-
 class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and generate have in common."""
 
@@ -84,7 +82,7 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ignored(self) -> list[str]:
         """Options that change nothing here."""
-        return sorted(set(self.options or {}) - set(Options.__struct_fields__))
+        return sorted(set(self.options or {}) - set(OPTIONS))
 
     @property
     def unloads(self) -> bool:
@@ -95,14 +93,11 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
         """The fields that both of our bodies share."""
         if self.logprobs:
             raise BadRequest("logprobs are not supported here; use /v1/chat/completions")
-        try:
-            options = msgspec.convert(self.options or {}, Options)
-        except msgspec.ValidationError as error:
-            raise BadRequest(f"the options cannot be used: {error}") from None
-        fields = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
+        given = self.options or {}
+        fields = {name: given[name] for name in OPTIONS if given.get(name) is not None}
         if "num_predict" in fields:
             fields["n_predict"] = fields.pop("num_predict")
-        if "seed" in fields:
+        if isinstance(fields.get("seed"), int):
             fields["seed"] = max(-1, fields["seed"])
         return {"model": self.model, "stream": self.streams, **fields}
 

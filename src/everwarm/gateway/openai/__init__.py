@@ -1,3 +1,6 @@
-"""OpenAI's chat completions and completions: request schema, routes, and the JSON of replies. Its ``ChatBody`` is the
-form into which every other dialect is translated.
+"""OpenAI's chat completions and completions. Its bodies are what every other dialect is translated to.
+
+``schema`` has ``ChatBody`` and ``CompletionBody``, with the extensions of llama-server and our own: typed, bounded,
+unknown fields ignored. ``routes`` answers both, streamed or whole. ``encode`` writes choices, chunks, usage and
+timings, and why tokens were read.
 """

@@ -7,13 +7,12 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from everwarm.config import Sampling
+from everwarm.config import MAX_LOGIT_BIASES, Sampling
 from everwarm.errors import BadRequest
 
 MAX_STOPS, MAX_STOP_CHARS = 32, 512
 MAX_CHOICES = 16
 MAX_MESSAGES = 20_000
-MAX_BIASES = 16_384
 MAX_TOKENIZED_CHARS = 1 << 20
 _MAX_REASON_CHARS = 400
 
@@ -56,8 +55,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
     logit_bias: (
-        Annotated[dict[str, float], Meta(max_length=MAX_BIASES)]
-        | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=MAX_BIASES)]
+        Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)]
+        | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=MAX_LOGIT_BIASES)]
         | None
     ) = None
     ignore_eos: bool | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader
+from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader, is_string
 from everwarm.gateway.parsing.tool_values import (
     Emit,
     as_object,
@@ -135,7 +135,7 @@ def _xml_parameter(r: ToolReader, tool: str, before: str) -> Reading[None]:
     key = (yield from r.match(_XML_KEY, MAX_KEY_CHARS)).strip()
     r.take_one(">")
     kind = r.kind(tool, key)
-    if kind.is_string:
+    if is_string(kind):
         r.emit(f'{before}{quoted(key)}: "')
         yield from _xml_text(r, lambda text: r.emit(escaped(text)))
         r.emit('"')
@@ -214,7 +214,7 @@ def _python_call(r: ToolReader) -> Reading[None]:
 
 
 def _python_argument(r: ToolReader, kind: Kind) -> Reading[None]:
-    if kind.is_string and r.peek() in ("'", '"'):
+    if is_string(kind) and r.peek() in ("'", '"'):
         yield from python_string(r, r.emit)
     else:
         value = yield from kept(python_value, r)

@@ -173,7 +173,7 @@ def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Kind]]:
         schema = referred(root["$ref"], root) if isinstance(root.get("$ref"), str) else root
         properties = _mapping(_mapping(schema).get("properties"))
         types = allowed_types(list(properties.values()), root)
-        kinds[name] = {str(key): Kind(found) for key, found in zip(properties, types, strict=True)}
+        kinds[name] = dict(zip(map(str, properties), types, strict=True))
     return kinds
 
 

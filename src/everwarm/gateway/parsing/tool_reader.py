@@ -48,18 +48,12 @@ class CallEnded(msgspec.Struct, frozen=True):
 Event = Text | CallBegun | CallArguments | CallEnded
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """The types that a tool's schema allows for an argument; ``types`` is empty where it does not say."""
-
-    types: frozenset[str] = frozenset()
-
-    @property
-    def is_string(self) -> bool:
-        """Whether it can only be a string, so that it can be emitted before its end is known."""
-        return not self.types or self.types == {"string"}
+Kind = frozenset[str]  # the JSON types that a tool's schema allows for an argument; empty where it does not say
 
 
-UNKNOWN = Kind()
+def is_string(kind: Kind) -> bool:
+    """Whether it can only be a string, so that it can be emitted before its end is known."""
+    return not kind or kind == {"string"}
 
 
 class ToolReader:
@@ -77,7 +71,7 @@ class ToolReader:
         self.begun = self._whole = self._just_ended = False
 
     def kind(self, tool: str, argument: str) -> Kind:
-        return self._kinds.get(tool, {}).get(argument, UNKNOWN)
+        return self._kinds.get(tool, {}).get(argument, frozenset())
 
     # input
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import TypeVar
 
-from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader
+from everwarm.gateway.parsing.tool_reader import Kind, NotACall, Reading, ToolReader, is_string
 
 T = TypeVar("T")
 Emit = Callable[[str], object]
@@ -203,7 +203,7 @@ def as_object(value: str) -> str:
 def bare_as_json(kind: Kind, text: str) -> str:
     """The JSON of a value written without quotes."""
     stripped = text.strip()
-    if kind.is_string or ("string" in kind.types and not (stripped == "null" and "null" in kind.types)):
+    if is_string(kind) or ("string" in kind and not (stripped == "null" and "null" in kind)):
         return quoted(text)
     return _encodable(stripped) if _is_json(stripped) else _python_as_json(stripped) or quoted(text)
 
@@ -211,8 +211,8 @@ def bare_as_json(kind: Kind, text: str) -> str:
 def literal_as_json(kind: Kind, value: str) -> str:
     """The JSON of a literal that has a type of its own."""
     if value.startswith('"'):
-        return value if not kind.types or "string" in kind.types else bare_as_json(kind, json.loads(value))
-    return quoted(value) if kind.types == {"string"} and value != "null" else value
+        return value if not kind or "string" in kind else bare_as_json(kind, json.loads(value))
+    return quoted(value) if kind == {"string"} and value != "null" else value
 
 
 def _python_as_json(text: str) -> str | None:

@@ -1,3 +1,6 @@
-"""OpenAI's ``/v1/responses``: request schema, tools, routes, typed events, and the store of responses that can be
-continued.
+"""OpenAI's ``/v1/responses``: its body and the stored conversation in, items and typed events out.
+
+``schema`` parses body, items and tools and translates them to ``ChatBody``. ``routes`` creates responses, whole or
+streamed, also as the continuation of a stored one, and gets and deletes them. ``encode`` writes items and numbered events.
+``response_store`` keeps responses in SQLite, each namespace apart, and evicts the least recently used.
 """

@@ -29,7 +29,6 @@ log = logging.getLogger("everwarm.responses")
 
 FILE = "responses.sqlite"
 MAX_LINKS = 10_000  # of one conversation
-MAX_CHAIN_BYTES = 32 << 20  # of a conversation that is continued: as much as a body may have
 _BUSY_S = 5.0
 _VERSION = 1
 
@@ -45,6 +44,7 @@ _TABLES = (  # bodies are apart, because every use rewrites the row
 class ResponseLimits:
     max_responses: int
     max_bytes: int
+    max_chain_bytes: int = 32 << 20  # of a conversation that is continued: as much as a body may have
 
 
 ON_DISK = ResponseLimits(20_000, 512 << 20)
@@ -128,7 +128,7 @@ class ResponseStore:
         found: list[StoredResponse] = []
         try:
             with self._transaction() as database:
-                _require_small(database, _chain_ids(database, namespace, id))
+                _require_small(database, _chain_ids(database, namespace, id), self._limits.max_chain_bytes)
                 link: str | None = id
                 while link is not None:
                     kept = _read(database, namespace, link) if len(found) < MAX_LINKS else None
@@ -259,12 +259,12 @@ def _chain_ids(database: sqlite3.Connection, namespace: str, id: str) -> list[st
     return ids
 
 
-def _require_small(database: sqlite3.Connection, ids: list[str]) -> None:
+def _require_small(database: sqlite3.Connection, ids: list[str], most: int) -> None:
     query = "SELECT n_bytes FROM responses WHERE id = ?"
     n_bytes = sum(int(database.execute(query, (id,)).fetchone()[0]) for id in ids)
-    if n_bytes > MAX_CHAIN_BYTES:
+    if n_bytes > most:
         raise BadRequest(
-            f"the conversation before this response has {n_bytes:,} bytes; at most {MAX_CHAIN_BYTES:,} can be continued"
+            f"the conversation before this response has {n_bytes:,} bytes; at most {most:,} can be continued"
             ": send what matters of it as input"
         )
 

@@ -21,7 +21,7 @@ from everwarm.gateway.http.sse import json_response, sse_named
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
 from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
-from everwarm.gateway.responses.schema import ResponsesBody, chat_request, own_items
+from everwarm.gateway.responses.schema import ResponsesBody, chat_body, offered, own_items
 from everwarm.gateway.serving.generate import ReplyEvent
 from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
@@ -122,11 +122,12 @@ class ResponsesTurn(Dialect):
         before = await self._before()
         aside = self._gate.bodies.for_request
         self._items = items = await aside(self._request, partial(own_items, body, tail, self._item_finder()))
-        turn = await aside(self._request, lambda: chat_request(body, [*before, *items]))
+        tools = await aside(self._request, partial(offered, body.tools))
+        chat = await aside(self._request, lambda: chat_body(body, tools, [*before, *items]))
         model = body.model or self._pool.find(body.model).id
-        response = skeleton(body, self._id, model, int(time.time()), turn.tools)
-        self._encoder = ResponsesEncoder.of(body, response, turn.tools)
-        return turn.chat
+        response = skeleton(body, self._id, model, int(time.time()), tools)
+        self._encoder = ResponsesEncoder.of(body, response, tools)
+        return chat
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
         events = [each for piece in event.pieces for each in self.encoder.encode(piece)]

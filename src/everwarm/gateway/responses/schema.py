@@ -15,7 +15,7 @@ import binascii
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -30,7 +30,6 @@ MAX_METADATA = 16
 ENCRYPTED = "reasoning.encrypted_content"
 _SEAL = b"everwarm reasoning\n"
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-T = TypeVar("T")
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
@@ -235,17 +234,21 @@ class MessageItem(msgspec.Struct, frozen=True):
 
 
 class CallItem(msgspec.Struct, frozen=True):
+    """A call of a function has ``arguments``, that of a custom tool ``input``."""
+
+    type: Literal["function_call", "custom_tool_call"]
     call_id: Id
     name: Annotated[str, Meta(min_length=1, max_length=512)]
-    arguments: str
+    arguments: str | None = None
+    input: str | None = None
     namespace: str | None = None
 
-
-class CustomCallItem(msgspec.Struct, frozen=True):
-    call_id: Id
-    name: Annotated[str, Meta(min_length=1, max_length=512)]
-    input: str
-    namespace: str | None = None
+    def function_arguments(self) -> str:
+        """Of the function that the model was offered."""
+        given = self.arguments if self.type == "function_call" else self.input
+        if given is None:
+            raise BadRequest(f"an input item of type {self.type} cannot be used: its arguments or input are missing")
+        return given if self.type == "function_call" else custom_arguments(given)
 
 
 class OutputItem(msgspec.Struct, frozen=True):
@@ -264,15 +267,11 @@ class ReasoningItem(msgspec.Struct, frozen=True):
         return sealed if sealed is not None else _plain(self.content or ()) or _plain(self.summary or ())
 
 
-class ReferenceItem(msgspec.Struct, frozen=True):
-    id: Id
-
-
-Item = MessageItem | CallItem | CustomCallItem | OutputItem | ReasoningItem
+Item = MessageItem | CallItem | OutputItem | ReasoningItem
 _KINDS: dict[str, type[Any]] = {
     "message": MessageItem,
     "function_call": CallItem,
-    "custom_tool_call": CustomCallItem,
+    "custom_tool_call": CallItem,
     "function_call_output": OutputItem,
     "custom_tool_call_output": OutputItem,
     "reasoning": ReasoningItem,
@@ -283,15 +282,11 @@ def typed(item: Json) -> Item:
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in _KINDS:
         raise BadRequest(f"an input item is of type {str(kind)[:40]!r}; send one of {', '.join(_KINDS)}")
-    found: Item = _converted(item, _KINDS[kind])
-    return found
-
-
-def _converted(item: Json, kind: type[T]) -> T:
     try:
-        return msgspec.convert(item, kind)
+        found: Item = msgspec.convert(item, _KINDS[kind])
     except msgspec.ValidationError as error:
-        raise BadRequest(f"an input item of type {item.get('type') or 'message'} cannot be used: {error}") from None
+        raise BadRequest(f"an input item of type {kind} cannot be used: {error}") from None
+    return found
 
 
 def own_items(body: ResponsesBody, tail: str, find: Callable[[str], Json | None]) -> list[Json]:
@@ -301,10 +296,10 @@ def own_items(body: ResponsesBody, tail: str, find: Callable[[str], Json | None]
     items = []
     for i, item in enumerate(given):
         if item.get("type") == "item_reference" or (item.keys() == {"id"}):
-            id = _converted(item, ReferenceItem).id
-            found = find(id)
+            id = item.get("id")
+            found = find(id) if isinstance(id, str) else None
             if found is None:
-                raise BadRequest(f"the item {id[:80]!r} is not stored here; send it whole")
+                raise BadRequest(f"the item {str(id)[:80]!r} is not stored here; send it whole")
             items.append(found)
         else:
             typed(item)
@@ -325,17 +320,8 @@ def _normal(item: Json, tail: str) -> Json:
 # the chat
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsesRequest:
-    """The chat body, and the tools by which the model's calls are named."""
-
-    chat: ChatBody
-    tools: Offered
-
-
-def chat_request(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest:
-    """A body as a chat. ``items``: the whole conversation, oldest first."""
-    tools = offered(body.tools)
+def chat_body(body: ResponsesBody, tools: Offered, items: Sequence[Json]) -> ChatBody:
+    """A body as a chat. ``tools``: those of the body; ``items``: the whole conversation, oldest first."""
     instructions = body.instructions
     before = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else instructions or []
     messages = chat_messages(map(typed, [*before, *items]))
@@ -353,7 +339,7 @@ def chat_request(body: ResponsesBody, items: Sequence[Json]) -> ResponsesRequest
     }
     if body.max_output_tokens is not None:
         own["max_completion_tokens"] = body.max_output_tokens
-    return ResponsesRequest(ChatBody(**(shared | own)), tools)
+    return ChatBody(**(shared | own))
 
 
 def _thinking(options: ReasoningOptions | None) -> Json:
@@ -391,9 +377,11 @@ def chat_messages(items: Iterable[Item]) -> list[Json]:
                 if thought := item.thought():
                     last = _assistant(messages, lambda m: "content" in m or "tool_calls" in m)
                     last.setdefault("reasoning_content", []).append(thought)
-            case CallItem() | CustomCallItem():
-                arguments = item.arguments if isinstance(item, CallItem) else custom_arguments(item.input)
-                function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
+            case CallItem():
+                function = {
+                    "name": function_name(item.name, item.namespace),
+                    "arguments": item.function_arguments(),
+                }
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _assistant(messages, lambda _: False).setdefault("tool_calls", []).append(call)
             case OutputItem():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from everwarm.engine.process import messages as m
-from everwarm.gateway.admin.request_log import RequestTracker, TrackedRequest
+from everwarm.gateway.admin.request_log import TrackedRequest
 from everwarm.gateway.parsing.output_parser import OutputParser, Piece
 from everwarm.router.supervise.pending import failure
 from everwarm.router.supervise.supervisor import Lend, Supervisor
@@ -100,16 +100,14 @@ async def generate(
     supervisor: Supervisor,
     submits: Sequence[m.Submit],
     parser: Callable[[], OutputParser],
-    tracker: RequestTracker,
+    follow: Callable[[int], TrackedRequest],
     lend: Lend | None = None,
     observe: Callable[[ReplyEvent], None] = lambda _: None,
 ) -> AsyncGenerator[ReplyEvent, None]:
     """Runs all choices at once and yields their events as they come. The error of one ends them all; closing the generator
-    cancels them all. ``observe`` gets every event before the caller does."""
+    cancels them all. ``follow`` begins the record of a choice; ``observe`` gets every event before the caller does."""
     with contextlib.ExitStack() as stack:
-        runs = [
-            ChoiceRun(i, submit, parser(), stack.enter_context(tracker.choice(i))) for i, submit in enumerate(submits)
-        ]
+        runs = [ChoiceRun(i, submit, parser(), stack.enter_context(follow(i))) for i, submit in enumerate(submits)]
         if len(runs) == 1:
             (run,) = runs
             async with contextlib.aclosing(supervisor.stream(run.tracked.submit(run.submit), lend)) as messages:

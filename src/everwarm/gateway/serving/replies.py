@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.requests import Request
 
@@ -129,24 +130,24 @@ class Replies:
     def _run(
         self, request: Request, body: GenerationBody, served: Served, prepared: PreparedRequest
     ) -> AsyncGenerator[ReplyEvent, None]:
-        tracker = self._request_log.follow(
-            Caller(
-                id=request.state.request_id,
-                model=served.id,
-                path=request.url.path,
-                stream=bool(body.stream),
-                traceparent=request.headers.get("traceparent"),
-                namespace=namespace_of(request, body.cache_salt),
-            )
+        caller = Caller(
+            id=request.state.request_id,
+            model=served.id,
+            path=request.url.path,
+            stream=bool(body.stream),
+            traceparent=request.headers.get("traceparent"),
+            namespace=namespace_of(request, body.cache_salt),
         )
+        follow = partial(self._request_log.follow, caller)
         accounts = _Accounts(self._metrics, place_of(request), len(prepared.submits))
 
         def observe(event: ReplyEvent) -> None:
             accounts.add(event)
-            if accounts.is_over and len(prepared.submits) == 1:
-                self._prewarmer.offer(served.supervisor, prepared.next_turn, "".join(accounts.texts))
+            if accounts.is_over and prepared.next_text is not None and len(prepared.submits) == 1:
+                next_text = partial(prepared.next_text, "".join(accounts.texts))
+                self._prewarmer.offer(served.supervisor, prepared.submits[0], next_text)
 
-        return generate(served.supervisor, prepared.submits, prepared.parser, tracker, prepared.lend, observe)
+        return generate(served.supervisor, prepared.submits, prepared.parser, follow, prepared.lend, observe)
 
 
 @dataclass(slots=True)

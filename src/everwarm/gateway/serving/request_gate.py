@@ -12,7 +12,7 @@ from starlette.requests import Request
 from everwarm.gateway.access.auth import principal_of
 from everwarm.gateway.access.limits import AdmissionLimits, Place
 from everwarm.gateway.http.connection import network_of
-from everwarm.gateway.http.request_body import BodyReader, ReceivedBody
+from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import unless_gone, within
 from everwarm.gateway.openai.schema import read
 from everwarm.router.pool import Pool
@@ -27,8 +27,8 @@ class RequestGate:
     bodies: BodyReader
     timeout_s: float | None  # of a whole request; None: any
 
-    async def read(self, request: Request, kind: type[T]) -> ReceivedBody[T]:
-        """The request's body, if there is room to read it and it is valid."""
+    async def read(self, request: Request, kind: type[T]) -> tuple[T, int]:
+        """The request's body and its bytes, if there is room to read it and it is valid."""
         return await self.bodies.read(request, lambda data: read(data, kind))
 
     @contextlib.contextmanager

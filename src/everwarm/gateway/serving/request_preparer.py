@@ -27,14 +27,13 @@ from everwarm.gateway.access.limits import estimated_tokens
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
-from everwarm.gateway.chat.prepare import ChatModel, ImageMarker, PreparedChat, PromptRules, prepare_chat
+from everwarm.gateway.chat.prepare import ImageMarker, PreparedChat, prepare_chat
 from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
-from everwarm.gateway.serving.prewarm import NextTurn
 from everwarm.gateway.serving.request_gate import place_of
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Served
@@ -47,6 +46,9 @@ log = logging.getLogger("everwarm.gateway")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
 Parser = Callable[[], OutputParser]
+NextText = Callable[
+    [str], str | None
+]  # from a reply to what the next turn is sure to begin with; None: it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class PreparedRequest:
 
     submits: tuple[m.Submit, ...]  # the supervisor gives them their numbers
     parser: Parser = OutputParser
-    next_turn: NextTurn | None = None
+    next_text: NextText | None = None
     lend: Lend | None = None  # the pixels of its images; None: it has none
 
 
@@ -66,40 +68,42 @@ class RequestPreparer:
         self._bodies = bodies
         self._metrics = metrics
         self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
-        self._models: dict[str, tuple[str, ChatModel]] = {}  # by id, each with the text of its template
+        self._templates: dict[str, ChatTemplate] = {}  # by model id
 
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
         info = await served.supervisor.wait_ready()
         if isinstance(body, ChatBody):
-            return await self._chat(request, body, self._model(served, info), info)
+            return await self._chat(request, body, self._template(served, info), info)
         return await self._completion(request, body, info)
 
     async def prompt(self, request: Request, body: ChatBody, served: Served, marker: ImageMarker) -> PreparedChat:
         """Only the prompt of a chat, with another marker for its images."""
-        model = self._model(served, await served.supervisor.wait_ready())
-        prepared = await self._bodies.for_request(request, partial(prepare_chat, body, model, self._rules, marker))
+        info = await served.supervisor.wait_ready()
+        template = self._template(served, info)
+        prepared = await self._bodies.for_request(request, lambda: self._prepared(body, template, info, marker))
         self._count_noise(prepared)
         return prepared
 
-    @property
-    def _rules(self) -> PromptRules:
-        return PromptRules(self._settings.canonicalise)
-
-    def _model(self, served: Served, info: m.ModelInfo) -> ChatModel:
+    def _template(self, served: Served, info: m.ModelInfo) -> ChatTemplate:
         text = served.spec.template or info.chat_template
         if text is None:
             raise BadRequest("this model has no chat template; use /v1/completions")
-        known = self._models.get(served.id)
-        if known is None or known[0] != text:
-            template = ChatTemplate(text, bos=info.bos, eos=info.eos)
-            known = self._models[served.id] = (text, ChatModel(template, info.bos, info.adds_bos))
-        return known[1]
+        known = self._templates.get(served.id)
+        if known is None or known.source != text:
+            known = self._templates[served.id] = ChatTemplate(text, bos=info.bos, eos=info.eos)
+        return known
 
-    async def _chat(self, request: Request, body: ChatBody, model: ChatModel, info: m.ModelInfo) -> PreparedRequest:
-        syntax = ModelSyntax(model.template.source, self._settings.tool_format, self._settings.thinking_tags)
+    def _prepared(self, body: ChatBody, template: ChatTemplate, info: m.ModelInfo, marker: ImageMarker) -> PreparedChat:
+        canonicalise = self._settings.canonicalise
+        return prepare_chat(body, template, marker, adds_bos=info.adds_bos, canonicalise=canonicalise)
+
+    async def _chat(
+        self, request: Request, body: ChatBody, template: ChatTemplate, info: m.ModelInfo
+    ) -> PreparedRequest:
+        syntax = ModelSyntax(template.source, self._settings.tool_format, self._settings.thinking_tags)
 
         def work() -> tuple[PreparedChat, Constraint | None, Parser]:
-            prepared = prepare_chat(body, model, self._rules, lambda _: self._marker)
+            prepared = self._prepared(body, template, info, lambda _: self._marker)
             return prepared, chat_constraint(body, syntax, prepared.text), _parser(body, syntax, prepared.text)
 
         prepared, constraint, parser = await self._bodies.for_request(request, work)
@@ -121,10 +125,10 @@ class RequestPreparer:
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
         )
         goes_on = not images and not body.deterministic and body.uses_cache and submit.max_tokens
-        next_turn = NextTurn(prepared, model.template, parser, namespace, submit.session) if goes_on else None
+        next_text = partial(_next_text, prepared, template, parser) if goes_on else None
         lend = partial(lent_images, self._images, images, namespace) if images else None
         _recount(request, estimated_tokens(len(prepared.text)))
-        return PreparedRequest(_choices(submit, body), parser, next_turn, lend)
+        return PreparedRequest(_choices(submit, body), parser, next_text, lend)
 
     async def _completion(self, request: Request, body: CompletionBody, info: m.ModelInfo) -> PreparedRequest:
         text, tokens = body.text_or_tokens()
@@ -159,6 +163,10 @@ def session_of(headers: Mapping[str, str], body: Body) -> str | None:
         if value:
             return value[:512]
     return None
+
+
+def _next_text(chat: PreparedChat, template: ChatTemplate, parser: Parser, reply: str) -> str | None:
+    return template.after_reply(chat.messages, parser().message(reply), **chat.options)
 
 
 def _parser(body: ChatBody, syntax: ModelSyntax, text: str) -> Parser:

@@ -133,7 +133,7 @@ class ConstraintCompiler(Closing):
     def _compile(self, constraint: Constraint, trial: Trial) -> CompiledConstraint:
         from llguidance import LLMatcher
 
-        from everwarm.llama.constraints.grammar import LIMITS
+        from everwarm.llama.constraints.trial_worker import LIMITS
 
         grammar = trial.grammar(constraint)
         native = _with_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))

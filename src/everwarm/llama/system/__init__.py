@@ -1,1 +1,7 @@
-"""The process around libllama: threads that wait, memory that fits, pinned memory, and model files that may change."""
+"""The process around libllama: threads, memory and files.
+
+``spin_wait`` makes libllama's threads spin long on a quiet machine and briefly on a busy one. ``memory_fit`` measures what
+a context takes and refuses one that cannot fit. ``pinned_memory`` registers memory with the CUDA runtime. ``file_digest``
+identifies model files, and ``file_watch`` tells whether one was overwritten while it was in use. ``process`` ties an
+engine to its parent.
+"""

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -120,8 +120,9 @@ class Supervisor:
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._engine: EngineProcess | None = None  # the last one that was started, alive or not
-        self._pending = PendingRequests()
-        self._images = KnownImages()
+        self.pending = PendingRequests()
+        # by digest; a namespace cannot use the images of others
+        self._seen_images: NamespacedLru[bool] = NamespacedLru(MAX_KNOWN_IMAGES)
         self._memory = RamMemory(settings.ram_bytes)
 
     # what callers see
@@ -145,10 +146,6 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         return None if self._engine is None else self._engine.pid
-
-    @property
-    def n_pending(self) -> int:
-        return len(self._pending)
 
     @property
     def shrunk_to(self) -> int | None:
@@ -187,11 +184,11 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Lets running requests finish within ``grace_s``, then stops the process and waits for it."""
         deadline = time.monotonic() + grace_s
-        while self._pending and time.monotonic() < deadline and not self._is_over:
+        while self.pending and time.monotonic() < deadline and not self._is_over:
             await asyncio.sleep(0.02)
         was_ready = self.state is State.READY
         await self._set(State.STOPPED, "the server is stopping")
-        self._pending.fail_all("the server is stopping")
+        self.pending.fail_all("the server is stopping")
         if self._engine is not None:
             self._engine.send(m.Stop())
             if not was_ready:
@@ -214,8 +211,8 @@ class Supervisor:
         it for as long as the request lasts."""
         has_begun = False
         message: m.ToGateway | None = None
-        if lend is None or self._images.knows(submit.namespace, submit.images):
-            with self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id())) as pending:
+        if lend is None or self._has_seen(submit):
+            with self._open_request(msgspec.structs.replace(submit, id=self.pending.new_id())) as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
                     if lend is not None and isinstance(message, m.Failed) and message.code == PixelsMissing.code:
@@ -227,18 +224,26 @@ class Supervisor:
         assert lend is not None, "the engine requests pixels only if the prompt has images"
         message = None
         async with lend() as images:
-            opened = self._open_request(msgspec.structs.replace(submit, id=self._pending.new_id(), images=images))
+            opened = self._open_request(msgspec.structs.replace(submit, id=self.pending.new_id(), images=images))
             del images  # from here on only the frame holds the pixels
             with opened as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
                     if isinstance(message, m.TextPiece | m.Done):
-                        self._images.add(submit.namespace, submit.images)
+                        self._note_images(submit)
                     if not (has_begun and isinstance(message, m.Begun)):
                         yield message
 
+    def _has_seen(self, submit: m.Submit) -> bool:
+        """Whether the engine has seen all images of the prompt, in this namespace."""
+        return all(self._seen_images.get(submit.namespace, image.digest) for image in submit.images)
+
+    def _note_images(self, submit: m.Submit) -> None:
+        for image in submit.images:
+            self._seen_images.put(submit.namespace, image.digest, True, 1)
+
     async def ask(self, question: type[Question], **fields: Any) -> Any:
-        with self._open_request(question(self._pending.new_id(), **fields)) as pending:
+        with self._open_request(question(self.pending.new_id(), **fields)) as pending:
             message = await pending.get()
         if isinstance(message, m.Failed):
             raise failure(message)
@@ -263,13 +268,13 @@ class Supervisor:
         except OverflowError:
             raise BadRequest("a number is too large; give at most 64 bits") from None
         del message  # it may have pixels, and the frame holds them, too
-        self._pending.add(pending)
+        self.pending.add(pending)
         if self.state is State.READY:
             self._write(pending.frame)
         try:
             yield pending
         finally:
-            if self._pending.remove(pending.id):
+            if self.pending.remove(pending.id):
                 self._write(m.frame(m.Cancel(pending.id)))
 
     def _write(self, frame: m.Frame) -> None:
@@ -338,13 +343,13 @@ class Supervisor:
         self.load_s = now - self._engine.started_at
         self.deaths.ready(now)
         await self._set(State.READY, None)
-        for pending in self._pending:
+        for pending in self.pending:
             self._write(pending.frame)
 
     def _deliver(self, message: m.ToGateway) -> None:
-        if isinstance(message, m.Done) and message.id in self._pending:
+        if isinstance(message, m.Done) and message.id in self.pending:
             self.deaths.forgive()
-        cancel = self._pending.deliver(message)
+        cancel = self.pending.deliver(message)
         if cancel is not None:
             self._write(m.frame(cancel))
 
@@ -366,13 +371,13 @@ class Supervisor:
         self.last_restart = why
         await self._set(State.RESTARTING, why)
         self.load = None
-        self._pending.keep_for_replay(why, self.back_in_s)
+        self.pending.keep_for_replay(why, self.back_in_s)
 
     async def _give_up(self, reason: str) -> None:
         log.error("giving up for now: %s", reason)
         self.deaths.give_up()
         await self._set(State.UNHEALTHY, reason)
-        self._pending.fail_all(reason)
+        self.pending.fail_all(reason)
 
     async def _set(self, state: State, reason: str | None) -> None:
         async with self._changed:
@@ -381,18 +386,3 @@ class Supervisor:
             if state is not State.STOPPED:
                 self.last_failure = reason
             self._changed.notify_all()
-
-
-class KnownImages:
-    """Which images the engine has seen, by namespace: a namespace cannot use the images of others."""
-
-    def __init__(self) -> None:
-        self._digests: NamespacedLru[bool] = NamespacedLru(MAX_KNOWN_IMAGES)
-
-    def knows(self, namespace: str, images: Sequence[m.SentImage]) -> bool:
-        """Whether the engine has seen all of them."""
-        return all(self._digests.get(namespace, image.digest) for image in images)
-
-    def add(self, namespace: str, images: Sequence[m.SentImage]) -> None:
-        for image in images:
-            self._digests.put(namespace, image.digest, True, 1)
