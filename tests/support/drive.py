@@ -137,7 +137,8 @@ def check_slots(core: Core) -> None:
     known = {id(node) for node in core.tree.nodes()}
     standing = Counter(id(slot.node) for slot in core.slots)
     for node in core.tree.nodes():
-        assert node.holders == standing[id(node)], "holders and slots disagree"
+        held = standing[id(node)] + core.returns.remembers(node)
+        assert node.holders == held, "a node is held by other than slots and remembered requests"
     for slot in core.slots:
         assert id(slot.node) in known, "a slot stands at a node that is not in the tree"
         assert core.context.end(slot.seq) == slot.resident().end and slot.n_fed == len(slot.resident())

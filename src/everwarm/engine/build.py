@@ -40,6 +40,7 @@ from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.llama.system.pinned_memory import loaded_runtime
+from everwarm.state.returns import Returns
 from everwarm.state.segment_merge import most_joined
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.arena_file import memory_file
@@ -120,7 +121,9 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
     kv_bytes, state_bytes = sizes.shape.kv_bytes_per_token, sizes.shape.state_bytes
     residents, speed, stats = _residents(opened), ReadSpeed(), CheckpointStats(sizes.spacing.max_checkpoints)
-    budget = RamBudget(sizes.ram_bytes, settings.namespace_share, tree, context.kind, residents, speed, stats)
+    returns = Returns(tree)
+    share = settings.namespace_share
+    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats)
     writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
     checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats, state_bytes)
     budget.enforce()
@@ -128,7 +131,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     budget.leaving = partial(tier_writer.save_leaving, residents.slots)
     tier_writer.note_adopted()
     loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
-    room = DeviceRoom(context, residents, checkpointer, writer, budget, leaving=tier_writer.offer)
+    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, tier_writer)
     restorer = Restorer(context, tree, residents, checkpointer, writer, room, ram, stats)
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
     return Core(
@@ -140,6 +143,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         slots=residents.slots,
         spares=residents.spares,
         speed=speed,
+        returns=returns,
         ram=ram,
         ram_budget=budget,
         ram_writer=writer,
@@ -148,8 +152,8 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         room=room,
         restorer=restorer,
         joiner=Joiner(context, tree, ram, budget, writer.most_joined),
-        dropper=Dropper(tree, residents, ram, writer, checkpointer),
-        admission=Admission(context, tree, residents.slots, restorer, loader, cuts=takes_cuts),
+        dropper=Dropper(tree, residents, ram, writer, checkpointer, returns),
+        admission=Admission(context, tree, residents.slots, restorer, loader, returns, cuts=takes_cuts),
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
@@ -166,9 +170,7 @@ def _residents(opened: _Opened) -> Residents:
     return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
-def _tier_writer(
-    opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWriter, speed: ReadSpeed
-) -> TierWriter:
+def _tier_writer(opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWriter, speed: ReadSpeed) -> TierWriter:
     settings = opened.settings
     return TierWriter(
         settings.store,

@@ -54,6 +54,7 @@ from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state import policy
 from everwarm.state.lineage import chunk_at, n_items_of
 from everwarm.state.policy import Cut, CutKind
+from everwarm.state.returns import Returns
 from everwarm.state.tree import Match, Tree
 
 log = logging.getLogger("everwarm.engine")
@@ -93,6 +94,7 @@ class Core:
     slots: list[Slot]
     spares: Spares
     speed: ReadSpeed
+    returns: Returns
     ram: Ram
     ram_budget: RamBudget
     ram_writer: RamWriter
@@ -457,6 +459,7 @@ class Core:
             self.keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
         elif slot.n_fed:
             self.checkpointer.mark_end(slot)
+        self.returns.leave(slot.node, request.n_prompt, request.arrival)
         slot.release()
         slot.remember(request.ask.namespace)
         slot.touch(time.monotonic())
@@ -569,6 +572,8 @@ class Core:
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
         slot = self.admission.seat(request, sources)
         match = self.restorer.match(prompt, goal.namespace, sources)
+        if is_first and not request.ask.ahead:
+            request.arrival = self.returns.arrive(match, time.monotonic())
         if request.ask.use_cache:
             restored = self.restorer.bring(slot, goal, match, sources)
         else:
@@ -579,6 +584,7 @@ class Core:
         self._is_status_old = True
         if not request.ask.ahead:
             self.room.limit_idle(self.settings.idle_cells)
+        self.ram_budget.enforce()  # what was pinned meanwhile may go now
         for other in self.slots:
             if slot.session is not None and other.session == slot.session:
                 other.touch(time.monotonic())
@@ -630,6 +636,9 @@ class Core:
             media=request.ask.prompt.media,
             stables=request.ask.stables,
             breakpoints=request.ask.breakpoints,
+            learned=()
+            if request.ask.deterministic
+            else self.returns.places(request.n_prompt, self.checkpointer.spacing),
         )
         needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
         if request.chunks:

@@ -18,14 +18,25 @@ EVERY_N = 1024
 FLOP_WEIGHT = 1.0  # of what a byte saves, beside how lately it was used
 _ANY_NUMBER = 1 << 20
 
-Cuts = Callable[[TraceTurn, int, int, Spacing, Sequence[int]], Sequence[Cut]]
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A turn whose prompt is about to be read."""
+
+    turn: TraceTurn
+    n_restored: int
+    n_shared: int  # items that were read before
+    places: Sequence[int]  # learned: where it is likely to be left
+
+
+Cuts = Callable[[Reading, Spacing], Sequence[Cut]]
 Victims = Callable[[Sequence[Entry], int, Curves], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     name: str
-    cuts: Cuts  # of a turn, from so many restored items, of which so many were known; with learned places
+    cuts: Cuts
     victims: Victims
     params: CheckpointParams = field(default_factory=CheckpointParams)
     keeps_ends: bool = True  # of replies
@@ -40,36 +51,37 @@ class Policy:
 # where
 
 
-def our_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:
+def our_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:
+    turn, is_far = reading.turn, reading.n_shared - reading.n_restored > GUARD
     return policy.cuts(
         len(turn.prompt),
         spacing,
         n_ubatch=N_UBATCH,
         boundaries=turn.boundaries,
         stable=turn.stable,
-        branch=n_shared if n_shared - n_restored > GUARD else None,
+        branch=reading.n_shared if is_far else None,
         media=turn.prompt.media,
-        learned=places,
+        learned=reading.places,
     )
 
 
-def even_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:  # noqa: ARG001
+def even_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:
     """Every n tokens, and near the end."""
-    n = len(turn.prompt)
+    n = len(reading.turn.prompt)
     found = {at: Cut(at, CutKind.EVERY) for at in range(spacing.every_n_tokens, n, spacing.every_n_tokens)}
     near = n - min(NEAR_END, n - 1)
     return [*(cut for at, cut in found.items() if at < near), Cut(near, CutKind.NEAR_END)]
 
 
-def branch_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:  # noqa: ARG001
+def branch_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
     """Where a prompt leaves the known prefixes, and its end: nothing is kept before a prefix was used twice."""
-    n = len(turn.prompt)
+    n = len(reading.turn.prompt)
     near = n - min(NEAR_END, n - 1)
-    branch = [Cut(n_shared, CutKind.BRANCH)] if n_restored < n_shared < near else []
-    return [*branch, Cut(near, CutKind.NEAR_END)]
+    is_known = reading.n_restored < reading.n_shared < near
+    return [*([Cut(reading.n_shared, CutKind.BRANCH)] if is_known else []), Cut(near, CutKind.NEAR_END)]
 
 
-def no_cuts(turn: TraceTurn, n_restored: int, n_shared: int, spacing: Spacing, places: Sequence[int]) -> Sequence[Cut]:  # noqa: ARG001
+def no_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
     return ()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.policies import Policy
+from everwarm.simulate.policies import Policy, Reading
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
 from everwarm.state.eviction import Scales, weigh
@@ -194,7 +194,7 @@ class SimulatedCache:
         path = turn.path_from(n_items)
         n_prompt, n_end = len(turn.prompt), len(path)
         places = self._returns.places(n_prompt, self._spacing) if self._policy.learns else []
-        for cut in self._policy.cuts(turn, n_items, match.n_shared, self._spacing, places):
+        for cut in self._policy.cuts(Reading(turn, n_items, match.n_shared, places), self._spacing):
             if n_items < cut.at <= turn.n_stop:
                 self._take(slot, path, cut.at, cut.kind, Running(slot.node, n_prompt, arrival.hits, arrival.habit))
         if n_end != n_prompt and n_end > slot.node.n_items and self._keeps_ends():

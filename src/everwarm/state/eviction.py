@@ -170,4 +170,4 @@ def _disk_entry(i: int, kept: IndexedObject, pinned: frozenset[Point], now: floa
     """A state saves its whole prompt: what other states would help is not known from the index."""
     is_pinned = point_of(kept.key, kept.n_items) in pinned
     age_s = now - kept.used_at
-    return Entry(i, kept.size, float(kept.n_items), assumed_returns(age_s, kept.hits), age_s, pinned=is_pinned)
+    return Entry(i, kept.size, float(kept.n_items), assumed_returns(kept.hits, age_s), age_s, pinned=is_pinned)

@@ -19,7 +19,9 @@ MIN_SPACING, MAX_SPACING = 256, 8192
 WINDOW_FLOOR = 64
 GUARD = 16  # an identical prompt reads at most this many items again
 NEAR_END = 4  # items before the end of a prompt: where the guard checkpoint is taken if no stable point is near
-HALF_LIFE_S = 30.0  # of the chance of reuse at first, where nothing was learned; each further halving takes twice as long
+HALF_LIFE_S = (
+    30.0  # of the chance of reuse at first, where nothing was learned; each further halving takes twice as long
+)
 MAX_BREAKPOINTS = 16  # of one prompt; of more the last ones count
 
 
@@ -260,7 +262,7 @@ def score(entry: Entry) -> float:
     return entry.seconds_saved * entry.returns / max(1, entry.size_bytes)
 
 
-def assumed_returns(age_s: float, hits: int) -> float:
+def assumed_returns(hits: int, age_s: float) -> float:
     """The chance of reuse where nothing was learned. It falls with the inverse of the age: an hour after its last use
     an entry is about half as likely to be used in the next minute as after half an hour."""
     return math.sqrt(1 + hits) / (1 + max(0.0, age_s) / HALF_LIFE_S)

@@ -41,7 +41,12 @@ _LOWER = [2 ** (i / 2) for i in range(N_AGES + 1)]  # the age at which each half
 _GRID = [int(2 ** (k / 2)) for k in range(9, 28)]  # distances to place cuts at
 _HITS = (1, 3, 10)  # classes of visits: never came back, one or two times, up to nine, more often
 _LEFT = len(_HITS) + 1  # the class of a visit whose conversation went on elsewhere
-_ARRIVALS = (1, 2, 4, 10)  # classes of junctions: where only a conversation's own turns parted, one arrival, up to three, nine
+_ARRIVALS = (
+    1,
+    2,
+    4,
+    10,
+)  # classes of junctions: only a conversation's own turns part there, one arrival, up to three …
 _VISIT_PRIORS = (0.2, 0.25, 0.3, 0.35, 0.01)  # chance to come back in a half octave, before anything is known
 _JUNCTION_PRIORS = (0.01, 0.12, 0.2, 0.3, 0.35)
 _PRIOR_WEIGHT = 2.0
@@ -287,9 +292,9 @@ class Returns:
             self._junctions[parted] = _Junction(self.n_requests, n_arrivals + (arrival.hits == 0))
         self._forget_oldest()
 
-    def forget(self, root: Node) -> None:
-        """Forgets everything at or below a node: it was dropped."""
-        for visit in [v for v in self._visits.values() if root in (v.node, *v.node.lineage(), v.node.root())]:
+    def forget(self, nodes: Iterable[Node]) -> None:
+        """Forgets the requests that ended at these nodes: they are to be dropped."""
+        for visit in [self._visits[node] for node in nodes if node in self._visits]:
             self._drop(visit)
 
     def _note_time(self, now: float) -> None:
@@ -351,6 +356,10 @@ class Returns:
         self.tree.release(visit.node)
 
     # asking
+
+    def remembers(self, node: Node) -> bool:
+        """Whether a request that ended here is remembered."""
+        return node in self._visits
 
     def worth(self, node: Node) -> float:
         """Returns per request to the visit at this node; 0: there is none."""

@@ -1,22 +1,21 @@
-"""Making room on the device: parked checkpoints and idle conversations leave the context, oldest first.
+"""Making room on the device: parked checkpoints leave the context, oldest first, then idle conversations, the least
+likely to be continued first.
 
 What is worth keeping is copied to RAM first: all but the ends of prompts, which only an identical prompt can use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
 from everwarm.engine.slots import Residents, Slot
+from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.context import Context
 from everwarm.state.policy import CutKind
+from everwarm.state.returns import Returns
 from everwarm.state.tree import Node
 from everwarm.types import SeqId
-
-Leaving = Callable[[Slot], object]
 
 
 class DeviceRoom:
@@ -27,15 +26,17 @@ class DeviceRoom:
         checkpointer: Checkpointer,
         writer: RamWriter,
         budget: RamBudget,
-        leaving: Leaving | None = None,
+        returns: Returns,
+        tier_writer: TierWriter,
     ) -> None:
-        """``leaving`` gets every slot that is about to be emptied and was not offered to the disk yet."""
+        """``tier_writer`` is offered every slot that is about to be emptied and was not offered yet."""
         self._context = context
         self._residents = residents
         self._checkpointer = checkpointer
         self._writer = writer
         self._budget = budget
-        self._leaving = leaving
+        self._returns = returns
+        self._tier_writer = tier_writer
 
     def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
         """Empty spares and idle slots until ``n_cells`` are free. False: running requests hold too many."""
@@ -46,7 +47,7 @@ class DeviceRoom:
             if cells.free >= n_cells:
                 return True
             self._move_out_spare(spare)
-        for slot in self._idle_by_age():
+        for slot in self._idle_by_worth():
             if cells.free >= n_cells:
                 return True
             if slot is not keep:
@@ -54,7 +55,8 @@ class DeviceRoom:
         return cells.free >= n_cells
 
     def limit_idle(self, n_cells_each: int) -> None:
-        """Limits the cells of idle conversations per running request: attention runs over idle cells, too."""
+        """Limits the cells of idle conversations per running request: attention runs over idle cells, too. Those that
+        would be lost stay: RAM has no room for them, and there is no disk tier."""
         if not self._context.kind.has_attention:
             return
         cells = self._context.cells
@@ -66,16 +68,20 @@ class DeviceRoom:
                 return
             if id(self._residents.spares.node(spare)) not in own:
                 self._move_out_spare(spare)
-        for slot in self._idle_by_age():
+        for slot in self._idle_by_worth():
             if cells.used <= most:
                 return
-            self.vacate(slot)
+            if not self._would_be_lost(slot):
+                self.vacate(slot)
+
+    def _would_be_lost(self, slot: Slot) -> bool:
+        return not self._tier_writer.disk.is_on and self._writer.unsaved_bytes(slot) > self._budget.n_free
 
     def vacate(self, slot: Slot, root: Node | None = None) -> None:
         """Empty a slot, which then stands at ``root`` or at its own; its conversation comes back from RAM."""
         self._writer.save_kv(slot.seq, slot.node)
-        if self._leaving is not None and not slot.is_archived:
-            self._leaving(slot)
+        if not slot.is_archived:
+            self._tier_writer.offer(slot)
         slot.vacate(root)
 
     def clear(self) -> None:
@@ -103,6 +109,7 @@ class DeviceRoom:
 
         return [spare for spare, _ in sorted(self._residents.spares.parked(), key=age)]
 
-    def _idle_by_age(self) -> list[Slot]:
+    def _idle_by_worth(self) -> list[Slot]:
+        """Those that are least likely to be continued first, of equals the oldest."""
         idle = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed]
-        return sorted(idle, key=lambda slot: slot.used_at)
+        return sorted(idle, key=lambda slot: (self._returns.worth(slot.node) * slot.n_fed, slot.used_at))

@@ -14,6 +14,7 @@ from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.slots import Residents
 from everwarm.engine.tiers.ram import Ram
+from everwarm.state.returns import Returns
 from everwarm.state.tier import Dropped
 from everwarm.state.tree import Node, Tree
 from everwarm.types import SeqId
@@ -26,6 +27,7 @@ class Dropper:
     ram: Ram
     ram_writer: RamWriter
     checkpointer: Checkpointer
+    returns: Returns
 
     def drop(self, node: Node) -> Dropped:
         """Removes the node from the tree, with everything below it."""
@@ -33,6 +35,7 @@ class Dropper:
         inside = {id(n) for n in doomed}
         n_before = self.tree.ram_bytes
         self._leave(node, inside)
+        self.returns.forget(doomed)
         n_objects = 0
         n_segments = self.tree.census.n_segments
         for n in doomed:

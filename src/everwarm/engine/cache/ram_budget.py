@@ -16,6 +16,7 @@ from everwarm.engine.slots import Residents
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.eviction import Scales, weigh
+from everwarm.state.returns import Returns, Running
 from everwarm.state.tree import Node, Tree
 
 Leaving = Callable[[Sequence[Node]], None]
@@ -31,6 +32,7 @@ class RamBudget:
         tree: Tree,
         kind: MemoryKind,
         residents: Residents,
+        returns: Returns,
         speed: ReadSpeed,
         stats: CheckpointStats,
     ) -> None:
@@ -40,6 +42,7 @@ class RamBudget:
         self._tree = tree
         self._kind = kind
         self._residents = residents
+        self._returns = returns
         self._speed = speed
         self._stats = stats
         self._n_lifted = 0
@@ -59,6 +62,10 @@ class RamBudget:
     def can_hold(self, n_bytes: int) -> bool:
         """Whether something of this size fits at all."""
         return n_bytes <= self.n_bytes * min(1.0, self.namespace_share)
+
+    @property
+    def n_free(self) -> int:
+        return self.n_bytes - self._tree.ram_bytes
 
     @property
     def is_exceeded(self) -> bool:
@@ -111,5 +118,18 @@ class RamBudget:
     def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
         kind = self._kind
         resident = frozenset(id(n) for _, end in self._residents.ends() for n in end.lineage())
-        seconds = self._speed.seconds_per_token
-        return weigh(nodes, Scales(time.monotonic(), seconds, kind.needs_checkpoints, kind.has_attention, resident))
+        running = [
+            Running(slot.node, slot.request.n_prompt, slot.request.arrival.hits, slot.request.arrival.habit)
+            for slot in self._residents.slots
+            if slot.request is not None
+        ]
+        scales = Scales(
+            now=time.monotonic(),
+            seconds_per_token=self._speed.seconds_per_token,
+            needs_checkpoints=kind.needs_checkpoints,
+            needs_kv=kind.has_attention,
+            resident=resident,
+            expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints),
+            unvisited=self._returns.worth_unvisited,
+        )
+        return weigh(nodes, scales)

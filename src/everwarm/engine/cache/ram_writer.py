@@ -12,7 +12,7 @@ from functools import partial
 
 from everwarm.engine.cache.provenance import is_better, reach_back
 from everwarm.engine.cache.ram_budget import RamBudget
-from everwarm.engine.slots import Residents
+from everwarm.engine.slots import Residents, Slot
 from everwarm.llama.context import Context
 from everwarm.state import segment_merge
 from everwarm.state.lineage import history_over
@@ -35,6 +35,7 @@ class RamWriter:
         kv_bytes_per_token: int,
     ) -> None:
         """``most_joined``: tokens of a segment that is made of several."""
+        self._kv_bytes = kv_bytes_per_token
         self.piece_tokens = max(MIN_PIECE_TOKENS, PIECE_BYTES // max(1, kv_bytes_per_token))
         self._context = context
         self._tree = tree
@@ -104,6 +105,11 @@ class RamWriter:
         elsewhere = {id(n) for other, end in self._residents.ends() if other != seq for n in end.lineage()}
         lost = (n for n in self._wanted(node) if n.n_items > beyond and id(n) not in elsewhere)
         return [n for n in lost if self._is_better(seq, n)]
+
+    def unsaved_bytes(self, slot: Slot) -> int:
+        """What emptying a slot would add to RAM."""
+        parts = ((n, n.parent) for n in self.unsaved(slot.seq, slot.node))
+        return sum(n.mark.n_tokens - above.mark.n_tokens for n, above in parts if above is not None) * self._kv_bytes
 
     def _unsaved_runs(self, seq: SeqId, nodes: Iterable[Node], most: int) -> Iterator[list[Node]]:
         n_cells = self._context.cells.count(seq)

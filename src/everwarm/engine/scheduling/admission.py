@@ -16,6 +16,7 @@ from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, Cut, CutKind
+from everwarm.state.returns import Returns
 from everwarm.state.tree import Tree
 
 RETURN_STEPS = 32  # that all can take once a suspended request has come back
@@ -29,7 +30,15 @@ class Verdict(enum.Enum):
 
 class Admission:
     def __init__(
-        self, context: Context, tree: Tree, slots: list[Slot], restorer: Restorer, loader: Loader, *, cuts: bool
+        self,
+        context: Context,
+        tree: Tree,
+        slots: list[Slot],
+        restorer: Restorer,
+        loader: Loader,
+        returns: Returns,
+        *,
+        cuts: bool,
     ) -> None:
         """``cuts``: checkpoints are taken, so a prompt that is being read can stop for another request."""
         self._context = context
@@ -38,6 +47,7 @@ class Admission:
         self._takes_cuts = cuts
         self._restorer = restorer
         self._loader = loader
+        self._returns = returns
         self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or what there is instead
 
     def judge(self, request: Request) -> Verdict:
@@ -166,8 +176,12 @@ class Admission:
         if request.ask.slot is not None:
             return slots[request.ask.slot]
         common = {source.seq: source.n_common for source in sources}
-        idle = ((i, slot) for i, slot in enumerate(slots) if slot.is_idle)
-        return slots[policy.seat([policy.Seat(i, s.n_fed, common.get(s.seq, 0), s.used_at) for i, s in idle])]
+        seats = [
+            policy.Seat(i, slot.n_fed, common.get(slot.seq, 0), self._returns.worth(slot.node), slot.used_at)
+            for i, slot in enumerate(slots)
+            if slot.is_idle
+        ]
+        return slots[policy.seat(seats)]
 
 
 def require_possible(ask: Ask, context: Context, n_slots: int, images: ImageCache | None = None) -> None:

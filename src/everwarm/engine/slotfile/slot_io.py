@@ -321,6 +321,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     node = slot.node
     slot.vacate()
     slot.forget_content()
+    core.returns.forget(node.lineage())
     while node.parent is not None and not node.children and not node.holders:
         parent = node.parent
         if node.checkpoint is not None:

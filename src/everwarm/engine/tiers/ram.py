@@ -31,7 +31,7 @@ from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.lineage import Chunks, keys, root_key
 from everwarm.state.namespace import is_unverified
-from everwarm.state.policy import CutKind, victims
+from everwarm.state.policy import CutKind, assumed_returns, victims
 from everwarm.state.store.arena import Arena, Found
 from everwarm.state.tree import Checkpoint, Node, Segment, SegmentPiece, Tree, pin, unpin
 from everwarm.types import Blob, Mark, Position, TokenCount
@@ -272,7 +272,8 @@ class Ram:
         resident: frozenset[int] = frozenset()
         while tree.ram_bytes > budget:
             nodes = list(tree.nodes())
-            scales = Scales(time.monotonic(), seconds_per_token, kind.needs_checkpoints, kind.has_attention, resident)
+            about = (time.monotonic(), seconds_per_token, kind.needs_checkpoints, kind.has_attention, resident)
+            scales = Scales(*about, {}, assumed_returns)
             chosen = victims(weigh(nodes, scales), tree.ram_bytes - budget)
             for key in chosen:
                 node = nodes[key // 2]

@@ -55,7 +55,7 @@ def _weighed(key: int, lineage: Lineage, now: float) -> policy.Entry:
     state = lineage.state
     seconds = state.header.n_items * _UNMEASURED if lineage.seconds_saved is None else lineage.seconds_saved
     age_s = now - state.used_at
-    return policy.Entry(key, lineage.n_bytes, seconds, policy.assumed_returns(age_s, state.hits), age_s)
+    return policy.Entry(key, lineage.n_bytes, seconds, policy.assumed_returns(state.hits, age_s), age_s)
 
 
 # acting
