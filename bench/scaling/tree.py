@@ -10,7 +10,7 @@ from bench.measure import least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.policy import CutKind, victims
+from everwarm.state.policy import CutKind, assumed_returns, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
 N_CUTS, N_ITEMS, STATE_BYTES = 32, 2048, 64
@@ -56,7 +56,7 @@ def _measure(n: int) -> dict[str, float]:
 
 def _sweep_s(tree: Tree, n: int) -> float:
     nodes = list(tree.nodes())
-    scales = Scales(time.monotonic(), 1e-3, needs_checkpoints=True, needs_kv=True, resident=frozenset())
+    scales = Scales(time.monotonic(), 1e-3, True, True, frozenset(), {}, assumed_returns)
     to_free = max(1, int(SWEEP * tree.ram_bytes))
 
     def choose() -> list[int]:

@@ -1,10 +1,10 @@
-"""Weighing what is in RAM: who is stranded, who is protected, what a loss would cost."""
+"""Weighing what is in RAM: what is stranded, what returns are expected, what a loss would cost."""
 
 import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.policy import PROTECTED_S, CutKind, Entry, victims
+from everwarm.state.policy import CutKind, Entry, assumed_returns, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import START, SeqId
 
@@ -33,9 +33,17 @@ class Grove:
         node = self.node(*items)
         self.tree.set_segment(node, Segment(np.zeros(n_bytes, np.uint8), START, node.mark, True))
 
-    def weigh(self, *, resident: tuple[Node, ...] = (), checkpoints: bool = True, kv: bool = True) -> list[Entry]:
+    def weigh(
+        self,
+        *,
+        resident: tuple[Node, ...] = (),
+        checkpoints: bool = True,
+        kv: bool = True,
+        expected: dict[int, float] | None = None,
+    ) -> list[Entry]:
         self.nodes = list(self.tree.nodes())
-        scales = Scales(1000.0, 0.5, checkpoints, kv, frozenset(map(id, resident)))
+        resident_ids = frozenset(map(id, resident))
+        scales = Scales(1000.0, 0.5, checkpoints, kv, resident_ids, expected or {}, assumed_returns)
         return weigh(self.nodes, scales)
 
     def of(self, node: Node, entries: list[Entry], *, segment: bool = False) -> Entry | None:
@@ -52,7 +60,7 @@ def test_a_state_is_worth_the_way_from_the_nearest_state_above():
     entries = grove.weigh()
     assert grove.of(upper, entries).seconds_saved == 1.0
     entry = grove.of(lower, entries)
-    assert (entry.seconds_saved, entry.age_s, entry.hits, entry.size_bytes) == (1.5, 10.0, 3, 1000)
+    assert (entry.seconds_saved, entry.age_s, entry.size_bytes) == (1.5, 10.0, 1000)
 
 
 def test_a_state_whose_kv_lineage_is_broken_is_stranded():
@@ -68,13 +76,12 @@ def test_a_state_whose_kv_lineage_is_broken_is_stranded():
     assert not grove.of(lower, entries).stranded
 
 
-def test_the_newest_end_and_junctions_are_protected():
+def test_returns_are_those_expected_and_only_an_end_without_any_is_assumed_to_come_back():
     grove = Grove()
-    middle, junction = grove.state(1, used_at=990.0), grove.state(1, 2, used_at=990.0)
-    left, right = grove.state(1, 2, 3, used_at=990.0), grove.state(1, 2, 4, used_at=1000.0 - PROTECTED_S)
-    entries = grove.weigh(kv=False)
-    flags = [grove.of(node, entries).protected for node in (middle, junction, left, right)]
-    assert flags == [False, True, True, False]  # the last has not been used for too long
+    middle, left, right = grove.state(1, 2), grove.state(1, 2, 3, hits=2), grove.state(1, 2, 4)
+    entries = grove.weigh(kv=False, expected={right.id: 0.5})
+    assumed = assumed_returns(2, 1000.0)
+    assert [grove.of(node, entries).returns for node in (middle, left, right)] == [0.0, assumed, 0.5]
 
 
 def test_a_state_leans_on_the_nearest_above_and_takes_its_own_kv_with_it():
@@ -87,12 +94,6 @@ def test_a_state_leans_on_the_nearest_above_and_takes_its_own_kv_with_it():
     entries = grove.weigh()
     assert (grove.of(upper, entries).above, grove.of(upper, entries).kv_bytes) == (None, 10)
     assert (grove.of(lower, entries).above, grove.of(lower, entries).kv_bytes) == (grove.of(upper, entries).key, 60)
-
-
-def test_an_end_kept_only_for_an_identical_prompt_is_not_protected():
-    grove = Grove()
-    end = grove.state(1, 2, kind=CutKind.END, used_at=990.0)
-    assert not grove.of(end, grove.weigh(kv=False)).protected
 
 
 def test_pinned_entries_are_not_weighed_at_all():

@@ -6,10 +6,10 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.policy import CutKind, Entry, KeptCheckpoint, thin, victims
+from everwarm.state.policy import CutKind, Entry, KeptCheckpoint, assumed_returns, thin, victims
 from everwarm.state.tree import Checkpoint, Node, Tree, pin, unpin
 
-SCALES = Scales(100.0, 1.0, needs_checkpoints=True, needs_kv=False, resident=frozenset())
+SCALES = Scales(100.0, 1.0, True, False, frozenset(), {}, assumed_returns)
 
 
 def keep(tree: Tree, tokens: list[int], used_at: float = 0.0) -> Node:
@@ -59,8 +59,8 @@ def test_what_is_pinned_goes_when_nothing_else_can():
     assert [nodes[key // 2] for key in victims(entries, 101)] == [other, pinned]
     unpin(pinned)
     assert [nodes[key // 2] for key in victims(weigh(nodes, SCALES), 1)] == [pinned]
-    useless = Entry(1, 10, 9.0, 0.0, 0, stranded=True, pinned=True)
-    assert victims([useless, Entry(2, 10, 0.0, 0.0, 0)], 1) == [1], "what nobody can use is kept for nobody"
+    useless = Entry(1, 10, 9.0, 1.0, stranded=True, pinned=True)
+    assert victims([useless, Entry(2, 10, 0.0, 1.0)], 1) == [1], "what nobody can use is kept for nobody"
 
 
 def test_thinning_passes_over_what_is_pinned():

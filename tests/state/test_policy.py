@@ -17,6 +17,7 @@ from everwarm.state.policy import (
     KeptCheckpoint,
     Seat,
     Spacing,
+    assumed_returns,
     cuts,
     score,
     seat,
@@ -261,10 +262,10 @@ entries = st.lists(
         key=st.integers(0, 10**6),
         size_bytes=st.integers(0, 1000),
         seconds_saved=st.floats(0, 100),
+        returns=st.floats(0, 2),
         age_s=st.floats(0, 10_000),
-        hits=st.integers(0, 5),
         stranded=st.booleans(),
-        protected=st.booleans(),
+        pinned=st.booleans(),
     ),
     max_size=30,
     unique_by=lambda e: e.key,
@@ -285,14 +286,14 @@ def test_victims_free_enough_or_everything(listed, wanted):
 
 @by_chance(100, 3000)
 @given(entries, st.integers(0, 20_000))
-def test_stranded_entries_go_first_and_protected_ones_last(listed, wanted):
+def test_stranded_entries_go_first_and_pinned_ones_last(listed, wanted):
     chosen = set(victims(listed, wanted))
     left = [e for e in listed if e.key not in chosen]
     gone = [e for e in listed if e.key in chosen]
     if any(e.stranded for e in left):
         assert all(e.stranded for e in gone)
-    if any(not e.protected and not e.stranded for e in left):
-        assert not any(e.protected and not e.stranded for e in gone)
+    if any(not e.pinned and not e.stranded for e in left):
+        assert not any(e.pinned and not e.stranded for e in gone)
 
 
 @by_chance(70, 2000)
@@ -300,57 +301,72 @@ def test_stranded_entries_go_first_and_protected_ones_last(listed, wanted):
 def test_within_a_class_nobody_dies_for_one_worth_less(listed, wanted):
     chosen = set(victims(listed, wanted))
     for stranded in (False, True):
-        for protected in (False, True):
-            alike = [e for e in listed if (e.stranded, e.protected) == (stranded, protected)]
+        for pinned in (False, True):
+            alike = [e for e in listed if (e.stranded, e.pinned) == (stranded, pinned)]
             gone, left = [e for e in alike if e.key in chosen], [e for e in alike if e.key not in chosen]
             if gone and left:
                 assert max(map(score, gone)) <= min(map(score, left))
 
 
-def test_a_score_rises_with_what_is_saved_and_with_hits_and_falls_with_size_and_age():
-    base = Entry(1, 1000, 2.0, 100.0, 0)
-    better = [Entry(1, 1000, 4.0, 100.0, 0), Entry(1, 1000, 2.0, 100.0, 1), Entry(1, 500, 2.0, 100.0, 0)]
-    worse = [Entry(1, 1000, 2.0, 200.0 + HALF_LIFE_S, 0), Entry(1, 2000, 2.0, 100.0, 0)]
-    assert all(score(e) > score(base) for e in better)
-    assert all(score(e) == pytest.approx(score(base) / 2) for e in worse)
+def test_a_score_rises_with_what_is_saved_and_with_returns_and_falls_with_size():
+    base = Entry(1, 1000, 2.0, 0.1)
+    better = [Entry(1, 1000, 4.0, 0.1), Entry(1, 1000, 2.0, 0.2), Entry(1, 500, 2.0, 0.1)]
+    assert all(score(e) == pytest.approx(2 * score(base)) for e in better)
+
+
+def test_where_nothing_was_learned_hits_count_and_the_chance_falls_with_the_age():
+    assert assumed_returns(1, 100.0) > assumed_returns(0, 100.0)
+    assert assumed_returns(0, 200.0 + HALF_LIFE_S) == pytest.approx(assumed_returns(0, 100.0) / 2)
 
 
 def test_asking_for_nothing_evicts_nothing():
-    assert victims([Entry(1, 10, 0.0, 0.0, 0, stranded=True)], 0) == []
+    assert victims([Entry(1, 10, 0.0, 0.0, stranded=True)], 0) == []
 
 
 # seats
 
 
 def test_a_request_sits_where_its_own_conversation_is():
-    assert seat([Seat(0, 100, 20, 9.0), Seat(1, 100, 90, 1.0), Seat(2, 0, 0, 0.0)]) == 1
+    assert seat([Seat(0, 100, 20, 0.0, 9.0), Seat(1, 100, 90, 0.0, 1.0), Seat(2, 0, 0, 0.0, 0.0)]) == 1
 
 
 def test_a_small_common_beginning_is_not_worth_throwing_a_long_conversation_out():
-    assert seat([Seat(0, 1000, 20, 1.0), Seat(1, 0, 0, 9.0)]) == 1
-    assert seat([Seat(0, 1000, 500, 1.0), Seat(1, 0, 0, 9.0)]) == 0  # half of it is
+    assert seat([Seat(0, 1000, 20, 0.0, 1.0), Seat(1, 0, 0, 0.0, 9.0)]) == 1
+    assert seat([Seat(0, 1000, 500, 0.0, 1.0), Seat(1, 0, 0, 0.0, 9.0)]) == 0  # half of it is
 
 
 def test_a_stranger_takes_an_empty_slot_then_the_one_used_longest_ago():
-    assert seat([Seat(0, 50, 0, 1.0), Seat(1, 0, 0, 9.0)]) == 1
-    assert seat([Seat(0, 50, 0, 5.0), Seat(1, 60, 0, 2.0)]) == 1
+    assert seat([Seat(0, 50, 0, 0.0, 1.0), Seat(1, 0, 0, 0.0, 9.0)]) == 1
+    assert seat([Seat(0, 50, 0, 0.0, 5.0), Seat(1, 60, 0, 0.0, 2.0)]) == 1
+
+
+def test_a_stranger_takes_the_slot_that_is_least_likely_to_be_continued():
+    assert seat([Seat(0, 50, 0, 0.1, 1.0), Seat(1, 60, 0, 0.01, 9.0)]) == 1
+    assert seat([Seat(0, 50, 0, 0.1, 1.0), Seat(1, 6000, 0, 0.01, 9.0)]) == 0, "it would have to be read again"
 
 
 def test_of_two_equal_conversations_the_shorter_slot_is_taken():
-    assert seat([Seat(0, 100, 60, 0.0), Seat(1, 80, 60, 0.0)]) == 1
+    assert seat([Seat(0, 100, 60, 0.0, 0.0), Seat(1, 80, 60, 0.0, 0.0)]) == 1
 
 
 def test_what_leans_on_a_victim_is_worth_more_at_once():
     """Four states in a row, each close to the one before: without another look all of them would go before the lone one."""
-    chain = [Entry(i, 10, 1.0, 0.0, 0, above=i - 1 if i else None) for i in range(4)]
-    lone = Entry(9, 10, 1.5, 0.0, 0)
+    chain = [Entry(i, 10, 1.0, 1.0, above=i - 1 if i else None) for i in range(4)]
+    lone = Entry(9, 10, 1.5, 1.0)
     assert victims([*chain, lone], 30) == [0, 2, 9]
-    apart = [Entry(i, 10, 1.0, 0.0, 0) for i in range(4)]  # the control: nothing leans on anything
+    apart = [Entry(i, 10, 1.0, 1.0) for i in range(4)]  # the control: nothing leans on anything
     assert victims([*apart, lone], 30) == [0, 1, 2]
 
 
+def test_the_returns_of_a_victim_resume_from_the_entry_above_it():
+    upper, lower = Entry(0, 10, 5.0, 0.1), Entry(1, 10, 0.1, 2.0, above=0)
+    other = Entry(2, 10, 2.0, 1.0)
+    assert victims([upper, lower, other], 20) == [1, 2], "the upper one is what is left to resume from"
+    assert victims([upper, Entry(1, 10, 0.1, 2.0), other], 20) == [1, 0]  # the control: it is not above
+
+
 def test_kv_goes_only_with_the_last_state_that_needs_it():
-    upper, lower = Entry(0, 10, 1.0, 0.0, 0, kv_bytes=100), Entry(1, 10, 5.0, 0.0, 0, above=0, kv_bytes=100)
+    upper, lower = Entry(0, 10, 1.0, 1.0, kv_bytes=100), Entry(1, 10, 5.0, 1.0, above=0, kv_bytes=100)
     assert victims([upper, lower], 10) == [1]  # 110 bytes for 5 seconds are less worth than 10 for 1
     assert victims([upper, lower], 111) == [1, 0]
-    assert victims([upper, Entry(1, 10, 50.0, 0.0, 0, above=0, kv_bytes=100)], 11) == [0, 1]
+    assert victims([upper, Entry(1, 10, 50.0, 1.0, above=0, kv_bytes=100)], 11) == [0, 1]

@@ -123,9 +123,10 @@ def _best_density(chances: Sequence[float], start: int) -> float:
 
 
 class ResumePoints:
-    """How far before the end of a prompt returns resume, in items: the last ones, and what is assumed at first."""
+    """How far before the end of a prompt returns resume, in items: the last ones, and what is ``assumed`` beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, assumed: Sequence[tuple[int, float]] = ()) -> None:
+        self._assumed = assumed
         self._last: deque[int] = deque(maxlen=N_KEPT)
         self._points: list[int] = []  # distances in ascending order
         self._shares: list[float] = []  # of returns that resume no farther
@@ -136,14 +137,14 @@ class ResumePoints:
 
     def within(self, distance: int) -> float:
         """The share of returns that resume at most so far before the end."""
-        if not self._points:
+        if not self._points and (self._last or self._assumed):
             self._sum_up()
         at = bisect.bisect_right(self._points, distance)
         return self._shares[at - 1] if at else 0.0
 
     def _sum_up(self) -> None:
         weight = max(_SURPRISE * len(self._last) / _FAR_SHARE, 1 - len(self._last) / 64)
-        assumed = [(at, weight * share) for at, share in _DISTANCE_PRIORS]
+        assumed = [(at, weight * share) for at, share in self._assumed]
         weighed = sorted([*((at, 1.0) for at in self._last), *assumed])
         total = sum(share for _, share in weighed)
         self._points = [at for at, _ in weighed]
@@ -155,7 +156,9 @@ class ResumePoints:
         shares = {at: self.within(at) for at in (GUARD, *_GRID)}
         chosen: list[int] = []
         while len(chosen) < MAX_PLACES:
-            gains = {at: _gain(at, chosen, shares, n_items, every) for at in _GRID if at < n_items - 1}
+            gains = {
+                at: _gain(at, chosen, shares, n_items, every) for at in _GRID if at < n_items - 1 and at not in chosen
+            }
             best = max(gains, key=lambda at: gains[at], default=0)
             if gains.get(best, 0.0) < MIN_GAIN:
                 break
@@ -247,7 +250,7 @@ class Returns:
     _n_items: int = 0  # of all visits
     _visit_times: ReturnTimes = field(default_factory=lambda: ReturnTimes(_VISIT_PRIORS))
     _junction_times: ReturnTimes = field(default_factory=lambda: ReturnTimes(_JUNCTION_PRIORS))
-    _resumed: ResumePoints = field(default_factory=ResumePoints)
+    resumed: ResumePoints = field(default_factory=lambda: ResumePoints(_DISTANCE_PRIORS))
     _unserved: ResumePoints = field(default_factory=ResumePoints)  # where no earlier turn ended
     _steps: StepsBack = field(default_factory=StepsBack)
     _n_stepped: float = 0.5  # returns to the end of an earlier turn
@@ -312,7 +315,7 @@ class Returns:
     def _note_resumed(self, visit: Visit, n_shared: int) -> int:
         if n_shared >= visit.node.n_items:
             visit.is_extended = True
-            self._resumed.note(_IN_REPLY)
+            self.resumed.note(_IN_REPLY)
             self._unserved.note(_IN_REPLY)
             return _IN_REPLY
         visit.is_left = True
@@ -324,7 +327,7 @@ class Returns:
             self._unserved.note(_IN_REPLY)
         else:
             self._n_elsewhere += 1
-            self._resumed.note(distance)
+            self.resumed.note(distance)
             self._unserved.note(distance)
         return distance
 
@@ -377,7 +380,7 @@ class Returns:
 
     def keeps_replies(self) -> bool:
         """Whether the end of a reply is worth a checkpoint: some returns resume there."""
-        return self._resumed.within(_IN_REPLY) > REPLY_SHARE
+        return self.resumed.within(_IN_REPLY) > REPLY_SHARE
 
     def places(self, n_items: int, spacing: Spacing) -> list[int]:
         """Points of a prompt where returns are likely to leave it, learned from earlier ones."""
@@ -411,7 +414,7 @@ class Returns:
 
     def _resuming(self, end: Node, n_prompt: int, habit: Habit) -> Iterator[tuple[Node, float]]:
         """The kept checkpoints of a lineage, each with the share of returns that resume from it."""
-        stepping = (1 - self._resumed.within(_IN_REPLY)) * self._n_stepped / (self._n_stepped + self._n_elsewhere)
+        stepping = (1 - self.resumed.within(_IN_REPLY)) * self._n_stepped / (self._n_stepped + self._n_elsewhere)
         steps = self._steps.shares()
         own = len(habit) / (len(habit) + 2)  # what its own habit counts beside that of all
         n_turns, stepped, served = 0, 0.0, 0.0
@@ -422,7 +425,7 @@ class Returns:
                 stepped += steps[n_turns] if n_turns < MAX_STEPS else 0.0
             if node.checkpoint is not None:
                 distance = max(_IN_REPLY, n_prompt - node.n_items)
-                reached = (1 - own) * self._resumed.within(distance)
+                reached = (1 - own) * self.resumed.within(distance)
                 reached += sum(d <= distance for d in habit) * own / max(1, len(habit))
                 yield node, stepping * stepped + (1 - stepping) * max(0.0, reached - served)
                 stepped, served = 0.0, max(served, reached)
@@ -431,7 +434,7 @@ class Returns:
     def _through(self, end: Node, n_prompt: int) -> Iterator[tuple[Node, float]]:
         """The nodes of a lineage, each with the share of returns that get beyond its beginning."""
         for node in end.lineage():
-            yield node, self._resumed.within(max(_IN_REPLY, n_prompt - node.start - 1))
+            yield node, self.resumed.within(max(_IN_REPLY, n_prompt - node.start - 1))
 
     def _age(self, at: int) -> int:
         return self.n_requests - at + 1

@@ -133,9 +133,9 @@ def test_it_moves_nobody_out_of_the_context():
 
 
 def test_what_nobody_used_yet_is_evicted_first():
-    usual = Entry(1, 100, 5.0, 10.0, 0)
-    ahead = Entry(2, 100, 500.0, 0.0, 0, is_ahead=True)
-    stranded = Entry(3, 100, 500.0, 0.0, 0, stranded=True)
+    usual = Entry(1, 100, 5.0, 0.5)
+    ahead = Entry(2, 100, 500.0, 1.0, is_ahead=True)
+    stranded = Entry(3, 100, 500.0, 1.0, stranded=True)
     assert victims([usual, ahead, stranded], 300) == [3, 2, 1]
 
 

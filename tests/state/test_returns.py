@@ -1,0 +1,175 @@
+"""What is learned from returns: how soon, from where, and what a checkpoint is worth by that."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.state import returns as module
+from everwarm.state.policy import CutKind, Spacing
+from everwarm.state.returns import GUARD, MAX_VISITS, ResumePoints, Returns, ReturnTimes
+from everwarm.state.tree import Checkpoint, Node, Tree
+
+SPACING = Spacing(32, 2000, 0, 0)
+
+
+class Grove:
+    """A tree, and requests that leave and come back to it."""
+
+    def __init__(self) -> None:
+        self.tree = Tree()
+        self.returns = Returns(self.tree)
+        self.now = 0.0
+
+    def request(self, prompt: list[int], reply: list[int], *, keeps: tuple[int, ...] = ()) -> Node:
+        """Reads a prompt, writes a reply, and keeps states after so many items."""
+        self.now += 1.0
+        path = Prompt.of_tokens([*prompt, *reply])
+        match = self.tree.match("", Prompt.of_tokens(prompt), 0)
+        arrival = self.returns.arrive(match, self.now)
+        node = self.tree.root("")
+        for n_items in sorted({*keeps, len(path)}):
+            node = self.tree.grow(node, path, n_items)
+            if n_items in keeps and node.checkpoint is None:
+                self.tree.set_checkpoint(node, Checkpoint(CutKind.BOUNDARY, True, (), state=np.zeros(8, np.uint8)))
+        self.returns.leave(node, len(prompt), arrival)
+        return node
+
+    def expected(self, *, anywhere: bool = False) -> dict[int, float]:
+        return self.returns.expected([], anywhere=anywhere)
+
+
+def conversation(number: int, n_turns: int) -> list[int]:
+    return [number * 100_000 + i for i in range(100 * n_turns)]
+
+
+def take_turns(grove: Grove, n_conversations: int, n_rounds: int) -> list[Node]:
+    """Conversations that go on one after the other; returns their ends, the oldest first."""
+    ends = []
+    for turn in range(1, n_rounds + 1):
+        ends = [grove.request(conversation(i, turn)[:-20], conversation(i, turn)[-20:]) for i in range(n_conversations)]
+    return ends
+
+
+def test_what_comes_back_in_turn_is_worth_most_shortly_before_its_turn():
+    grove = Grove()
+    ends = take_turns(grove, 6, 12)
+    worths = [grove.returns.worth(end) for end in ends]
+    assert worths == sorted(worths, reverse=True) and worths[0] > 2 * worths[-1]
+
+
+def test_what_comes_back_in_bursts_is_worth_most_right_after_its_use():
+    grove = Grove()
+    ends = []
+    rng = random.Random(1)
+    for i in range(30):
+        for turn in range(1, rng.randrange(2, 12)):
+            end = grove.request(conversation(i, turn)[:-20], conversation(i, turn)[-20:])
+        ends.append(end)
+    assert grove.returns.worth(ends[-1]) > 5 * grove.returns.worth(ends[-3])
+
+
+def test_what_never_came_back_is_expected_ever_less():
+    grove = Grove()
+    first = grove.request(conversation(0, 1), [])
+    before = grove.returns.worth(first)
+    for i in range(1, 40):
+        grove.request(conversation(i, 1), [])
+    assert grove.returns.worth(first) < before / 20
+
+
+def test_a_return_is_expected_where_earlier_ones_resumed():
+    """All turns rewrite the last reply: the state before it is worth more than the one after it, and turns that continue
+    after the reply are the control."""
+    for rewrites in (True, False):
+        grove = Grove()
+        history: list[int] = []
+        for turn in range(20):
+            prompt = [*history, *(turn * 1000 + i for i in range(100))]
+            reply = [turn * 1000 + 500 + i for i in range(50)]
+            keeps = (len(prompt) - 4, len(prompt) + len(reply))
+            end = grove.request(prompt, reply, keeps=keeps)
+            history = prompt if rewrites else [*prompt, *reply]
+        expected = grove.expected()
+        before = next(n for n in end.lineage() if n.n_items == keeps[0])
+        assert (expected[before.id] > 5 * expected.get(end.id, 0.0)) is rewrites
+
+
+def test_returns_between_two_kept_points_resume_from_the_upper_one():
+    grove = Grove()
+    end = grove.request(conversation(0, 10), [], keeps=(500, 996))
+    upper = next(n for n in end.lineage() if n.n_items == 500)
+    shares = grove.expected()
+    lower = next(n for n in end.lineage() if n.n_items == 996)
+    assert 0 < shares[upper.id] < shares[lower.id]
+    grove.tree.drop_checkpoint(lower)
+    assert grove.expected()[upper.id] == pytest.approx(shares[upper.id] + shares[lower.id], rel=1e-6)
+
+
+def test_plain_attention_resumes_anywhere_so_every_node_above_is_worth_its_returns():
+    grove = Grove()
+    end = grove.request(conversation(0, 10), [], keeps=(500,))
+    shares = grove.expected(anywhere=True)
+    values = [shares[node.id] for node in end.lineage()]
+    assert values == sorted(values, reverse=True) and values[-1] > 0
+
+
+def test_a_shared_beginning_that_others_leave_is_worth_their_arrivals():
+    grove = Grove()
+    head = list(range(1000))
+    kept = 1000
+    for i in range(10):
+        end = grove.request([*head, *conversation(i + 1, 1)], [], keeps=(kept,))
+    junction = next(n for n in end.lineage() if n.n_items == kept)
+    alone = grove.request(conversation(99, 10), [], keeps=(500, 1000))
+    within = next(n for n in alone.lineage() if n.n_items == 500)
+    assert grove.expected()[junction.id] > 3 * grove.expected()[within.id]
+
+
+def test_cuts_are_learned_where_prompts_are_left():
+    grove = Grove()
+    assert grove.returns.places(10_000, SPACING) == [], "nothing is known yet"
+    history = list(range(5000))
+    for turn in range(30):
+        prompt = [*history, *(10_000 * (turn + 1) + i for i in range(300))]
+        grove.request(prompt, [])
+        history = prompt[: len(prompt) - 200]  # each next turn leaves 200 items before the end
+    places = grove.returns.places(10_000, SPACING)
+    assert places and min(abs(10_000 - at - 200) for at in places) < 64 and all(at <= 9_800 for at in places[:1])
+
+
+def test_surprises_are_never_ruled_out():
+    grove = Grove()
+    points = grove.returns.resumed
+    for _ in range(500):
+        points.note(0)
+    assert 0.9 < points.within(GUARD) < 1.0 and points.within(1 << 20) == pytest.approx(1.0)
+
+
+def test_a_density_is_the_best_of_all_times_to_wait():
+    times = ReturnTimes((0.1,))
+    for _ in range(200):
+        times.note(0, 8, returned=True)
+    times.refresh(1, [])
+    assert times.density(0, 4) < times.density(0, 7) and times.density(0, 8) > 0.2
+    times = ReturnTimes((0.1,))
+    for _ in range(200):
+        times.note(0, 8, returned=False)
+    times.refresh(1, [])
+    assert times.density(0, 1) < 0.01, "the control: nothing came back"
+
+
+def test_what_is_remembered_is_bounded_and_can_be_forgotten(monkeypatch):
+    grove = Grove()
+    ends = [grove.request(conversation(i, 1), []) for i in range(MAX_VISITS + 10)]
+    assert sum(map(grove.returns.remembers, ends)) == MAX_VISITS
+    assert len(grove.tree.census.by_id) == MAX_VISITS + 1, "what is not remembered any more is pruned"
+    grove.returns.forget(ends)
+    assert not grove.tree.census.by_id
+    monkeypatch.setattr(module, "MAX_ITEMS", 1000)
+    ends = [grove.request(conversation(i, 1), []) for i in range(20)]
+    assert sum(map(grove.returns.remembers, ends)) == 10
+    grove.tree.check()
