@@ -23,11 +23,11 @@ from everwarm.engine.images import ImageCache
 from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
-from everwarm.engine.read_speed import FIRST_GUESS_S, ReadSpeed
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Residents, Slot, Spares
+from everwarm.engine.speed import FIRST_GUESS_S, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
@@ -119,7 +119,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     """``outlives_us``: a later engine may take over the RAM tier's memory."""
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
     kv_bytes = sizes.shape.kv_bytes_per_token
-    residents, speed, stats = _residents(opened), ReadSpeed(), CheckpointStats(sizes.spacing.max_checkpoints)
+    residents, speed, stats = _residents(opened), Speed(), CheckpointStats(sizes.spacing.max_checkpoints)
     budget = RamBudget(sizes.ram_bytes, settings.namespace_share, tree, context.kind, residents, speed, stats)
     writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes))
     checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats)
@@ -164,7 +164,7 @@ def _residents(opened: _Opened) -> Residents:
     return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
-def _tier_writer(opened: _Opened, ram_writer: RamWriter, speed: ReadSpeed) -> TierWriter:
+def _tier_writer(opened: _Opened, ram_writer: RamWriter, speed: Speed) -> TierWriter:
     settings = opened.settings
     return TierWriter(
         settings.store,
@@ -182,7 +182,7 @@ def _tier_writer(opened: _Opened, ram_writer: RamWriter, speed: ReadSpeed) -> Ti
 
 
 def _loader(
-    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: ReadSpeed, most_joined: int
+    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: Speed, most_joined: int
 ) -> Loader:
     kept = opened.settings.store or opened.settings.remote
     policy = "auto" if kept is None else kept.restore_policy

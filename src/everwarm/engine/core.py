@@ -33,16 +33,15 @@ from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
 from everwarm.engine.memory_plan import Sizes
 from everwarm.engine.process.messages import Backlog, ReadReason
 from everwarm.engine.process.reply_text import items_text, probabilities
-from everwarm.engine.read_speed import MIN_TOKENS, ReadSpeed
 from everwarm.engine.recovery import Remedy, StallWatch, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
-from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
-from everwarm.engine.scheduling.backlog import Pace, backlog_of
+from everwarm.engine.scheduling.admission import Admission, Verdict, backlog_of, require_possible
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, plan
 from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before, next_side, seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot, Spares
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.loader import Brought, Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
 from everwarm.engine.tiers.tier_writer import TierWriter
@@ -92,7 +91,7 @@ class Core:
     tree: Tree
     slots: list[Slot]
     spares: Spares
-    speed: ReadSpeed
+    speed: Speed
     ram: Ram
     ram_budget: RamBudget
     ram_writer: RamWriter
@@ -115,7 +114,6 @@ class Core:
     prewarm: PrewarmQueue = field(default_factory=PrewarmQueue)
     stall: StallWatch = field(default_factory=StallWatch)
     turns: TurnTaking = field(default_factory=TurnTaking)
-    pace: Pace = field(default_factory=Pace)
     ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
     has_cancelled: bool = False  # a request was cancelled since the last step
     n_admitted: int = 0  # requests, each once
@@ -271,12 +269,11 @@ class Core:
 
     def _publish_status(self) -> None:
         running = [request for slot in self.slots if (request := slot.request) is not None]
-        about = {"read_s": self.speed.seconds_per_token, "new_share": self.counts.new_share}
         self.status = CoreStatus(
             n_running=sum(not request.ask.ahead for request in running),
             n_queued=len(self.queue),
             tree_version=self.tree.census.version,
-            backlog=backlog_of(self.slots, self.queue, self.pace, **about),
+            backlog=backlog_of(self.slots, self.queue, self.speed, self.counts.new_share),
         )
         self._status_due_at = time.monotonic() + STATUS_S
         self._is_status_old = False
@@ -313,7 +310,7 @@ class Core:
             except DecodeFailed as error:
                 self._start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return True
-            self._learn_speed(feeds, time.monotonic() - started)
+            self.speed.learn(sum(len(feed.tokens) for feed in feeds), time.monotonic() - started)
             self._commit(grants, feeds, events)
             return True
         return False
@@ -376,13 +373,6 @@ class Core:
         stop = slot.n_fed + grant.n_tokens
         tokens = request.tokens(slot.n_fed, stop)
         return Feed(slot.seq, tokens, self.context.end(slot.seq), stop == request.n_items)
-
-    def _learn_speed(self, feeds: list[Feed], seconds: float) -> None:
-        n = sum(len(feed.tokens) for feed in feeds)
-        if n >= MIN_TOKENS:
-            self.speed.learn(n, seconds)
-        else:
-            self.pace.wrote(n, seconds)
 
     # after decoding
 
@@ -499,7 +489,8 @@ class Core:
         receipt: Receipt | None = None,
     ) -> None:
         request.sampler.close()
-        self.pace.ended(request, finish)
+        if finish in (Finish.STOP, Finish.LENGTH) and not request.ask.ahead:
+            self.speed.learn_reply(request.n_reply)
         self._is_status_old = True
         events.append(Finished(request.id, request.result(finish, error), receipt))
 

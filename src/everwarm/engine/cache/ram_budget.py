@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from everwarm.engine.inspect.stats import CheckpointStats
-from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.slots import Residents
+from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.eviction import Scales, weigh
@@ -28,7 +28,7 @@ class RamBudget:
         tree: Tree,
         kind: MemoryKind,
         residents: Residents,
-        speed: ReadSpeed,
+        speed: Speed,
         stats: CheckpointStats,
     ) -> None:
         """``namespace_share``: the most that each namespace may take of it."""

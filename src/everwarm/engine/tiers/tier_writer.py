@@ -18,9 +18,9 @@ from pathlib import Path
 
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
-from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.disk_pins import PinBoard, pinned_below
 from everwarm.engine.tiers.model_folder import ModelFolder
 from everwarm.engine.tiers.packing import Job, Packing
@@ -75,7 +75,7 @@ class TierWriter:
         context: Context,
         writer: RamWriter,
         ram: Ram,
-        speed: ReadSpeed,
+        speed: Speed,
         *,
         words: Callable[[Prompt], str] = lambda _: "",
         remote: RemoteSettings | None = None,
