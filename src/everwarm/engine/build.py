@@ -26,6 +26,7 @@ from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
+from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speed import FIRST_GUESS_S, Speed
 from everwarm.engine.tiers.loader import Loader
@@ -131,30 +132,31 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
     return Core(
         model=opened.model,
+        files=opened.files,
+        is_right=opened.is_right,
         settings=settings,
         sizes=sizes,
         context=context,
-        tree=tree,
         slots=residents.slots,
         spares=residents.spares,
-        speed=speed,
+        images=opened.images,
+        tree=tree,
+        checkpointer=checkpointer,
+        checkpoint_stats=stats,
+        restorer=restorer,
+        room=room,
+        joiner=Joiner(context, tree, ram, budget, writer.most_joined),
+        dropper=Dropper(tree, residents, ram, writer, checkpointer),
         ram=ram,
         ram_budget=budget,
         ram_writer=writer,
-        checkpointer=checkpointer,
-        checkpoint_stats=stats,
-        room=room,
-        restorer=restorer,
-        joiner=Joiner(context, tree, ram, budget, writer.most_joined),
-        dropper=Dropper(tree, residents, ram, writer, checkpointer),
-        admission=Admission(context, tree, residents.slots, restorer, loader, cuts=takes_cuts),
-        step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
-        files=opened.files,
-        is_right=opened.is_right,
-        images=opened.images,
         offload=Offload(context.kind, tree, writer, budget, ram, tier_writer, kv_bytes) if outlives_us else None,
+        admission=Admission(context, tree, residents.slots, restorer, loader, cuts=takes_cuts),
+        unverified=Unverified(restorer),
+        step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
+        speed=speed,
     )
 
 

@@ -84,46 +84,50 @@ class CoreStatus(NamedTuple):
 
 @dataclass(slots=True)
 class Core:
+    # the model, and the sequences of its context
     model: Model
+    files: list[FileWatch]  # of the model and its projector
+    is_right: Callable[[], bool]  # whether all that was computed matches them; any thread may ask, and may have to wait
     settings: EngineSettings
     sizes: Sizes
     context: Context
-    tree: Tree
     slots: list[Slot]
     spares: Spares
-    speed: Speed
+    images: ImageCache | None  # None: the model sees no images
+    # what is kept of prompts
+    tree: Tree
+    checkpointer: Checkpointer
+    checkpoint_stats: CheckpointStats
+    restorer: Restorer
+    room: DeviceRoom
+    joiner: Joiner
+    dropper: Dropper
+    # RAM, disk and the remote store
     ram: Ram
     ram_budget: RamBudget
     ram_writer: RamWriter
-    checkpointer: Checkpointer
-    checkpoint_stats: CheckpointStats
-    room: DeviceRoom
-    restorer: Restorer
-    joiner: Joiner
-    dropper: Dropper
-    admission: Admission
-    step_budget: Budget
     tier_writer: TierWriter
     loader: Loader
-    files: list[FileWatch]  # of the model and its projector
-    is_right: Callable[[], bool]  # whether all that was computed matches them; any thread may ask, and may have to wait
-    images: ImageCache | None = None  # None: the model sees no images
-    offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
+    offload: Offload | None  # None: nothing outlives this engine but what is on disk
+    # requests: which may start, and how fast they go
+    admission: Admission
+    unverified: Unverified
+    step_budget: Budget
+    speed: Speed
     queue: collections.deque[Request] = field(default_factory=collections.deque)
-    counts: RequestStats = field(default_factory=RequestStats)
     prewarm: PrewarmQueue = field(default_factory=PrewarmQueue)
-    stall: StallWatch = field(default_factory=StallWatch)
     turns: TurnTaking = field(default_factory=TurnTaking)
-    ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
-    has_cancelled: bool = False  # a request was cancelled since the last step
+    stall: StallWatch = field(default_factory=StallWatch)
+    counts: RequestStats = field(default_factory=RequestStats)
     n_admitted: int = 0  # requests, each once
-    unverified: Unverified = field(init=False)
-    status: CoreStatus = field(init=False)  # any thread may read it
+    has_cancelled: bool = False  # a request was cancelled since the last step
+    ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
+    # what other threads may know
+    status: CoreStatus = field(init=False)
     _status_due_at: float = 0.0
     _is_status_old: bool = False  # a request has come, started or ended since
 
     def __post_init__(self) -> None:
-        self.unverified = Unverified(self.restorer)
         self._publish_status()
 
     def close(self) -> None:
