@@ -31,14 +31,14 @@ class Checkpointer:
         spacing: Spacing,
         writer: RamWriter,
         budget: RamBudget,
-        stats: CheckpointStats,
+        journal: CheckpointStats,
     ) -> None:
         self._context = context
         self._tree = tree
         self._spares = spares
         self._writer = writer
         self._budget = budget
-        self._stats = stats
+        self._journal = journal
         self.spacing = spacing
 
     # taking
@@ -69,7 +69,7 @@ class Checkpointer:
         self._tree.set_checkpoint(node, checkpoint)
         if kind is not CutKind.PREWARM:  # a guess must not displace another checkpoint
             self._thin(node)
-        self._stats.created(node, checkpoint)
+        self._journal.created(node, checkpoint)
         self._budget.enforce()
 
     def _upgrade(self, node: Node, checkpoint: Checkpoint, kind: CutKind, logits: np.ndarray | None) -> None:
@@ -122,13 +122,13 @@ class Checkpointer:
         assert checkpoint is not None
         checkpoint.used_at = time.monotonic()
         checkpoint.hits += 1
-        self._stats.restored(node, checkpoint, how)
+        self._journal.restored(node, checkpoint, how)
 
     def note_continued(self, node: Node) -> None:
         """A request continues from here. If the node was prewarmed, the guess was right."""
         if node.checkpoint is not None and node.checkpoint.kind is CutKind.PREWARM:
             node.checkpoint.kind = CutKind.STABLE
-            self._stats.n_prewarms_used += 1
+            self._journal.n_prewarms_used += 1
 
     # giving up
 
@@ -137,7 +137,7 @@ class Checkpointer:
         if node.checkpoint.parked is not None and node.parent is not None:
             self._writer.save_kv(node.checkpoint.parked, node.parent)  # states above it may live on this sequence's KV
         checkpoint = self._tree.drop_checkpoint(node)
-        self._stats.dropped(node, checkpoint, reason)
+        self._journal.dropped(node, checkpoint, reason)
         if checkpoint.parked is not None:
             self._spares.release(checkpoint.parked)
 
@@ -156,7 +156,7 @@ class Checkpointer:
 
     def quarantine(self, node: Node, error: MemoryFault) -> None:
         """Marks an entry that libllama refused: it is never offered again."""
-        self._stats.quarantined(node, error)
+        self._journal.quarantined(node, error)
         if node.checkpoint is not None:
             self.drop(node, "quarantined")
 
@@ -167,7 +167,7 @@ class Checkpointer:
             if checkpoint is None or self._is_finite(checkpoint):
                 continue
             self._tree.drop_checkpoint(node)
-            self._stats.quarantined(node, "its state is not a number")
+            self._journal.quarantined(node, "its state is not a number")
             if checkpoint.parked is not None:
                 self._spares.scrub(checkpoint.parked)
 

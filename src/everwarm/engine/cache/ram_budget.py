@@ -29,7 +29,7 @@ class RamBudget:
         kind: MemoryKind,
         residents: Residents,
         speed: Speed,
-        stats: CheckpointStats,
+        journal: CheckpointStats,
     ) -> None:
         """``namespace_share``: the most that each namespace may take of it."""
         self.n_bytes = n_bytes
@@ -38,7 +38,7 @@ class RamBudget:
         self._kind = kind
         self._residents = residents
         self._speed = speed
-        self._stats = stats
+        self._journal = journal
         self._is_lifted = False
 
     @contextlib.contextmanager
@@ -84,12 +84,12 @@ class RamBudget:
         node.evicted = True
         if not is_state:
             if node.segment is not None:
-                self._stats.evicted("ram_budget")
+                self._journal.evicted("ram_budget")
                 self._tree.drop_segment(node)
         elif checkpoint is not None and checkpoint.parked is not None:
             self._tree.drop_state(node)
         elif checkpoint is not None:
-            self._stats.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
+            self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
 
     def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
         kind = self._kind
