@@ -10,7 +10,7 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import returns as module
 from everwarm.state.policy import CutKind, Spacing
-from everwarm.state.returns import GUARD, MAX_VISITS, ResumePoints, Returns, ReturnTimes
+from everwarm.state.returns import GUARD, MAX_VISITS, Returns, ReturnTimes
 from everwarm.state.tree import Checkpoint, Node, Tree
 
 SPACING = Spacing(32, 2000, 0, 0)

@@ -23,11 +23,12 @@ from everwarm.engine.images import ImageCache
 from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
-from everwarm.engine.read_speed import FIRST_GUESS_S, ReadSpeed
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
+from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
+from everwarm.engine.speed import FIRST_GUESS_S, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
@@ -120,7 +121,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     """``outlives_us``: a later engine may take over the RAM tier's memory."""
     settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
     kv_bytes, state_bytes = sizes.shape.kv_bytes_per_token, sizes.shape.state_bytes
-    residents, speed, stats = _residents(opened), ReadSpeed(), CheckpointStats(sizes.spacing.max_checkpoints)
+    residents, speed, stats = _residents(opened), Speed(), CheckpointStats(sizes.spacing.max_checkpoints)
     returns = Returns(tree)
     share = settings.namespace_share
     budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats)
@@ -136,31 +137,32 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
     return Core(
         model=opened.model,
+        files=opened.files,
+        is_right=opened.is_right,
         settings=settings,
         sizes=sizes,
         context=context,
-        tree=tree,
         slots=residents.slots,
         spares=residents.spares,
-        speed=speed,
+        images=opened.images,
+        tree=tree,
+        checkpointer=checkpointer,
+        checkpoint_stats=stats,
         returns=returns,
+        restorer=restorer,
+        room=room,
+        joiner=Joiner(context, tree, ram, budget, writer.most_joined),
+        dropper=Dropper(tree, residents, ram, writer, checkpointer, returns),
         ram=ram,
         ram_budget=budget,
         ram_writer=writer,
-        checkpointer=checkpointer,
-        checkpoint_stats=stats,
-        room=room,
-        restorer=restorer,
-        joiner=Joiner(context, tree, ram, budget, writer.most_joined),
-        dropper=Dropper(tree, residents, ram, writer, checkpointer, returns),
-        admission=Admission(context, tree, residents.slots, restorer, loader, returns, cuts=takes_cuts),
-        step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         tier_writer=tier_writer,
         loader=loader,
-        files=opened.files,
-        is_right=opened.is_right,
-        images=opened.images,
         offload=Offload(context.kind, tree, writer, budget, ram, tier_writer) if outlives_us else None,
+        admission=Admission(context, tree, residents.slots, restorer, loader, returns, cuts=takes_cuts),
+        unverified=Unverified(restorer),
+        step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
+        speed=speed,
     )
 
 
@@ -170,7 +172,7 @@ def _residents(opened: _Opened) -> Residents:
     return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
-def _tier_writer(opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWriter, speed: ReadSpeed) -> TierWriter:
+def _tier_writer(opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWriter, speed: Speed) -> TierWriter:
     settings = opened.settings
     return TierWriter(
         settings.store,
@@ -189,7 +191,7 @@ def _tier_writer(opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWri
 
 
 def _loader(
-    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: ReadSpeed, most_joined: int
+    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: Speed, most_joined: int
 ) -> Loader:
     kept = opened.settings.store or opened.settings.remote
     policy = "auto" if kept is None else kept.restore_policy

@@ -33,16 +33,15 @@ from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
 from everwarm.engine.memory_plan import Sizes
 from everwarm.engine.process.messages import Backlog, ReadReason
 from everwarm.engine.process.reply_text import items_text, probabilities
-from everwarm.engine.read_speed import MIN_TOKENS, ReadSpeed
 from everwarm.engine.recovery import Remedy, StallWatch, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
-from everwarm.engine.scheduling.admission import Admission, Verdict, require_possible
-from everwarm.engine.scheduling.backlog import Pace, backlog_of
+from everwarm.engine.scheduling.admission import Admission, Verdict, backlog_of, require_possible
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, plan
 from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before, next_side, seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot, Spares
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.loader import Brought, Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
 from everwarm.engine.tiers.tier_writer import TierWriter
@@ -86,48 +85,51 @@ class CoreStatus(NamedTuple):
 
 @dataclass(slots=True)
 class Core:
+    # the model, and the sequences of its context
     model: Model
+    files: list[FileWatch]  # of the model and its projector
+    is_right: Callable[[], bool]  # whether all that was computed matches them; any thread may ask, and may have to wait
     settings: EngineSettings
     sizes: Sizes
     context: Context
-    tree: Tree
     slots: list[Slot]
     spares: Spares
-    speed: ReadSpeed
+    images: ImageCache | None  # None: the model sees no images
+    # what is kept of prompts
+    tree: Tree
+    checkpointer: Checkpointer
+    checkpoint_stats: CheckpointStats
     returns: Returns
+    restorer: Restorer
+    room: DeviceRoom
+    joiner: Joiner
+    dropper: Dropper
+    # RAM, disk and the remote store
     ram: Ram
     ram_budget: RamBudget
     ram_writer: RamWriter
-    checkpointer: Checkpointer
-    checkpoint_stats: CheckpointStats
-    room: DeviceRoom
-    restorer: Restorer
-    joiner: Joiner
-    dropper: Dropper
-    admission: Admission
-    step_budget: Budget
     tier_writer: TierWriter
     loader: Loader
-    files: list[FileWatch]  # of the model and its projector
-    is_right: Callable[[], bool]  # whether all that was computed matches them; any thread may ask, and may have to wait
-    images: ImageCache | None = None  # None: the model sees no images
-    offload: Offload | None = None  # None: nothing outlives this engine but what is on disk
+    offload: Offload | None  # None: nothing outlives this engine but what is on disk
+    # requests: which may start, and how fast they go
+    admission: Admission
+    unverified: Unverified
+    step_budget: Budget
+    speed: Speed
     queue: collections.deque[Request] = field(default_factory=collections.deque)
-    counts: RequestStats = field(default_factory=RequestStats)
     prewarm: PrewarmQueue = field(default_factory=PrewarmQueue)
-    stall: StallWatch = field(default_factory=StallWatch)
     turns: TurnTaking = field(default_factory=TurnTaking)
-    pace: Pace = field(default_factory=Pace)
-    ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
-    has_cancelled: bool = False  # a request was cancelled since the last step
+    stall: StallWatch = field(default_factory=StallWatch)
+    counts: RequestStats = field(default_factory=RequestStats)
     n_admitted: int = 0  # requests, each once
-    unverified: Unverified = field(init=False)
-    status: CoreStatus = field(init=False)  # any thread may read it
+    has_cancelled: bool = False  # a request was cancelled since the last step
+    ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
+    # what other threads may know
+    status: CoreStatus = field(init=False)
     _status_due_at: float = 0.0
     _is_status_old: bool = False  # a request has come, started or ended since
 
     def __post_init__(self) -> None:
-        self.unverified = Unverified(self.restorer)
         self._publish_status()
 
     def close(self) -> None:
@@ -274,12 +276,11 @@ class Core:
 
     def _publish_status(self) -> None:
         running = [request for slot in self.slots if (request := slot.request) is not None]
-        about = {"read_s": self.speed.seconds_per_token, "new_share": self.counts.new_share}
         self.status = CoreStatus(
             n_running=sum(not request.ask.ahead for request in running),
             n_queued=len(self.queue),
             tree_version=self.tree.census.version,
-            backlog=backlog_of(self.slots, self.queue, self.pace, **about),
+            backlog=backlog_of(self.slots, self.queue, self.speed, self.counts.new_share),
         )
         self._status_due_at = time.monotonic() + STATUS_S
         self._is_status_old = False
@@ -316,7 +317,7 @@ class Core:
             except DecodeFailed as error:
                 self._start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return True
-            self._learn_speed(feeds, time.monotonic() - started)
+            self.speed.learn(sum(len(feed.tokens) for feed in feeds), time.monotonic() - started)
             self._commit(grants, feeds, events)
             return True
         return False
@@ -379,13 +380,6 @@ class Core:
         stop = slot.n_fed + grant.n_tokens
         tokens = request.tokens(slot.n_fed, stop)
         return Feed(slot.seq, tokens, self.context.end(slot.seq), stop == request.n_items)
-
-    def _learn_speed(self, feeds: list[Feed], seconds: float) -> None:
-        n = sum(len(feed.tokens) for feed in feeds)
-        if n >= MIN_TOKENS:
-            self.speed.learn(n, seconds)
-        else:
-            self.pace.wrote(n, seconds)
 
     # after decoding
 
@@ -503,7 +497,8 @@ class Core:
         receipt: Receipt | None = None,
     ) -> None:
         request.sampler.close()
-        self.pace.ended(request, finish)
+        if finish in (Finish.STOP, Finish.LENGTH) and not request.ask.ahead:
+            self.speed.learn_reply(request.n_reply)
         self._is_status_old = True
         events.append(Finished(request.id, request.result(finish, error), receipt))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everwarm.config import ContextOptions, ModelOptions
-from everwarm.engine.read_speed import ReadSpeed
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.model_folder import ModelFolder
 from everwarm.state.store.folder_meta import FolderAbout, folder_name, read_about, write_about
 
@@ -30,14 +30,14 @@ def context() -> Any:
 
 def test_the_speed_of_an_earlier_engine_replaces_a_guess(folder):
     write_about(folder, FolderAbout(fingerprint=PRINT, seconds_per_token=0.5))
-    new = ReadSpeed(GUESS)
+    new = Speed(GUESS)
     ModelFolder(folder, PRINT, context(), new)
     assert new.seconds_per_token == 0.5
 
 
 def test_what_was_measured_while_the_folder_opened_stays_and_is_written(folder):
     write_about(folder, FolderAbout(fingerprint=PRINT, seconds_per_token=0.5))
-    new = ReadSpeed(GUESS)
+    new = Speed(GUESS)
     new.learn(100, 25.0)
     ModelFolder(folder, PRINT, context(), new).renew()
     about = read_about(folder)
@@ -45,6 +45,6 @@ def test_what_was_measured_while_the_folder_opened_stays_and_is_written(folder):
 
 
 def test_a_guess_is_not_written(folder):
-    ModelFolder(folder, PRINT, context(), ReadSpeed(GUESS)).renew()
+    ModelFolder(folder, PRINT, context(), Speed(GUESS)).renew()
     about = read_about(folder)
     assert about is not None and about.seconds_per_token is None

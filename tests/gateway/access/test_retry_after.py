@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from everwarm.engine.core import Core
 from everwarm.engine.process.messages import Backlog
-from everwarm.engine.scheduling.backlog import Pace, backlog_of
+from everwarm.engine.scheduling.admission import backlog_of
 from everwarm.engine.settings import EngineSettings
+from everwarm.engine.speed import Speed
 from everwarm.errors import EngineStopped, Overloaded
 from everwarm.gateway.access.limits import (
     LEAST_S,
@@ -92,8 +93,7 @@ def test_a_refusal_says_how_long_and_the_next_one_says_more():
 
 
 def ahead_of(core: Core) -> Backlog:
-    about = {"read_s": core.speed.seconds_per_token, "new_share": core.counts.new_share}
-    return backlog_of(core.slots, core.queue, core.pace, **about)
+    return backlog_of(core.slots, core.queue, core.speed, core.counts.new_share)
 
 
 def test_an_engine_counts_what_is_ahead():
@@ -118,15 +118,17 @@ def test_replies_are_expected_to_be_as_long_as_they_were():
         assert ahead_of(core).n_to_write == 10
         submit(core, text(3, 20), 1000, ignore_eos=True)  # nothing else ends it
         assert ahead_of(core).n_to_write == 1010
-        assert core.pace.n_ended == 1 and core.pace.n_steps > 0
+        assert core.speed.n_reply == 10
 
 
 def test_the_first_measurement_replaces_the_guess():
-    pace = Pace()
-    pace.wrote(4, 2.0)
-    assert pace.write_s == 0.5
-    pace.wrote(1, 1.0)
-    assert 0.5 < pace.write_s < 1.0
+    speed = Speed()
+    speed.learn(4, 2.0)
+    assert speed.write_s == 0.5
+    speed.learn(1, 1.0)
+    assert 0.5 < speed.write_s < 1.0
+    speed.learn(100, 25.0)
+    assert speed.seconds_per_token == 0.25, "many tokens are of a prompt"
 
 
 @pytest.mark.parametrize(("load_s", "expected"), [(None, None), (0.2, 1), (41.3, 42)])

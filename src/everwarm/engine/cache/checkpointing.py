@@ -52,7 +52,7 @@ class Checkpointer:
         spacing: Spacing,
         writer: RamWriter,
         budget: RamBudget,
-        stats: CheckpointStats,
+        journal: CheckpointStats,
         state_bytes: int,
     ) -> None:
         """``state_bytes``: of one state of this model."""
@@ -62,7 +62,7 @@ class Checkpointer:
         self._spares = spares
         self._writer = writer
         self._budget = budget
-        self._stats = stats
+        self._journal = journal
         self.spacing = spacing
         self.reply_use = ReplyUse()
 
@@ -94,7 +94,7 @@ class Checkpointer:
         self._tree.set_checkpoint(node, checkpoint)
         if kind is not CutKind.PREWARM:  # a guess must not displace another checkpoint
             self._thin(node)
-        self._stats.created(node, checkpoint)
+        self._journal.created(node, checkpoint)
         self._budget.enforce()
         if node.checkpoint is not checkpoint and kind in _OPTIONAL and not _is_deterministic(slot):
             slot.skip_cuts(kind)  # RAM is full of better ones
@@ -159,7 +159,7 @@ class Checkpointer:
         assert checkpoint is not None
         checkpoint.used_at = time.monotonic()
         checkpoint.hits += 1
-        self._stats.restored(node, checkpoint, how)
+        self._journal.restored(node, checkpoint, how)
 
     def note_continued(self, node: Node) -> None:
         """A request continues from here. If the node was prewarmed, the guess was right."""
@@ -168,7 +168,7 @@ class Checkpointer:
         self.reply_use.n_left += kind is CutKind.STABLE and any(map(_is_reply, node.children.values()))
         if node.checkpoint is not None and kind is CutKind.PREWARM:
             node.checkpoint.kind = CutKind.STABLE
-            self._stats.n_prewarms_used += 1
+            self._journal.n_prewarms_used += 1
 
     # giving up
 
@@ -200,7 +200,7 @@ class Checkpointer:
         if node.checkpoint.parked is not None and node.parent is not None:
             self._writer.save_kv(node.checkpoint.parked, node.parent)  # states above it may live on this sequence's KV
         checkpoint = self._tree.drop_checkpoint(node)
-        self._stats.dropped(node, checkpoint, reason)
+        self._journal.dropped(node, checkpoint, reason)
         if checkpoint.parked is not None:
             self._spares.release(checkpoint.parked)
 
@@ -220,7 +220,7 @@ class Checkpointer:
 
     def quarantine(self, node: Node, error: MemoryFault) -> None:
         """Marks an entry that libllama refused: it is never offered again."""
-        self._stats.quarantined(node, error)
+        self._journal.quarantined(node, error)
         if node.checkpoint is not None:
             self.drop(node, "quarantined")
 
@@ -231,7 +231,7 @@ class Checkpointer:
             if checkpoint is None or self._is_finite(checkpoint):
                 continue
             self._tree.drop_checkpoint(node)
-            self._stats.quarantined(node, "its state is not a number")
+            self._journal.quarantined(node, "its state is not a number")
             if checkpoint.parked is not None:
                 self._spares.scrub(checkpoint.parked)
 

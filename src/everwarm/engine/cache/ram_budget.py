@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from everwarm.engine.inspect.stats import CheckpointStats
-from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.slots import Residents
+from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.eviction import Scales, weigh
@@ -33,8 +33,8 @@ class RamBudget:
         kind: MemoryKind,
         residents: Residents,
         returns: Returns,
-        speed: ReadSpeed,
-        stats: CheckpointStats,
+        speed: Speed,
+        journal: CheckpointStats,
     ) -> None:
         """``namespace_share``: the most that each namespace may take of it."""
         self.n_bytes = n_bytes
@@ -44,7 +44,7 @@ class RamBudget:
         self._residents = residents
         self._returns = returns
         self._speed = speed
-        self._stats = stats
+        self._journal = journal
         self._n_lifted = 0
         self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
 
@@ -108,12 +108,12 @@ class RamBudget:
         node.evicted = True
         if not is_state:
             if node.segment is not None:
-                self._stats.evicted("ram_budget")
+                self._journal.evicted("ram_budget")
                 self._tree.drop_segment(node)
         elif checkpoint is not None and checkpoint.parked is not None:
             self._tree.drop_state(node)
         elif checkpoint is not None:
-            self._stats.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
+            self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
 
     def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
         kind = self._kind

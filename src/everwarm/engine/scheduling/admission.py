@@ -1,5 +1,5 @@
-"""Whether a waiting request may start now: is there a slot, is there room, and is another request reading its
-prefix?"""
+"""Whether a waiting request may start now: is there a slot, is there room, and is another request reading its prefix? And
+how much work is ahead of a new one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
 from everwarm.engine.images import ImageCache
+from everwarm.engine.process.messages import Backlog
 from everwarm.engine.request import Ask, Request
 from everwarm.engine.slots import Slot
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.loader import Brought, Fetch, Loader
 from everwarm.errors import BadRequest, PromptTooLong
 from everwarm.llama.context import Context
@@ -202,3 +204,32 @@ def require_possible(ask: Ask, context: Context, n_slots: int, images: ImageCach
         raise BadRequest(f"token {int(ask.prompt.codes.max())} is not in the vocabulary; give 0 to {top}")
     if ask.slot is not None and not 0 <= ask.slot < n_slots:
         raise BadRequest(f"slot {ask.slot} does not exist; give 0 to {n_slots - 1}")
+
+
+def backlog_of(slots: Sequence[Slot], queue: Iterable[Request], speed: Speed, new_share: float) -> Backlog:
+    """How much work is ahead of a new request. ``new_share``: how much of a prompt is usually to be read."""
+    running = [(slot.n_fed, request) for slot in slots if (request := slot.request) is not None]
+    waiting = list(queue)
+    reads = [max(0.0, request.n_prompt - n_fed) for n_fed, request in running]
+    writes = [_n_expected(speed, request) for _, request in running]
+    soonest = min(zip(reads, writes, strict=True), key=sum, default=(0.0, 0.0))
+    return Backlog(
+        n_slots=len(slots),
+        n_running=len(running),
+        n_waiting=len(waiting),
+        n_reply=speed.n_reply,
+        n_to_read=sum(reads) + sum(new_share * request.n_prompt for request in waiting),
+        n_to_write=sum(writes) + sum(_n_expected(speed, request) for request in waiting),
+        n_next_read=soonest[0],
+        n_next_write=soonest[1],
+        read_s=speed.seconds_per_token,
+        write_s=speed.write_s,
+    )
+
+
+def _n_expected(speed: Speed, request: Request) -> float:
+    """Tokens it will still write: as many as a reply has on average, or as it has already, but no more than it may; all
+    that it may where nothing else ends it."""
+    if request.ask.ignore_eos:
+        return float(request.n_left)
+    return min(float(request.n_left), max(speed.n_reply, request.n_reply))

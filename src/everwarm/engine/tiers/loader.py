@@ -19,8 +19,8 @@ from typing import Protocol
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
-from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RestorePolicy
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.packing import PartReader, object_size
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.tier_writer import TierWriter
@@ -131,7 +131,7 @@ class Loader:
         tree: Tree,
         checkpointer: Checkpointer,
         ram: Ram,
-        speed: ReadSpeed,
+        speed: Speed,
         policy: RestorePolicy,
         most_joined: int,
     ) -> None:

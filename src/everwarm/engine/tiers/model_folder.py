@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from everwarm.engine.read_speed import ReadSpeed
+from everwarm.engine.speed import Speed
 from everwarm.llama.context import Context
 from everwarm.state.store.folder_meta import MAX_WAYS, FolderAbout, Way, read_about, write_about
 
@@ -23,7 +23,7 @@ WORTH_WRITING = 0.1  # by how much the speed has to change
 class ModelFolder:
     """Runs on the disk's thread. A failure is only logged."""
 
-    def __init__(self, folder: Path, fingerprint: str, context: Context, speed: ReadSpeed) -> None:
+    def __init__(self, folder: Path, fingerprint: str, context: Context, speed: Speed) -> None:
         self._folder = folder
         self._speed = speed
         before = read_about(folder)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from everwarm.config import read_key
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
-from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.llama.model import MemoryKind
 from everwarm.state.lineage import keys
@@ -23,7 +23,7 @@ from everwarm.types import Blob
 
 
 class RemoteWriter:
-    def __init__(self, packing: Packing, kind: MemoryKind, speed: ReadSpeed) -> None:
+    def __init__(self, packing: Packing, kind: MemoryKind, speed: Speed) -> None:
         self._packing = packing
         self._kind = kind
         self._speed = speed

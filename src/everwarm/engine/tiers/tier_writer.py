@@ -22,9 +22,9 @@ from pathlib import Path
 from everwarm.engine.cache.checkpointing import ReplyUse
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
-from everwarm.engine.read_speed import ReadSpeed
 from everwarm.engine.settings import RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.disk_pins import PinBoard, pinned_below
 from everwarm.engine.tiers.model_folder import ModelFolder
 from everwarm.engine.tiers.packing import Job, Packing, PartReader
@@ -81,7 +81,7 @@ class TierWriter:
         context: Context,
         writer: RamWriter,
         ram: Ram,
-        speed: ReadSpeed,
+        speed: Speed,
         reply_use: ReplyUse,
         *,
         words: Callable[[Prompt], str] = lambda _: "",
