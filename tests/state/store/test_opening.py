@@ -56,6 +56,11 @@ def files() -> Iterator[Gated]:
     gated.gate.set()
 
 
+@pytest.fixture(autouse=True)
+def no_head_start(monkeypatch) -> None:
+    monkeypatch.setattr(disk_module, "HEAD_START_S", 0.0)
+
+
 def talks() -> list[list[Thing]]:
     return [conversation(i, n_kv=N_KV) for i in range(N_TALKS)]
 
@@ -151,6 +156,11 @@ def test_closing_ends_a_pass_that_has_hardly_begun(filled, files):
     threading.Timer(0.05, files.gate.set).start()
     filled.close()
     check(filled())
+
+
+def test_a_small_folder_is_known_whole_when_it_is_open(filled, monkeypatch):
+    monkeypatch.setattr(disk_module, "HEAD_START_S", 60.0)
+    assert len(filled.at_once().objects()) == len(everything())
 
 
 # an index that says anything

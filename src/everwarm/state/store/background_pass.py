@@ -27,8 +27,12 @@ class BackgroundPass:
         self._has_looked = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everwarm-reconcile", daemon=True)
 
-    def start(self) -> None:
+    def start(self, head_start_s: float = 0.0) -> None:
+        """Waits for so long, and does without pauses meanwhile: a short pass is over when this returns."""
+        self._is_urgent.set()
         self._thread.start()
+        self._thread.join(head_start_s)
+        self._is_urgent.clear()
 
     @property
     def is_over(self) -> bool:

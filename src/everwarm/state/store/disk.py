@@ -60,6 +60,7 @@ log = logging.getLogger("everwarm.disk")
 PINS = "pins.json"
 MAX_PINS = 4096
 MAX_ABOVE = 512  # points of one pin that are remembered; the deepest
+HEAD_START_S = 0.25  # opening waits for the pass over the files: few of them are all known then
 _MAX_BYTES = 64 << 20
 _DAY_S = 86_400.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
@@ -212,7 +213,7 @@ class Disk:
             with self._indexing():
                 self._written_today = self._index.written()
             self._pass = self._load()
-            self._pass.start()
+            self._pass.start(HEAD_START_S)
         except BaseException:
             os.close(self._held)
             raise
