@@ -19,7 +19,6 @@ import pytest
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.store import disk as disk_module
-from everwarm.state.store.background_pass import BackgroundPass
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.files import TEMPORARY, Files
 from everwarm.state.store.index import IndexedObject
@@ -108,7 +107,12 @@ def wrong_all_along(disk: Disk, gate: threading.Event) -> list[str]:
     trouble += wrong(disk, at_once=False)
     said = {kept.name: kept.size for kept in disk.objects()}
     if said != object_files(disk.directory) or disk.n_bytes != sum(said.values()):
-        trouble.append(f"the index says {said}")
+        trouble.append(f"it says that there are {said}")
+    disk._objects.check()
+    rows = disk._index._database.execute("SELECT name, kind, key, n_items, size, needs FROM objects").fetchall()
+    wanted = {(k.name, k.kind, k.key, k.n_items, k.size, ",".join(k.needs)) for k in disk.objects()}
+    if set(rows) != wanted:
+        trouble.append(f"the index says {rows}")
     return trouble
 
 
@@ -130,7 +134,9 @@ def test_without_an_index_everything_is_found_when_the_pass_has_come_to_it(fille
     assert [found(disk, i) for i in range(N_TALKS)] == [None] * N_TALKS
     assert wrong_all_along(disk, files.gate) == []
     disk = filled.at_once(files=(again := Gated()))
-    assert [found(disk, i) for i in range(N_TALKS)] == [talk[-1].name for talk in talks()], "and remembered from then on"
+    assert [found(disk, i) for i in range(N_TALKS)] == [talk[-1].name for talk in talks()], (
+        "and remembered from then on"
+    )
     again.gate.set()
 
 
@@ -185,7 +191,9 @@ def lie(place: Path, rng: random.Random) -> None:
                     index.execute(f"UPDATE objects SET {column} = ?", (value,)) if column != "name" else None
                 case 2:
                     row = index.execute("SELECT * FROM objects WHERE name = ?", (rng.choice(names),)).fetchone() or ()
-                    index.execute("INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)", (name, *row[1:8])) if row else None
+                    index.execute(
+                        "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)", (name, *row[1:8])
+                    ) if row else None
                 case _:
                     index.execute(f"UPDATE OR IGNORE objects SET {column} = ? WHERE name = ?", (value, name))
     index.close()
@@ -318,7 +326,7 @@ def test_no_kv_is_evicted_before_it_is_known_that_no_state_needs_it(filled, file
 
 
 def test_a_tier_that_did_not_wait_for_its_pass_would_be_noticed(filled, files, monkeypatch):
-    monkeypatch.setattr(BackgroundPass, "finish", lambda _: None)
+    monkeypatch.setattr(Disk, "_read_all_headers", lambda _: None)
     assert n_broken(put_one_more(filled, files)) > 0
 
 

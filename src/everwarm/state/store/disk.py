@@ -60,7 +60,7 @@ log = logging.getLogger("everwarm.disk")
 PINS = "pins.json"
 MAX_PINS = 4096
 MAX_ABOVE = 512  # points of one pin that are remembered; the deepest
-HEAD_START_S = 0.25  # opening waits for the pass over the files: few of them are all known then
+HEAD_START_S = 0.1  # opening waits for the pass over the files: few of them are all known then
 _MAX_BYTES = 64 << 20
 _DAY_S = 86_400.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
@@ -239,7 +239,8 @@ class Disk:
     @property
     def n_bytes(self) -> int:
         """Of all files, also of those that should be gone and could not be removed."""
-        return self._objects.total_bytes + sum(self._stuck.values())
+        with self._lock:
+            return self._objects.total_bytes + sum(self._stuck.values())
 
     def size_of(self, names: Sequence[str]) -> int:
         """Bytes of those objects that are here."""
@@ -262,7 +263,8 @@ class Disk:
             return self._objects.n_lengths
 
     def find(self, root: str, prompt: Prompt, most: int) -> IndexedObject | None:
-        """The deepest whole state that these items begin with, of at most so many of them."""
+        """The deepest whole state that these items begin with, of at most so many of them. Reads its header, if the
+        pass has not done so yet."""
         with self._lock:
             lengths = self._objects.lengths(most)
         named = keys(root, prompt, lengths)
@@ -347,7 +349,8 @@ class Disk:
         """Writes an object: True means durable, False not kept, which costs only time later."""
         name = name_of(header)
         with self._writing:
-            self._look(name)
+            for each in (name, *header.needs):
+                self._look(each)
             if self.has(name):
                 return True
             try:
@@ -381,7 +384,7 @@ class Disk:
             self._files.write(path, encode(header, parts))
         except OSError as error:
             spare = frozenset(header.needs) | self._fresh
-            self._pass.finish()
+            self._read_all_headers()
             n_missing = self._n_missing(size, error)
             if n_missing <= 0 or not self._evict(spare, max(0, self.n_bytes - n_missing)):
                 raise
@@ -534,6 +537,12 @@ class Disk:
         """Waits until every file was compared with the index, and the budget is kept to."""
         self._pass.join()
 
+    def _read_all_headers(self) -> None:
+        """Before that, nobody knows which KV is needed."""
+        self._pass.finish()
+        for name in self._objects.unopened():  # what could not be opened then
+            self._look(name)
+
     def _look(self, name: str) -> None:
         """Reads the header of a file, unless somebody else did that before."""
         if self._objects.is_unopened(name):
@@ -549,8 +558,9 @@ class Disk:
             use = (time.time(), 0) if before is None else (before.used_at, before.hits)
             kept = _kept(opened.reader.header, opened.stat.st_size, *use)
             self._remember(kept)
-            if before is None or (before.n_items, before.size) != (kept.n_items, kept.size):
-                self._changed.append(name)
+            with self._indexing():
+                if not self._index.describes(kept):
+                    self._changed.append(name)
             if len(self._changed) >= _BATCH:
                 self._store_changed()
 
@@ -592,7 +602,7 @@ class Disk:
         """Drops what saves least until at most so many bytes are left; returns whether anything was dropped."""
         if self._candidates(most) is None:
             return False
-        self._pass.finish()  # before that, nobody knows which KV is needed
+        self._read_all_headers()
         before = self.counts.n_evicted
         while (among := self._candidates(most)) is not None and (name := self._next_victim(among, spare)) is not None:
             self.counts.n_evicted += 1

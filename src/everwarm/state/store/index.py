@@ -90,6 +90,11 @@ class Index:
             found.objects.extend(_decode_all(there, now))
         return found
 
+    def describes(self, kept: IndexedObject) -> bool:
+        """Whether the row of this object says what its file says."""
+        row = self._database.execute("SELECT * FROM objects WHERE name = ?", (kept.name,)).fetchone()
+        return row is not None and row[:6] == _to_row(kept)[:6]
+
     def store(self, kept: IndexedObject) -> None:
         self._database.execute(_STORE, _to_row(kept))
 

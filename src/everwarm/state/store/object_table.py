@@ -202,8 +202,9 @@ class ObjectTable(Mapping[str, IndexedObject]):
             sizes[kept.space] += kept.size
         known = [each for each in self._unopened.values() if each is not None]
         assert +self.space_bytes == +sizes and self.total_bytes == sizes.total() + sum(each.size for each in known)
-        states = [each for each in (*self._kept.values(), *known) if _is_state(each.name)]
-        assert self._lengths == Counter(each.n_items for each in states)
+        lengths = [kept.n_items for kept in self._kept.values() if kept.kind == "state"]
+        lengths += [each.n_items for each in known if _is_state(each.name)]
+        assert self._lengths == Counter(lengths)
         assert not self._kept.keys() & self._unopened.keys()
         needed = {need for kept in self._kept.values() for need in kept.needs}
         assert self._n_users == Counter(need for kept in self._kept.values() for need in kept.needs)
