@@ -47,7 +47,7 @@ class DiskCosts:
 
     n_objects: int
     open_s: float
-    open_clock_s: float  # by the clock, with the moment that is left to the pass
+    open_clock_s: float  # by the clock; few files with their headers
     pass_s: float  # opening, and reading every header
     turn_s: float  # what the loop's thread asks in a turn
     find_s: float  # where a prompt is looked up

@@ -60,7 +60,7 @@ log = logging.getLogger("everwarm.disk")
 PINS = "pins.json"
 MAX_PINS = 4096
 MAX_ABOVE = 512  # points of one pin that are remembered; the deepest
-HEAD_START_S = 0.1  # opening waits for the pass over the files: few of them are all known then
+FEW_FILES, HEAD_START_S = 1000, 0.25  # opening waits for so long for the pass over so many files: all are known then
 _MAX_BYTES = 64 << 20
 _DAY_S = 86_400.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
@@ -213,7 +213,7 @@ class Disk:
             with self._indexing():
                 self._written_today = self._index.written()
             self._pass = self._load()
-            self._pass.start(HEAD_START_S)
+            self._pass.start(HEAD_START_S if len(self._objects.unopened()) <= FEW_FILES else 0.0)
         except BaseException:
             os.close(self._held)
             raise
@@ -526,9 +526,9 @@ class Disk:
                 self.drop(name)
         return {name for name in names if name.endswith(SUFFIX) and not name.startswith(TEMPORARY)}
 
-    def _from_index(self, names: Collection[str]) -> IndexContent:
+    def _from_index(self, names: set[str]) -> IndexContent:
         try:
-            return self._index.load(names, time.time())
+            return self._index.load(names)
         except sqlite3.Error as error:
             self._fail("found in the index", error)
             return IndexContent()
@@ -555,7 +555,8 @@ class Disk:
             if not self._objects.is_unopened(name) or name == self._in_hand or self._is_replaced(name, opened.stat):
                 return  # somebody else has seen to it, or will
             before = self._objects.remembered(name)
-            use = (time.time(), 0) if before is None else (before.used_at, before.hits)
+            now = time.time()
+            use = (now, 0) if before is None else (min(before.used_at, now), before.hits)
             kept = _kept(opened.reader.header, opened.stat.st_size, *use)
             self._remember(kept)
             with self._indexing():

@@ -11,8 +11,9 @@ import logging
 import os
 import sqlite3
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -39,7 +40,6 @@ _LOAD = "SELECT name, n_items, size, used_at, hits FROM objects"
 _MANY = 4096  # rows that are decoded at once
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 _Time = Annotated[float, msgspec.Meta(ge=0)]
-_TYPES: tuple[Any, ...] = (list[str], list[_Count], list[_Count], list[_Time], list[_Count])
 
 
 class IndexedObject(msgspec.Struct, frozen=True, gc=False):
@@ -57,14 +57,14 @@ class IndexedObject(msgspec.Struct, frozen=True, gc=False):
     reaches: tuple[int, ...] = ()  # of its needs, as its header says
 
 
-class RememberedObject(msgspec.Struct, frozen=True, gc=False):
-    """What the index says of a file that nobody has opened yet."""
+class RememberedObject(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What the index says of a file that nobody has opened yet; a row of ``_LOAD``."""
 
     name: str
-    n_items: int
-    size: int
-    used_at: float
-    hits: int
+    n_items: _Count
+    size: _Count
+    used_at: _Time
+    hits: _Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,15 @@ class Index:
     def __init__(self, path: Path) -> None:
         self._database = _open(path)
 
-    def load(self, names: Collection[str], now: float) -> IndexContent:
+    def load(self, names: set[str]) -> IndexContent:
         """``names``: of the files that are there."""
         found = IndexContent()
         cursor = self._database.execute(_LOAD)
         while rows := cursor.fetchmany(_MANY):
-            there = [row for row in rows if row[0] in names]
-            if len(there) < len(rows):
+            if not names.issuperset(map(itemgetter(0), rows)):
                 found.gone.extend(row[0] for row in rows if row[0] not in names)
-            found.objects.extend(_decode_all(there, now))
+                rows = [row for row in rows if row[0] in names]
+            found.objects.extend(_decode(rows))
         return found
 
     def describes(self, kept: IndexedObject) -> bool:
@@ -138,23 +138,12 @@ def _to_row(kept: IndexedObject) -> tuple[object, ...]:
     return kept.name, kept.kind, kept.key, kept.n_items, kept.size, needs, kept.used_at, kept.hits
 
 
-def _decode_all(rows: Sequence[tuple[Any, ...]], now: float) -> list[RememberedObject]:
-    """Those rows that can be true."""
+def _decode(rows: list[tuple[Any, ...]]) -> list[RememberedObject]:
+    """Those rows that can be true. All at once, because there may be a hundred thousand."""
     try:
-        return _decode(rows, now)
+        return msgspec.convert(rows, list[RememberedObject])
     except msgspec.ValidationError:
-        if len(rows) == 1:
-            return []
-        return [kept for row in rows for kept in _decode_all([row], now)]
-
-
-def _decode(rows: Sequence[tuple[Any, ...]], now: float) -> list[RememberedObject]:
-    """Column by column, because there may be a hundred thousand. ``msgspec.ValidationError``: one cannot be true."""
-    if not rows:
-        return []
-    columns = [msgspec.convert(column, type) for column, type in zip(zip(*rows, strict=True), _TYPES, strict=True)]
-    names, n_items, sizes, used_at, hits = columns
-    return list(map(RememberedObject, names, n_items, sizes, [min(at, now) for at in used_at], hits))
+        return [kept for row in rows for kept in _decode([row])] if len(rows) > 1 else []
 
 
 def _uses(database: sqlite3.Connection) -> dict[str, tuple[float, int]]:
@@ -221,7 +210,7 @@ def _connect(place: Path | str) -> sqlite3.Connection:
     try:
         index.execute("PRAGMA journal_mode=WAL")
         index.execute("PRAGMA synchronous=NORMAL")
-        if index.execute("PRAGMA integrity_check").fetchone() != ("ok",):
+        if index.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("it is damaged")
         _make_tables(index)
     except sqlite3.Error:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from everwarm.state.store.index import IndexedObject, RememberedObject
 
 _FEW = 64
+_STATE = "state-"
 
 
 class ObjectTable(Mapping[str, IndexedObject]):
@@ -94,8 +95,8 @@ class ObjectTable(Mapping[str, IndexedObject]):
         """Adds unopened files to an empty table: what the index remembers, and the names of all."""
         known = {each.name: each for each in objects}
         self._unopened = {**dict.fromkeys(names), **known}
-        self._lengths = Counter(each.n_items for each in known.values() if _is_state(each.name))
-        self.total_bytes = sum(each.size for each in known.values())
+        self._lengths = Counter([each.n_items for name, each in known.items() if name.startswith(_STATE)])
+        self.total_bytes = sum([each.size for each in known.values()])
 
     def add(self, kept: IndexedObject) -> None:
         """Adds an object, in place of one of the same name."""
@@ -218,4 +219,4 @@ class ObjectTable(Mapping[str, IndexedObject]):
 
 
 def _is_state(name: str) -> bool:
-    return name.startswith("state-")
+    return name.startswith(_STATE)
