@@ -10,7 +10,7 @@ objects.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from everwarm.state.store.index import IndexedObject, RememberedObject
@@ -26,8 +26,8 @@ class ObjectTable(Mapping[str, IndexedObject]):
         self._n_users: Counter[str] = Counter()  # how many objects need each name, also names that are not here
         self._users: dict[str, set[str]] | None = None  # which these are; found when somebody asks
         self._lengths: Counter[int] = Counter()  # of states, in items
-        self._stranded: dict[str, None] = {}  # in the order in which they became so
-        self._stranded_in: dict[str, dict[str, None]] = {}  # by space
+        self._stranded: OrderedDict[str, None] = OrderedDict()  # in the order in which they became so
+        self._stranded_in: dict[str, OrderedDict[str, None]] = {}  # by space
         self.total_bytes = 0  # also of unopened files, as far as the index knows them
         self.space_bytes: Counter[str] = Counter()
         self._by_size: list[tuple[int, str]] = []  # spaces, the largest first; also sizes that they had before
@@ -79,7 +79,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
 
     def stranded(self, besides: Collection[str], space: str | None) -> str | None:
         """KV that no state needs, or a state that is not whole; of one space, or of any."""
-        names = self._stranded if space is None else self._stranded_in.get(space, {})
+        names = self._stranded if space is None else self._stranded_in.get(space, ())
         return next((name for name in names if name not in besides), None)
 
     def largest_space(self) -> dict[str, int]:
@@ -137,6 +137,8 @@ class ObjectTable(Mapping[str, IndexedObject]):
 
     def _remove_unopened(self, name: str) -> None:
         remembered = self._unopened.pop(name, None)
+        if not self._unopened:
+            self._unopened = {}  # a dict that was large is slow to walk over, though it is empty
         if remembered is not None:
             self.total_bytes -= remembered.size
             if _is_state(name):
@@ -186,7 +188,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
 
     def _strand(self, kept: IndexedObject) -> None:
         self._stranded.setdefault(kept.name)
-        self._stranded_in.setdefault(kept.space, {}).setdefault(kept.name)
+        self._stranded_in.setdefault(kept.space, OrderedDict()).setdefault(kept.name)
 
     def _unstrand(self, kept: IndexedObject) -> None:
         self._stranded.pop(kept.name, None)
