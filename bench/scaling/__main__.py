@@ -1,5 +1,7 @@
-"""``python -m bench.scaling``."""
+"""``python -m bench.scaling [GROUP ...]``: all groups of measurements, or those that are named."""
 
-from bench.scaling.report import run
+import sys
 
-run()
+from bench.scaling.report import MEASURES, run
+
+run(sys.argv[1:] or tuple(MEASURES))

@@ -31,7 +31,7 @@ def in_a_line(line: Line) -> str:
 def totals_table(lines: Sequence[Line], servers: Sequence[str]) -> str:
     """Over everything: the figures that are claimed, and their spread over seeds."""
     rows = [(server, *_totals(lines, server)) for server in servers]
-    head = ("server", "avoidable", "regret", "%", "of it first partings inside a message", "% without these")
+    head = ("server", "avoidable", "regret", "%", "of which first divergences inside a message", "% without those")
     head += ("read ahead", "first token p50 ms", "p95 ms", "restore p50 ms", "prompt tokens/s")
     return _table(head, rows)
 
@@ -61,21 +61,24 @@ def _or_dash(values: Sequence[float]) -> str:
 def _page(about: Mapping[str, Any], lines: Sequence[Line], name: str) -> str:
     servers = about["servers"]
     parts = [
-        "# The suite: measured",
-        "Written by `python -m bench suite`; do not edit. What it means and how it is made: [README](README.md).",
+        "# Benchmark suite: results",
+        "`python -m bench suite` writes this page; do not edit it. [README](README.md) describes the method and defines "
+        "the terms.",
         _machine(about, lines, name),
-        "## Over everything",
+        "## All scenarios together",
         totals_table(lines, servers),
         f"![regret]({name}-regret.svg)",
         f"![time]({name}-time.svg)",
         "## By scenario",
-        "Regret as a share of the avoidable tokens, in brackets without first partings inside a message; first token p50.",
+        "For each server: regret in percent of the avoidable tokens, in parentheses without first divergences inside a "
+        "message; then the median time to the first token in milliseconds.",
         _by_scenario(lines, servers),
         "## Memory and disk",
-        "Medians over scenarios, MiB. *Grown*: resident at the end less right after the start. *Peak*: the largest "
-        "of any scenario, the whole family of processes. *Written*: by the system's count, of all scenarios together.",
+        "Values are medians over the scenarios, in MiB. *Grown* is resident memory at the end minus resident memory right "
+        "after the start. *Peak* is the largest value of any scenario, summed over the server's processes. *Written* is "
+        "the sum over all scenarios, as counted by the operating system.",
         _weights(lines, servers),
-        "## Where Everwarm read something again",
+        "## Requests in which Everwarm prefilled known tokens again",
         _misses(lines),
     ]
     return "\n\n".join(parts) + "\n"
@@ -89,7 +92,7 @@ def _machine(about: Mapping[str, Any], lines: Sequence[Line], name: str) -> str:
         ("machine", f"{machine['cores']} cores, {machine['cpu']}, {machine['arch']}, {machine['system']}"),
         ("versions", f"Everwarm {versions['everwarm']}, libllama {versions['libllama']}, Python {versions['python']}"),
         ("command", f"`python -m bench.suite {options}`"),
-        ("load of the machine", f"{spread(loads, '{:.1f}') if loads else '–'} (our own is about 1) {settings['note']}"),
+        ("load average", f"{spread(loads, '{:.1f}') if loads else '–'}; the benchmark adds about 1 {settings['note']}"),
         ("raw data", f"[data/{name}.jsonl](data/{name}.jsonl): every request of every server"),
     )
     return _table(("", ""), rows)
@@ -138,9 +141,9 @@ def _misses(lines: Sequence[Line]) -> str:
         )
         for line, i, row in rows[:40]
     ]
-    head = ("request", "tokens", "first parting inside a message", "reason", "known / KV / state", "went on from")
+    head = ("request", "tokens", "first divergence inside a message", "reason", "known / KV / state", "continued from")
     rest = "" if len(rows) <= 40 else f"\n\n… and {len(rows) - 40} smaller ones in the raw data."
-    return (_table(head, shown) + rest) if shown else "Nowhere by more than 16 tokens."
+    return (_table(head, shown) + rest) if shown else "In no request were more than 16 known tokens prefilled again."
 
 
 def _regret_plot(lines: Sequence[Line], servers: Sequence[str]) -> str:

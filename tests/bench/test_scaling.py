@@ -1,7 +1,7 @@
 """Exponents that are found are those that were put in, and every curve can be measured."""
 
 import pytest
-from bench.scaling import context, report, slots, tree, turns
+from bench.scaling import context, disk, report, slots, tree, turns
 from bench.scaling.fit import Curve, exponent
 
 
@@ -28,7 +28,7 @@ def test_growth_that_a_large_beginning_hides_is_found_in_the_upper_half():
     assert hidden.exponent < 0.25 < hidden.late_exponent and not hidden.is_as_it_should_be
 
 
-def test_every_curve_can_be_measured_and_reported(monkeypatch):
+def test_every_curve_can_be_measured_and_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(turns, "N_TOKENS", 512)
     monkeypatch.setattr(turns, "N_CTX", 2048)
     found = {
@@ -36,9 +36,13 @@ def test_every_curve_can_be_measured_and_reported(monkeypatch):
         "turns": turns.curves((1, 2)),
         "tree": tree.curves((32, 64)),
         "slots": slots.curves((1, 2)),
+        "disk": disk.curves((400, 800)),
     }
-    assert [len(curves) for curves in found.values()] == [7, 1, 5, 2]
+    assert [len(curves) for curves in found.values()] == [7, 1, 5, 2, 7]
     assert all(seconds > 0 for curves in found.values() for each in curves for _, seconds in each.points)
-    files = report.files("a machine", found)
+    measured = {name: report.Measured("a machine", curves) for name, curves in found.items()}
+    files = report.files(measured)
     assert set(files) == {"scaling.md", "data/scaling.json", *(f"scaling-{name}.svg" for name in found)}
-    assert files["scaling.md"].count("| context |") == 7
+    assert files["scaling.md"].count("| context |") == 7 + 1, "and where it was measured"
+    (tmp_path / "scaling.json").write_text(files["data/scaling.json"])
+    assert report.files(report._read(tmp_path / "scaling.json")) == files, "what is measured once can be reported again"

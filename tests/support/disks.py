@@ -11,13 +11,19 @@ PLENTY = 1 << 30
 
 
 class OpenDisk:
-    """Calling it opens a Disk in one place; the one before it is closed."""
+    """Calling it opens a Disk in one place and waits until every file was looked at; the one before it is closed."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
         self.disk: Disk | None = None
 
     def __call__(self, budget: int = PLENTY, **more) -> Disk:
+        disk = self.at_once(budget, **more)
+        disk.settle()
+        return disk
+
+    def at_once(self, budget: int = PLENTY, **more) -> Disk:
+        """The pass over the files may have only begun."""
         self.close()
         self.disk = Disk(self.place, budget, **more)
         return self.disk

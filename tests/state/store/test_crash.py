@@ -36,10 +36,12 @@ def object_files(place: Path) -> dict[str, int]:
 
 
 def wrong(place: Path, acknowledged: dict[str, Thing], everything: dict[str, Thing], budget: int = PLENTY) -> list[str]:
-    """What a Disk opened here does wrong."""
+    """What a Disk opened here does wrong, at once and when it has looked at every file."""
     disk = Disk(place, budget)
     try:
-        found = [f"{path.name} is left" for path in place.iterdir() if path.name.startswith(TEMPORARY)]
+        found = [f"{name} is not there at once" for name in acknowledged if not is_whole(acknowledged[name], disk)]
+        disk.settle()
+        found += [f"{path.name} is left" for path in place.iterdir() if path.name.startswith(TEMPORARY)]
         found += [f"{name} is lost" for name in acknowledged.keys() - disk.names()]
         found += [f"{name} cannot be read" for name in disk.names() if not is_whole(everything[name], disk)]
         if disk.n_bytes != sum(object_files(place).values()) or disk.n_bytes > budget:
@@ -66,7 +68,8 @@ def test_the_check_itself_notices_what_is_lost_damaged_or_left(tmp_path):
     (tmp_path / lost).unlink()
     data = (tmp_path / damaged).read_bytes()
     (tmp_path / damaged).write_bytes(data[:ALIGN] + bytes(len(data) - ALIGN - 40) + data[-40:])
-    assert sorted(wrong(tmp_path, things, things))[:2] == sorted([f"{lost} is lost", f"{damaged} cannot be read"])
+    at_once = [f"{name} is not there at once" for name in (lost, damaged)]
+    assert sorted(wrong(tmp_path, things, things)) == sorted([*at_once, f"{lost} is lost", f"{damaged} is lost"])
 
 
 # a killed process

@@ -19,6 +19,7 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.store import disk as disk_module
+from everwarm.state.store import eviction_order
 from everwarm.state.store.disk import DirectoryTaken, Disk
 from everwarm.state.store.files import TEMPORARY, Files
 from everwarm.state.store.object import ALIGN, MAX_SECTIONS, Damaged
@@ -209,14 +210,15 @@ def test_the_budget_is_never_exceeded_and_the_sizes_are_those_of_the_files(open_
                 disk.touch([thing.name for thing in things])
             case 2 if rng.random() < 0.3:
                 disk = open_disk(budget)
-            case 3:
-                disk.scan()
+            case 3 if rng.random() < 0.3:
+                disk = open_disk.at_once(budget)
             case 4 if (kept := disk.find(ROOT, Prompt(codes_of(i, n_kv * STEP)), n_kv * STEP)) is not None:
                 for name in (kept.name, *kept.needs):
                     with disk.reading(name) as reader:
                         assert all(len(reader.read(s.name)) == s.length for s in reader.header.sections)
             case _:
                 assert rng.choice(things).put(disk)
+        disk.settle()
         check(disk)
     assert disk.counts.n_failures == disk.counts.n_damaged == 0
 
@@ -755,19 +757,19 @@ def test_two_puts_of_one_object_at_a_time_count_it_once(open_disk, operation):
     check(disk)
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        "create",
-        "rename",
-        "sync_directory",
-    ],
-)
-def test_a_scan_during_a_put_changes_nothing(open_disk, operation):
+@pytest.mark.parametrize("operation", ["create", "sync", "rename", "sync_directory"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_pass_during_a_put_changes_nothing(open_disk, place, operation, is_there):
+    """It may see the temporary file, the old file of the same name, or the new one before it is acknowledged."""
+    if is_there:
+        put_all(open_disk(), state(1, needs=["kv-of-another-cut.ew"]))
+        open_disk.close()
+        replace_index(place, None)
     disk = open_disk(files=(files := Interrupted(operation)))
-    files.interruption = threading.Thread(target=disk.scan)
-    assert kv(1).put(disk)
+    files.interruption = threading.Thread(target=disk._look, args=(state(1).name,))
+    assert state(1).put(disk)
     files.interruption.join()
+    assert state(1).is_in(disk)
     check(disk)
 
 
@@ -850,29 +852,26 @@ def test_a_tier_that_refused_something_heals_when_it_is_probed(open_disk):
     check(disk)
 
 
-def test_states_are_ranked_without_the_lock_and_seldom(open_disk, monkeypatch):
-    free, n_ranked, real = [], [0], disk_module.ranked
+def test_choosing_a_victim_lets_others_have_the_lock_in_between(open_disk, monkeypatch):
+    monkeypatch.setattr(eviction_order, "MAX_MATCHES", 1)
     disk = open_disk(20 * state(1).size)
+    n_locked, real, now = [0], disk._victims.advance, [2e9]
+    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
 
-    def ranked(*arguments):
-        def try_lock() -> None:
-            free.append(disk._lock.acquire(blocking=False))
-            if free[-1]:
-                disk._lock.release()
-
-        thread = threading.Thread(target=try_lock)
+    def advance(*arguments):
+        free = []
+        n_locked[0] += 1
+        thread = threading.Thread(target=lambda: free.append(disk._lock.acquire(blocking=False)))
         thread.start()
         thread.join()
-        n_ranked[0] += 1
+        assert free == [False], "the table may change while it is looked at"
         return real(*arguments)
 
-    monkeypatch.setattr(disk_module, "ranked", ranked)
-    monkeypatch.setattr(disk_module, "_RANKED_SHARE", 0.5)
-    monkeypatch.setattr(disk_module, "_RANKING_SHARE", 1e-9)  # as if ranking took for ever
-    for i in range(60):
+    monkeypatch.setattr(disk._victims, "advance", advance)
+    for i in range(30):
+        now[0] -= 1  # a clock that is set back: no earlier result holds
         put_all(disk, state(i))
-    assert free and all(free), "whoever asks the disk waits for a ranking"
-    assert disk.counts.n_evicted == 40 and n_ranked[0] <= 6
+    assert disk.counts.n_evicted == 10 < n_locked[0], "it was chosen in one go"
     check(disk)
 
 

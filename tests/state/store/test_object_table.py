@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from everwarm.state.store.index import IndexedObject, ObjectTable
+from everwarm.state.store.index import IndexedObject, RememberedObject
+from everwarm.state.store.object_table import ObjectTable
 
 N_STEPS = 3000
 
@@ -19,6 +20,8 @@ def kept(rng: random.Random) -> IndexedObject:
 
 def test_every_answer_is_that_of_a_walk_over_all_objects() -> None:
     rng, table, plain = random.Random(1), ObjectTable(), dict[str, IndexedObject]()
+    unopened = {f"kv-{i}" for i in range(30)} | {f"state-{i}" for i in range(30)}
+    table.load([RememberedObject(name, 7, 5, 0.0, 0) for name in sorted(unopened)[::2]], unopened)
     for _ in range(N_STEPS):
         one = kept(rng)
         if rng.random() < 0.6:
@@ -26,10 +29,15 @@ def test_every_answer_is_that_of_a_walk_over_all_objects() -> None:
             plain[one.name] = one
         else:
             assert table.remove(one.name) == plain.pop(one.name, None)
+        unopened.discard(one.name)
         table.check()
+        there = plain.keys() | unopened
         assert dict(table) == plain and table.n_bytes(plain) == sum(each.size for each in plain.values())
-        assert all(table.is_whole(name) == all(n in plain for n in plain[name].needs) for name in plain)
-        assert table.lengths(20) == {k.n_items for k in plain.values() if k.kind == "state" and k.n_items <= 20}
+        assert all(table.is_whole(name) == all(n in there for n in plain[name].needs) for name in plain)
+        lengths = {k.n_items for k in plain.values() if k.kind == "state" and k.n_items <= 20}
+        assert table.lengths(20) - {7} == lengths - {7}
+        assert table.names() == there and set(table.unopened()) == unopened
+    assert len(unopened) < 5, "most were opened or removed"
 
 
 def test_what_is_stranded_is_named_once_it_is_and_not_before() -> None:
@@ -67,7 +75,7 @@ def test_a_question_looks_at_what_it_asks_about_however_much_there_is() -> None:
             table.add(IndexedObject(f"state-{i}", "state", f"s{i}", i % 50, 1, (f"kv-{i}",), 0.0))
         table._kept = Counting(table._kept)
         Counting.n_looks = 0
-        assert table.is_whole("state-7") and table.state("s7") and table.n_bytes(["state-7", "kv-7"]) == 2
+        assert table.is_whole("state-7") and table.is_there("kv-7") and table.n_bytes(["state-7", "kv-7"]) == 2
         table.add(IndexedObject("state-new", "state", "new", 3, 1, ("kv-3",), 0.0))
         assert table.stranded((), None) is None and table.remove("state-new")
         looks.append(Counting.n_looks)

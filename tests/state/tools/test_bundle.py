@@ -121,6 +121,7 @@ def test_what_was_exported_is_imported_byte_for_byte_and_an_engine_finds_it(dire
     assert done == Imported(place, 6, 0, sum(path.stat().st_size for path in source.glob("*.ew")))
     assert contents(place) == contents(source)
     with contextlib.closing(Disk(place, PLENTY)) as disk:
+        disk.settle()
         assert {name for name in disk.names() if disk.has(name)} == {
             thing.name for i in (1, 2) for thing in things_of(i)
         }

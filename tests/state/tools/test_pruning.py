@@ -130,6 +130,7 @@ def test_random_directories_stay_whole_and_within_what_is_kept(place, seed):
         young = {n for n, t in things.items() if n.startswith("state") and (oldest is None or ages[n] <= oldest)}
         assert {thing.name for thing in states} == {n for n in young if set(things[n].header.needs) <= set(things)}
     with contextlib.closing(Disk(place, PLENTY)) as disk:
+        disk.settle()
         assert disk.names() == left == {name for name in disk.names() if disk.has(name)}
 
 

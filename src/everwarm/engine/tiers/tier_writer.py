@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -548,9 +547,8 @@ class TierWriter:
         self._packing.fingerprint = fingerprint
         place = directory / folder_name(fingerprint)
         write_bytes = self._settings.write_bytes_per_day
-        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=self._namespace_share)
-        room = disk.n_bytes + int(FREE_SHARE * shutil.disk_usage(place).free)
-        disk.budget_bytes = min(disk.budget_bytes, room)
+        share = self._namespace_share
+        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share, free_share=FREE_SHARE)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
         self.foreign_prompts = find_foreign_prompts(directory, fingerprint)

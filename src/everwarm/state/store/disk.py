@@ -2,9 +2,12 @@
 
     STATE_DIR/<model>/lock · index.sqlite · pins.json · state-….ew · kv-….ew
 
-The files are authoritative; the index (SQLite, WAL) only records their content and how they were used, and is rebuilt
-from them whenever it is missing, damaged or behind. One process at a time holds a model's directory. Every failure is a
-miss: the tier reports that it is degraded and continues. Knows no tree and no libllama.
+The files are authoritative; the index (SQLite, WAL) only records their content and how they were used. Opening lists
+the folder and reads from the index which of the files are states, and how long: enough to find one. Its header is read
+before it is given to anybody. A pass in the background reads the headers of all others and puts the index right,
+whether it was missing, damaged, behind or wrong; nothing is evicted or forgotten before the pass is through. One
+process at a time holds a model's directory. Every failure is a miss: the tier reports that it is degraded and
+continues. Knows no tree and no libllama.
 
 Pins lie in a small durable file of their own, because the index may be thrown away. A pin names a lineage, whether or
 not a state of it is kept, and the points on the way there, which stay with it. A file that cannot be decoded counts
@@ -22,17 +25,21 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from sys import intern
 
 import msgspec
 
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import DiskLimits, EvictionCandidates, candidates, ranked
+from everwarm.state.eviction import DiskLimits, EvictionCandidates, candidates
 from everwarm.state.lineage import Point, keys, point_of
+from everwarm.state.store.background_pass import BackgroundPass
+from everwarm.state.store.eviction_order import VictimQueue
 from everwarm.state.store.files import TEMPORARY, Files, make_folder
-from everwarm.state.store.index import INDEX, Index, IndexedObject, ObjectTable
+from everwarm.state.store.index import INDEX, Index, IndexContent, IndexedObject
 from everwarm.state.store.object import (
     SUFFIX,
     Damaged,
@@ -43,7 +50,9 @@ from everwarm.state.store.object import (
     encode,
     file_size,
     name_of,
+    state_name,
 )
+from everwarm.state.store.object_table import ObjectTable
 from everwarm.state.tier import Dropped, InSpaces, OnPrompts, Selection, TheseStates
 
 log = logging.getLogger("everwarm.disk")
@@ -51,13 +60,13 @@ log = logging.getLogger("everwarm.disk")
 PINS = "pins.json"
 MAX_PINS = 4096
 MAX_ABOVE = 512  # points of one pin that are remembered; the deepest
+FEW_FILES, HEAD_START_S = 1000, 0.25  # opening waits for so long for the pass over so many files: all are known then
 _MAX_BYTES = 64 << 20
 _DAY_S = 86_400.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_SLACK = 1 << 20  # what a file system and the index need beside an object
-_RANKED_SHARE = 0.02  # of the bytes on disk: so much is ranked for eviction at once
-_RANKING_SHARE = 0.02  # of the time may go into that
+_BATCH = 256  # rows that the pass stores in one transaction
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,15 +155,6 @@ class DirectoryTaken(EverwarmError):
 
 
 @dataclass(slots=True)
-class _Ranking:
-    """The unpinned states that save least, the next victim last; valid until ``until``."""
-
-    among: EvictionCandidates
-    states: list[IndexedObject]
-    until: float
-
-
-@dataclass(slots=True)
 class DiskCounts:
     n_written: int = 0
     n_bytes_written: int = 0
@@ -162,6 +162,12 @@ class DiskCounts:
     n_damaged: int = 0
     n_failures: int = 0
     n_evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedFile:
+    reader: ObjectReader
+    stat: os.stat_result
 
 
 class Disk:
@@ -174,12 +180,16 @@ class Disk:
         write_budget: int = 0,
         files: Files | None = None,
         space_share: float = 1.0,
+        free_share: float | None = None,
     ) -> None:
+        """``free_share``: the budget is at most what is here already and this share of what the file system has free.
+        None: no such limit."""
         self.directory = directory
         self.budget_bytes = budget_bytes
         self.counts = DiskCounts()
         self.degraded: str | None = None  # why, while it is
         self._space_share = space_share  # of the budget, for each space at most
+        self._free_share = free_share
         self.write_budget = write_budget  # bytes per day; 0: any number
         self._written_today = (0.0, 0)
         self._files = files or Files()
@@ -189,8 +199,9 @@ class Disk:
         self._fresh: set[str] = set()
         self._stuck: dict[str, int] = {}  # files that could not be removed
         self._objects = ObjectTable()
-        self._ranking: _Ranking | None = None
-        self.n_bytes = 0
+        self._victims = VictimQueue(by_space=space_share < 1.0)
+        self._changed: list[str] = []  # what the pass found and has not stored yet
+        self._in_hand = ""  # the object that is being written
         self.version = 0  # another one: something came or went
         make_folder(directory, self._files)
         self._held = hold(directory)
@@ -201,12 +212,14 @@ class Disk:
             self._index = Index(directory / INDEX)
             with self._indexing():
                 self._written_today = self._index.written()
-            self.scan()
+            self._pass = self._load()
+            self._pass.start(HEAD_START_S if len(self._objects.unopened()) <= FEW_FILES else 0.0)
         except BaseException:
             os.close(self._held)
             raise
 
     def close(self) -> None:
+        self._pass.stop()
         with self._lock:
             self._index.close()
             os.close(self._held)
@@ -215,12 +228,19 @@ class Disk:
 
     def names(self) -> frozenset[str]:
         with self._lock:
-            return frozenset(self._objects)
+            return self._objects.names()
 
     def has(self, name: str) -> bool:
-        """Whether it is there with everything it needs: it need not be written again."""
+        """Whether it is there with everything it needs: it need not be written again. False for a state that was not
+        opened yet: ``put`` will open it. KV needs nothing."""
         with self._lock:
-            return self._objects.is_whole(name)
+            return self._objects.is_whole(name) or (name.startswith("kv-") and self._objects.is_unopened(name))
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all files, also of those that should be gone and could not be removed."""
+        with self._lock:
+            return self._objects.total_bytes + sum(self._stuck.values())
 
     def size_of(self, names: Sequence[str]) -> int:
         """Bytes of those objects that are here."""
@@ -243,34 +263,49 @@ class Disk:
             return self._objects.n_lengths
 
     def find(self, root: str, prompt: Prompt, most: int) -> IndexedObject | None:
-        """The deepest whole state that these items begin with, of at most so many of them."""
+        """The deepest whole state that these items begin with, of at most so many of them. Reads its header, if the
+        pass has not done so yet."""
         with self._lock:
             lengths = self._objects.lengths(most)
         named = keys(root, prompt, lengths)
+        names = [state_name(named[n_items]) for n_items in sorted(named, reverse=True)]
         with self._lock:
-            found = (self._objects.state(named[n_items]) for n_items in sorted(named, reverse=True))
-            return next((kept for kept in found if kept is not None), None)
+            names = [name for name in names if self._objects.is_there(name)]
+        for name in names:
+            self._look(name)
+            with self._lock:
+                kept = self._objects.get(name)
+                if kept is not None and kept.key == named.get(kept.n_items) and self._objects.is_whole(name):
+                    return kept
+        return None
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[ObjectReader]:
         """Opens an object, whose sections are verified as they are read. A ``Damaged`` one is removed."""
         if Path(name).name != name:
             raise Damaged(f"{name!r} is not the name of an object")
+        with self._verified(name) as opened:
+            self._admit(name, opened)
+            yield opened.reader
+        self.counts.n_read += 1
+
+    @contextlib.contextmanager
+    def _verified(self, name: str) -> Iterator[_OpenedFile]:
+        """Opens a file whose header is whole and belongs to its name."""
+        fd = self._open(name)
         try:
-            fd = self._open(name)
-            try:
-                reader = ObjectReader(fd)
-                if name_of(reader.header) != name:
-                    raise Damaged("it is another object than its name says")
-                yield reader
-            finally:
-                os.close(fd)
+            stat = os.fstat(fd)
+            reader = ObjectReader(fd)
+            if name_of(reader.header) != name:
+                raise Damaged("it is another object than its name says")
+            yield _OpenedFile(reader, stat)
         except Damaged as error:
             if not error.name:  # else it is about another object, and was seen to there
                 error.name = name
-                self._lose(name, error)
+                self._lose(name, stat, error)
             raise
-        self.counts.n_read += 1
+        finally:
+            os.close(fd)
         if self._failed_to == "read":
             self.degraded = None
 
@@ -290,14 +325,23 @@ class Disk:
         error.name = name
         raise error
 
-    def _lose(self, name: str, error: Damaged) -> None:
+    def _lose(self, name: str, stat: os.stat_result, error: Damaged) -> None:
         if isinstance(error, Unreadable):
             self._fail("read", error)
             self._forget(name)
             return
         log.warning("%s is damaged and forgotten: %s", name, error)
         self.counts.n_damaged += 1
-        self.drop(name)
+        with self._lock:
+            if not self._is_replaced(name, stat):
+                self.drop(name)
+
+    def _is_replaced(self, name: str, stat: os.stat_result) -> bool:
+        """Whether the name belongs to another file by now than the one that was opened."""
+        try:
+            return not os.path.samestat(os.lstat(self.directory / name), stat)
+        except OSError:
+            return False
 
     # changes
 
@@ -305,20 +349,26 @@ class Disk:
         """Writes an object: True means durable, False not kept, which costs only time later."""
         name = name_of(header)
         with self._writing:
+            for each in (name, *header.needs):
+                self._look(each)
             if self.has(name):
                 return True
             try:
                 size = file_size(header, parts)
                 if size + self.size_of(header.needs) > self.budget_bytes or not self._may_write(size):
                     return False
-                self._forget(name)
+                with self._lock:
+                    self._forget(name)
+                    self._in_hand = name
                 self._write(header, parts, size)
             except (OSError, ValueError) as error:
+                self._in_hand = ""
                 self._fail("written", error)
                 return False
             self.degraded = None
             kept = _kept(header, size, time.time())
             with self._lock:
+                self._in_hand = ""
                 self._remember(kept)
                 self._store(kept)
                 self.counts.n_written += 1
@@ -334,6 +384,7 @@ class Disk:
             self._files.write(path, encode(header, parts))
         except OSError as error:
             spare = frozenset(header.needs) | self._fresh
+            self._read_all_headers()
             n_missing = self._n_missing(size, error)
             if n_missing <= 0 or not self._evict(spare, max(0, self.n_bytes - n_missing)):
                 raise
@@ -360,6 +411,9 @@ class Disk:
                 self.drop(name)
             if not self._stuck:
                 self.degraded = None
+            if self._pass.is_over and (unopened := self._objects.unopened()):  # what could not be read then
+                self._pass = BackgroundPass(unopened, self._look, partial(self._end_pass, ()))
+                self._pass.start()
 
     def _make_room(self, new: IndexedObject) -> None:
         """Evicts for a new object. KV written since the last state is spared: its state is still to come."""
@@ -375,8 +429,10 @@ class Disk:
             for name in names:
                 kept = self._objects.get(name)
                 if kept is not None:
-                    self._objects.update(replace(kept, used_at=time.time(), hits=kept.hits + 1))
-                    self._store(self._objects[name])
+                    used = msgspec.structs.replace(kept, used_at=time.time(), hits=kept.hits + 1)
+                    self._objects.update(used)
+                    self._queue(used)
+                    self._store(used)
 
     def pin(self, pin: Pin) -> None:
         """Pins points: their states are evicted last. Durable when this returns, unless the tier is degraded."""
@@ -387,12 +443,13 @@ class Disk:
 
     def _change_pins(self, change: Callable[[], bool]) -> None:
         with self._writing:
-            self._ranking = None
             try:
                 self.version += change()
             except OSError as error:
                 self.version += 1
                 self._fail("pinned", error)
+            with self._lock:
+                self._victims.note_pins(self.pins.marked, time.time())
 
     def drop(self, name: str) -> bool:
         """Removes an object; returns whether it is gone. A file that cannot be removed is tried again when the tier is
@@ -406,13 +463,13 @@ class Disk:
             except OSError as error:
                 self._fail("removed", error)
                 self._stuck[name] = size
-                self.n_bytes += size
                 return False
             return True
 
     def forget(self, what: Selection) -> Dropped:
         """Drop states with their pins, and the KV that no other state needs then. ``EngineStopped``: some files cannot
         be removed."""
+        self.settle()
         match what:
             case OnPrompts():
                 lengths = {kept.n_items for kept in self.objects()} | {pin.n_items for pin in self.pins.all()}
@@ -446,30 +503,84 @@ class Disk:
         sizes = {"disk_bytes": self.n_bytes, "disk_budget_bytes": self.budget_bytes}
         return {**shown, **sizes, "disk_is_degraded": self.degraded is not None}
 
-    def scan(self) -> None:
-        """Bring the index up to date with the files."""
-        with self._writing, self._lock:
-            self._objects, self._ranking, self._stuck, self.n_bytes = ObjectTable(), None, {}, 0
-            uses = self._uses()
-            for path in sorted(self.directory.iterdir()):
-                if path.name.startswith(TEMPORARY):
-                    self.drop(path.name)
-                elif path.name.endswith(SUFFIX):
-                    self._admit(path, *uses.get(path.name, (time.time(), 0)))
-            for name in uses.keys() - self._objects.keys():
-                self._delete_row(name)
-            self._evict(frozenset(), self.budget_bytes)
+    # opening
 
-    def _admit(self, path: Path, used_at: float, hits: int) -> None:
+    def _load(self) -> BackgroundPass:
+        """What is there, without opening a file."""
+        there = self._list()
+        content = self._from_index(there)
+        self._objects.load(content.objects, there)
+        return BackgroundPass(self._unopened_names(), self._look, partial(self._end_pass, content.gone))
+
+    def _unopened_names(self) -> Iterator[str]:
+        """Those first that the index does not know: nobody can find them yet."""
+        names = sorted(self._objects.unopened())
+        yield from (name for name in names if self._objects.remembered(name) is None)
+        yield from names
+
+    def _list(self) -> set[str]:
+        """The objects in the folder. Temporary files are removed: this process has not begun to write any."""
+        names = os.listdir(self.directory)
+        for name in names:
+            if name.startswith(TEMPORARY):
+                self.drop(name)
+        return {name for name in names if name.endswith(SUFFIX) and not name.startswith(TEMPORARY)}
+
+    def _from_index(self, names: set[str]) -> IndexContent:
         try:
-            size = path.lstat().st_size
-            with self.reading(path.name) as reader:
-                head = reader.header
-        except (Damaged, OSError):
-            return
-        kept = _kept(head, size, used_at, hits)
-        self._remember(kept)
-        self._store(kept)
+            return self._index.load(names)
+        except sqlite3.Error as error:
+            self._fail("found in the index", error)
+            return IndexContent()
+
+    def settle(self) -> None:
+        """Waits until every file was compared with the index, and the budget is kept to."""
+        self._pass.join()
+
+    def _read_all_headers(self) -> None:
+        """Before that, nobody knows which KV is needed."""
+        self._pass.finish()
+        for name in self._objects.unopened():  # what could not be opened then
+            self._look(name)
+
+    def _look(self, name: str) -> None:
+        """Reads the header of a file, unless somebody else did that before."""
+        if self._objects.is_unopened(name):
+            with contextlib.suppress(Damaged), self._verified(name) as opened:
+                self._admit(name, opened)
+
+    def _admit(self, name: str, opened: _OpenedFile) -> None:
+        """From now on the table has what the header of this file says."""
+        with self._lock:
+            if not self._objects.is_unopened(name) or name == self._in_hand or self._is_replaced(name, opened.stat):
+                return  # somebody else has seen to it, or will
+            before = self._objects.remembered(name)
+            now = time.time()
+            use = (now, 0) if before is None else (min(before.used_at, now), before.hits)
+            kept = _kept(opened.reader.header, opened.stat.st_size, *use)
+            self._remember(kept)
+            with self._indexing():
+                if not self._index.describes(kept):
+                    self._changed.append(name)
+            if len(self._changed) >= _BATCH:
+                self._store_changed()
+
+    def _store_changed(self) -> None:
+        names, self._changed = self._changed, []
+        with self._indexing():
+            self._index.store_all(self._objects[name] for name in names if name in self._objects)
+
+    def _end_pass(self, gone: Collection[str]) -> None:
+        with self._lock:
+            self._store_changed()
+            with self._indexing():
+                self._index.delete_all(name for name in gone if name not in self._objects)
+        with self._writing:
+            if self._free_share is not None:
+                with contextlib.suppress(OSError):
+                    free = int(self._free_share * self._files.free_bytes(self.directory))
+                    self.budget_bytes = min(self.budget_bytes, self.n_bytes + free)
+            self._evict(frozenset(self._fresh), self.budget_bytes)
 
     # room
 
@@ -490,6 +601,9 @@ class Disk:
 
     def _evict(self, spare: frozenset[str], most: int) -> bool:
         """Drops what saves least until at most so many bytes are left; returns whether anything was dropped."""
+        if self._candidates(most) is None:
+            return False
+        self._read_all_headers()
         before = self.counts.n_evicted
         while (among := self._candidates(most)) is not None and (name := self._next_victim(among, spare)) is not None:
             self.counts.n_evicted += 1
@@ -499,72 +613,45 @@ class Disk:
     def _candidates(self, most: int) -> EvictionCandidates | None:
         with self._lock:
             limits = DiskLimits(self.budget_bytes, self._space_share)
-            return candidates(self._objects.space_bytes, self.n_bytes, limits, most)
+            return candidates(self._objects.largest_space(), self.n_bytes, limits, most)
 
     def _next_victim(self, among: EvictionCandidates, spare: frozenset[str]) -> str | None:
         """KV that no state needs goes first, then the states that save least."""
+        now = time.time()
         with self._lock:
             stranded = self._objects.stranded(spare, among.space)
-        if stranded is not None:
-            return stranded
-        ranking = self._ranking
-        if ranking is not None and ranking.among == among and time.monotonic() < ranking.until:
-            found = self._pop(ranking.states, spare)
-            if found is not None:
-                return found
-        return self._rank(among, spare, _RANKED_SHARE) or self._rank(among, spare, 1.0)
-
-    def _rank(self, among: EvictionCandidates, spare: frozenset[str], share: float) -> str | None:
-        """The state that saves least. Ranking looks at every state, so it runs without the lock, and its result is
-        reused for a while."""
-        began, marked = time.monotonic(), self.pins.marked
-        states = ranked(self.objects(), among, marked, time.time(), share)[::-1]
-        found = self._pop(states, spare)
-        rest = [state for state in states if point_of(state.key, state.n_items) not in marked]
-        ended = time.monotonic()
-        self._ranking = _Ranking(among, rest, ended + (ended - began) / _RANKING_SHARE)
-        return found
-
-    def _pop(self, states: list[IndexedObject], spare: frozenset[str]) -> str | None:
-        """The next victim of a ranking. A state that was used since is skipped; one that is spared now may be a victim
-        later."""
-        spared, found = [], None
-        while states and found is None:
-            state = states.pop()
-            if state.name in spare:
-                spared.append(state)
-            elif self._objects.get(state.name) is state:
-                found = state.name
-        states += spared[::-1]
-        return found
+        while stranded is None:
+            with self._lock:  # released in between: after a long pause there may be much to catch up on
+                if self._victims.advance(among, now):
+                    found = self._victims.choose(among, self.pins.marked, spare, now)
+                    return None if found is None else found.name
+        return stranded
 
     # the index
 
     def _remember(self, kept: IndexedObject) -> None:
-        before = self._objects.get(kept.name)
-        self.n_bytes += kept.size - (before.size if before else 0) - self._stuck.pop(kept.name, 0)
+        self._stuck.pop(kept.name, None)
         self._objects.add(kept)
+        self._queue(kept)
         self.version += 1
+
+    def _queue(self, kept: IndexedObject) -> None:
+        if kept.kind != "kv":
+            self._victims.put(kept, time.time())
 
     def _forget(self, name: str) -> int:
         """Removes an object from the index; returns its size."""
         with self._lock:
             stuck = self._stuck.pop(name, 0)
-            self.n_bytes -= stuck
+            was_there = self._objects.is_there(name)
+            size = self._objects.n_bytes([name])
             kept = self._objects.remove(name)
-            if kept is None:
-                return stuck
-            self.n_bytes -= kept.size
-            self.version += 1
-            self._delete_row(name)
-            return kept.size
-
-    def _uses(self) -> dict[str, tuple[float, int]]:
-        try:
-            return self._index.uses()
-        except sqlite3.Error as error:
-            self._fail("found in the index", error)
-            return {}
+            if kept is not None:
+                self._victims.remove(kept)
+            if was_there:
+                self.version += 1
+                self._delete_row(name)
+            return size if was_there else stuck
 
     def _store(self, kept: IndexedObject) -> None:
         with self._indexing():
@@ -578,7 +665,7 @@ class Disk:
     def _indexing(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:  # the files are the truth: the next scan puts it right
+        except sqlite3.Error as error:  # the files are the truth: the next pass puts it right
             self._fail("indexed", error)
 
     def _fail(self, what: str, error: Exception) -> None:
@@ -589,8 +676,8 @@ class Disk:
 
 
 def _kept(head: ObjectHeader, size: int, used_at: float, hits: int = 0) -> IndexedObject:
-    span = (head.kind, head.key, head.n_items, size, head.needs)
-    return IndexedObject(name_of(head), *span, used_at, hits, head.space, head.reaches)
+    span = (head.kind, head.key, head.n_items, size, tuple(map(intern, head.needs)))
+    return IndexedObject(intern(name_of(head)), *span, used_at, hits, head.space, head.reaches)
 
 
 def hold(directory: Path) -> int:

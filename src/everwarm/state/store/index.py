@@ -1,7 +1,7 @@
 """The disk tier's index: what its files say and how they were used, in SQLite (WAL). Can be thrown away at any time.
 
-``ObjectTable`` is the same in memory: objects by name, which needs which, and sums that are kept up to date. The cost
-of a change grows with the object's needs, that of a lookup with its result: only ``values`` walks over all objects.
+It may be damaged, behind the files, or say anything. So it is only believed about where to look (which files may be
+states of how many items), how large files are until they are opened, and how they were used, which is not in the files.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import logging
 import os
 import sqlite3
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from everwarm.state.store.files import Files
-from everwarm.state.store.object import Kind
+from everwarm.state.store.object import MAX_COUNT, Kind
 
 log = logging.getLogger("everwarm.disk")
 
@@ -28,13 +30,19 @@ MAX_INDEX = 1 << 30
 T = TypeVar("T")
 
 _TABLE = """
-CREATE TABLE IF NOT EXISTS objects (
+CREATE TABLE objects (
   name TEXT PRIMARY KEY, kind TEXT, key TEXT, n_items INTEGER, size INTEGER, needs TEXT, used_at REAL, hits INTEGER
 )"""
+_WRITTEN = "CREATE TABLE written (id INTEGER PRIMARY KEY, since REAL, n_bytes INTEGER)"
+_OURS = {"objects", "written", "sqlite_autoindex_objects_1"}
+_STORE = "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)"
+_LOAD = "SELECT name, n_items, size, used_at, hits FROM objects"
+_MANY = 4096  # rows that are decoded at once
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+_Time = Annotated[float, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedObject:
+class IndexedObject(msgspec.Struct, frozen=True, gc=False):
     """What the index knows of an object."""
 
     name: str
@@ -49,22 +57,69 @@ class IndexedObject:
     reaches: tuple[int, ...] = ()  # of its needs, as its header says
 
 
+class RememberedObject(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What the index says of a file that nobody has opened yet; a row of ``_LOAD``."""
+
+    name: str
+    n_items: _Count
+    size: _Count
+    used_at: _Time
+    hits: _Count
+
+
+@dataclass(frozen=True, slots=True)
+class IndexContent:
+    objects: list[RememberedObject] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)  # rows without a file
+
+
 class Index:
     """Raises ``sqlite3.Error`` when it cannot; on one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self._database = _open(path)
 
-    def uses(self) -> dict[str, tuple[float, int]]:
-        """When each object was used and how often: all that is not in the files."""
-        return _uses(self._database)
+    def load(self, names: set[str]) -> IndexContent:
+        """``names``: of the files that are there."""
+        found = IndexContent()
+        cursor = self._database.execute(_LOAD)
+        while rows := cursor.fetchmany(_MANY):
+            if not names.issuperset(map(itemgetter(0), rows)):
+                found.gone.extend(row[0] for row in rows if row[0] not in names)
+                rows = [row for row in rows if row[0] in names]
+            found.objects.extend(_decode(rows))
+        return found
+
+    def describes(self, kept: IndexedObject) -> bool:
+        """Whether the row of this object says what its file says."""
+        row = self._database.execute("SELECT * FROM objects WHERE name = ?", (kept.name,)).fetchone()
+        return row is not None and row[:6] == _to_row(kept)[:6]
 
     def store(self, kept: IndexedObject) -> None:
-        row = (kept.name, kept.kind, kept.key, kept.n_items, kept.size, ",".join(kept.needs), kept.used_at, kept.hits)
-        self._database.execute("INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)", row)
+        self._database.execute(_STORE, _to_row(kept))
+
+    def store_all(self, objects: Iterable[IndexedObject]) -> None:
+        """In one transaction."""
+        with self._transaction():
+            self._database.executemany(_STORE, map(_to_row, objects))
 
     def delete(self, name: str) -> None:
         self._database.execute("DELETE FROM objects WHERE name = ?", (name,))
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        """In one transaction."""
+        with self._transaction():
+            self._database.executemany("DELETE FROM objects WHERE name = ?", ((name,) for name in names))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._database.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
 
     def written(self) -> tuple[float, int]:
         """How many bytes were written, and since when they are counted."""
@@ -76,6 +131,19 @@ class Index:
 
     def close(self) -> None:
         self._database.close()
+
+
+def _to_row(kept: IndexedObject) -> tuple[object, ...]:
+    needs = ",".join(kept.needs)
+    return kept.name, kept.kind, kept.key, kept.n_items, kept.size, needs, kept.used_at, kept.hits
+
+
+def _decode(rows: list[tuple[Any, ...]]) -> list[RememberedObject]:
+    """Those rows that can be true. All at once, because there may be a hundred thousand."""
+    try:
+        return msgspec.convert(rows, list[RememberedObject])
+    except msgspec.ValidationError:
+        return [kept for row in rows for kept in _decode([row])] if len(rows) > 1 else []
 
 
 def _uses(database: sqlite3.Connection) -> dict[str, tuple[float, int]]:
@@ -142,137 +210,24 @@ def _connect(place: Path | str) -> sqlite3.Connection:
     try:
         index.execute("PRAGMA journal_mode=WAL")
         index.execute("PRAGMA synchronous=NORMAL")
-        index.execute(_TABLE)
-        index.execute("CREATE TABLE IF NOT EXISTS written (id INTEGER PRIMARY KEY, since REAL, n_bytes INTEGER)")
-        made = index.execute("SELECT sql FROM sqlite_master WHERE name = 'objects'").fetchone()[0]
-        if made.split() != _TABLE.replace("IF NOT EXISTS ", "").split():
-            raise sqlite3.DatabaseError("its table is another")
-        if index.execute("PRAGMA integrity_check").fetchone() != ("ok",):
+        if index.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("it is damaged")
+        _make_tables(index)
     except sqlite3.Error:
         index.close()
         raise
     return index
 
 
-class ObjectTable(Mapping[str, IndexedObject]):
-    def __init__(self) -> None:
-        self._kept: dict[str, IndexedObject] = {}
-        self._states: dict[str, str] = {}  # names of states by key
-        self._needed_by: dict[str, set[str]] = {}  # also of names that are not here
-        self._lengths: Counter[int] = Counter()  # of states, in items
-        self._stranded: dict[str, None] = {}  # in the order in which they became so
-        self.space_bytes: Counter[str] = Counter()
+def _make_tables(index: sqlite3.Connection) -> None:
+    """``sqlite3.DatabaseError``: there is something else, which may do anything when a row is stored."""
+    made: dict[str, str | None] = dict(index.execute("SELECT name, sql FROM sqlite_master"))
+    if not made:
+        index.execute(_TABLE)
+        index.execute(_WRITTEN)
+    elif made.keys() != _OURS or not (_is_same(made["objects"], _TABLE) and _is_same(made["written"], _WRITTEN)):
+        raise sqlite3.DatabaseError("its tables are others")
 
-    def __getitem__(self, name: str) -> IndexedObject:
-        return self._kept[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    # questions
-
-    def state(self, key: str) -> IndexedObject | None:
-        """The whole state at the end of this lineage."""
-        name = self._states.get(key)
-        return self._kept[name] if name is not None and self.is_whole(name) else None
-
-    def lengths(self, most: int) -> set[int]:
-        """The lengths of states in items, up to ``most``."""
-        return {n_items for n_items in self._lengths if n_items <= most}
-
-    @property
-    def n_lengths(self) -> int:
-        return len(self._lengths)
-
-    def is_whole(self, name: str) -> bool:
-        kept = self._kept.get(name)
-        return kept is not None and all(need in self._kept for need in kept.needs)
-
-    def is_needed(self, name: str) -> bool:
-        return bool(self._needed_by.get(name))
-
-    def n_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of those objects that are here, each counted once."""
-        return sum(self._kept[name].size for name in set(names) if name in self._kept)
-
-    def stranded(self, besides: Collection[str], space: str | None) -> str | None:
-        """KV that no state needs, or a state that is not whole; of one space, or of any."""
-        for name in self._stranded:
-            if name not in besides and space in (None, self._kept[name].space):
-                return name
-        return None
-
-    # changes
-
-    def add(self, kept: IndexedObject) -> None:
-        """Adds an object, in place of one of the same name."""
-        self.remove(kept.name)
-        self._kept[kept.name] = kept
-        self.space_bytes[kept.space] += kept.size
-        if kept.kind == "state":
-            self._states[kept.key] = kept.name
-            self._lengths[kept.n_items] += 1
-        for need in kept.needs:
-            self._needed_by.setdefault(need, set()).add(kept.name)
-        self._judge({kept.name, *kept.needs, *self._needed_by.get(kept.name, ())})
-
-    def remove(self, name: str) -> IndexedObject | None:
-        kept = self._kept.pop(name, None)
-        if kept is None:
-            return None
-        self._stranded.pop(name, None)
-        self.space_bytes[kept.space] -= kept.size
-        if not self.space_bytes[kept.space]:
-            del self.space_bytes[kept.space]
-        if kept.kind == "state":
-            self._remove_state(kept)
-        for need in kept.needs:
-            users = self._needed_by.get(need, set())
-            users.discard(name)
-            if not users:
-                self._needed_by.pop(need, None)
-        self._judge({*kept.needs, *self._needed_by.get(name, ())})
-        return kept
-
-    def update(self, kept: IndexedObject) -> None:
-        """The same object, used once more."""
-        self._kept[kept.name] = kept
-
-    def _remove_state(self, kept: IndexedObject) -> None:
-        if self._states.get(kept.key) == kept.name:
-            del self._states[kept.key]
-        self._lengths[kept.n_items] -= 1
-        if not self._lengths[kept.n_items]:
-            del self._lengths[kept.n_items]
-
-    def _judge(self, names: set[str]) -> None:
-        for name in sorted(names):
-            kept = self._kept.get(name)
-            if kept is None:
-                continue
-            is_stranded = not self.is_needed(name) if kept.kind == "kv" else not self.is_whole(name)
-            if is_stranded:
-                self._stranded.setdefault(name)
-            else:
-                self._stranded.pop(name, None)
-
-    def check(self) -> None:
-        """Checks that the sums match the objects."""
-        sizes: Counter[str] = Counter()
-        for kept in self._kept.values():
-            sizes[kept.space] += kept.size
-        assert +self.space_bytes == +sizes
-        states = [kept for kept in self._kept.values() if kept.kind == "state"]
-        assert self._lengths == Counter(kept.n_items for kept in states)
-        needed = {need for kept in self._kept.values() for need in kept.needs}
-        assert self._needed_by.keys() == needed
-        lost = {
-            k.name
-            for k in self._kept.values()
-            if (k.name not in needed if k.kind == "kv" else not self.is_whole(k.name))
-        }
-        assert self._stranded.keys() == lost
+def _is_same(made: str | None, wanted: str) -> bool:
+    return made is not None and made.split() == wanted.split()

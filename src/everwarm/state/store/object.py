@@ -32,6 +32,7 @@ ALIGN = 4096
 MAX_HEADER = 1 << 20
 MAX_SECTIONS = 1024
 SUFFIX = ".ew"
+MAX_COUNT = 1 << 40  # of items
 OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
 
 SHARE = 64 << 20  # bytes that are worth a thread
@@ -40,7 +41,6 @@ MAX_READERS = 4
 _PREFIX = struct.Struct("<8sHHI")
 _FOOTER = struct.Struct("<32s8s")
 _ZEROES = bytes(ALIGN)
-_MAX_COUNT = 1 << 40
 _PIECE = 4 << 20
 
 Doubt = Callable[[Blob, str], bool]  # gets a section and the digest it must have; False: verify it yourself
@@ -180,7 +180,7 @@ def _laid_out(header: ObjectHeader, sizes: Mapping[str, int], digests: Mapping[s
 
 def _makes_sense(header: ObjectHeader) -> bool:
     names = {section.name for section in header.sections}
-    return len(names) == len(header.sections) <= MAX_SECTIONS and 0 <= header.n_start <= header.n_items <= _MAX_COUNT
+    return len(names) == len(header.sections) <= MAX_SECTIONS and 0 <= header.n_start <= header.n_items <= MAX_COUNT
 
 
 def name_of(header: ObjectHeader) -> str:
