@@ -235,6 +235,26 @@ def put_away_held(core: Core) -> None:
         pass
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_ram_waits_a_moment_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeypatch):
+    monkeypatch.setattr(writer_module, "MAX_QUEUED", 0)
+    monkeypatch.setattr(writer_module, "CATCH_UP_S", 10.0 if waits else 0.0)
+    monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
+    with kept_core(tmp_path, memory=memory, idle_cells=8192) as core:
+        for i in range(2):
+            finish(core, told(i), 6, stable=STABLE)
+        may_go_on = threading.Event()
+        core.tier_writer.after_all(may_go_on.wait)
+        core.tier_writer.tidy(core.slots)
+        assert core.tier_writer.is_behind
+        if waits:
+            threading.Timer(0.05, may_go_on.set).start()
+        evict_all(core)
+        may_go_on.set()
+        core.tier_writer.flush()
+        assert len(cold(ask_all(core, 2))) == (0 if waits else 1)
+
+
 def test_a_turn_is_written_though_the_end_of_its_reply_was_dropped(tmp_path, memory):
     with kept_core(tmp_path, memory=memory, n_slots=1) as core:
         finish(core, told(0), 6, stable=STABLE)
