@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import pytest
 
 from everwarm.engine.cache.ram_writer import RamWriter
@@ -16,9 +18,11 @@ from everwarm.engine.tiers import tier_writer as writer_module
 from everwarm.engine.tiers.packing import Job
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.store.arena_file import memory_file
 from support.drive import EVERY_KIND, GUARD, check, finish, open_core, run, text, tidy
 from support.kept_cores import files, fingerprint_of_slot, kept_core, put_away
 
+CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N, LENGTH, STABLE = 10, 300, 290
 NEW = text(99, 30)
 N_IN_RAM = 3  # conversations that it has room for
@@ -162,6 +166,33 @@ def _with_other_numbers(blob):
     return other
 
 
+@pytest.mark.parametrize("arch", EVERY_KIND)
+@pytest.mark.parametrize("seed", range(12 if CAMPAIGN else 2))
+def test_random_conversations_in_little_ram_are_found_as_soon_as_they_have_ended(tmp_path, arch, seed):
+    rng = np.random.default_rng(seed)
+    ended: list[list[int]] = []  # prompts up to their stable points
+    prompts = [text(int(rng.integers(200)), int(rng.integers(40, 300)))]
+    for life in range(3):
+        shape = {"n_slots": int(rng.integers(1, 4)), "n_spares": int(rng.integers(0, 4))}
+        fd = memory_file()
+        with kept_core(tmp_path, arch, memory=fd, ram_bytes=int(rng.integers(0, 1 << 20)), **shape) as core:
+            for turn in range(8):
+                old = prompts[int(rng.integers(len(prompts)))]
+                cut = int(rng.integers(1, len(old))) if rng.random() < 0.3 else len(old)
+                prompt = [*old[:cut], *text(int(rng.integers(200)), int(rng.integers(1, 120)))]
+                promised = max((len(k) for k in ended if k == prompt[: len(k)] and len(k) < len(prompt)), default=0)
+                stable = max(1, len(prompt) - int(rng.integers(1, 12)))
+                result = finish(core, prompt, int(rng.integers(1, 20)), stable=stable).result
+                assert result.n_cached >= promised - GUARD, (life, turn, shape)
+                prompts.append(prompt)
+                ended.append(prompt[:stable])
+                if rng.random() < 0.3:
+                    tidy(core)
+            put_away(core)
+            assert core.tier_writer.disk.counts.n_damaged == 0
+        os.close(fd)
+
+
 # from the device to the disk
 
 
@@ -233,6 +264,26 @@ def put_away_held(core: Core) -> None:
     """All of ``put_away`` but the last wait."""
     while core.tidy() or core.tier_writer.catch_up():
         pass
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ram_waits_a_moment_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeypatch):
+    monkeypatch.setattr(writer_module, "MAX_QUEUED", 0)
+    monkeypatch.setattr(writer_module, "CATCH_UP_S", 10.0 if waits else 0.0)
+    monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
+    with kept_core(tmp_path, memory=memory, idle_cells=8192) as core:
+        for i in range(2):
+            finish(core, told(i), 6, stable=STABLE)
+        may_go_on = threading.Event()
+        core.tier_writer.after_all(may_go_on.wait)
+        core.tier_writer.tidy(core.slots)
+        assert core.tier_writer.is_behind
+        if waits:
+            threading.Timer(0.05, may_go_on.set).start()
+        evict_all(core)
+        may_go_on.set()
+        core.tier_writer.flush()
+        assert len(cold(ask_all(core, 2))) == (0 if waits else 1)
 
 
 def test_a_turn_is_written_though_the_end_of_its_reply_was_dropped(tmp_path, memory):

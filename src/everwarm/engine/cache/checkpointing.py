@@ -25,6 +25,7 @@ from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import SeqId
 
 MAX_REPLY_NODES = 16  # of replies that are left aside together: more are conversations of their own
+MAX_REPLIES = 8  # branches after one point
 _OF_REPLIES = {CutKind.REPLY, CutKind.END, CutKind.CANCEL}
 _OPTIONAL = (CutKind.EVERY, CutKind.BOUNDARY, CutKind.BRANCH, CutKind.NEAR_END)
 
@@ -165,7 +166,7 @@ class Checkpointer:
         """A request continues from here. If the node was prewarmed, the guess was right."""
         kind = None if node.checkpoint is None else node.checkpoint.kind
         self.reply_use.n_continued += kind is CutKind.REPLY
-        self.reply_use.n_left += kind is CutKind.STABLE and any(map(_is_reply, node.children.values()))
+        self.reply_use.n_left += kind is CutKind.STABLE and _is_followed_by_reply(node)
         if node.checkpoint is not None and kind is CutKind.PREWARM:
             node.checkpoint.kind = CutKind.STABLE
             self._journal.n_prewarms_used += 1
@@ -256,6 +257,10 @@ def _is_reply(first: Node) -> bool:
     kinds = {node.checkpoint.kind for node in below if node.checkpoint is not None}
     is_short = len(below) <= MAX_REPLY_NODES
     return not first.n_pinned and is_short and CutKind.REPLY in kinds and kinds <= _OF_REPLIES
+
+
+def _is_followed_by_reply(node: Node) -> bool:
+    return len(node.children) <= MAX_REPLIES and any(map(_is_reply, node.children.values()))
 
 
 def _has_states(first: Node) -> bool:
