@@ -26,10 +26,13 @@ def rows(out: str) -> dict[tuple[str, str], int]:
 def test_a_sweep_prints_a_table_and_draws_a_chart(tmp_path):
     chart = tmp_path / "chart.svg"
     trace = written(tmp_path / "t.jsonl")
-    done = run_cli("simulate", trace, "--budget", "0,256MiB,8GiB", "--policy", "ours,lru,cold", "--svg", str(chart))
+    shown = ("--budget", "0,256MiB,8GiB", "--policy", "ours,lru,cold", "--svg", str(chart))
+    done = run_cli("simulate", trace, *shown, "--spares", "0")
     assert done.returncode == 0, done.stderr
     found = rows(done.stdout)
     assert len(found) == 9 and found["ours", "8 GiB"] < found["ours", "0 B"] == found["cold", "8 GiB"]
+    with_device = rows(run_cli("simulate", trace, *shown).stdout)
+    assert with_device["ours", "0 B"] < found["ours", "0 B"], "four states lie on the device"
     assert "requests simulated per second of CPU" in done.stdout
     names = {node.text for node in ElementTree.parse(chart).iter("{http://www.w3.org/2000/svg}text")}
     assert {"ours", "lru", "cold", "8 GiB"} <= names

@@ -108,6 +108,8 @@ def _why_again(seen: ReadFacts) -> Reason | None:
         return Reason.DETERMINISTIC
     if not seen.needs_checkpoints or seen.n_forgotten > match.n_shared + GUARD or _has_more(seen):
         return Reason.EVICTED
+    if seen.has_attention and match.n_kv < match.n_shared - GUARD:
+        return Reason.EVICTED
     beyond = [node for node in match.path if n_cached < node.n_items <= match.n_shared]
     was_evicted = any(n_cached < node.n_evicted <= match.n_shared for node in match.path)
     if was_evicted or any(node.evicted or node.checkpoint is not None for node in beyond):
