@@ -29,7 +29,13 @@ NAMES = (
     "routing",
     "overload",
 )
-ALONE = ("suite", "scaling", "remote", "ray")  # these write reports or need more, and run only where they are named
+ALONE = (
+    "suite",
+    "scaling",
+    "policy",
+    "remote",
+    "ray",
+)  # these write reports or need more: only where they are named
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.simulate.trace import MOONCAKE_BLOCK, TraceTurn, parse
 
+ANY = 1 << 30  # a vocabulary of which no two draws agree
 _END = np.array([3], np.int32)  # the token that ends a reply
 
 
@@ -35,14 +36,19 @@ class Talk:
 class Writer:
     """Draws tokens and times, and writes turns."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, size: float, n_vocab: int) -> None:
         self.rng = np.random.default_rng(seed)
+        self._size = size
+        self._n_vocab = n_vocab
         self.turns: list[TraceTurn] = []
         self.now = 0.0
         self._n_talks = 0
 
+    def scaled(self, n: int) -> int:
+        return max(4, int(n * self._size))
+
     def tokens(self, n: int) -> Codes:
-        return self.rng.integers(10, 1 << 30, n).astype(np.int32)
+        return self.rng.integers(10, self._n_vocab, self.scaled(n)).astype(np.int32)
 
     def number(self, low: int, high: int) -> int:
         return int(self.rng.integers(low, high))
@@ -65,9 +71,11 @@ class Writer:
         talk.codes = np.concatenate([prompt, reply])
 
 
-def in_turn(seed: int, n_talks: int = 6, n_requests: int = 120) -> list[TraceTurn]:
+def in_turn(
+    seed: int, size: float = 1.0, n_vocab: int = ANY, n_talks: int = 6, n_requests: int = 120
+) -> list[TraceTurn]:
     """Conversations one after the other, each from 4,000 to 14,000 tokens."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     talks = [writer.talk() for _ in range(n_talks)]
     step = 10_000 * n_talks // (n_requests - n_talks)
     for i in range(n_requests):
@@ -77,9 +85,11 @@ def in_turn(seed: int, n_talks: int = 6, n_requests: int = 120) -> list[TraceTur
     return writer.turns
 
 
-def popular(seed: int, n_talks: int = 40, n_requests: int = 400) -> list[TraceTurn]:
+def popular(
+    seed: int, size: float = 1.0, n_vocab: int = ANY, n_talks: int = 40, n_requests: int = 400
+) -> list[TraceTurn]:
     """Few conversations go on often, many seldom; all begin with the same 2,000 tokens."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     head = writer.tokens(2000)
     talks = [writer.talk(head) for _ in range(n_talks)]
     shares = 1 / np.arange(1, n_talks + 1) ** 1.1
@@ -90,9 +100,11 @@ def popular(seed: int, n_talks: int = 40, n_requests: int = 400) -> list[TraceTu
     return writer.turns
 
 
-def agents(seed: int, n_agents: int = 8, n_requests: int = 240) -> list[TraceTurn]:
+def agents(
+    seed: int, size: float = 1.0, n_vocab: int = ANY, n_agents: int = 8, n_requests: int = 240
+) -> list[TraceTurn]:
     """Agents that work in bursts of two to six turns, up to 60,000 tokens; three beginnings of 20,000 are shared."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     heads = [writer.tokens(20_000) for _ in range(3)]
     talks = [writer.talk(heads[i % 3]) for i in range(n_agents)]
     while len(writer.turns) < n_requests:
@@ -100,15 +112,17 @@ def agents(seed: int, n_agents: int = 8, n_requests: int = 240) -> list[TraceTur
         for _ in range(writer.number(2, 7)):
             writer.pause(4)
             writer.turn(talks[i], writer.number(200, 3000), writer.number(50, 400))
-            if len(talks[i].codes) > 60_000:
+            if len(talks[i].codes) > writer.scaled(60_000):
                 talks[i] = writer.talk(heads[writer.number(0, 3)])
         writer.pause(15)
     return writer.turns[:n_requests]
 
 
-def branches(seed: int, n_talks: int = 10, n_requests: int = 200) -> list[TraceTurn]:
+def branches(
+    seed: int, size: float = 1.0, n_vocab: int = ANY, n_talks: int = 10, n_requests: int = 200
+) -> list[TraceTurn]:
     """Conversations that often step back a few turns and go on from there."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     past: list[list[Talk]] = [[writer.talk()] for _ in range(n_talks)]
     for _ in range(n_requests):
         history = past[writer.number(0, n_talks)]
@@ -121,9 +135,11 @@ def branches(seed: int, n_talks: int = 10, n_requests: int = 200) -> list[TraceT
     return writer.turns
 
 
-def documents(seed: int, n_documents: int = 30, n_requests: int = 200) -> list[TraceTurn]:
+def documents(
+    seed: int, size: float = 1.0, n_vocab: int = ANY, n_documents: int = 30, n_requests: int = 200
+) -> list[TraceTurn]:
     """Single questions about documents of 3,000 to 20,000 tokens, some of them asked about often."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     head = writer.tokens(1500)
     texts = [np.concatenate([head, writer.tokens(writer.number(3000, 20_000))]) for _ in range(n_documents)]
     shares = 1 / np.arange(1, n_documents + 1) ** 0.9
@@ -134,9 +150,9 @@ def documents(seed: int, n_documents: int = 30, n_requests: int = 200) -> list[T
     return writer.turns
 
 
-def one_offs(seed: int, n_requests: int = 200) -> list[TraceTurn]:
+def one_offs(seed: int, size: float = 1.0, n_vocab: int = ANY, n_requests: int = 200) -> list[TraceTurn]:
     """Four long conversations among many prompts that never come back."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     talks = [writer.talk() for _ in range(4)]
     for _ in range(n_requests):
         writer.pause(10)
@@ -148,25 +164,25 @@ def one_offs(seed: int, n_requests: int = 200) -> list[TraceTurn]:
     return writer.turns
 
 
-def subagents(seed: int, n_requests: int = 200) -> list[TraceTurn]:
+def subagents(seed: int, size: float = 1.0, n_vocab: int = ANY, n_requests: int = 200) -> list[TraceTurn]:
     """A long main conversation that starts short-lived ones with its beginning, each of a few turns, and goes on."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     main = writer.talk(writer.tokens(12_000))
     while len(writer.turns) < n_requests:
         writer.pause(20)
         writer.turn(main, writer.number(200, 1500), writer.number(100, 500))
-        for talk in [writer.talk(main.codes[:12_000]) for _ in range(writer.number(0, 4))]:
+        for talk in [writer.talk(main.codes[: writer.scaled(12_000)]) for _ in range(writer.number(0, 4))]:
             for _ in range(writer.number(1, 5)):
                 writer.pause(3)
                 writer.turn(talk, writer.number(300, 4000), writer.number(50, 300))
-        if len(main.codes) > 50_000:
-            main = writer.talk(main.codes[:12_000])
+        if len(main.codes) > writer.scaled(50_000):
+            main = writer.talk(main.codes[: writer.scaled(12_000)])
     return writer.turns[:n_requests]
 
 
-def shifts(seed: int, n_requests: int = 240) -> list[TraceTurn]:
+def shifts(seed: int, size: float = 1.0, n_vocab: int = ANY, n_requests: int = 240) -> list[TraceTurn]:
     """Three shifts: in each another five conversations go on, and those of the first come back in the third."""
-    writer = Writer(seed)
+    writer = Writer(seed, size, n_vocab)
     head = writer.tokens(3000)
     teams = [[writer.talk(head) for _ in range(5)] for _ in range(2)]
     for i in range(n_requests):
@@ -176,7 +192,7 @@ def shifts(seed: int, n_requests: int = 240) -> list[TraceTurn]:
     return writer.turns
 
 
-TRACES: dict[str, Callable[[int], list[TraceTurn]]] = {
+TRACES: dict[str, Callable[[int, float, int], list[TraceTurn]]] = {
     "in turn": in_turn,
     "popular": popular,
     "agents": agents,
@@ -213,5 +229,6 @@ def _mooncake_line(turn: TraceTurn, ids: dict[bytes, int]) -> bytes:
 FORMS: dict[str, Callable[[Sequence[TraceTurn]], list[TraceTurn]]] = {"hinted": list, "plain": plain, "blocks": blocks}
 
 
-def trace(name: str, form: str, seed: int) -> list[TraceTurn]:
-    return FORMS[form](TRACES[name](seed))
+def trace(name: str, form: str, seed: int, size: float = 1.0, n_vocab: int = ANY) -> list[TraceTurn]:
+    """``size`` scales all lengths."""
+    return FORMS[form](TRACES[name](seed, size, n_vocab))
