@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -70,11 +71,11 @@ def run() -> None:
     print(summary(found))
 
 
-def measure(cell: Cell) -> list[Found]:
+def measure(cell: Cell, budgets: Sequence[float] = BUDGETS) -> list[Found]:
     turns, curves = trace(cell.trace, cell.form, cell.seed), KNOWN[cell.curves]
     known = shares(turns)
     whole = _whole_bytes(turns, known, curves)
-    return [_measure(cell, turns, known, int(share * whole)) for share in BUDGETS]
+    return [_measure(cell, turns, known, int(share * whole)) for share in budgets]
 
 
 def _measure(cell: Cell, turns: list[TraceTurn], known: list[SharedPrefix], budget: int) -> Found:

@@ -51,6 +51,7 @@ _VISIT_PRIORS = (0.2, 0.25, 0.3, 0.35, 0.01)  # chance to come back in a half oc
 _JUNCTION_PRIORS = (0.01, 0.12, 0.2, 0.3, 0.35)
 _PRIOR_WEIGHT = 2.0
 _REACH = 4  # half octaves around one that its chance is taken from
+_ALL = 0.9999  # of the returns
 _IN_REPLY = -1  # the distance of a return that resumes after the whole reply
 _FAR = tuple((2**k, 0.12) for k in range(5, 15))
 _FAR_SHARE = sum(share for _, share in _FAR)
@@ -391,8 +392,9 @@ class Returns:
         lineage."""
         self._refresh()
         found: dict[int, float] = {}
+        steps = self._steps.shares()
         for node, n_prompt, habit, density in self._sources(running):
-            shares = self._through(node, n_prompt) if anywhere else self._resuming(node, n_prompt, habit)
+            shares = self._through(node, n_prompt) if anywhere else self._resuming(node, n_prompt, habit, steps)
             for at, share in shares:
                 found[at.id] = found.get(at.id, 0.0) + density * share
         for node, junction in self._junctions.items():
@@ -412,21 +414,22 @@ class Returns:
             density = self._visit_times.density(bisect.bisect_right(_HITS, each.hits), 1)
             yield each.node, each.n_prompt, each.habit, density
 
-    def _resuming(self, end: Node, n_prompt: int, habit: Habit) -> Iterator[tuple[Node, float]]:
+    def _resuming(self, end: Node, n_prompt: int, habit: Habit, steps: Sequence[float]) -> Iterator[tuple[Node, float]]:
         """The kept checkpoints of a lineage, each with the share of returns that resume from it."""
-        stepping = (1 - self.resumed.within(_IN_REPLY)) * self._n_stepped / (self._n_stepped + self._n_elsewhere)
-        steps = self._steps.shares()
+        within = self.resumed.within
+        stepping = (1 - within(_IN_REPLY)) * self._n_stepped / (self._n_stepped + self._n_elsewhere)
         own = len(habit) / (len(habit) + 2)  # what its own habit counts beside that of all
         n_turns, stepped, served = 0, 0.0, 0.0
         node: Node | None = end
-        while node is not None:
+        while node is not None and (served < _ALL or n_turns < MAX_STEPS):
             if node is not end and node in self._visits:
                 n_turns += 1
                 stepped += steps[n_turns] if n_turns < MAX_STEPS else 0.0
             if node.checkpoint is not None:
                 distance = max(_IN_REPLY, n_prompt - node.n_items)
-                reached = (1 - own) * self.resumed.within(distance)
-                reached += sum(d <= distance for d in habit) * own / max(1, len(habit))
+                reached = (1 - own) * within(distance)
+                if habit:
+                    reached += sum(d <= distance for d in habit) * own / len(habit)
                 yield node, stepping * stepped + (1 - stepping) * max(0.0, reached - served)
                 stepped, served = 0.0, max(served, reached)
             node = node.parent
