@@ -100,7 +100,6 @@ class TierWriter:
         self._speed = speed
         self._reply_use = reply_use
         self._is_right = is_right
-        self._is_wanted = settings is not None or remote is not None
         self._packing = Packing(context, tree, words)
         self.pins = PinBoard(tree, ram, self)
         self._is_always = settings is not None and settings.restore_policy == "always"
@@ -179,6 +178,10 @@ class TierWriter:
     def is_behind(self) -> bool:
         """Whether too much waits to be written: turns stay in RAM until the disk has caught up."""
         return self._n_sent - self._n_done > MAX_QUEUED
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._settings is not None or self._remote_settings is not None
 
     @property
     def _takes_more(self) -> bool:
