@@ -232,6 +232,15 @@ def test_what_the_next_turn_needs_is_written_before_anything_else(tmp_path, memo
         assert states == [STABLE, 100], "the stable point, then the end of the first message; no end of a reply"
 
 
+@pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3"])
+def test_of_each_turn_one_state_is_written_however_little_ram_there_is(tmp_path, memory, arch):
+    with kept_core(tmp_path, arch, memory=memory, n_spares=4 if arch == "qwen35" else 0) as core:
+        tell_all(core)
+        put_away(core)
+        states = [kept.n_items for kept in core.tier_writer.disk.objects() if kept.kind == "state"]
+        assert states == [STABLE] * N
+
+
 @pytest.mark.parametrize("is_noted", [True, False])
 @pytest.mark.parametrize("arch", [arch for arch in EVERY_KIND if arch != "llama"])  # its stable points are not kept
 def test_what_a_dead_engine_left_in_ram_is_written_by_the_next(tmp_path, memory, arch, is_noted, monkeypatch):
@@ -390,11 +399,11 @@ def test_what_was_read_ahead_is_written_when_ram_gives_it_up(tmp_path, memory, i
 
 @pytest.mark.parametrize("arch", ["qwen35", "mamba2", "gemma3"])
 @pytest.mark.parametrize("is_likely", [True, False])
-def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_unless_turns_leave_replies_aside(
+def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_if_turns_continue_from_replies(
     tmp_path, memory, arch, is_likely
 ):
     with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core:
-        core.checkpointer.reply_use.n_left = 0 if is_likely else 1
+        core.checkpointer.reply_use.n_continued = int(is_likely)
         reply = finish(core, told(0), 60, stable=STABLE).result.tokens
         evict_all(core)
         result = run(core, [*told(0), *reply, *NEW])
@@ -405,9 +414,9 @@ def test_how_turns_go_on_after_replies_is_counted():
     with open_core(n_slots=1) as core:
         use, prompt = core.checkpointer.reply_use, told(0)
         reply = run(core, prompt, 20, stable=STABLE).tokens
-        assert use.is_likely and (use.n_continued, use.n_left) == (0, 0)
+        assert not use.is_likely and (use.n_continued, use.n_left) == (0, 0)
         run(core, [*prompt, *reply, *NEW], 20, stable=LENGTH + 25)
-        assert (use.n_continued, use.n_left) == (1, 0)
+        assert use.is_likely and (use.n_continued, use.n_left) == (1, 0)
         for _ in range(2):
             run(core, [*prompt, *reply, *NEW][: LENGTH + 25] + text(60, 30), 20, stable=LENGTH + 50)
-        assert use.n_left >= 1
+        assert use.n_left >= 1 and not use.is_likely

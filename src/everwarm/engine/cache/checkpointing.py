@@ -40,8 +40,9 @@ class ReplyUse:
 
     @property
     def is_likely(self) -> bool:
-        """Whether a next turn is likely to continue from a reply's end."""
-        return self.n_continued >= self.n_left
+        """Whether a next turn is likely to continue from a reply's end. Without evidence it is not: the stable point
+        before it serves both, and only the reply is read again."""
+        return self.n_continued > self.n_left
 
 
 class Checkpointer:

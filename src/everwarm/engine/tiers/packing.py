@@ -87,9 +87,10 @@ class Packing:
     def root(self, node: Node) -> str:
         return root_key(self.fingerprint, self._tree.namespace(node))
 
-    def state_name(self, node: Node) -> str:
-        """The name of the object that completes this point."""
-        return state_name(keys(self.root(node), node.path, (node.n_items,))[node.n_items])
+    def state_name(self, node: Node, n_items: int | None = None) -> str:
+        """The name of the object that completes this point, or one above it after ``n_items``."""
+        n = node.n_items if n_items is None else n_items
+        return state_name(keys(self.root(node), node.path, (n,))[n])
 
     def segments(self, node: Node) -> Segments | None:
         """All KV that the point needs; None: some of it or the state is not in RAM, or must not leave RAM."""

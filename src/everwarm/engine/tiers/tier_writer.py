@@ -99,7 +99,6 @@ class TierWriter:
         self._speed = speed
         self._reply_use = reply_use
         self._is_right = is_right
-        self._is_wanted = settings is not None or remote is not None
         self._packing = Packing(context, tree, words)
         self.pins = PinBoard(tree, ram, self)
         self._is_always = settings is not None and settings.restore_policy == "always"
@@ -178,6 +177,10 @@ class TierWriter:
     def is_behind(self) -> bool:
         """Whether too much waits to be written: turns stay in RAM until the disk has caught up."""
         return self._n_sent - self._n_done > MAX_QUEUED
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._settings is not None or self._remote_settings is not None
 
     @property
     def _takes_more(self) -> bool:
@@ -281,15 +284,13 @@ class TierWriter:
                 self.offer(slot)
         for node in nodes if self._takes_more and _has_room(self.disk) else ():
             if self._is_needed_next(node) and not self._is_known(self._packing.state_name(node)):
-                self._write(node)
+                self._write(node, is_hinted=True)
 
     def _is_needed_next(self, node: Node) -> bool:
         """Whether a next turn may continue from here and would have to read again what follows an earlier point: a
         stable point, what was read ahead, and the end of a reply where turns continue from those."""
         kind = None if node.checkpoint is None or node.root().is_volatile else node.checkpoint.kind
-        if kind is CutKind.REPLY:
-            return self._reply_use.is_likely or _point(node.lineage()) is node
-        return kind in (CutKind.STABLE, CutKind.PREWARM)
+        return kind in (CutKind.STABLE, CutKind.PREWARM) or (kind is CutKind.REPLY and self._reply_use.is_likely)
 
     def _let_catch_up(self) -> None:
         """Gives a disk that is behind a moment before RAM evicts what it has not taken yet: a tenth of the time at
@@ -322,16 +323,26 @@ class TierWriter:
 
     def _offer(self, turn: FinishedTurn) -> str | None:
         end = self._what_is_left(turn.end)
-        if end.root().is_volatile or not self.is_on:
+        if not self._tree.has(end) or end.root().is_volatile or not self.is_on:
             return None
         disk = self.disk
         if disk.is_on:
             self.pins.renew(self._tree.namespace(end), end.path, end.n_items)
-        node = self._worth_writing(turn, end)
-        name = None if node is None else self._write_turn(turn, node)
+        name = self._known_point(turn)
+        node = self._worth_writing(turn, end) if name is None else None
+        if node is not None:
+            name = self._write_turn(turn, node)
         for pinned in [n for n in end.lineage() if n.is_pinned] if disk.is_on else ():
             self.keep_pinned(pinned)
         return name
+
+    def _known_point(self, turn: FinishedTurn) -> str | None:
+        """The name of the state at the turn's stable point, if the disk has it although RAM may not any more."""
+        has_one = turn.stable is not None and 0 < turn.stable <= turn.end.n_items
+        if not has_one or not self._context.kind.needs_checkpoints or self.remote.is_on:
+            return None
+        name = self._packing.state_name(turn.end, turn.stable)
+        return name if self._is_known(name) else None
 
     def _what_is_left(self, end: Node) -> Node:
         """The deepest node of a lineage that is still in the tree."""
@@ -340,22 +351,24 @@ class TierWriter:
         return end
 
     def _write_turn(self, turn: FinishedTurn, node: Node) -> str | None:
-        disk, name = self.disk, None
-        shared = [point for point in shared_points(self._context.kind, node) if self._is_worth_it(point)]
-        wanted = [point for point in (node, *shared) if not self._is_known(self._packing.state_name(point))]
-        with self._writer.staged((node, *shared) if self.remote.is_on else wanted):
-            if disk.is_on:
-                self._writing[turn.end.id] = turn.ended_at
-                name = self._keep(node)
-                for point in shared:  # their KV is part of the node's, so only their states are new
-                    self._keep(point)
-                self._jobs.put(lambda: self._writing.pop(turn.end.id, None))
-            self._remote_writer.offer(node, is_hinted=turn.stable is not None)
+        self._writing[turn.end.id] = turn.ended_at
+        name = self._write(node, is_hinted=turn.stable is not None)
+        self._jobs.put(lambda: self._writing.pop(turn.end.id, None))
         return name
 
-    def _write(self, node: Node) -> None:
-        with self._writer.staged((node,)):
-            self._keep(node)
+    def _write(self, node: Node, *, is_hinted: bool) -> str | None:
+        """Hands a point over, and after it the shared points above: their KV is part of its KV, so only their states
+        are new. Returns the name of its object on disk."""
+        shared = [point for point in shared_points(self._context.kind, node) if self._is_worth_it(point)]
+        unknown = [point for point in (node, *shared) if not self._is_known(self._packing.state_name(point))]
+        name = None
+        with self._writer.staged((node, *shared) if self.remote.is_on else unknown):
+            if self.disk.is_on:
+                name = self._keep(node)
+                for point in shared:
+                    self._keep(point)
+            self._remote_writer.offer(node, is_hinted=is_hinted)
+        return name
 
     def _is_worth_it(self, node: Node) -> bool:
         return is_worth_it(node, self._speed.seconds_per_token, is_always=self._is_always)
