@@ -9,7 +9,7 @@ import pytest
 
 from everwarm.state.eviction import EvictionCandidates, ranked
 from everwarm.state.lineage import Point, point_of
-from everwarm.state.policy import Entry
+from everwarm.state.policy import Entry, assumed_returns
 from everwarm.state.policy import score as score_of_policy
 from everwarm.state.store import eviction_order
 from everwarm.state.store.eviction_order import EvictionOrder, VictimQueue, score
@@ -117,7 +117,7 @@ def test_the_score_has_the_same_bits_as_the_policys():
     rng = random.Random(3)
     for _ in range(2000):
         kept, now = state(rng, 1.8e9), 1.8e9 + rng.random() * 1e6
-        entry = Entry(0, kept.size, float(kept.n_items), now - kept.used_at, kept.hits)
+        entry = Entry(0, kept.size, float(kept.n_items), assumed_returns(kept.hits, now - kept.used_at))
         assert score(kept, now) == score_of_policy(entry)
 
 
