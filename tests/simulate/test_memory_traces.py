@@ -12,7 +12,7 @@ from bench.workload.memory import trace
 from everwarm.simulate.curves import LARGE, Curves
 from everwarm.simulate.policies import OURS, smallest_hole
 from everwarm.simulate.replay import replay
-from everwarm.simulate.simulated_cache import Device
+from everwarm.simulate.simulated_cache import DeviceSize
 from everwarm.simulate.trace import TraceTurn
 from support.drive import open_core, tidy
 from support.drive import run as ask
@@ -47,7 +47,7 @@ def test_the_engine_reads_what_the_simulator_says_when_memory_is_short(name, for
         budget = core.ram_budget.n_bytes = int(share * n_prompt / 4 * shape.kv_bytes_per_token + 12 * shape.state_bytes)
         n_read, said = played(core, turns)
     curves = Curves("engine", shape.state_bytes, shape.kv_bytes_per_token, 1e9, ((0, 1e-3),))
-    device = Device(n_slots=2, n_spares=4, n_cells=4096)
+    device = DeviceSize(n_slots=2, n_spares=4, n_cells=4096)
     simulated = {policy: replay(said, policy, curves, budget, device).n_read for policy in ("ours", "lru")}
     assert n_read <= simulated["ours"] + NEAR * n_prompt
     assert n_read < simulated["lru"] - NEAR * n_prompt, "the control: memory was short"

@@ -9,7 +9,7 @@ from everwarm.errors import BadRequest
 from everwarm.simulate.oracle import fewest_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import NAMES, replay
-from everwarm.simulate.simulated_cache import Device
+from everwarm.simulate.simulated_cache import DeviceSize
 from everwarm.state.policy import Cut, CutKind
 from support.small_traces import SMALL, STATE, random_turns, turn
 
@@ -42,7 +42,7 @@ def test_the_fewest_tokens_are_the_fewest_of_all_ways(seed, n_states):
 def test_no_policy_reads_less_than_the_optimum(seed, name):
     turns = random_turns(seed)
     for n_states in (0, 1, 3):
-        cost = replay(turns, name, SMALL, n_states * STATE, Device(n_slots=1, n_spares=0))
+        cost = replay(turns, name, SMALL, n_states * STATE, DeviceSize(n_slots=1, n_spares=0))
         held = 33 if name == "fifo-32" else n_states + 1  # its slot keeps its own checkpoints beside the budget
         assert cost.n_read >= fewest_tokens(turns, held)
 
@@ -53,8 +53,8 @@ def test_a_policy_that_keeps_the_wrong_things_is_worse_than_ours_and_ours_worse_
     totals = {"bad": 0, "ours": 0, "optimum": 0}
     for seed in range(60):
         turns = random_turns(seed, n_turns=7)
-        totals["bad"] += replay(turns, bad, SMALL, 8 * STATE, Device(n_slots=1, n_spares=0)).n_read
-        totals["ours"] += replay(turns, "ours", SMALL, 8 * STATE, Device(n_slots=1, n_spares=0)).n_read
+        totals["bad"] += replay(turns, bad, SMALL, 8 * STATE, DeviceSize(n_slots=1, n_spares=0)).n_read
+        totals["ours"] += replay(turns, "ours", SMALL, 8 * STATE, DeviceSize(n_slots=1, n_spares=0)).n_read
         totals["optimum"] += fewest_tokens(turns, 9)
     assert totals["optimum"] < totals["ours"] < totals["bad"]
 

@@ -29,13 +29,13 @@ class Grove:
         self.now += 1.0
         path = Prompt.of_tokens([*prompt, *reply])
         match = self.tree.match("", Prompt.of_tokens(prompt), 0)
-        arrival = self.returns.arrive(match, self.now)
+        continuation = self.returns.arrive(match, self.now)
         node = self.tree.root("")
         for n_items in sorted({*keeps, len(path)}):
             node = self.tree.grow(node, path, n_items)
             if n_items in keeps and node.checkpoint is None:
                 self.tree.set_checkpoint(node, Checkpoint(CutKind.BOUNDARY, True, (), state=np.zeros(8, np.uint8)))
-        self.returns.leave(node, len(prompt), arrival)
+        self.returns.leave(node, len(prompt), continuation)
         return node
 
     def expected(self, *, anywhere: bool = False) -> dict[int, float]:
@@ -165,11 +165,11 @@ def test_a_density_is_the_best_of_all_times_to_wait():
 def test_what_is_remembered_is_bounded_and_can_be_forgotten(monkeypatch):
     grove = Grove()
     ends = [grove.request(conversation(i, 1), []) for i in range(MAX_VISITS + 10)]
-    assert sum(map(grove.returns.remembers, ends)) == MAX_VISITS
+    assert sum(end in grove.returns.visits for end in ends) == MAX_VISITS
     assert len(grove.tree.census.by_id) == MAX_VISITS + 1, "what is not remembered any more is pruned"
     grove.returns.forget(ends)
     assert not grove.tree.census.by_id
     monkeypatch.setattr(module, "MAX_ITEMS", 1000)
     ends = [grove.request(conversation(i, 1), []) for i in range(20)]
-    assert sum(map(grove.returns.remembers, ends)) == 10
+    assert sum(end in grove.returns.visits for end in ends) == 10
     grove.tree.check()

@@ -137,7 +137,7 @@ def check_slots(core: Core) -> None:
     known = {id(node) for node in core.tree.nodes()}
     standing = Counter(id(slot.node) for slot in core.slots)
     for node in core.tree.nodes():
-        held = standing[id(node)] + core.returns.remembers(node)
+        held = standing[id(node)] + (node in core.returns.visits)
         assert node.holders == held, "a node is held by other than slots and remembered requests"
     for slot in core.slots:
         assert id(slot.node) in known, "a slot stands at a node that is not in the tree"

@@ -14,7 +14,7 @@ from everwarm.simulate.curves import KNOWN, Curves, parse_curves
 from everwarm.simulate.oracle import fewest_tokens, shares
 from everwarm.simulate.plot import Axis, Series, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
-from everwarm.simulate.simulated_cache import Device
+from everwarm.simulate.simulated_cache import DeviceSize
 from everwarm.simulate.trace import TraceTurn, parse
 
 MAX_SLOTS = 256
@@ -55,30 +55,38 @@ def simulate(
     optimum
         Also show the fewest tokens that any policy could read with that many states; for traces of few requests.
     """
-    require(0 < slots <= MAX_SLOTS, f"slots is {slots}; give 1 to {MAX_SLOTS}")
-    require(0 <= spares <= MAX_SLOTS, f"spares is {spares}; give 0 to {MAX_SLOTS}")
-    require(0 < ctx_size <= MAX_CELLS, f"ctx-size is {ctx_size}; give 1 to {MAX_CELLS}")
+    device = _device(slots, spares, ctx_size)
     require(most is None or most > 0, f"most is {most}; give 1 or more")
     budgets = [parse_bytes(text) for text in budget.split(",")]
     names = [name.strip() for name in policy.split(",")]
-    for name in names:
-        require(name in NAMES, f"unknown policy {name!r}; give any of: {', '.join(NAMES)}")
     model = KNOWN[curves] if curves in KNOWN else parse_curves(Path(curves).read_bytes())
     turns = _read(trace, most)
     started = time.process_time()
-    costs = sweep(turns, names, model, budgets, Device(slots, spares, ctx_size))
+    costs = sweep(turns, names, model, budgets, device)
     rate = len(costs) * len(turns) / max(1e-9, time.process_time() - started)
+    optima = {size: size // model.state_bytes + slots for size in budgets if optimum}
+    _print(turns, costs, optima, rate)
+    if svg is not None:
+        svg.write_text(_chart(costs, model))
+
+
+def _print(turns: list[TraceTurn], costs: list[Cost], optima: dict[int, int], rate: float) -> None:
+    """``optima``: budgets of which the optimum is to be shown, with the states that fit."""
     console = Console(highlight=False, soft_wrap=True)
     n_unavoidable = sum(share.n_unavoidable for share in shares(turns))
     n_prompt = sum(turn.prompt.n_tokens(turn.n_stop) for turn in turns)
     console.print(f"{len(turns):,} requests, {n_prompt:,} prompt tokens, {n_unavoidable:,} of them new\n", markup=False)
     console.print(markdown(costs), markup=False)
-    for size in budgets if optimum else ():
-        n = size // model.state_bytes + slots
+    for size, n in optima.items():
         console.print(f"\noptimum, {size_text(size)}, {n} states: {fewest_tokens(turns, n):,} tokens", markup=False)
     console.print(f"\n{rate:,.0f} requests simulated per second of CPU time", markup=False)
-    if svg is not None:
-        svg.write_text(_chart(costs, model))
+
+
+def _device(slots: int, spares: int, ctx_size: int) -> DeviceSize:
+    require(0 < slots <= MAX_SLOTS, f"slots is {slots}; give 1 to {MAX_SLOTS}")
+    require(0 <= spares <= MAX_SLOTS, f"spares is {spares}; give 0 to {MAX_SLOTS}")
+    require(0 < ctx_size <= MAX_CELLS, f"ctx-size is {ctx_size}; give 1 to {MAX_CELLS}")
+    return DeviceSize(slots, spares, ctx_size)
 
 
 def _read(path: Path, most: int | None) -> list[TraceTurn]:

@@ -453,7 +453,7 @@ class Core:
             self.keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
         elif slot.n_fed:
             self.checkpointer.mark_end(slot)
-        self.returns.leave(slot.node, request.n_prompt, request.arrival)
+        self.returns.leave(slot.node, request.n_prompt, request.continuation)
         slot.release()
         slot.remember(request.ask.namespace)
         slot.touch(time.monotonic())
@@ -568,7 +568,7 @@ class Core:
         slot = self.admission.seat(request, sources)
         match = self.restorer.match(prompt, goal.namespace, sources)
         if is_first and not request.ask.ahead:
-            request.arrival = self.returns.arrive(match, time.monotonic())
+            request.continuation = self.returns.arrive(match, time.monotonic())
         if request.ask.use_cache:
             restored = self.restorer.bring(slot, goal, match, sources)
         else:

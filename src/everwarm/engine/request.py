@@ -23,7 +23,7 @@ from everwarm.llama.sampler import Sampler
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Chunks
 from everwarm.state.policy import Cut
-from everwarm.state.returns import Arrival
+from everwarm.state.returns import Continuation
 
 MAX_PROBS = 100
 
@@ -113,7 +113,7 @@ class Request:
     n_shared: int = 0
     why: ReadReason | None = None
     used: CheckpointUse | None = None
-    arrival: Arrival = field(default_factory=Arrival)  # what its prompt returns to
+    continuation: Continuation = field(default_factory=Continuation)  # what its prompt returns to
     attempts: int = 0
     admitted: int | None = None  # which one it was to be admitted; kept when it is suspended
     n_furthest: int = 0  # items it had decoded when it was suspended, at most

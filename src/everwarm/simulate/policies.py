@@ -20,7 +20,7 @@ _ANY_NUMBER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TurnReading:
     """A turn whose prompt is about to be read."""
 
     turn: TraceTurn
@@ -29,7 +29,7 @@ class Reading:
     places: Sequence[int]  # learned: where it is likely to be left
 
 
-Cuts = Callable[[Reading, Spacing], Sequence[Cut]]
+Cuts = Callable[[TurnReading, Spacing], Sequence[Cut]]
 Victims = Callable[[Sequence[Entry], int, Curves], list[int]]
 
 
@@ -51,7 +51,7 @@ class Policy:
 # where
 
 
-def our_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:
+def our_cuts(reading: TurnReading, spacing: Spacing) -> Sequence[Cut]:
     turn, is_far = reading.turn, reading.n_shared - reading.n_restored > GUARD
     return policy.cuts(
         len(turn.prompt),
@@ -65,7 +65,7 @@ def our_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:
     )
 
 
-def even_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:
+def even_cuts(reading: TurnReading, spacing: Spacing) -> Sequence[Cut]:
     """Every n tokens, and near the end."""
     n = len(reading.turn.prompt)
     found = {at: Cut(at, CutKind.EVERY) for at in range(spacing.every_n_tokens, n, spacing.every_n_tokens)}
@@ -73,7 +73,7 @@ def even_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:
     return [*(cut for at, cut in found.items() if at < near), Cut(near, CutKind.NEAR_END)]
 
 
-def branch_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def branch_cuts(reading: TurnReading, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
     """Where a prompt leaves the known prefixes, and its end: nothing is kept before a prefix was used twice."""
     n = len(reading.turn.prompt)
     near = n - min(NEAR_END, n - 1)
@@ -81,7 +81,7 @@ def branch_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:  # noqa: A
     return [*([Cut(reading.n_shared, CutKind.BRANCH)] if is_known else []), Cut(near, CutKind.NEAR_END)]
 
 
-def no_cuts(reading: Reading, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
+def no_cuts(reading: TurnReading, spacing: Spacing) -> Sequence[Cut]:  # noqa: ARG001
     return ()
 
 

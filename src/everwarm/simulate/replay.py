@@ -11,7 +11,7 @@ from everwarm.simulate.curves import Curves
 from everwarm.simulate.fifo_cache import FifoMemory
 from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.policies import POLICIES, Policy
-from everwarm.simulate.simulated_cache import Device, HeldState, Outcome, SimulatedCache
+from everwarm.simulate.simulated_cache import DeviceSize, HeldState, Outcome, SimulatedCache
 from everwarm.simulate.trace import TraceTurn
 
 FIFO = "fifo-32"
@@ -48,7 +48,7 @@ class Cost:
         return 1 - self.n_read / max(1, self.n_prompt)
 
 
-def store_for(policy: str | Policy, curves: Curves, budget: int, device: Device) -> SimulatedStore:
+def store_for(policy: str | Policy, curves: Curves, budget: int, device: DeviceSize) -> SimulatedStore:
     if isinstance(policy, Policy):
         return SimulatedCache(policy, curves, budget, device)
     require(policy in NAMES, f"unknown policy {policy!r}; give any of: {', '.join(NAMES)}")
@@ -62,11 +62,11 @@ def replay(
     policy: str | Policy,
     curves: Curves,
     budget: int,
-    device: Device | None = None,
+    device: DeviceSize | None = None,
     known: Sequence[SharedPrefix] | None = None,
 ) -> Cost:
     """``known``: the result of ``shares`` for the same turns, to compute it once."""
-    store = store_for(policy, curves, budget, device or Device())
+    store = store_for(policy, curves, budget, device or DeviceSize())
     known = shares(turns) if known is None else known
     reads: list[int] = []
     seconds = 0.0
@@ -93,7 +93,7 @@ def sweep(
     policies: Iterable[str],
     curves: Curves,
     budgets: Iterable[int],
-    device: Device | None = None,
+    device: DeviceSize | None = None,
 ) -> list[Cost]:
     known = shares(turns)
     sizes = list(budgets)

@@ -15,12 +15,12 @@ import numpy as np
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.policies import Policy, Reading
+from everwarm.simulate.policies import Policy, TurnReading
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.policy import CutKind, KeptCheckpoint, Seat
-from everwarm.state.returns import Arrival, Returns, Running
+from everwarm.state.returns import Continuation, Returns, RunningVisit
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree
 from everwarm.types import Blob, SeqId
 
@@ -48,7 +48,7 @@ class HeldState:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSize:
     """What an engine has beside RAM."""
 
     n_slots: int = 2
@@ -65,7 +65,7 @@ class _Slot:
 
 
 class SimulatedCache:
-    def __init__(self, policy: Policy, curves: Curves, budget: int, device: Device) -> None:
+    def __init__(self, policy: Policy, curves: Curves, budget: int, device: DeviceSize) -> None:
         self.held = HeldState()
         self.tree = Tree()
         self._policy = policy
@@ -76,7 +76,7 @@ class SimulatedCache:
         self._returns = Returns(self.tree)
         self._slots = [_Slot(self.tree.root("")) for _ in range(device.n_slots)]
         self._parked: list[Node] = []  # whose states lie in spares, the oldest first
-        self._running: list[Running] = []
+        self._running: list[RunningVisit] = []
         self._now = 0.0
         for slot in self._slots:
             self.tree.hold(slot.node)
@@ -95,10 +95,10 @@ class SimulatedCache:
         number = state_policy.seat([self._seat_of(i, n_common) for i, n_common in enumerate(common)])
         slot = self._slots[number]
         match = self.tree.match("", prompt, max(common))
-        arrival = self._returns.arrive(match, self._now) if self._policy.learns else Arrival()
+        continuation = self._returns.arrive(match, self._now) if self._policy.learns else Continuation()
         n_items, loaded = self._bring(slot, prompt, match, common, number)
         self._limit_idle(slot, len(prompt))
-        self._read(slot, turn, match, n_items, arrival)
+        self._read(slot, turn, match, n_items, continuation)
         slot.used_at = self._now
         self._save(slot)
         self.held.most = max(self.held.most, self.tree.ram_bytes)
@@ -190,22 +190,28 @@ class SimulatedCache:
 
     # reading
 
-    def _read(self, slot: _Slot, turn: TraceTurn, match: Match, n_items: int, arrival: Arrival) -> None:
+    def _read(self, slot: _Slot, turn: TraceTurn, match: Match, n_items: int, continuation: Continuation) -> None:
         path = turn.path_from(n_items)
         n_prompt, n_end = len(turn.prompt), len(path)
         places = self._returns.places(n_prompt, self._spacing) if self._policy.learns else []
-        for cut in self._policy.cuts(Reading(turn, n_items, match.n_shared, places), self._spacing):
+        for cut in self._policy.cuts(TurnReading(turn, n_items, match.n_shared, places), self._spacing):
             if n_items < cut.at <= turn.n_stop:
-                self._take(slot, path, cut.at, cut.kind, Running(slot.node, n_prompt, arrival.hits, arrival.habit))
+                self._take(
+                    slot,
+                    path,
+                    cut.at,
+                    cut.kind,
+                    RunningVisit(slot.node, n_prompt, continuation),
+                )
         if n_end != n_prompt and n_end > slot.node.n_items and self._keeps_ends():
             kind = CutKind.CANCEL if turn.stop_at is not None else CutKind.REPLY
-            self._take(slot, path, n_end, kind, Running(slot.node, n_prompt, arrival.hits, arrival.habit))
+            self._take(slot, path, n_end, kind, RunningVisit(slot.node, n_prompt, continuation))
         else:
             self._mark(slot, path, n_end)
         slot.items = path
         slot.n_fed = n_end
         if self._policy.learns:
-            self._returns.leave(slot.node, n_prompt, arrival)
+            self._returns.leave(slot.node, n_prompt, continuation)
 
     def _keeps_ends(self) -> bool:
         return self._policy.keeps_ends and (not self._policy.learns or self._returns.keeps_replies())
@@ -215,7 +221,7 @@ class SimulatedCache:
         self._seat(slot, node)
         return node
 
-    def _take(self, slot: _Slot, path: Prompt, n_items: int, kind: CutKind, running: Running) -> None:
+    def _take(self, slot: _Slot, path: Prompt, n_items: int, kind: CutKind, running: RunningVisit) -> None:
         node = self._mark(slot, path, n_items)
         checkpoint = node.checkpoint
         if self._spacing.max_checkpoints == 0:

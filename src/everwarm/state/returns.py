@@ -41,12 +41,8 @@ _LOWER = [2 ** (i / 2) for i in range(N_AGES + 1)]  # the age at which each half
 _GRID = [int(2 ** (k / 2)) for k in range(9, 28)]  # distances to place cuts at
 _HITS = (1, 3, 10)  # classes of visits: never came back, one or two times, up to nine, more often
 _LEFT = len(_HITS) + 1  # the class of a visit whose conversation went on elsewhere
-_ARRIVALS = (
-    1,
-    2,
-    4,
-    10,
-)  # classes of junctions: only a conversation's own turns part there, one arrival, up to three …
+# Classes of junctions: only a conversation's own turns part there, one arrival, up to three, up to nine, more.
+_ARRIVALS = (1, 2, 4, 10)
 _VISIT_PRIORS = (0.2, 0.25, 0.3, 0.35, 0.01)  # chance to come back in a half octave, before anything is known
 _JUNCTION_PRIORS = (0.01, 0.12, 0.2, 0.3, 0.35)
 _PRIOR_WEIGHT = 2.0
@@ -214,7 +210,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class Continuation:
     """A request that has begun to read its prompt."""
 
     n_shared: int = 0
@@ -223,13 +219,12 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningVisit:
     """A request that is being read or written: it will leave a visit."""
 
     node: Node
     n_prompt: int
-    hits: int
-    habit: Habit = ()
+    continuation: Continuation
 
 
 @dataclass(slots=True)
@@ -246,7 +241,7 @@ class _Junction:
 class Returns:
     tree: Tree
     n_requests: int = 0
-    _visits: dict[Node, Visit] = field(default_factory=dict)  # the oldest first
+    visits: dict[Node, Visit] = field(default_factory=dict)  # the oldest first
     _junctions: dict[Node, _Junction] = field(default_factory=dict)
     _n_items: int = 0  # of all visits
     _visit_times: ReturnTimes = field(default_factory=lambda: ReturnTimes(_VISIT_PRIORS))
@@ -261,44 +256,46 @@ class Returns:
 
     # learning
 
-    def arrive(self, match: Match, now: float) -> Arrival:
+    def arrive(self, match: Match, now: float) -> Continuation:
         """A request begins: what does it return to?"""
         self.n_requests += 1
         self._note_time(now)
         node = match.path[-1] if match.path else None
         if node is None or match.n_shared == 0:
-            return Arrival()
+            return Continuation()
         if match.n_shared == node.n_items and (node.is_junction or node in self._junctions):
             junction = self._junctions.get(node)
             if junction is not None:
                 self._junction_times.note(junction.kind, self.n_requests - junction.at, returned=True)
-            return Arrival(match.n_shared)
+            return Continuation(match.n_shared)
         visit = self._visit_below(node)
         if visit is None:
-            return Arrival(match.n_shared)
+            return Continuation(match.n_shared)
         self._visit_times.note(visit.kind, self.n_requests - visit.at, returned=True)
         distance = self._note_resumed(visit, match.n_shared)
-        return Arrival(match.n_shared, visit.hits + 1, (*visit.habit, distance)[-MAX_HABIT:])
+        return Continuation(match.n_shared, visit.hits + 1, (*visit.habit, distance)[-MAX_HABIT:])
 
-    def leave(self, node: Node, n_prompt: int, arrival: Arrival) -> None:
+    def leave(self, node: Node, n_prompt: int, continuation: Continuation) -> None:
         """A request has ended at this node."""
         if node.parent is None:
             return
-        if node in self._visits:
-            self._drop(self._visits[node])
+        if node in self.visits:
+            self._drop(self.visits[node])
         self.tree.hold(node)
-        self._visits[node] = Visit(node, min(n_prompt, node.n_items), self.n_requests, arrival.hits, arrival.habit)
+        self.visits[node] = Visit(
+            node, min(n_prompt, node.n_items), self.n_requests, continuation.hits, continuation.habit
+        )
         self._n_items += node.n_items
-        parted = next((n for n in node.lineage() if n.n_items == arrival.n_shared and n.is_junction), None)
+        parted = next((n for n in node.lineage() if n.n_items == continuation.n_shared and n.is_junction), None)
         if parted is not None:
             known = self._junctions.pop(parted, None)
             n_arrivals = 0 if known is None else known.n_arrivals
-            self._junctions[parted] = _Junction(self.n_requests, n_arrivals + (arrival.hits == 0))
+            self._junctions[parted] = _Junction(self.n_requests, n_arrivals + (continuation.hits == 0))
         self._forget_oldest()
 
     def forget(self, nodes: Iterable[Node]) -> None:
         """Forgets the requests that ended at these nodes: they are to be dropped."""
-        for visit in [self._visits[node] for node in nodes if node in self._visits]:
+        for visit in [self.visits[node] for node in nodes if node in self.visits]:
             self._drop(visit)
 
     def _note_time(self, now: float) -> None:
@@ -309,7 +306,7 @@ class Returns:
 
     def _visit_below(self, node: Node) -> Visit | None:
         """The newest visit at or below a node; one whose conversation went on elsewhere only if there is no other."""
-        found = [self._visits[n] for n in _some_below(node) if n in self._visits]
+        found = [self.visits[n] for n in _some_below(node) if n in self.visits]
         waiting = [visit for visit in found if not visit.is_extended]
         return max(waiting, key=lambda visit: (not visit.is_left, visit.at), default=None)
 
@@ -336,7 +333,7 @@ class Returns:
         """How many turns before this visit one ended right where a return has left its lineage; 0: none did."""
         n_turns, node = 0, visit.node.parent
         while node is not None and node.n_items + GUARD >= n_shared:
-            if node in self._visits:
+            if node in self.visits:
                 n_turns += 1
                 if node.n_items <= n_shared:
                     return n_turns
@@ -344,8 +341,8 @@ class Returns:
         return 0
 
     def _forget_oldest(self) -> None:
-        while len(self._visits) > MAX_VISITS or self._n_items > MAX_ITEMS:
-            visit = min(self._visits.values(), key=lambda visit: visit.at)
+        while len(self.visits) > MAX_VISITS or self._n_items > MAX_ITEMS:
+            visit = min(self.visits.values(), key=lambda visit: visit.at)
             if not visit.is_extended:
                 self._visit_times.note(visit.kind, self.n_requests - visit.at, returned=False)
             self._drop(visit)
@@ -355,19 +352,15 @@ class Returns:
             del self._junctions[next(iter(self._junctions))]
 
     def _drop(self, visit: Visit) -> None:
-        del self._visits[visit.node]
+        del self.visits[visit.node]
         self._n_items -= visit.node.n_items
         self.tree.release(visit.node)
 
     # asking
 
-    def remembers(self, node: Node) -> bool:
-        """Whether a request that ended here is remembered."""
-        return node in self._visits
-
     def worth(self, node: Node) -> float:
         """Returns per request to the visit at this node; 0: there is none."""
-        visit = self._visits.get(node)
+        visit = self.visits.get(node)
         if visit is None or visit.is_extended:
             return 0.0
         self._refresh()
@@ -387,7 +380,7 @@ class Returns:
         """Points of a prompt where returns are likely to leave it, learned from earlier ones."""
         return [n_items - distance for distance in self._unserved.places(n_items, spacing.every_n_tokens)]
 
-    def expected(self, running: Iterable[Running], *, anywhere: bool) -> dict[int, float]:
+    def expected(self, running: Iterable[RunningVisit], *, anywhere: bool) -> dict[int, float]:
         """Returns per request that would resume from each node, by its id: from kept checkpoints, or ``anywhere`` on a
         lineage."""
         self._refresh()
@@ -404,15 +397,15 @@ class Returns:
                 found[kept.id] = found.get(kept.id, 0.0) + density
         return found
 
-    def _sources(self, running: Iterable[Running]) -> Iterator[tuple[Node, int, Habit, float]]:
+    def _sources(self, running: Iterable[RunningVisit]) -> Iterator[tuple[Node, int, Habit, float]]:
         """Where returns come from: the end of a lineage, the items of its prompt, the habit, and the density."""
-        for visit in self._visits.values():
+        for visit in self.visits.values():
             if not visit.is_extended:
                 density = self._visit_times.density(visit.kind, self._age(visit.at))
                 yield visit.node, visit.n_prompt, visit.habit, density
         for each in running:
-            density = self._visit_times.density(bisect.bisect_right(_HITS, each.hits), 1)
-            yield each.node, each.n_prompt, each.habit, density
+            density = self._visit_times.density(bisect.bisect_right(_HITS, each.continuation.hits), 1)
+            yield each.node, each.n_prompt, each.continuation.habit, density
 
     def _resuming(self, end: Node, n_prompt: int, habit: Habit, steps: Sequence[float]) -> Iterator[tuple[Node, float]]:
         """The kept checkpoints of a lineage, each with the share of returns that resume from it."""
@@ -422,7 +415,7 @@ class Returns:
         n_turns, stepped, served = 0, 0.0, 0.0
         node: Node | None = end
         while node is not None and (served < _ALL or n_turns < MAX_STEPS):
-            if node is not end and node in self._visits:
+            if node is not end and node in self.visits:
                 n_turns += 1
                 stepped += steps[n_turns] if n_turns < MAX_STEPS else 0.0
             if node.checkpoint is not None:
@@ -443,7 +436,7 @@ class Returns:
         return self.n_requests - at + 1
 
     def _refresh(self) -> None:
-        waiting = (visit for visit in self._visits.values() if not visit.is_extended)
+        waiting = (visit for visit in self.visits.values() if not visit.is_extended)
         self._visit_times.refresh(self.n_requests, ((visit.kind, self._age(visit.at)) for visit in waiting))
         self._junction_times.refresh(self.n_requests, ((j.kind, self._age(j.at)) for j in self._junctions.values()))
 

@@ -16,7 +16,7 @@ from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.eviction import Scales, weigh
-from everwarm.state.returns import Returns, Running
+from everwarm.state.returns import Returns, RunningVisit
 from everwarm.state.tree import Node, Tree
 
 Leaving = Callable[[Sequence[Node]], None]
@@ -119,7 +119,7 @@ class RamBudget:
         kind = self._kind
         resident = frozenset(id(n) for _, end in self._residents.ends() for n in end.lineage())
         running = [
-            Running(slot.node, slot.request.n_prompt, slot.request.arrival.hits, slot.request.arrival.habit)
+            RunningVisit(slot.node, slot.request.n_prompt, slot.request.continuation)
             for slot in self._residents.slots
             if slot.request is not None
         ]
