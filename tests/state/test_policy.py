@@ -27,6 +27,7 @@ from everwarm.state.policy import (
 from support.campaign import by_chance
 
 DENSE = Spacing(max_checkpoints=32, every_n_tokens=100, min_tokens=0, min_gap=0)
+WORTHLESS = lambda _slot: 0.0  # noqa: E731
 END_KINDS = (CutKind.NEAR_END, CutKind.STABLE)
 
 spacings = st.builds(
@@ -327,26 +328,27 @@ def test_asking_for_nothing_evicts_nothing():
 
 
 def test_a_request_sits_where_its_own_conversation_is():
-    assert seat([Seat(0, 100, 20, 0.0, 9.0), Seat(1, 100, 90, 0.0, 1.0), Seat(2, 0, 0, 0.0, 0.0)]) == 1
+    assert seat([Seat(0, 100, 20, 9.0), Seat(1, 100, 90, 1.0), Seat(2, 0, 0, 0.0)], WORTHLESS) == 1
 
 
 def test_a_small_common_beginning_is_not_worth_throwing_a_long_conversation_out():
-    assert seat([Seat(0, 1000, 20, 0.0, 1.0), Seat(1, 0, 0, 0.0, 9.0)]) == 1
-    assert seat([Seat(0, 1000, 500, 0.0, 1.0), Seat(1, 0, 0, 0.0, 9.0)]) == 0  # half of it is
+    assert seat([Seat(0, 1000, 20, 1.0), Seat(1, 0, 0, 9.0)], WORTHLESS) == 1
+    assert seat([Seat(0, 1000, 500, 1.0), Seat(1, 0, 0, 9.0)], WORTHLESS) == 0  # half of it is
 
 
 def test_a_stranger_takes_an_empty_slot_then_the_one_used_longest_ago():
-    assert seat([Seat(0, 50, 0, 0.0, 1.0), Seat(1, 0, 0, 0.0, 9.0)]) == 1
-    assert seat([Seat(0, 50, 0, 0.0, 5.0), Seat(1, 60, 0, 0.0, 2.0)]) == 1
+    assert seat([Seat(0, 50, 0, 1.0), Seat(1, 0, 0, 9.0)], WORTHLESS) == 1
+    assert seat([Seat(0, 50, 0, 5.0), Seat(1, 60, 0, 2.0)], WORTHLESS) == 1
 
 
 def test_a_stranger_takes_the_slot_that_is_least_likely_to_be_continued():
-    assert seat([Seat(0, 50, 0, 0.1, 1.0), Seat(1, 60, 0, 0.01, 9.0)]) == 1
-    assert seat([Seat(0, 50, 0, 0.1, 1.0), Seat(1, 6000, 0, 0.01, 9.0)]) == 0, "it would have to be read again"
+    worth = [0.1, 0.01].__getitem__
+    assert seat([Seat(0, 50, 0, 1.0), Seat(1, 60, 0, 9.0)], worth) == 1
+    assert seat([Seat(0, 50, 0, 1.0), Seat(1, 6000, 0, 9.0)], worth) == 0, "it would have to be read again"
 
 
 def test_of_two_equal_conversations_the_shorter_slot_is_taken():
-    assert seat([Seat(0, 100, 60, 0.0, 0.0), Seat(1, 80, 60, 0.0, 0.0)]) == 1
+    assert seat([Seat(0, 100, 60, 0.0), Seat(1, 80, 60, 0.0)], WORTHLESS) == 1
 
 
 def test_what_leans_on_a_victim_is_worth_more_at_once():

@@ -92,7 +92,8 @@ class SimulatedCache:
                 self._vacate(slot)
         prompt = turn.prompt
         common = [int(prompt.common_prefix(slot.items)) for slot in self._slots]
-        number = state_policy.seat([self._seat_of(i, n_common) for i, n_common in enumerate(common)])
+        seats = [Seat(i, slot.n_fed, common[i], slot.used_at) for i, slot in enumerate(self._slots)]
+        number = state_policy.seat(seats, lambda i: self._returns.worth(self._slots[i].node))
         slot = self._slots[number]
         match = self.tree.match("", prompt, max(common))
         continuation = self._returns.arrive(match, self._now) if self._policy.learns else Continuation()
@@ -105,10 +106,6 @@ class SimulatedCache:
         return Outcome(prompt.n_tokens(n_items), prompt.n_tokens(max(n_items, turn.n_stop)), loaded)
 
     # starting
-
-    def _seat_of(self, number: int, n_common: int) -> Seat:
-        slot = self._slots[number]
-        return Seat(number, slot.n_fed, n_common, self._returns.worth(slot.node), slot.used_at)
 
     def _bring(self, slot: _Slot, prompt: Prompt, match: Match, common: Sequence[int], number: int) -> tuple[int, int]:
         """Restores the deepest kept point of the prompt: returns where that is, and the bytes it took."""

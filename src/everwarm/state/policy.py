@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from everwarm.config import require
@@ -343,14 +343,17 @@ class Seat:
     slot: int
     n_resident: int
     n_common: int
-    worth: float  # of what it holds: expected returns
     last_used: float
 
 
-def seat(seats: Sequence[Seat]) -> int:
+def seat(seats: Sequence[Seat], worth: Callable[[int], float]) -> int:
     """Which idle slot a request gets: the one that holds its own conversation, else an empty one, else the one that is
-    least likely to be continued, by what it would have to read again; of equals the least recently used."""
+    least likely to be continued, by what it would have to read again; of equals the least recently used. ``worth``:
+    expected returns to what a slot holds."""
     own = [s for s in seats if s.n_common > 0 and 2 * s.n_common >= s.n_resident]
     if own:
         return max(own, key=lambda s: (s.n_common, -s.n_resident, -s.slot)).slot
-    return min(seats, key=lambda s: (s.n_resident > 0, s.worth * s.n_resident, s.last_used, s.slot)).slot
+    empty = [s for s in seats if s.n_resident == 0]
+    if empty or len(seats) == 1:
+        return min(empty or seats, key=lambda s: (s.last_used, s.slot)).slot
+    return min(seats, key=lambda s: (worth(s.slot) * s.n_resident, s.last_used, s.slot)).slot

@@ -23,6 +23,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from everwarm.state.policy import GUARD, Spacing
 from everwarm.state.tree import Match, Node, Tree
 
@@ -37,7 +40,12 @@ MIN_GAIN = 32  # items that a learned cut must save per return
 MAX_HABIT = 4  # of the last returns of one conversation
 REPLY_SHARE = 0.03  # of returns: below it the end of a reply is not worth a checkpoint
 
-_LOWER = [2 ** (i / 2) for i in range(N_AGES + 1)]  # the age at which each half octave begins
+_Numbers = NDArray[np.float64]
+_LOWER = 2 ** (np.arange(N_AGES + 1) / 2)  # the age at which each half octave begins
+_FOLLOWS = np.triu(np.ones((N_AGES, N_AGES), bool))  # rows: where waiting starts
+_WIDTHS = np.diff(_LOWER) * np.where(np.eye(N_AGES, dtype=bool), 0.5, 1.0)  # it starts in the middle of its half octave
+_LEAST = 1e-12
+_SURE = 0.98  # no return is certain
 _GRID = [int(2 ** (k / 2)) for k in range(9, 28)]  # distances to place cuts at
 _HITS = (1, 3, 10)  # classes of visits: never came back, one or two times, up to nine, more often
 _LEFT = len(_HITS) + 1  # the class of a visit whose conversation went on elsewhere
@@ -46,7 +54,10 @@ _ARRIVALS = (1, 2, 4, 10)
 _VISIT_PRIORS = (0.2, 0.25, 0.3, 0.35, 0.01)  # chance to come back in a half octave, before anything is known
 _JUNCTION_PRIORS = (0.01, 0.12, 0.2, 0.3, 0.35)
 _PRIOR_WEIGHT = 2.0
-_REACH = 4  # half octaves around one that its chance is taken from
+_APART = np.abs(np.subtract.outer(np.arange(N_AGES), np.arange(N_AGES)))
+_AROUND = np.where(
+    _APART <= 4, 0.5**_APART, 0.0
+)  # half octaves around one that its chance is taken from, and their weights
 _ALL = 0.9999  # of the returns
 _IN_REPLY = -1  # the distance of a return that resumes after the whole reply
 _FAR = tuple((2**k, 0.12) for k in range(5, 15))
@@ -59,31 +70,28 @@ class ReturnTimes:
     """How soon things of several classes come back: for every class a chance to return in each half octave of ages."""
 
     def __init__(self, priors: Sequence[float]) -> None:
-        self._priors = priors
-        self._returned = [[0.0] * N_AGES for _ in priors]
-        self._exposed = [[0.0] * N_AGES for _ in priors]  # how many were still waiting at that age
+        self._priors = np.array(priors)[:, None]
+        self._returned = np.zeros((len(priors), N_AGES))
+        self._exposed = np.zeros((len(priors), N_AGES))  # how many were still waiting at that age
         self._densities: list[list[float]] = []
         self._refreshed_at = 0
 
     def note(self, kind: int, age: int, *, returned: bool) -> None:
         """Something came back at this age, or is not waited for any longer."""
         last = _age_class(age)
-        for i in range(last + 1):
-            self._exposed[kind][i] += 1
-        self._returned[kind][last] += returned
+        self._exposed[kind, : last + 1] += 1
+        self._returned[kind, last] += returned
 
     def refresh(self, n_requests: int, waiting: Iterable[tuple[int, int]]) -> None:
         """Computes all densities anew, once per request; ``waiting``: class and age of what has not come back."""
         if self._densities and self._refreshed_at == n_requests:
             return
-        self._refreshed_at, self._densities = n_requests, []
-        exposed = [list(row) for row in self._exposed]
+        self._refreshed_at = n_requests
+        exposed = self._exposed.copy()
         for kind, age in waiting:
-            for i in range(_age_class(age)):
-                exposed[kind][i] += 1
-        for kind, prior in enumerate(self._priors):
-            chances = _chances(self._returned[kind], exposed[kind], prior)
-            self._densities.append([_best_density(chances, i) for i in range(N_AGES)])
+            exposed[kind, : _age_class(age)] += 1
+        chances = _chances(self._returned, exposed, self._priors)
+        self._densities = [_best_densities(row).tolist() for row in chances]
 
     def density(self, kind: int, age: float) -> float:
         return self._densities[kind][_age_class(age)]
@@ -93,30 +101,22 @@ def _age_class(age: float) -> int:
     return min(N_AGES - 1, int(2 * math.log2(max(1.0, age))))
 
 
-def _chances(returned: Sequence[float], exposed: Sequence[float], prior: float) -> list[float]:
+def _chances(returned: _Numbers, exposed: _Numbers, priors: _Numbers) -> _Numbers:
     """The chance to return in each half octave. Where few were seen it is taken from the ages around it."""
-    found = []
-    for i in range(N_AGES):
-        around = [(j, 0.5 ** abs(j - i)) for j in range(max(0, i - _REACH), min(N_AGES, i + _REACH + 1))]
-        n_returned = sum(weight * returned[j] for j, weight in around)
-        n_exposed = sum(weight * exposed[j] for j, weight in around)
-        assumed = (n_returned + _PRIOR_WEIGHT * prior) / (n_exposed + _PRIOR_WEIGHT)
-        found.append((returned[i] + _PRIOR_WEIGHT * assumed) / (exposed[i] + _PRIOR_WEIGHT))
-    return found
+    around = (returned @ _AROUND + _PRIOR_WEIGHT * priors) / (exposed @ _AROUND + _PRIOR_WEIGHT)
+    found: _Numbers = (returned + _PRIOR_WEIGHT * around) / (exposed + _PRIOR_WEIGHT)
+    return np.minimum(_SURE, found)
 
 
-def _best_density(chances: Sequence[float], start: int) -> float:
-    """The best ratio of the chance to return to the expected wait, if waiting ends after one of the half octaves."""
-    best = hit = waited = 0.0
-    alive = 1.0
-    for i in range(start, N_AGES):
-        width = (_LOWER[i + 1] - _LOWER[i]) * (0.5 if i == start else 1.0)
-        now = alive * min(0.98, chances[i])
-        hit += now
-        waited += (alive - now) * width + now * width / 2
-        alive -= now
-        best = max(best, hit / waited)
-    return best
+def _best_densities(chances: _Numbers) -> _Numbers:
+    """For a start in each half octave: the best ratio of the chance to return to the expected wait, if waiting ends after
+    one of those that follow."""
+    missed = np.where(_FOLLOWS, 1 - chances, 1.0)
+    waiting = np.cumprod(missed, axis=1) / missed * _FOLLOWS  # the share that still waits at the beginning of each
+    hits = waiting * chances
+    waited = np.cumsum((waiting - hits / 2) * _WIDTHS, axis=1)
+    densities: _Numbers = np.cumsum(hits, axis=1) / np.maximum(waited, _LEAST)
+    return densities.max(axis=1)
 
 
 class ResumePoints:

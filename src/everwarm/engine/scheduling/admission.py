@@ -179,11 +179,11 @@ class Admission:
             return slots[request.ask.slot]
         common = {source.seq: source.n_common for source in sources}
         seats = [
-            policy.Seat(i, slot.n_fed, common.get(slot.seq, 0), self._returns.worth(slot.node), slot.used_at)
+            policy.Seat(i, slot.n_fed, common.get(slot.seq, 0), slot.used_at)
             for i, slot in enumerate(slots)
             if slot.is_idle
         ]
-        return slots[policy.seat(seats)]
+        return slots[policy.seat(seats, lambda i: self._returns.worth(slots[i].node))]
 
 
 def require_possible(ask: Ask, context: Context, n_slots: int, images: ImageCache | None = None) -> None:
