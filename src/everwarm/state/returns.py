@@ -105,7 +105,7 @@ def _chances(returned: _Numbers, exposed: _Numbers, priors: _Numbers) -> _Number
     """The chance to return in each half octave. Where few were seen it is taken from the ages around it."""
     around = (returned @ _AROUND + _PRIOR_WEIGHT * priors) / (exposed @ _AROUND + _PRIOR_WEIGHT)
     found: _Numbers = (returned + _PRIOR_WEIGHT * around) / (exposed + _PRIOR_WEIGHT)
-    return np.minimum(_SURE, found)
+    return found.clip(max=_SURE)
 
 
 def _best_densities(chances: _Numbers) -> _Numbers:
@@ -115,8 +115,8 @@ def _best_densities(chances: _Numbers) -> _Numbers:
     waiting = np.cumprod(missed, axis=1) / missed * _FOLLOWS  # the share that still waits at the beginning of each
     hits = waiting * chances
     waited = np.cumsum((waiting - hits / 2) * _WIDTHS, axis=1)
-    densities: _Numbers = np.cumsum(hits, axis=1) / np.maximum(waited, _LEAST)
-    return densities.max(axis=1)
+    best: _Numbers = np.max(np.cumsum(hits, axis=1) / np.maximum(waited, _LEAST), axis=1)
+    return best
 
 
 class ResumePoints:
