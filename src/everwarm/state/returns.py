@@ -46,6 +46,7 @@ _FOLLOWS = np.triu(np.ones((N_AGES, N_AGES), bool))  # rows: where waiting start
 _WIDTHS = np.diff(_LOWER) * np.where(np.eye(N_AGES, dtype=bool), 0.5, 1.0)  # it starts in the middle of its half octave
 _LEAST = 1e-12
 _SURE = 0.98  # no return is certain
+_FEW = 4  # cases that say nothing by themselves
 _GRID = [int(2 ** (k / 2)) for k in range(9, 28)]  # distances to place cuts at
 _HITS = (1, 3, 10)  # classes of visits: never came back, one or two times, up to nine, more often
 _LEFT = len(_HITS) + 1  # the class of a visit whose conversation went on elsewhere
@@ -102,8 +103,12 @@ def _age_class(age: float) -> int:
 
 
 def _chances(returned: _Numbers, exposed: _Numbers, priors: _Numbers) -> _Numbers:
-    """The chance to return in each half octave. Where few were seen it is taken from the ages around it."""
+    """The chance to return in each half octave. Where few were seen it is taken from the ages around it, and is no better
+    than at the age before: what did not come back yet is not expected to begin with it."""
     around = (returned @ _AROUND + _PRIOR_WEIGHT * priors) / (exposed @ _AROUND + _PRIOR_WEIGHT)
+    for i in range(1, N_AGES):
+        seldom = exposed[:, i] < _FEW
+        around[seldom, i] = np.minimum(around[seldom, i - 1], around[seldom, i])
     found: _Numbers = (returned + _PRIOR_WEIGHT * around) / (exposed + _PRIOR_WEIGHT)
     return found.clip(max=_SURE)
 

@@ -124,8 +124,9 @@ def test_the_tree_shows_conversations_branches_and_tiers(server):
 
 
 def settled(server: Server) -> bool:
-    """Everything parked has its copy in RAM."""
-    return all("ram" in node["checkpoint"]["tiers"] for node in nodes_of(server) if node["checkpoint"])
+    """Everything parked has its copy in RAM, but the ends of prompts, which stay on the device."""
+    kept = (node["checkpoint"] for node in nodes_of(server) if node["checkpoint"])
+    return all("ram" in each["tiers"] for each in kept if each["kind"] != "prompt-end")
 
 
 def test_pages_together_are_the_whole_tree(server):
@@ -178,6 +179,7 @@ def streaming(server: Server, body: Json | None, path: str = "/completion") -> I
 
 def test_what_is_dropped_is_read_again_and_nothing_else(server):
     first, second = words(60, 31), words(60, 32)
+    complete(server, words(60, 30))
     everything = server.call("DELETE", "/cache").json
     assert everything["dropped"] > 0 and server.get("/cache/tree").json["n_total"] == 0
     assert server.get("/cache").json["tiers"]["ram"]["bytes"] == 0
@@ -202,21 +204,20 @@ def branch_above(server: Server, leaf: int) -> int:
 
 def test_a_pin_keeps_what_an_equal_one_loses():
     with serving("--spares", "0", "--cache-ram", "6MiB") as server:
-        pinned, other = words(60, 1), words(60, 2)
+        pinned, *others = (words(60, i) for i in range(1, 6))
         complete(server, pinned)
         leaf = nodes_of(server)[-1]["id"]
         answer = server.post(f"/cache/nodes/{leaf}/pin", {}).json
         assert answer["id"] == leaf and answer["pinned"] is True
-        complete(server, other)
+        for other in others:
+            complete(server, other)
         marked = [node for node in nodes_of(server) if node["pinned"]]
         assert leaf in {node["id"] for node in marked} and all(a["id"] == b["parent"] for a, b in pairwise(marked))
         fill(server, 100)
-        assert complete(server, other)["timings"]["cache_n"] <= GUARD
+        assert min(complete(server, other)["timings"]["cache_n"] for other in others) <= GUARD
         assert complete(server, pinned)["timings"]["prompt_n"] <= GUARD
         assert server.post(f"/cache/nodes/{leaf}/unpin", {}).json["pinned"] is False
         assert not any(node["pinned"] for node in nodes_of(server))
-        fill(server, 200)
-        assert complete(server, pinned)["timings"]["cache_n"] <= GUARD
         assert server.get("/cache").json["evictions"] > 0
         assert metric(server.get("/metrics").data.decode(), 'everwarm_evictions_total{cause="ram_budget"}') > 0
 
