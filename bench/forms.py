@@ -23,9 +23,9 @@ from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import ModelSyntax
-from everwarm.llama.constraints.grammar import LIMITS, grammar_of
 from everwarm.llama.constraints.matcher import Matcher
 from everwarm.llama.constraints.trial import NamedTokens
+from everwarm.llama.constraints.trial_worker import LIMITS, grammar_of
 
 N_ROUNDS, N_REPLY = 12, 256
 BEFORE = ("", " ", " ", '"', "\n", ", ")
