@@ -3,8 +3,8 @@
 ``process`` reads frames and answers them. ``loop`` runs a thread around ``core``, whose ``step`` admits
 (``scheduling``), restores (``cache``), decodes, picks tokens and keeps checkpoints. ``tiers`` carries what is kept
 to RAM, disk and the remote store and back. ``inspect`` shows it, ``slotfile`` saves and loads slots, ``verify``
-replays it cold and compares. ``engine`` is the whole as a library, ``request`` the record of one, ``settings`` and
-``fingerprint`` say what states depend on, ``memory_plan`` and ``speed`` what fits and how fast it is. ``build`` puts the parts together; ``slots`` owns the slots and spares and alone fills and
-empties them; ``recovery`` decides what becomes of requests when a step does not fit or fails; ``images`` encodes
-images and puts them into prompts.
+replays it cold and compares. ``engine`` is the whole as a library, ``request`` the record of one; ``settings`` and
+``fingerprint`` say what states depend on, ``memory_plan`` and ``speed`` what fits and how fast it is. ``build`` puts
+the parts together; ``slots`` owns the slots and spares and alone fills and empties them; ``recovery`` decides what
+becomes of requests when a step does not fit or fails; ``images`` encodes images and puts them into prompts.
 """
