@@ -40,10 +40,11 @@ class Grove:
         checkpoints: bool = True,
         kv: bool = True,
         expected: dict[int, float] | None = None,
+        awaited: frozenset[int] = frozenset(),
     ) -> list[Entry]:
         self.nodes = list(self.tree.nodes())
         resident_ids = frozenset(map(id, resident))
-        scales = Scales(1000.0, 0.5, checkpoints, kv, resident_ids, expected or {}, assumed_returns)
+        scales = Scales(1000.0, 0.5, checkpoints, kv, resident_ids, expected or {}, assumed_returns, awaited)
         return weigh(self.nodes, scales)
 
     def of(self, node: Node, entries: list[Entry], *, segment: bool = False) -> Entry | None:
@@ -76,12 +77,32 @@ def test_a_state_whose_kv_lineage_is_broken_is_stranded():
     assert not grove.of(lower, entries).stranded
 
 
-def test_returns_are_those_expected_and_only_an_end_without_any_is_assumed_to_come_back():
+def test_returns_are_those_expected_and_else_assumed_of_ends_and_of_what_was_used_before():
     grove = Grove()
-    middle, left, right = grove.state(1, 2), grove.state(1, 2, 3, hits=2), grove.state(1, 2, 4)
+    inside, junction = grove.state(1), grove.state(1, 2)
+    left, right = grove.state(1, 2, 3, hits=2), grove.state(1, 2, 4)
     entries = grove.weigh(kv=False, expected={right.id: 0.5})
-    assumed = assumed_returns(2, 1000.0)
-    assert [grove.of(node, entries).returns for node in (middle, left, right)] == [0.0, assumed, 0.5]
+    assumed = [assumed_returns(hits, 1000.0) for hits in (0, 2)]
+    found = [grove.of(node, entries).returns for node in (inside, junction, left, right)]
+    assert found == [0.0, *assumed, 0.5]
+
+
+def test_after_a_restart_a_beginning_that_many_share_goes_last():
+    grove = Grove()
+    shared = grove.state(*range(50))
+    ends = [grove.state(*range(50), 100 + i, 200 + i) for i in range(10)]
+    entries = grove.weigh(kv=False)
+    order = victims(entries, 10**9)
+    assert order[-1] == grove.of(shared, entries).key and len(order) == len(ends) + 1
+
+
+def test_what_a_suspended_request_continues_from_goes_after_the_rest():
+    grove = Grove()
+    awaited, other = grove.state(1, 2, used_at=0.0), grove.state(3, 4, 5, used_at=999.0, hits=9)
+    entries = grove.weigh(kv=False)
+    assert victims(entries, 1) == [grove.of(awaited, entries).key]  # the control: it is worth less
+    entries = grove.weigh(kv=False, awaited=frozenset([awaited.id]))
+    assert victims(entries, 1) == [grove.of(other, entries).key]
 
 
 def test_a_state_leans_on_the_nearest_above_and_takes_its_own_kv_with_it():

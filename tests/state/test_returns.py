@@ -57,7 +57,7 @@ def take_turns(grove: Grove, n_conversations: int, n_rounds: int) -> list[Node]:
 def test_what_comes_back_in_turn_is_worth_most_shortly_before_its_turn():
     grove = Grove()
     ends = take_turns(grove, 6, 12)
-    worths = [grove.returns.worth(end) for end in ends]
+    worths = [grove.returns.worth(end, 1.0) for end in ends]
     assert worths == sorted(worths, reverse=True) and worths[0] > 2 * worths[-1]
 
 
@@ -69,16 +69,16 @@ def test_what_comes_back_in_bursts_is_worth_most_right_after_its_use():
         for turn in range(1, rng.randrange(2, 12)):
             end = grove.request(conversation(i, turn)[:-20], conversation(i, turn)[-20:])
         ends.append(end)
-    assert grove.returns.worth(ends[-1]) > 5 * grove.returns.worth(ends[-3])
+    assert grove.returns.worth(ends[-1], 1.0) > 5 * grove.returns.worth(ends[-3], 1.0)
 
 
 def test_what_never_came_back_is_expected_ever_less():
     grove = Grove()
     first = grove.request(conversation(0, 1), [])
-    before = grove.returns.worth(first)
+    before = grove.returns.worth(first, 1.0)
     for i in range(1, 40):
         grove.request(conversation(i, 1), [])
-    assert grove.returns.worth(first) < before / 20
+    assert grove.returns.worth(first, 1.0) < before / 20
 
 
 def test_a_return_is_expected_where_earlier_ones_resumed():
@@ -160,6 +160,35 @@ def test_a_density_is_the_best_of_all_times_to_wait():
         times.note(0, 8, returned=False)
     times.refresh(1, [])
     assert times.density(0, 1) < 0.01, "the control: nothing came back"
+
+
+def test_what_is_forgotten_leaves_nothing_behind():
+    grove = Grove()
+    head = list(range(100))
+    ends = [grove.request([*head, *conversation(i + 1, 1)], [], keeps=(100,)) for i in range(3)]
+    shared = next(n for n in ends[0].lineage() if n.n_items == 100)
+    assert grove.expected()
+    grove.tree.drop_checkpoint(shared)
+    grove.returns.forget([shared, *ends])
+    assert not grove.tree.census.by_id and not grove.expected(anywhere=True)
+
+
+def test_branches_of_which_nothing_is_kept_can_be_forgotten_alone():
+    grove = Grove()
+    head = list(range(100))
+    empty = grove.request([*head, 1, 2], [])
+    kept = grove.request([*head, 3, 4], [], keeps=(102,))
+    grove.returns.forget_empty(kept.lineage())
+    assert empty not in grove.returns.visits and kept in grove.returns.visits
+    assert not grove.tree.has(empty) and grove.tree.has(kept)
+
+
+def test_turns_of_one_conversation_count_once():
+    grove = Grove()
+    for turn in range(1, 30):
+        grove.request(conversation(0, turn)[:-20], conversation(0, turn)[-20:])
+    other = grove.request(conversation(1, 1), [])
+    assert grove.returns.n_items == 29 * 100 + 100 and other in grove.returns.visits
 
 
 def test_what_is_remembered_is_bounded_and_can_be_forgotten(monkeypatch):

@@ -471,6 +471,7 @@ class Core:
         if slot.n_fed:
             self._take(slot, CutKind.PREWARM)
         slot.release()
+        slot.touch(time.monotonic())
         self.close_request(request, finish, events)
 
     def keep_end(self, slot: Slot, kind: CutKind) -> None:
@@ -516,6 +517,7 @@ class Core:
         self, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
     ) -> None:
         self.queue.remove(request)
+        self.ram_budget.awaited.pop(request.id, None)
         self.admission.forget(request)
         self.close_request(request, finish, events, error)
 
@@ -557,6 +559,7 @@ class Core:
         if request.admitted is None:
             self.n_admitted += 1
             request.admitted = self.n_admitted
+        self.ram_budget.awaited.pop(request.id, None)
         is_first = request.started_at is None
         request.started_at = request.started_at or time.monotonic()
         if request.ask.deterministic:
@@ -670,6 +673,7 @@ class Core:
         if request.ask.deterministic:
             request.chunks = tuple(slot.chunks)
         slot.release()
+        self.ram_budget.awaited[request.id] = slot.node
         self.room.vacate(slot)
         self.requeue(request)
 

@@ -93,7 +93,7 @@ class SimulatedCache:
         prompt = turn.prompt
         common = [int(prompt.common_prefix(slot.items)) for slot in self._slots]
         seats = [Seat(i, slot.n_fed, common[i], slot.used_at) for i, slot in enumerate(self._slots)]
-        number = state_policy.seat(seats, lambda i: self._returns.worth(self._slots[i].node))
+        number = state_policy.seat(seats, lambda i: self._worth(self._slots[i]))
         slot = self._slots[number]
         match = self.tree.match("", prompt, max(common))
         continuation = self._returns.arrive(match, self._now) if self._policy.learns else Continuation()
@@ -140,11 +140,14 @@ class SimulatedCache:
 
     # the device
 
+    def _worth(self, slot: _Slot) -> float:
+        return self._returns.worth(slot.node, self._now - slot.used_at) if self._policy.learns else 0.0
+
     def _limit_idle(self, running: _Slot, n_items: int) -> None:
         """Idle conversations keep few cells, unless they can be kept nowhere else: those of least worth leave."""
         used = sum(slot.n_fed for slot in self._slots)
         idle = [slot for slot in self._slots if slot is not running and slot.n_fed]
-        for slot in sorted(idle, key=lambda slot: (self._returns.worth(slot.node) * slot.n_fed, slot.used_at)):
+        for slot in sorted(idle, key=lambda slot: (self._worth(slot) * slot.n_fed, slot.used_at)):
             if used <= running.n_fed + IDLE_CELLS:
                 return
             fits = self.tree.ram_bytes + self._unsaved_bytes(slot) <= self._budget

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class Scales:
     resident: frozenset[int]  # nodes whose KV is on the device, by their Python ids
     expected: Mapping[int, float]  # returns to nodes, by their ids: see ``Returns.expected``
     unvisited: Callable[[int, float], float]  # returns to what no request is known to have ended at: hits, age
+    awaited: frozenset[int] = frozenset()  # ids of nodes that suspended requests will continue from
 
 
 def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
@@ -63,6 +65,7 @@ def _from_above(nodes: Sequence[Node], index: dict[int, int], scales: Scales) ->
 def _leans(nodes: Sequence[Node], index: dict[int, int], wanted: Sequence[bool]) -> list[tuple[int | None, int]]:
     """For each node: the entry of the nearest checkpoint above it, and the KV that is kept for it alone."""
     found: list[tuple[int | None, int]] = [(None, 0)] * len(nodes)
+    n_wanted = Counter(index[id(node.parent)] for node in nodes if node.parent is not None and wanted[index[id(node)]])
     for i, node in enumerate(nodes):
         if node.parent is None:
             continue
@@ -70,7 +73,7 @@ def _leans(nodes: Sequence[Node], index: dict[int, int], wanted: Sequence[bool])
         key, n_bytes = found[p]
         if node.parent.checkpoint is not None:
             key, n_bytes = 2 * p, 0
-        elif sum(wanted[index[id(child)]] for child in node.parent.children.values()) > 1:
+        elif n_wanted[p] > 1:
             n_bytes = 0
         found[i] = key, n_bytes + (node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0)
     return found
@@ -111,7 +114,7 @@ def _state_entry(
     assert checkpoint is not None
     age_s = scales.now - checkpoint.used_at
     returns = scales.expected.get(node.id, 0.0)
-    if is_newest and not returns:
+    if not returns and (is_newest or node.is_junction or checkpoint.hits):
         returns = scales.unvisited(checkpoint.hits, age_s)
     return Entry(
         2 * i,
@@ -121,7 +124,7 @@ def _state_entry(
         age_s,
         stranded=not has_kv,
         is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
-        pinned=node.n_pinned > 0,
+        pinned=node.n_pinned > 0 or node.id in scales.awaited,
         above=leans[0],
         kv_bytes=leans[1],
     )

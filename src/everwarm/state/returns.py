@@ -206,6 +206,7 @@ class Visit:
     at: int  # when: the number of the request
     hits: int  # how often its conversation came back before
     habit: Habit = ()
+    n_own: int = 0  # items beyond the visit above it: so much more memory its lineage takes
     is_left: bool = False  # its conversation went on from an earlier point
     is_extended: bool = False  # its conversation went on from its end
 
@@ -248,7 +249,7 @@ class Returns:
     n_requests: int = 0
     visits: dict[Node, Visit] = field(default_factory=dict)  # the oldest first
     _junctions: dict[Node, _Junction] = field(default_factory=dict)
-    _n_items: int = 0  # of all visits
+    n_items: int = 0  # of all visits
     _visit_times: ReturnTimes = field(default_factory=lambda: ReturnTimes(_VISIT_PRIORS))
     _junction_times: ReturnTimes = field(default_factory=lambda: ReturnTimes(_JUNCTION_PRIORS))
     resumed: ResumePoints = field(default_factory=lambda: ResumePoints(_DISTANCE_PRIORS))
@@ -287,10 +288,11 @@ class Returns:
         if node in self.visits:
             self._drop(self.visits[node])
         self.tree.hold(node)
-        self.visits[node] = Visit(
-            node, min(n_prompt, node.n_items), self.n_requests, continuation.hits, continuation.habit
-        )
-        self._n_items += node.n_items
+        n_above = max((n.n_items for n in node.lineage() if n in self.visits), default=0)
+        n_own = node.n_items - n_above
+        n_prompt = min(n_prompt, node.n_items)
+        self.visits[node] = Visit(node, n_prompt, self.n_requests, continuation.hits, continuation.habit, n_own)
+        self.n_items += n_own
         parted = next((n for n in node.lineage() if n.n_items == continuation.n_shared and n.is_junction), None)
         if parted is not None:
             known = self._junctions.pop(parted, None)
@@ -299,9 +301,24 @@ class Returns:
         self._forget_oldest()
 
     def forget(self, nodes: Iterable[Node]) -> None:
-        """Forgets the requests that ended at these nodes: they are to be dropped."""
-        for visit in [self.visits[node] for node in nodes if node in self.visits]:
-            self._drop(visit)
+        """Forgets the requests that ended at these nodes, and what parted there: they are to be dropped."""
+        for node in nodes:
+            self._junctions.pop(node, None)
+            if node in self.visits:
+                self._drop(self.visits[node])
+        self._forget_pruned()
+
+    def forget_empty(self, lineage: Sequence[Node]) -> None:
+        """Forgets the requests that ended on branches of this lineage of which nothing is kept."""
+        for node in lineage:
+            for child in list(node.children.values()):
+                branch = list(child.below())
+                if all(map(self._is_only_remembered, branch)):
+                    self.forget(branch)
+
+    def _is_only_remembered(self, node: Node) -> bool:
+        is_kept = node.checkpoint is not None or node.segment is not None or node.is_pinned or node.pins > 0
+        return not is_kept and node.holders == (node in self.visits)
 
     def _note_time(self, now: float) -> None:
         if self._last_at is not None:
@@ -346,28 +363,32 @@ class Returns:
         return 0
 
     def _forget_oldest(self) -> None:
-        while len(self.visits) > MAX_VISITS or self._n_items > MAX_ITEMS:
-            visit = min(self.visits.values(), key=lambda visit: visit.at)
+        while len(self.visits) > MAX_VISITS or self.n_items > MAX_ITEMS:
+            visit = min(self.visits.values(), key=lambda visit: (not visit.is_extended, visit.at))
             if not visit.is_extended:
                 self._visit_times.note(visit.kind, self.n_requests - visit.at, returned=False)
             self._drop(visit)
-        for node in [node for node in self._junctions if not self.tree.has(node)]:
-            del self._junctions[node]
+        self._forget_pruned()
         while len(self._junctions) > MAX_VISITS:
             del self._junctions[next(iter(self._junctions))]
 
+    def _forget_pruned(self) -> None:
+        for node in [node for node in self._junctions if not self.tree.has(node)]:
+            del self._junctions[node]
+
     def _drop(self, visit: Visit) -> None:
         del self.visits[visit.node]
-        self._n_items -= visit.node.n_items
+        self.n_items -= visit.n_own
         self.tree.release(visit.node)
 
     # asking
 
-    def worth(self, node: Node) -> float:
-        """Returns per request to the visit at this node; 0: there is none."""
+    def worth(self, node: Node, age_s: float) -> float:
+        """Returns per request to what ends at this node. Where no request has ended (it was read ahead, or comes from a
+        file), its age tells."""
         visit = self.visits.get(node)
         if visit is None or visit.is_extended:
-            return 0.0
+            return self.worth_unvisited(1, age_s)
         self._refresh()
         return self._visit_times.density(visit.kind, self._age(visit.at))
 

@@ -144,6 +144,24 @@ def test_erasing_forgets_what_nobody_shares(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(60))
+def test_erasing_reaches_past_requests_that_are_only_remembered():
+    """A reply that was written again, and of which nothing is kept, does not make a prompt shared."""
+    with open_core(n_slots=1) as core:
+        run(core, [*HISTORY, 7, 8, 9])
+        run(core, HISTORY)
+        core.room.clear()
+        first = next(node for node in core.returns.visits if node.path.codes[len(HISTORY)] == 7)
+        for node in reversed(list(first.below())):
+            if node.checkpoint is not None:
+                core.checkpointer.drop(node, "for a test")
+            if node.segment is not None:
+                core.tree.drop_segment(node)
+        assert core.tree.has(first), "the control: it is remembered"
+        assert slot_io.erase(core, core.slots[0], "") > 0
+        assert not core.tree.census.by_id or all(node.parent is None for node in core.tree.nodes())
+        assert run(core, HISTORY).n_cached == 0
+
+
 def test_a_mutated_main_file_is_refused_or_is_right_and_the_slot_stays_usable(tmp_path, seed):
     """Flips inside the numbers themselves cannot be told from numbers; without a companion that is llama-server's own
     guarantee. Everything structural is refused, nothing aborts, and the engine answers as before."""

@@ -6,6 +6,8 @@ What is worth keeping is copied to RAM first: all but the ends of prompts, which
 
 from __future__ import annotations
 
+import time
+
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
@@ -111,5 +113,9 @@ class DeviceRoom:
 
     def _idle_by_worth(self) -> list[Slot]:
         """Those that are least likely to be continued first, of equals the oldest."""
-        idle = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed]
-        return sorted(idle, key=lambda slot: (self._returns.worth(slot.node) * slot.n_fed, slot.used_at))
+        idle, now = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed], time.monotonic()
+
+        def worth(slot: Slot) -> tuple[float, float]:
+            return self._returns.worth(slot.node, now - slot.used_at) * slot.n_fed, slot.used_at
+
+        return sorted(idle, key=worth)

@@ -46,6 +46,7 @@ class RamBudget:
         self._speed = speed
         self._journal = journal
         self._n_lifted = 0
+        self.awaited: dict[int, Node] = {}  # where suspended requests will continue, by their ids: evicted last
         self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
 
     @contextlib.contextmanager
@@ -131,5 +132,6 @@ class RamBudget:
             resident=resident,
             expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints),
             unvisited=self._returns.worth_unvisited,
+            awaited=frozenset(node.id for node in self.awaited.values()),
         )
         return weigh(nodes, scales)

@@ -4,6 +4,7 @@ how much work is ahead of a new one."""
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterable, Sequence
 
 from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
@@ -178,12 +179,13 @@ class Admission:
         if request.ask.slot is not None:
             return slots[request.ask.slot]
         common = {source.seq: source.n_common for source in sources}
+        now = time.monotonic()
         seats = [
             policy.Seat(i, slot.n_fed, common.get(slot.seq, 0), slot.used_at)
             for i, slot in enumerate(slots)
             if slot.is_idle
         ]
-        return slots[policy.seat(seats, lambda i: self._returns.worth(slots[i].node))]
+        return slots[policy.seat(seats, lambda i: self._returns.worth(slots[i].node, now - slots[i].used_at))]
 
 
 def require_possible(ask: Ask, context: Context, n_slots: int, images: ImageCache | None = None) -> None:

@@ -322,6 +322,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     slot.vacate()
     slot.forget_content()
     core.returns.forget(node.lineage())
+    core.returns.forget_empty(node.lineage())
     while node.parent is not None and not node.children and not node.holders:
         parent = node.parent
         if node.checkpoint is not None:
@@ -329,6 +330,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
         if node.segment is not None:
             core.tree.drop_segment(node)
         node = parent
+    core.returns.forget(())
     core.tree.forgotten.clear(namespace)
     core.tier_writer.forget(content, namespace, beyond=node.n_items)
     return n
