@@ -10,7 +10,7 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import returns as module
 from everwarm.state.policy import CutKind, Spacing
-from everwarm.state.returns import GUARD, MAX_VISITS, Returns, ReturnTimes
+from everwarm.state.returns import GUARD, MAX_VISITS, Continuation, Returns, ReturnTimes
 from everwarm.state.tree import Checkpoint, Node, Tree
 
 SPACING = Spacing(32, 2000, 0, 0)
@@ -181,6 +181,16 @@ def test_branches_of_which_nothing_is_kept_can_be_forgotten_alone():
     grove.returns.forget_empty(kept.lineage())
     assert empty not in grove.returns.visits and kept in grove.returns.visits
     assert not grove.tree.has(empty) and grove.tree.has(kept)
+
+
+def test_a_visit_keeps_no_more_than_its_own_items():
+    grove = Grove()
+    large = np.arange(100_000, dtype=np.int32)
+    node = grove.tree.grow(grove.tree.root(""), Prompt(large[:50]), 50)
+    assert node.path.codes.base is large  # the control
+    grove.returns.leave(node, 50, Continuation())
+    assert node.path.codes.base is None and node.path.codes.tolist() == list(range(50))
+    grove.tree.check()
 
 
 def test_turns_of_one_conversation_count_once():

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import GUARD, Spacing
 from everwarm.state.tree import Match, Node, Tree
 
@@ -288,6 +289,7 @@ class Returns:
         if node in self.visits:
             self._drop(self.visits[node])
         self.tree.hold(node)
+        _shorten_path(node)
         n_above = max((n.n_items for n in node.lineage() if n in self.visits), default=0)
         n_own = node.n_items - n_above
         n_prompt = min(n_prompt, node.n_items)
@@ -465,6 +467,15 @@ class Returns:
         waiting = (visit for visit in self.visits.values() if not visit.is_extended)
         self._visit_times.refresh(self.n_requests, ((visit.kind, self._age(visit.at)) for visit in waiting))
         self._junction_times.refresh(self.n_requests, ((j.kind, self._age(j.at)) for j in self._junctions.values()))
+
+
+def _shorten_path(end: Node) -> None:
+    """Copies the items of a lineage: its path may be part of a much larger array, which would live as long as a visit."""
+    items, path = end.path.first(end.n_items), end.path
+    copied = Prompt(np.array(items.codes, np.int32), items.media)
+    for node in end.lineage():
+        if node.path is path:
+            node.path = copied
 
 
 def _some_below(node: Node) -> Iterator[Node]:

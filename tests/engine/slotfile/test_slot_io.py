@@ -143,7 +143,6 @@ def test_erasing_forgets_what_nobody_shares(tmp_path):
         assert run(core, [*HISTORY, *NEW]).n_cached == MIDDLE
 
 
-@pytest.mark.parametrize("seed", range(60))
 def test_erasing_reaches_past_requests_that_are_only_remembered():
     """A reply that was written again, and of which nothing is kept, does not make a prompt shared."""
     with open_core(n_slots=1) as core:
@@ -162,6 +161,7 @@ def test_erasing_reaches_past_requests_that_are_only_remembered():
         assert run(core, HISTORY).n_cached == 0
 
 
+@pytest.mark.parametrize("seed", range(60))
 def test_a_mutated_main_file_is_refused_or_is_right_and_the_slot_stays_usable(tmp_path, seed):
     """Flips inside the numbers themselves cannot be told from numbers; without a companion that is llama-server's own
     guarantee. Everything structural is refused, nothing aborts, and the engine answers as before."""
