@@ -2,7 +2,7 @@
 
 A cell is a trace in one form, the curves of a model, and a budget: a share of what everything the trace ever reads would
 take, with one state per request. The policy was chosen on seed ``TUNED``; what counts are the seeds ``HELD_OUT``, and of
-the traces those in ``UNSEEN``, which were written afterwards. ``EVERWARM_BENCH_SEEDS=101`` runs others.
+the traces ``sub-agents`` and ``shifts``, which were written afterwards. ``EVERWARM_BENCH_SEEDS=101`` runs others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from everwarm.simulate.replay import DEFAULT_NAMES, replay, size_text
 from everwarm.simulate.trace import TraceTurn
 
 TUNED, HELD_OUT = 1, (101, 102)
-UNSEEN = ("sub-agents", "shifts")
 BUDGETS = (0.05, 0.1, 0.2, 0.4, 0.8)
 OTHERS = tuple(name for name in DEFAULT_NAMES if name != "ours")
 CLOSE, FAR = 1.05, 1.15

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import GUARD, Spacing
 from everwarm.state.tree import Match, Node, Tree
 
@@ -195,6 +194,10 @@ class StepsBack:
         return [count / (len(self._last) + 2) for count in counts]
 
 
+def _class_of(hits: int) -> int:
+    return bisect.bisect_right(_HITS, hits)
+
+
 Habit = tuple[int, ...]  # how far before the end of its prompt a conversation was continued, the last times
 
 
@@ -213,7 +216,7 @@ class Visit:
 
     @property
     def kind(self) -> int:
-        return _LEFT if self.is_left else bisect.bisect_right(_HITS, self.hits)
+        return _LEFT if self.is_left else _class_of(self.hits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ class _Junction:
 class Returns:
     tree: Tree
     n_requests: int = 0
-    visits: dict[Node, Visit] = field(default_factory=dict)  # the oldest first
+    visits: dict[Node, Visit] = field(default_factory=dict)
     _junctions: dict[Node, _Junction] = field(default_factory=dict)
     n_items: int = 0  # of all visits
     _visit_times: ReturnTimes = field(default_factory=lambda: ReturnTimes(_VISIT_PRIORS))
@@ -289,7 +292,7 @@ class Returns:
         if node in self.visits:
             self._drop(self.visits[node])
         self.tree.hold(node)
-        _shorten_path(node)
+        self.tree.shorten_path(node)
         n_above = max((n.n_items for n in node.lineage() if n in self.visits), default=0)
         n_own = node.n_items - n_above
         n_prompt = min(n_prompt, node.n_items)
@@ -308,7 +311,7 @@ class Returns:
             self._junctions.pop(node, None)
             if node in self.visits:
                 self._drop(self.visits[node])
-        self._forget_pruned()
+        self.forget_pruned()
 
     def forget_empty(self, lineage: Sequence[Node]) -> None:
         """Forgets the requests that ended on branches of this lineage of which nothing is kept."""
@@ -370,11 +373,12 @@ class Returns:
             if not visit.is_extended:
                 self._visit_times.note(visit.kind, self.n_requests - visit.at, returned=False)
             self._drop(visit)
-        self._forget_pruned()
+        self.forget_pruned()
         while len(self._junctions) > MAX_VISITS:
             del self._junctions[next(iter(self._junctions))]
 
-    def _forget_pruned(self) -> None:
+    def forget_pruned(self) -> None:
+        """Forgets junctions that are not in the tree any more."""
         for node in [node for node in self._junctions if not self.tree.has(node)]:
             del self._junctions[node]
 
@@ -398,7 +402,7 @@ class Returns:
         """Returns per request to a checkpoint of which only its last use is known."""
         self._refresh()
         age = age_s / self._seconds if self._seconds else 1.0
-        return self._visit_times.density(bisect.bisect_right(_HITS, hits), age)
+        return self._visit_times.density(_class_of(hits), age)
 
     def keeps_replies(self) -> bool:
         """Whether the end of a reply is worth a checkpoint: some returns resume there."""
@@ -432,7 +436,7 @@ class Returns:
                 density = self._visit_times.density(visit.kind, self._age(visit.at))
                 yield visit.node, visit.n_prompt, visit.habit, density
         for each in running:
-            density = self._visit_times.density(bisect.bisect_right(_HITS, each.continuation.hits), 1)
+            density = self._visit_times.density(_class_of(each.continuation.hits), 1)
             yield each.node, each.n_prompt, each.continuation.habit, density
 
     def _resuming(self, end: Node, n_prompt: int, habit: Habit, steps: Sequence[float]) -> Iterator[tuple[Node, float]]:
@@ -467,15 +471,6 @@ class Returns:
         waiting = (visit for visit in self.visits.values() if not visit.is_extended)
         self._visit_times.refresh(self.n_requests, ((visit.kind, self._age(visit.at)) for visit in waiting))
         self._junction_times.refresh(self.n_requests, ((j.kind, self._age(j.at)) for j in self._junctions.values()))
-
-
-def _shorten_path(end: Node) -> None:
-    """Copies the items of a lineage: its path may be part of a much larger array, which would live as long as a visit."""
-    items, path = end.path.first(end.n_items), end.path
-    copied = Prompt(np.array(items.codes, np.int32), items.media)
-    for node in end.lineage():
-        if node.path is path:
-            node.path = copied
 
 
 def _some_below(node: Node) -> Iterator[Node]:

@@ -520,6 +520,14 @@ class Tree:
         parent.children[key], child.parent = child, parent
         self.census.went(node)
 
+    def shorten_path(self, end: Node) -> None:
+        """Gives a lineage a copy of its own items: its path may be part of a much larger array."""
+        items, path = end.path.first(end.n_items), end.path
+        copied = Prompt(np.array(items.codes, np.int32), items.media)
+        for node in end.lineage():
+            if node.path is path:
+                node.path = copied
+
     def has(self, node: Node) -> bool:
         """Whether it is still in the tree."""
         return self.census.by_id.get(node.id) is node

@@ -46,7 +46,7 @@ class Dropper:
                 n_objects += 1
             if n.segment is not None:
                 self.tree.drop_segment(n)
-        self.returns.forget(())  # what was pruned with it
+        self.returns.forget_pruned()
         n_objects += n_segments - self.tree.census.n_segments
         return Dropped(n_objects, n_before - self.tree.ram_bytes)
 

@@ -330,7 +330,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
         if node.segment is not None:
             core.tree.drop_segment(node)
         node = parent
-    core.returns.forget(())
+    core.returns.forget_pruned()
     core.tree.forgotten.clear(namespace)
     core.tier_writer.forget(content, namespace, beyond=node.n_items)
     return n
