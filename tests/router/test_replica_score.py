@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
+from everwarm.router.replica_score import Holdings, ReadingQueue, ReplicaLoad, choose
 
 FAST = ReplicaLoad(n_slots=4, seconds_per_byte=1e-3, reply_s=1.0)
 
@@ -50,6 +50,28 @@ def test_a_popular_beginning_does_not_pile_up() -> None:
         asked[choice.index] += 1
     assert len(asked) > 1 and max(asked.values()) < 40
     assert max(until) < 64 * 0.5, "sooner than one replica alone"
+
+
+def test_reading_that_has_ended_is_not_waited_for() -> None:
+    """A conversation restored from the shared store is read sooner than its bytes say; its next turn stays with it."""
+    queue = ReadingQueue()
+    queue.send(0.0, "a", 0.4)
+    queue.send(0.1, "b", 0.2)
+    assert queue.busy_s(0.1) == pytest.approx(0.5)
+    queue.end("b")
+    assert queue.busy_s(0.1) == pytest.approx(0.3)
+    queue.end("a")
+    assert queue.busy_s(0.1) == 0
+
+
+def test_a_publication_may_be_a_period_old() -> None:
+    queue = ReadingQueue()
+    queue.publish(10.0, 0.8, period_s=1.0)
+    assert queue.busy_s(10.0) == 0, "it may all be over"
+    queue.publish(10.0, 3.0, period_s=1.0)
+    assert queue.busy_s(10.0) == pytest.approx(2.0) and queue.busy_s(12.5) == 0
+    queue.send(10.0, "a", 0.5)
+    assert queue.busy_s(10.0) == pytest.approx(2.5), "it is read after what is there"
 
 
 def test_ties_are_broken_by_the_dice() -> None:

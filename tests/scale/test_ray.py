@@ -163,7 +163,7 @@ def test_a_killed_replica_takes_no_conversation_with_it(cluster: Fleet) -> None:
     )
     assert wanted[0].replies != wanted[1].replies, "a control: other words, other numbers"
     after = [row[3:] for row in regrets(talks, wanted)]
-    assert max(map(max, after)) <= GUARD, [talk.n_read for talk in talks]
+    assert max(map(max, after)) <= GUARD, [(talk.n_read, talk.replicas) for talk in talks]
     until(lambda: len(cluster.replicas() - {victim}) == 3, "Ray has started another one", 120)
 
 

@@ -70,6 +70,7 @@ def _deployment(model: ModelSettings, settings: ClusterSettings) -> Any:
         logging_config=NO_ACCESS_LOG,
         request_router_config=RequestRouterConfig(
             request_router_class="everwarm.ray.routing:WarmRouter",
+            request_router_kwargs={"stats_every_s": settings.stats_every_s},
             request_routing_stats_period_s=settings.stats_every_s,
         ),
         **_size(table, model.engine.n_slots),

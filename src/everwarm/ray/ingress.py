@@ -25,7 +25,7 @@ from everwarm.logs import log_to_stderr
 from everwarm.ray.fan_out import merged
 from everwarm.ray.ray_api import Died
 from everwarm.ray.replica_messages import REPLICA_HEADER, ProxiedHead, ProxiedRequest, kept_response
-from everwarm.ray.router_registry import note
+from everwarm.ray.router_registry import end, note
 from everwarm.ray.settings import ClusterSettings
 
 log = logging.getLogger("everwarm.ray")
@@ -134,6 +134,7 @@ class Ingress:
                 log.warning("a replica of %s is gone; %s goes to another one", model, request.request_id)
             finally:
                 answer.cancel()  # has no effect after its end
+                end(model, request.request_id)
 
     async def _answer(self, request: ProxiedRequest, model: str) -> Response:
         """A whole answer, for ``fan_out``."""

@@ -12,6 +12,7 @@ class Router(Protocol):
     @property
     def names(self) -> list[str]: ...
     def note(self, name: str, keys: tuple[int, ...]) -> None: ...
+    def end(self, request_id: str) -> None: ...
 
 
 ROUTERS: dict[str, Router] = {}
@@ -27,3 +28,10 @@ def note(deployment: str, replica: str, key: int) -> None:
     router = ROUTERS.get(deployment)
     if router is not None:
         router.note(replica, (key,))
+
+
+def end(deployment: str, request_id: str) -> None:
+    """Tell the router that a request has its answer, so that it no longer counts as waiting time."""
+    router = ROUTERS.get(deployment)
+    if router is not None:
+        router.end(request_id)

@@ -1,8 +1,8 @@
 """A request router for Ray Serve that chooses replicas by their cached prefixes, with ``router.replica_score``.
 
-Replicas publish their keys every second or so, and how much they have not read yet; what this router has sent since then
-is known at once. Waiting times come from both and from Serve's own count of running requests. Several ingresses each have
-a router; they learn of each other through what replicas publish.
+Replicas publish their keys every second or so, and how much they have not read yet; what this router has sent, and what of
+that has ended, is known at once. Waiting times come from both and from Serve's own count of running requests. Several
+ingresses each have a router; they learn of each other through what replicas publish.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from everwarm.ray import router_registry
 from everwarm.ray.ray_api import RequestRouter
 from everwarm.ray.replica_messages import ProxiedRequest, unpacked
-from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
+from everwarm.router.replica_score import Holdings, ReadingQueue, ReplicaLoad, choose
 
 TRUSTED_S = 30.0  # what was sent somewhere counts as held there for so long, published or not
 MAX_PLACED = 4096
-UNMEASURED = {"seconds_per_byte": 1e-4, "reply_s": 1.0}  # until a replica has served a request
+UNMEASURED = {"seconds_per_byte": 1e-4, "reply_s": 1.0}  # until any replica has served a request
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class ReplicaPrefixes:
     """A replica, between two of its publications."""
 
     stats: dict[str, Any] = field(default_factory=dict)
-    busy_until: float = 0.0
+    reading: ReadingQueue = field(default_factory=ReadingQueue)
     placed: deque[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: deque(maxlen=MAX_PLACED))
 
     def recent(self, now: float) -> set[int]:
@@ -38,7 +39,12 @@ class ReplicaPrefixes:
 
 
 class WarmRouter(RequestRouter):  # type: ignore[misc]
-    def initialize_state(self, **_kwargs: Any) -> None:
+    # Serve asks a replica that it has not used for a while how long its queue is, and takes another one if the answer is
+    # late. Its own 0.1 s would send a conversation away from its cache for a moment's load; a dead replica answers at once.
+    queue_len_response_deadline_s = 1.0
+
+    def initialize_state(self, stats_every_s: float = 1.0, **_kwargs: Any) -> None:
+        self._stats_every_s = stats_every_s
         self._holdings = Holdings()
         self._seen: dict[str, ReplicaPrefixes] = {}
         router_registry.ROUTERS[self._deployment_id.name] = self
@@ -58,7 +64,8 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
             stats = replica.routing_stats or {}
             if stats != seen.stats:
                 seen.stats = stats
-                seen.busy_until = now + stats.get("unread_bytes", 0) * _seconds_per_byte(stats)
+                read_s = stats.get("unread_bytes", 0) * self._measured(stats, "seconds_per_byte")
+                seen.reading.publish(now, read_s, self._stats_every_s)
                 self._holdings.replace(name, {*unpacked(stats.get("keys", b"")), *seen.recent(now)})
         for name in self._seen.keys() - names:
             del self._seen[name]
@@ -93,9 +100,14 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         now = time.monotonic()
         prefixes = request.prefixes
         (n_reusable,) = self._holdings.reach(prefixes.keys, prefixes.ends, [name])
-        read_s = (prefixes.n_bytes - n_reusable) * _seconds_per_byte(seen.stats)
-        seen.busy_until = max(now, seen.busy_until) + read_s
+        read_s = (prefixes.n_bytes - n_reusable) * self._measured(seen.stats, "seconds_per_byte")
+        seen.reading.send(now, request.request_id, read_s)
         self.note(name, prefixes.keys)
+
+    def end(self, request_id: str) -> None:
+        """A request of this router has its answer, or never will."""
+        for seen in self._seen.values():
+            seen.reading.end(request_id)
 
     def note(self, name: str, keys: tuple[int, ...]) -> None:
         seen = self._seen.get(name)
@@ -108,17 +120,20 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         stats = seen.stats
         n_running = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return ReplicaLoad(
-            busy_s=max(0.0, seen.busy_until - time.monotonic()),
+            busy_s=seen.reading.busy_s(time.monotonic()),
             n_running=n_running,
             n_slots=max(1, int(stats.get("n_slots", 1))),
-            seconds_per_byte=_seconds_per_byte(stats),
-            reply_s=float(stats.get("reply_s", UNMEASURED["reply_s"])),
+            seconds_per_byte=self._measured(stats, "seconds_per_byte"),
+            reply_s=self._measured(stats, "reply_s"),
         )
+
+    def _measured(self, stats: dict[str, Any], what: str) -> float:
+        """By the replica itself; one that has just started is taken to be as fast as the others."""
+        if what in stats:
+            return float(stats[what])
+        others = [float(seen.stats[what]) for seen in self._seen.values() if what in seen.stats]
+        return median(others) if others else UNMEASURED[what]
 
 
 def name_of(replica_id: Any) -> str:
     return str(replica_id.unique_id)
-
-
-def _seconds_per_byte(stats: dict[str, Any]) -> float:
-    return float(stats.get("seconds_per_byte", UNMEASURED["seconds_per_byte"]))

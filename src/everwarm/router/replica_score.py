@@ -59,6 +59,31 @@ def _seconds(n_reusable: int, n_bytes: int, load: ReplicaLoad) -> float:
     return load.wait_s + (n_bytes - n_reusable) * load.seconds_per_byte
 
 
+class ReadingQueue:
+    """How long a replica still reads: what was sent there from here, and what it publishes.
+
+    A publication is up to ``period_s`` old when it arrives, so as much of it may be over. What was sent from here is known
+    at once, and so is its end.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, float] = {}  # a request, and when it should have been read
+        self._published_until = 0.0
+
+    def publish(self, now: float, read_s: float, period_s: float) -> None:
+        self._published_until = now + read_s - period_s
+
+    def send(self, now: float, request_id: str, read_s: float) -> None:
+        self._sent = {id: until for id, until in self._sent.items() if until > now}
+        self._sent[request_id] = max(now, *self._sent.values(), self._published_until) + read_s
+
+    def end(self, request_id: str) -> None:
+        self._sent.pop(request_id, None)
+
+    def busy_s(self, now: float) -> float:
+        return max(now, self._published_until, *self._sent.values()) - now
+
+
 class Holdings:
     """Which replicas have read which prefixes. One mask of replicas per key, so that many replicas cost one look."""
 
