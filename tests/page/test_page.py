@@ -109,16 +109,20 @@ def test_nothing_is_written_inline_and_nothing_is_parsed_as_markup():
 # chat
 
 
-def test_a_turn_says_what_was_reused_and_what_was_read(tab):
+def test_a_turn_says_what_was_reused_and_what_was_read(tab, server):
     assert "Paris" in tab.ask("What is the capital of France?")
     n_first = sum(tab.figures())
     tab.ask("What is 3 plus 4?")
     n_cached, n_read = tab.figures()
     assert n_cached > 160 and n_read < 60 and n_cached + n_read > n_first
-    assert "first token" in tab.replies().last.locator(".first").inner_text()
     shown = tab.page.evaluate("everwarm.chat.talk")
     timings = [each["timings"] for each in shown["messages"].values() if each["role"] == "assistant"]
     assert [(each["cache_n"], each["prompt_n"]) for each in timings] == [tab.figures(0), tab.figures(1)]
+    row = server.get("/cache/requests?limit=1").json["requests"][0]
+    assert abs(row["ttft_ms"] - timings[-1]["queue_ms"] - timings[-1]["prompt_ms"]) < 1e-6, "one first token"
+    assert "first token" in tab.replies().last.locator(".first").inner_text()
+    saved = tab.replies().last.locator(".saved").inner_text()
+    assert saved.startswith(f"{n_cached} of {n_cached + n_read} tokens already warm: ")
     tab.replies().last.locator("details.turn summary").click()
     why = tab.replies().last.locator(".why")
     assert "tokens" in why.inner_text() and why.locator(".phases i").count() >= 2
@@ -126,6 +130,41 @@ def test_a_turn_says_what_was_reused_and_what_was_read(tab):
     assert not thought.locator(".thought").is_visible()
     thought.locator("summary").click()
     assert thought.locator(".thought").inner_text()
+
+
+def test_a_turn_says_what_reading_all_of_it_would_have_taken(tab):
+    cases = [[0, 4012, 1900.0, None], [3981, 31, 50.0, 1900.0], [3981, 31, 50.0, None], [20, 5, 8.0, 4.0]]
+    said = tab.page.evaluate(
+        "async (all) => { const { counterfactual } = await import('/page/words.js'); return all.map((each) => counterfactual(...each)) }",
+        cases,
+    )
+    assert said == [
+        "All 4,012 tokens were cold: read in 1.9 s",
+        "3,981 of 4,012 tokens already warm: 50 ms instead of 1.9 s",
+        "3,981 of 4,012 tokens already warm: 50 ms",
+        "20 of 25 tokens already warm: 8.0 ms",
+    ]
+
+
+def test_three_actions_prove_the_promise_and_the_header_says_it(tab, server):
+    page = tab.page
+    page.wait_for_function("() => everwarm.feed.overview && everwarm.chat.n_ctx")
+    assert page.locator(".tour button:enabled").count() == 1
+    for step in (1, 2, 3):
+        page.click(f"[data-step='{step}']")
+        tab.wait_written()
+    assert tab.questions().count() == 2 and "2/2" in tab.questions().last.locator(".branches").inner_text()
+    assert sum(tab.figures(0)) > 1000 and tab.figures(1)[0] > 1000 and tab.figures(1)[1] < 60, "only the edit was read"
+    assert " instead of " in tab.replies().last.locator(".saved").inner_text()
+    assert page.locator(".tour .done").count() == 3
+    kept = server.get("/cache").json
+    page.wait_for_function("n => everwarm.feed.overview.tokens.reused === n", arg=kept["tokens"]["reused"])
+    shown = page.locator("#promise").inner_text()
+    assert f"{kept['tokens']['reused']:,} tokens not read" in shown and " % warm" in shown and " saved" in shown
+    server.ask("/completion", {"prompt": words(20, 56), "n_predict": 1})
+    server.ask("/completion", {"prompt": words(20, 56), "n_predict": 1})
+    now = f"{server.get('/cache').json['tokens']['reused']:,} tokens not read"
+    page.wait_for_function("text => document.getElementById('promise').textContent.includes(text)", arg=now)
 
 
 def test_a_reply_streams_and_can_be_stopped(tab, server):
@@ -335,8 +374,10 @@ def test_after_a_restart_the_tree_shows_the_conversation_and_dropping_it_removes
         server.ask("/completion", {"prompt": f"Quite another text. {words(60, 91)}", "n_predict": 4})
         until(lambda: bool(list(tmp_path.rglob("state-*.ew"))), "it is on disk")
     with serving(*flags) as server, opened(browser, server.url, setup=setup()) as tab:
-        tab.go("tree")
         page = tab.page
+        page.wait_for_function("() => document.getElementById('promise').textContent === '1 conversation still warm'")
+        assert "1 conversation still warm" in page.locator(".empty .kept").inner_text()
+        tab.go("tree")
         page.wait_for_function("() => everwarm.tree.picture.places.size > 1")
         spot = page.evaluate("""() => { const t = everwarm.tree;
             const p = [...t.picture.places.values()].find((p) => p.node.words?.includes('Quite'));
@@ -344,13 +385,13 @@ def test_after_a_restart_the_tree_shows_the_conversation_and_dropping_it_removes
             t.drawNow();
             const dot = document.createElement('canvas').getContext('2d');
             const span = document.body.appendChild(document.createElement('span'));
-            span.style.color = 'var(--cool)';
+            span.style.color = 'var(--warm-soft)';
             dot.fillStyle = getComputedStyle(span).color;
             dot.fillRect(0, 0, 1, 1);
             return {x: box.x + (c.px(p.from) + c.px(p.to)) / 2, y: box.y + c.py(p.row), id: p.node.id,
                     mark: [...t.canvas.getContext('2d').getImageData(c.px(p.to), c.py(p.row), 1, 1).data],
-                    cool: [...dot.getImageData(0, 0, 1, 1).data]} }""")
-        assert spot["id"] < 0 and spot["mark"] == spot["cool"], "the disk's colour"
+                    soft: [...dot.getImageData(0, 0, 1, 1).data]} }""")
+        assert spot["id"] < 0 and spot["mark"] == spot["soft"], "a square that is not filled"
         page.mouse.move(spot["x"], spot["y"])
         tip = page.locator(".tip").inner_text()
         assert "only on disk" in tip and "Quite" in tip
@@ -458,11 +499,6 @@ def test_the_stream_is_closed_when_nobody_looks(tab):
     page.wait_for_function("() => !everwarm.feed.isOpen")
     page.evaluate(f"delete document.hidden; {turned}")
     page.wait_for_function("() => everwarm.feed.isOpen")
-    tab.go("chat")
-    assert page.evaluate("everwarm.feed.isOpen"), "the tree is shown beside the chat"
-    page.keyboard.press("Escape")
-    page.click("#beside")
-    page.wait_for_function("() => !everwarm.feed.isOpen")
 
 
 # models
@@ -512,9 +548,16 @@ def test_a_server_that_is_gone_is_told_and_found_again(browser, server):
         tab.send("What is the capital of France?")
         tab.page.wait_for_selector("#banner:not([hidden])")
         assert "cannot be reached" in tab.page.locator("#banner").inner_text()
+        tab.page.wait_for_selector(".failed")
         assert "cannot be reached" in tab.page.locator(".failed").inner_text()
+        assert "as of " in tab.page.locator("#promise").inner_text()
+        tab.go("models")
+        assert "last seen" in tab.page.locator(".model .state").inner_text()
+        assert tab.page.locator(".model button").is_disabled()
+        tab.go("chat")
         tab.page.context.set_offline(False)
         tab.page.wait_for_selector("#banner", state="hidden")
+        assert "as of " not in tab.page.locator("#promise").inner_text()
         tab.page.get_by_role("button", name="Try again").click()
         tab.wait_written()
         assert "Paris" in tab.replies().last.inner_text()

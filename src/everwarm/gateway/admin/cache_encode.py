@@ -99,6 +99,7 @@ def overview(model: Standing, models: list[Standing], totals: Totals, seen: Json
         },
         "hit_rate": totals.n_reused / totals.n_prompt if totals.n_prompt else 0.0,
         "seconds_saved": totals.seconds_saved(speed),
+        "seconds_per_token": speed,
         "requests": {"total": totals.n_requests},
         "evictions": 0 if seen is None else seen["evictions"],
         "quarantines": 0 if seen is None else seen["quarantines"],

@@ -22,8 +22,8 @@ export function drawBars(canvas, rows) {
   shown.forEach((row, nth) => {
     const x = width - (shown.length - nth) * step + (step - thick) / 2;
     const [base, middle, top] = [y(0), y(row.n_cached), y(row.n_cached + row.n_read)];
-    block(context, x, middle, thick, base - middle, c.ember);
-    block(context, x, top, thick, middle - top, c.cool);
+    block(context, x, middle, thick, base - middle, c.warm);
+    block(context, x, top, thick, middle - top, c.cold);
   });
 }
 

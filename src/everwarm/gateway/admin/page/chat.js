@@ -7,15 +7,15 @@ import { messageElement, refresh } from "./message.js";
 import { reply } from "./reply.js";
 import { ROOT, add, choose, lastOf, newTalk, path, titleOf, toSend } from "./talk.js";
 import { setupPanel } from "./setup.js";
+import { OTHER_QUESTION, QUESTION, STEPS, longText } from "./tour.js";
+import { count, stillWarm } from "./words.js";
 
-const TRIES = [
-  "Remember this: the code of the blue door is 4417.",
-  "What is the capital of France?",
-  "Tell me a short story about a lamp.",
-];
-
-export class Chat {
-  constructor(root) {
+export class Chat extends EventTarget {
+  constructor(root, feed) {
+    super();
+    this.feed = feed;
+    this.n_kept = 0; // conversations that an earlier server left
+    this.n_ctx = 0; // of the model; 0: not known
     this.talks = loadTalks();
     this.talk = this.talks[0] ?? newTalk();
     this.setup = loadSetup();
@@ -32,7 +32,7 @@ export class Chat {
       h("aside", { class: "talks", "aria-label": "Conversations" },
         button("+ New", { class: "new", title: "New conversation (n)", id: "new-talk" }, () => this.fresh()), this.list,
         h("p", { class: "note" }, "Kept in this browser only.")),
-      h("div", { class: "room" }, this.panel, this.messages, this.composer.element));
+      h("div", { class: "room" }, this.messages, this.panel, this.composer.element));
     this.show();
   }
 
@@ -48,6 +48,7 @@ export class Chat {
     if (this.writing) this.stop();
     this.talk = talk;
     this.show();
+    this.dispatchEvent(new Event("open"));
   }
 
   forget(talk) {
@@ -68,6 +69,7 @@ export class Chat {
     if (this.writing || (!text.trim() && !pictures.length)) return false;
     const parent = lastOf(this.talk)?.id ?? ROOT;
     const isFirst = !Object.keys(this.talk.messages).length;
+    if (this.talk.tour === STEPS.length) delete this.talk.tour; // over
     const message = add(this.talk, parent, { role: "user", content: text, pictures: pictures.length ? pictures : undefined });
     if (isFirst) this.talk.title = titleOf(text);
     this.answer(message);
@@ -83,11 +85,35 @@ export class Chat {
     this.show();
     this.composer.isWriting = true;
     await reply(this.body(talk, to), message, stop.signal, () => this.changed(message));
+    await this.compare(message);
     if (this.writing?.message === message) this.writing = null;
     this.composer.isWriting = this.writing !== null;
     storeTalks(this.talks);
     this.show();
     if (!message.error && message.timings) say(`Reply: ${message.content.slice(0, 300)}`);
+  }
+
+  /** What reading the whole prompt would have taken, at the speed that the server has measured. */
+  async compare(message) {
+    if (!message.timings) return;
+    await this.feed.refresh();
+    const seconds = this.feed.overview?.seconds_per_token;
+    if (seconds) message.cold_ms = 1000 * seconds * (message.timings.cache_n + message.timings.prompt_n);
+  }
+
+  /** The next of the three actions that prove the promise. */
+  tour() {
+    const { talk } = this;
+    if (this.writing) return;
+    talk.tour = (talk.tour ?? 0) + 1;
+    if (talk.tour === 1) this.send(longText(this.n_ctx));
+    else if (talk.tour === 2) this.send(QUESTION);
+    else this.replace(path(talk).find((each) => each.content === QUESTION) ?? lastOf(talk), OTHER_QUESTION);
+  }
+
+  /** Another version of a user's message, which is answered; the old one stays as a branch. */
+  replace(message, content) {
+    this.answer(add(this.talk, message.parent, { role: "user", content, pictures: message.pictures }));
   }
 
   body(talk, to) {
@@ -109,10 +135,10 @@ export class Chat {
     const area = h("textarea", { "aria-label": "Edit the message", value: message.content });
     const element = this.elementOf(message);
     const done = () => {
-      const said = { role: message.role, content: area.value, pictures: message.pictures, model: message.model };
-      const made = add(this.talk, message.parent, said);
-      if (message.role === "user") this.answer(made);
-      else { this.save(); this.show(); }
+      if (message.role === "user") return this.replace(message, area.value);
+      add(this.talk, message.parent, { role: message.role, content: area.value, model: message.model });
+      this.save();
+      this.show();
     };
     const words = message.role === "user" ? "Send" : "Keep as a branch";
     element.querySelector(".body").replaceChildren(h("div", { class: "edit" }, area,
@@ -174,6 +200,7 @@ export class Chat {
     const elements = shown.map((message) => messageElement(this.talk, message, this, this.writing !== null));
     if (shown.at(-1)?.error) elements.push(h("div", { class: "row-end" }, button("Try again", {}, () => this.regenerate())));
     if (this.talk.cut) elements.push(this.branchNote());
+    if (this.talk.tour && !this.writing) elements.push(this.tourSteps());
     this.inner.replaceChildren(...(elements.length ? elements : [this.empty()]));
     this.toEnd();
   }
@@ -184,10 +211,15 @@ export class Chat {
   }
 
   empty() {
-    const tries = TRIES.map((text) => button(text, {}, () => this.send(text)));
-    return h("div", { class: "empty" }, h("h1", {}, "Read once, warm ever after"),
-      h("p", {}, "Say something, then edit it, branch off, ask again. The bar under each reply shows what was reused and what had to be read."),
-      h("div", { class: "tries" }, tries));
+    const kept = this.n_kept ? h("p", { class: "kept number" }, h("b", {}, count(this.n_kept)), ` ${stillWarm(this.n_kept)}: what was read before the server started is not read again.`) : null;
+    return h("div", { class: "empty" }, h("h1", {}, "Read once, warm ever after"), kept,
+      h("p", {}, "What the model has read, it does not read again. Say something, or see for yourself:"), this.tourSteps());
+  }
+
+  tourSteps() {
+    const n_done = this.talk.tour ?? 0;
+    return h("ol", { class: "tour", "aria-label": "Three actions that prove it" }, STEPS.map((step, nth) => h("li", { class: nth < n_done ? "done" : null },
+      button([h("b", {}, step.title), h("span", {}, nth < n_done ? step.done : step.about)], { disabled: nth !== n_done, "data-step": nth + 1 }, () => this.tour()))));
   }
 
   showList() {
@@ -197,10 +229,17 @@ export class Chat {
       button("×", { class: "plain gone", "aria-label": `Forget ${talk.title}` }, () => this.forget(talk)))));
   }
 
-  setModel(model, sees) {
+  /** How many conversations an earlier server left. */
+  setKept(n_kept) {
+    this.n_kept = n_kept;
+    if (!path(this.talk).length) this.show();
+  }
+
+  setModel(model, sees, n_ctx) {
     this.model = model;
+    this.n_ctx = n_ctx;
     this.composer.sees = sees;
   }
 }
 
-export const chatView = () => new Chat(find("view-chat"));
+export const chatView = (feed) => new Chat(find("view-chat"), feed);

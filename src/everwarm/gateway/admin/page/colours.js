@@ -1,6 +1,6 @@
 // The page's current colours for canvases, light or dark. Read again when the theme changes.
 
-const NAMES = ["paper", "raised", "sunk", "ink", "muted", "line", "ember", "ember-soft", "amber", "cool"];
+const NAMES = ["paper", "raised", "sunk", "ink", "muted", "line", "warm", "warm-soft", "cold"];
 
 let known = null;
 

@@ -1,24 +1,19 @@
-// The stream of server events. Open only while a view that shows it is open and the tab is visible.
+// The stream of server events. Open while the tab is visible.
 
-import { ask, events, link, pause } from "./api.js";
+import { ask, events, json, link, pause } from "./api.js";
 
 export class Feed extends EventTarget {
   constructor() {
     super();
     this.model = null;
-    this.isWanted = false;
     this.overview = null;
+    this.overviewAt = null; // when it came, by this machine's clock
     this.role = ""; // the role of this page's key; empty: not known yet
     this.requests = new Map(); // by id, in order of their start
     this._stop = null;
     this._wait = 500;
     document.addEventListener("visibilitychange", () => this._settle());
     link.addEventListener("found", () => { this._wait = 500; this._settle(); });
-  }
-
-  want(isWanted) {
-    this.isWanted = isWanted;
-    this._settle();
   }
 
   choose(model) {
@@ -37,12 +32,26 @@ export class Feed extends EventTarget {
     this._settle();
   }
 
+  /** Reads the figures now: after a reply nobody wants to wait for the next event. */
+  async refresh() {
+    const { model } = this;
+    const overview = await json(`/cache?model=${encodeURIComponent(model)}`).catch(() => null);
+    if (!overview || model !== this.model) return;
+    this._took(overview);
+    this._notify("stats", overview);
+  }
+
+  _took(overview) {
+    this.overview = overview;
+    this.overviewAt = Date.now();
+  }
+
   get isOpen() {
     return this._stop !== null;
   }
 
   _settle() {
-    const isDue = this.isWanted && !document.hidden && this.model !== null;
+    const isDue = !document.hidden && this.model !== null;
     if (isDue && this._stop === null) this._run();
     if (!isDue) this._close();
   }
@@ -81,7 +90,7 @@ export class Feed extends EventTarget {
   }
 
   _receive(event, data) {
-    if (event === "hello" || event === "stats") this.overview = data;
+    if (event === "hello" || event === "stats") this._took(data);
     if (event === "hello") this.role = data.caller?.role ?? "";
     if (event === "tree" && this.overview) this.overview.version = data.version;
     if (event === "engine" && this.overview) Object.assign(this.overview.engine, data);

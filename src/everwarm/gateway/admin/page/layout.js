@@ -80,6 +80,18 @@ export function lineage(place) {
   return found;
 }
 
+/** How many conversations can be continued: ends of the tree that keep something, but for what a template dropped on the way. */
+export function keptEnds(nodes) {
+  const { places } = layout(nodes);
+  return [...places.values()].filter((place) => place.parent && !place.node.n_children && place.node.checkpoint && !isStub(place)).length;
+}
+
+/** An end that the conversation left behind: its thinking was stripped, or its reply was rendered in another way. */
+export function isStub(place) {
+  if (place.children.length || !place.parent?.node.checkpoint) return false;
+  return place.parent.children.some((other) => other !== place && other.children.length > 0);
+}
+
 /** The hottest tier that something is in. */
 export function tierOf(tiers) {
   return ["device", "ram", "disk"].find((tier) => tiers.includes(tier)) ?? null;

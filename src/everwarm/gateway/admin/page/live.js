@@ -27,7 +27,7 @@ export class Live {
   _build(root) {
     const { tiles } = this;
     const keys = [h("span", { class: "chip was" }, "reused"), h("span", { class: "chip now" }, "read anew")];
-    const percentiles = [h("span", { class: "chip was" }, "p50"), h("span", { class: "chip now" }, "p95")];
+    const percentiles = [h("span", { class: "chip half" }, "p50"), h("span", { class: "chip" }, "p95")];
     root.append(h("div", { class: "page-inner" },
       h("div", { class: "tiles" }, Object.values(tiles).map((each) => each.element)),
       h("div", { class: "pair" },
@@ -61,7 +61,7 @@ export class Live {
   _drawCharts(ended, firsts) {
     drawBars(this.bars, ended);
     const [half, most] = [rolling(firsts.slice(-120), 0.5), rolling(firsts.slice(-120), 0.95)];
-    drawLines(this.lines, [{ values: most, colour: "cool" }, { values: half, colour: "ember" }]);
+    drawLines(this.lines, [{ values: most, colour: "muted" }, { values: half, colour: "ink" }]);
     const sum = (name) => ended.reduce((total, row) => total + row[name], 0);
     this.bars.setAttribute("aria-label", `${count(ended.length)} requests: ${count(sum("n_cached"))} tokens reused, ${count(sum("n_read"))} read anew`);
     this.lines.setAttribute("aria-label", `Time to first token: half within ${duration(percentile(firsts, 0.5))}, 95 percent within ${duration(percentile(firsts, 0.95))}`);

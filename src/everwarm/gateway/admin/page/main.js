@@ -4,6 +4,7 @@ import { json, link, setKey } from "./api.js";
 import { chatView } from "./chat.js";
 import { find } from "./dom.js";
 import { Feed } from "./feed.js";
+import { Headline } from "./headline.js";
 import { load, store } from "./keep.js";
 import { Live } from "./live.js";
 import { Models } from "./models.js";
@@ -14,7 +15,8 @@ const WIDE = matchMedia("(min-width: 1120px)");
 const STATES = { starting: "engine starting", restarting: "engine restarting", unhealthy: "engine down", stopped: "asleep", loading: "loading", unloaded: "asleep", gone: "not reachable" };
 
 const feed = new Feed();
-const chat = chatView();
+const chat = chatView(feed);
+const headline = new Headline(find("promise"), feed);
 const tree = new Tree(find("view-tree"), feed);
 const live = new Live(find("view-live"), feed);
 const models = new Models(find("view-models"), feed);
@@ -24,6 +26,7 @@ let isLost = false;
 // which view
 
 function go() {
+  setMenu(false);
   const wanted = location.hash.slice(1);
   view = VIEWS.includes(wanted) ? wanted : "chat";
   document.body.dataset.view = view;
@@ -39,7 +42,6 @@ function settle() {
   tree.show(view === "tree" || isBeside);
   live.show(view === "live");
   models.show(view === "models");
-  feed.want(view !== "chat" || isBeside);
 }
 
 function setBeside(isBeside) {
@@ -60,13 +62,13 @@ async function modelChanged() {
   feed.choose(model?.id ?? null);
   if (tree.data.model !== (model?.id ?? null)) tree.choose(model?.id ?? null);
   showEngine();
-  if (!model || model.status.value !== "loaded" || checkedModel === model.id) return chat.setModel(model?.id ?? null, checkedModel === model?.id && sees);
+  if (!model || model.status.value !== "loaded" || checkedModel === model.id) return chat.setModel(model?.id ?? null, checkedModel === model?.id && sees, model?.max_input_tokens ?? 0);
   checkedModel = model.id;
   sees = false;
-  chat.setModel(model.id, false);
+  chat.setModel(model.id, false, model.max_input_tokens);
   const props = await json(`/props?model=${encodeURIComponent(model.id)}`).catch(() => null);
   sees = props?.modalities?.vision === true;
-  chat.setModel(models.chosen, sees);
+  chat.setModel(models.chosen, sees, models.current()?.max_input_tokens ?? 0);
 }
 
 function showEngine() {
@@ -79,6 +81,20 @@ function showEngine() {
   find("engine").dataset.state = state;
   find("engine-words").textContent = state === "busy" ? `${engine.n_running} running` : STATES[state] ?? state;
   showBanner(engine, model);
+}
+
+/** Everything the page shows of a server that is gone is old: it says so. */
+function setLost(isNowLost) {
+  isLost = isNowLost;
+  document.body.toggleAttribute("data-stale", isLost);
+  headline.isLost = isLost;
+  models.isLost = isLost;
+  showEngine();
+}
+
+function setMenu(isOpen) {
+  document.body.toggleAttribute("data-menu", isOpen);
+  find("menu").setAttribute("aria-expanded", String(isOpen));
 }
 
 function showBanner(engine, model) {
@@ -158,10 +174,13 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) { mo
 models.addEventListener("change", modelChanged);
 for (const event of ["stats", "engine"]) feed.addEventListener(event, showEngine);
 link.addEventListener("locked", locked);
-link.addEventListener("lost", () => { isLost = true; showEngine(); });
-link.addEventListener("found", () => { isLost = false; models.refresh(); showEngine(); });
+link.addEventListener("lost", () => setLost(true));
+link.addEventListener("found", () => { setLost(false); models.refresh(); });
 find("theme").addEventListener("click", toggleTheme);
 find("beside").addEventListener("click", () => setBeside(!("beside" in document.body.dataset)));
+feed.addEventListener("kept", () => chat.setKept(headline.n_kept));
+find("menu").addEventListener("click", () => setMenu(!("menu" in document.body.dataset)));
+chat.addEventListener("open", () => setMenu(false));
 find("help").addEventListener("click", () => find("help-dialog").showModal());
 find("help-close").addEventListener("click", () => find("help-dialog").close());
 find("key-form").addEventListener("submit", opened);

@@ -4,7 +4,9 @@ import { button, h } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { phasesOf, reuseBar, whyCard } from "./parts.js";
 import { siblings } from "./talk.js";
-import { count, duration, trouble } from "./words.js";
+import { count, counterfactual, duration, trouble } from "./words.js";
+
+const LONG_CHARS = 1200; // of a user's message, from which on it scrolls in its own box
 
 /** `acts`: choose, edit, regenerate, branch, retry. */
 export function messageElement(talk, message, acts, isBusy) {
@@ -44,7 +46,8 @@ function body(message) {
   if (message.pictures?.length) made.append(h("div", { class: "pictures" }, message.pictures.map((url) => picture(url))));
   if (message.thinking) made.append(thinking(message));
   if (message.content || message.isWriting || message.role === "user") {
-    made.append(h("div", { class: `said${message.isWriting ? " caret" : ""}` }, markdown(message.content)));
+    const isLong = message.role === "user" && message.content.length > LONG_CHARS;
+    made.append(h("div", { class: `said${message.isWriting ? " caret" : ""}${isLong ? " long" : ""}`, tabindex: isLong ? "0" : null }, markdown(message.content)));
   }
   for (const call of message.calls ?? []) made.append(h("div", { class: "call", "aria-label": "Tool call" }, h("b", {}, call.function.name), `(${call.function.arguments})`));
   if (message.error) made.append(h("div", { class: "failed", role: "alert" }, h("p", {}, trouble(message.error))));
@@ -61,17 +64,18 @@ function thinking(message) {
   return h("details", { class: "thinking", open: message.isWriting && !message.content }, h("summary", {}, words), h("div", { class: "thought" }, message.thinking));
 }
 
-/** The bar of a turn: reused, read anew, time to first token; open it for the reason. */
+/** The bar of a turn: reused, read anew, what that saved, time to first token; open it for the reason. */
 function cost(message) {
   const { timings, progress } = message;
   if (!timings && !progress) return h("div", { class: "turn" }, message.note ? h("span", { class: "chip bare" }, message.note) : null);
   const [n_cached, n_read] = timings ? [timings.cache_n, timings.prompt_n] : [progress.cached, progress.read];
   const figures = [h("span", { class: "chip was" }, `${count(n_cached)} reused`), h("span", { class: "chip now" }, `${count(n_read)} read anew`)];
   if (message.isStopped) figures.push(h("span", { class: "chip bare" }, "stopped"));
-  if (message.first_ms !== undefined) figures.push(h("span", { class: "chip bare first" }, `first token ${duration(message.first_ms)}`));
+  if (timings) figures.push(h("span", { class: "chip bare first", title: "Waiting, restoring and reading, by the server's clock" }, `first token ${duration(timings.queue_ms + timings.prompt_ms)}`));
   if (timings?.predicted_n > 1) figures.push(h("span", { class: "chip bare" }, `${count(timings.predicted_per_second)} tokens/s`));
   const bar = reuseBar(n_cached, n_read);
   if (!timings) return h("div", { class: "turn" }, bar, h("div", { class: "figures" }, figures));
-  return h("details", { class: "turn" }, h("summary", { title: "Why?" }, bar, h("div", { class: "figures" }, figures)),
+  const saved = counterfactual(n_cached, n_read, timings.prompt_ms, message.cold_ms ?? null);
+  return h("details", { class: "turn" }, h("summary", { title: "Why?" }, bar, h("div", { class: "saved number" }, saved), h("div", { class: "figures" }, figures)),
     whyCard(timings.cache, n_cached, n_read, phasesOf(timings)));
 }

@@ -12,6 +12,7 @@ export class Models extends EventTarget {
     this.all = [];
     this.chosen = null;
     this.isShown = false;
+    this._isLost = false;
     this.wrong = h("p", { class: "wrong", role: "alert" });
     this.list = h("ul", { class: "model-list" });
     this.feed = feed;
@@ -54,6 +55,12 @@ export class Models extends EventTarget {
     return performance.now() < (this._expectingUntil ?? 0);
   }
 
+  /** While the server is gone nothing can be ordered, and states are what was last seen. */
+  set isLost(isLost) {
+    this._isLost = isLost;
+    this._show();
+  }
+
   choose(model) {
     this.chosen = model;
     this._show();
@@ -79,11 +86,11 @@ export class Models extends EventTarget {
     const { value, progress, failed, reason } = model.status;
     const state = failed ? "failed" : value;
     const order = value === "unloaded" ? "load" : "unload";
-    const act = button(order === "load" ? "Load" : "Unload", { disabled: value === "loading" || this.feed.role === "user", "data-key": `${order} ${model.id}` }, () => this._order(order, model.id));
+    const act = button(order === "load" ? "Load" : "Unload", { disabled: value === "loading" || this.feed.role === "user" || this._isLost, "data-key": `${order} ${model.id}` }, () => this._order(order, model.id));
     const bar = value === "loading" ? h("div", { class: "bar", role: "progressbar", "aria-label": `loading ${model.id}`, "aria-valuenow": Math.round(100 * (progress ?? 0)) },
       h("i", { style: { width: `${100 * (progress ?? 0)}%` } })) : null;
     return h("li", { class: "card model", "data-status": state, "data-model": model.id },
-      h("div", {}, h("div", { class: "name" }, model.id, h("span", { class: "state" }, state === "loading" ? `loading ${Math.round(100 * (progress ?? 0))} %` : state)), h("div", { class: "about" }, about(model))),
+      h("div", {}, h("div", { class: "name" }, model.id, h("span", { class: "state" }, this._isLost ? `last seen ${state}` : state === "loading" ? `loading ${Math.round(100 * (progress ?? 0))} %` : state)), h("div", { class: "about" }, about(model))),
       act, bar, failed ? h("p", { class: "wrong" }, reason ?? "could not be loaded") : null);
   }
 

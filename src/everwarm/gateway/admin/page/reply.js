@@ -4,7 +4,6 @@ import { Trouble, ask, events } from "./api.js";
 
 /** Fills `message` and calls `changed` after each piece. Errors are written into the message. */
 export async function reply(body, message, signal, changed) {
-  const began = performance.now();
   message.isWriting = true;
   changed();
   try {
@@ -12,7 +11,7 @@ export async function reply(body, message, signal, changed) {
     for await (const { event, data } of events(answer)) {
       if (event === "") message.note = data.startsWith("loading") ? data : "waiting";
       else if (data?.error) throw new Trouble(data.error.status ?? 500, data.error.message, data.error);
-      else if (data) receive(message, data, began);
+      else if (data) receive(message, data);
       changed();
     }
   } catch (error) {
@@ -25,7 +24,7 @@ export async function reply(body, message, signal, changed) {
   }
 }
 
-function receive(message, chunk, began) {
+function receive(message, chunk) {
   const progress = chunk.prompt_progress;
   if (progress) message.progress = { cached: progress.cache, read: progress.processed - progress.cache, total: progress.total };
   if (chunk.timings) message.timings = chunk.timings;
@@ -33,7 +32,6 @@ function receive(message, chunk, began) {
   const choice = chunk.choices?.[0];
   if (!choice) return;
   const { content, reasoning_content: thought, tool_calls: calls } = choice.delta;
-  if (content || thought || calls) message.first_ms ??= performance.now() - began;
   if (content) message.content += content;
   if (thought) message.thinking = (message.thinking ?? "") + thought;
   for (const call of calls ?? []) receiveCall((message.calls ??= []), call);

@@ -7,6 +7,7 @@ const LEFT = 26;
 const TOP = 34;
 const RULER = 24;
 const CONTROL = /<\|?\/?[a-z_]{1,24}\|?>/gi; // what templates put around messages
+const LINES = { device: { alpha: 0.85, dash: [] }, ram: { alpha: 0.5, dash: [] }, disk: { alpha: 0.5, dash: [3, 3] }, none: { alpha: 1, dash: [] } }; // KV, by its hottest tier
 const ROOMY = 26; // pixels of a row from which on words are shown
 
 export class Camera {
@@ -144,13 +145,13 @@ export class TreeDrawing {
   _segments(context, seen) {
     const { camera } = this;
     const c = colours();
-    const byTier = { device: c.ember, ram: c.amber, disk: c.cool, none: c.line };
     const thick = Math.max(0.8, Math.min(4, camera.row * 0.28));
     const bend = this._bend();
     context.lineCap = "butt";
-    for (const [tier, colour] of Object.entries(byTier)) {
-      context.strokeStyle = colour;
-      context.globalAlpha = tier === "none" ? 1 : 0.55;
+    for (const [tier, { alpha, dash }] of Object.entries(LINES)) {
+      context.strokeStyle = tier === "none" ? c.line : c.warm;
+      context.globalAlpha = alpha;
+      context.setLineDash(dash);
       context.lineWidth = thick;
       context.beginPath();
       for (const { node, parent, row, from, to } of seen) {
@@ -162,24 +163,28 @@ export class TreeDrawing {
       }
       context.stroke();
     }
+    context.setLineDash([]);
     context.globalAlpha = 1;
   }
 
+  /** On the device a disc, in RAM a ring, on disk a square: all of them are warm. */
   _checkpoints(context, seen) {
     const { camera } = this;
     const c = colours();
-    const byTier = { device: c.ember, ram: c.amber, disk: c.cool };
     const size = this._size();
-    for (const [tier, colour] of Object.entries(byTier)) {
-      context.fillStyle = colour;
+    context.strokeStyle = c.warm;
+    context.lineWidth = Math.min(2.2, size * 0.5);
+    for (const tier of ["device", "ram", "disk"]) {
+      context.fillStyle = tier === "device" ? c.warm : c["warm-soft"];
       context.beginPath();
       for (const { node, row, to } of seen) {
         if (!node.checkpoint || tierOf(node.checkpoint.tiers) !== tier) continue;
         const [x, y] = [camera.px(to), camera.py(row)];
-        if (size < 2.5) context.rect(x - size, y - size, 2 * size, 2 * size);
+        if (size < 2.5 || tier === "disk") context.rect(x - size, y - size, 2 * size, 2 * size);
         else { context.moveTo(x + size, y); context.arc(x, y, size, 0, 2 * Math.PI); }
       }
       context.fill();
+      if (tier !== "device") context.stroke();
     }
     this._pins(context, seen, size, c);
   }
@@ -249,17 +254,17 @@ export class TreeDrawing {
     const { camera } = this;
     const c = colours();
     const [x, y] = [camera.px(along), camera.py(place.row)];
-    this._path(context, place, c.ember, 2.4);
+    this._path(context, place, c.warm, 2.4);
     context.setLineDash([4, 4]);
-    context.strokeStyle = c.ember;
+    context.strokeStyle = c.cold;
     line(context, camera.px(place.to), y, x, y);
     context.setLineDash([]);
     const beat = 0.5 + 0.5 * Math.sin(now_ms / 260);
     context.globalAlpha = 0.14 + 0.1 * beat;
-    disc(context, x, y, 13 + 3 * beat, c.ember);
+    disc(context, x, y, 13 + 3 * beat, c.ink);
     context.globalAlpha = 1;
     disc(context, x, y, 6, c.raised);
-    ring(context, x, y, 6, c.ember, 2.4);
+    ring(context, x, y, 6, c.ink, 2.4);
   }
 }
 

@@ -33,6 +33,27 @@ export function ago(unix_s, now_s = Date.now() / 1000) {
   return `${(s / 86_400).toFixed(0)} d ago`;
 }
 
+export const clock = (unix_ms) => new Date(unix_ms).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+
+/** The promise, as parts of [class, figure, words]; `n_kept`: conversations that an earlier server left. */
+export function promised(overview, n_kept) {
+  const { tokens, requests } = overview;
+  if (requests.total === 0) return n_kept ? [["", count(n_kept), stillWarm(n_kept)]] : [["", "", "nothing read yet"]];
+  const percent = overview.hit_rate > 0.995 && tokens.read ? 99 : Math.round(100 * overview.hit_rate);
+  const saved = overview.seconds_saved;
+  return [["", `${percent} %`, "warm"], ["more", count(tokens.reused), "tokens not read"], ...(saved > 0 ? [["", duration(1000 * saved), "saved"]] : [])];
+}
+
+export const stillWarm = (n) => `${n === 1 ? "conversation" : "conversations"} still warm`;
+
+/** What a reply cost, beside what reading all of it would have cost; `cold_ms` is null where that is not known. */
+export function counterfactual(n_cached, n_read, took_ms, cold_ms) {
+  const n = n_cached + n_read;
+  if (n_cached === 0) return `All ${count(n)} tokens were cold: read in ${duration(took_ms)}`;
+  const instead = cold_ms !== null && cold_ms > 1.05 * took_ms ? ` instead of ${duration(cold_ms)}` : "";
+  return `${count(n_cached)} of ${count(n)} tokens already warm: ${duration(took_ms)}${instead}`;
+}
+
 export const SHORT_REASONS = {
   hit: "everything known", extended: "went on", edited_at: "differs", new: "new", no_checkpoint: "no checkpoint",
   evicted: "evicted", fingerprint: "other model", load_slower_than_compute: "faster to read", refused: "not restorable",
