@@ -21,10 +21,10 @@ def draw() -> str:
         "guard and limits",
         "owns the RAM tier",
         "never loads libllama",
-        fill="cool",
+        fill="grey",
     )
-    drawing.box(500, 40, 210, 80, "engine, one per model", "tokens, slots, states", "libllama", fill="warm")
-    drawing.box(500, 140, 210, 70, "engine, asleep", "no process;", "all it kept is still there", fill="grey")
+    drawing.box(500, 40, 210, 80, "engine, one per model", "tokens, slots, states", "libllama", fill="plain")
+    drawing.box(500, 140, 210, 70, "engine, asleep", "no process;", "all it kept is still there", fill="plain")
     drawing.box(230, 240, 170, 40, "memory file (RAM tier)", fill="plain")
     drawing.box(500, 240, 210, 40, "state directory (disk tier)", fill="plain")
     drawing.arrow((150, 125), (230, 125), both=True)

@@ -1,6 +1,7 @@
 """A few shapes as SVG text: enough for boxes, arrows and dots with words. Pure.
 
-Colours are fixed and the ground is light, so that a drawing looks the same on every page.
+Colours are fixed and the ground is light, so that a drawing looks the same on every page. They are those of the web page: warm is
+kept and reused, cold is read; tiers are shades of warm; what is neither is ink on plain or grey.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 
-INK, PALE, WARM, COOL, LINE = "#1f2933", "#f7f5f0", "#d9480f", "#1c6e8c", "#8a94a0"
-FILLS = {"plain": "#ffffff", "warm": "#fde3d3", "cool": "#d8ebf2", "grey": "#e8e6e1"}
+INK, PALE, WARM, COLD, LINE = "#1f2933", "#f7f5f0", "#b8430f", "#1c6e8c", "#8a94a0"
+FILLS = {"plain": "#ffffff", "grey": "#e8e6e1", "device": "#f3bfa3", "ram": "#f9d8c6", "disk": "#fdeee5"}
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from diagrams.svg import Drawing
 
 _TIERS = (
-    ("device", "parked in a spare:", "a second name, no copy", "until the spare is needed", "warm"),
-    ("RAM", "a copy in the memory file", "of the gateway (--cache-ram)", "outlives engine and swap", "cool"),
-    ("disk", "a file per state and segment", "(--state-dir, --disk-cache)", "outlives everything", "grey"),
+    ("device", "parked in a spare:", "a second name, no copy", "until the spare is needed", "device"),
+    ("RAM", "a copy in the memory file", "of the gateway (--cache-ram)", "outlives engine and swap", "ram"),
+    ("disk", "a file per state and segment", "(--state-dir, --disk-cache)", "outlives everything", "disk"),
 )
 
 

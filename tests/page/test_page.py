@@ -12,38 +12,14 @@ from typing import Any
 
 import pytest
 
-from support.browser import Tab, launched, opened
+from support.browser import Tab, opened, setup
 from support.image_files import data_url
 from support.models import tiny_model, tiny_vision
 from support.server import Server, frozen, serving, serving_models, until, words
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
-SETUP = "localStorage.setItem('everwarm.setup', JSON.stringify({system: %s, temperature: 0, max_tokens: 48}));"
-SYSTEM = words(160, 3)
 KEY = "a-key-of-some-length"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--cache-text", n_ctx=8192) as server:
-        yield server
-
-
-def setup(system: str = SYSTEM) -> str:
-    return SETUP % json.dumps(system)
-
-
-@pytest.fixture
-def tab(browser: Any, server: Server) -> Iterator[Tab]:
-    with opened(browser, server.url, setup=setup()) as tab:
-        yield tab
 
 
 def act(tab: Tab, message: Any, name: str) -> None:
@@ -134,10 +110,9 @@ def test_a_turn_says_what_was_reused_and_what_was_read(tab, server):
 
 def test_a_turn_says_what_reading_all_of_it_would_have_taken(tab):
     cases = [[0, 4012, 1900.0, None], [3981, 31, 50.0, 1900.0], [3981, 31, 50.0, None], [20, 5, 8.0, 4.0]]
-    said = tab.page.evaluate(
-        "async (all) => { const { counterfactual } = await import('/page/words.js'); return all.map((each) => counterfactual(...each)) }",
-        cases,
-    )
+    say = """async (cases) => { const words = await import('/page/words.js');
+        return cases.map((each) => words.counterfactual(...each)) }"""
+    said = tab.page.evaluate(say, cases)
     assert said == [
         "All 4,012 tokens were cold: read in 1.9 s",
         "3,981 of 4,012 tokens already warm: 50 ms instead of 1.9 s",
@@ -653,38 +628,3 @@ def _overflow_and_crowd(tab: Tab, server: Server) -> None:
         page.wait_for_selector(".failed")
         assert "busy" in page.locator(".failed").inner_text()
     connection.close()
-
-
-# looks
-
-
-def test_it_looks_right_on_wide_and_narrow_screens(browser, server):
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    with opened(browser, server.url, setup=setup()) as tab:
-        for question in (
-            "Remember this: the code of the blue door is 4417.",
-            "What is 3 plus 4?",
-            "What is the code of the blue door?",
-        ):
-            tab.ask(question)
-        act(tab, tab.questions().nth(1), "Edit")
-        tab.page.locator(".edit textarea").fill("What is the capital of Italy?")
-        tab.page.locator(".edit").get_by_role("button", name="Send").click()
-        tab.wait_written()
-        tab.page.wait_for_function("() => everwarm.tree.picture.places.size > 4")
-        tab.page.mouse.click(5, 5)
-        ground = set()
-        for theme in ("light", "dark"):
-            tab.page.emulate_media(color_scheme=theme)
-            ground.add(tab.page.evaluate("getComputedStyle(document.body).backgroundColor"))
-            for width, name in ((1360, "wide"), (380, "narrow")):
-                tab.page.set_viewport_size({"width": width, "height": 820})
-                for view in ("chat", "tree", "live", "models"):
-                    tab.go(view)
-                    tab.page.wait_for_timeout(300)
-                    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, (view, width)
-                    tab.page.screenshot(path=SHOTS / f"{view}-{name}-{theme}.png")
-        assert len(ground) == 2
-        before = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        tab.page.click("#theme")
-        assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") != before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,12 +12,21 @@ from typing import Any
 
 import pytest
 
+from support.server import words
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+SETUP = "localStorage.setItem('everwarm.setup', JSON.stringify({system: %s, temperature: 0, max_tokens: 48}));"
+SYSTEM = words(160, 3)
 WATCH = """
 window.broken = [];
 document.addEventListener("securitypolicyviolation", (e) => window.broken.push(`${e.violatedDirective} ${e.blockedURI}`));
 window.boom = () => window.broken.push("boom");
 """
+
+
+def setup(system: str = SYSTEM) -> str:
+    """A script that sets the chat of a fresh profile up."""
+    return SETUP % json.dumps(system)
 
 
 def executable() -> str:

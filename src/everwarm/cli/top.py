@@ -24,7 +24,8 @@ REFRESH_S = 1.0
 N_REQUESTS = 12
 BAR_WIDTH = 24
 
-_COLORS = {"running": "yellow", "done": "green", "failed": "red", "cancelled": "dim"}
+_COLORS = {"running": "bold", "failed": "red", "cancelled": "dim"}
+WARM, COLD = "#f58a54", "#6fb3d6"  # reused and read, as on the web page
 
 
 def top(server: Client, model: str | None, console: Console) -> int:
@@ -130,11 +131,11 @@ def _slots(slots: list[Json], n_queued: int) -> Table:
             n_read = slot["n_prompt_tokens_processed"]
             reused = f"{slot['n_prompt_tokens_cache']:,} reused, {n_read:,} read"
             status = f"{reused}, {n_written:,} written"
-        color = "yellow" if busy else "dim"
+        color = "bold" if busy else "dim"
         filled = _bar(slot["n_prompt_tokens"], slot["n_ctx"])
         table.add_row(str(slot["id"]), filled, f"{slot['n_prompt_tokens']:,}", Text(status, color))
     if n_queued:
-        table.add_row("", "", "", Text(f"{n_queued} waiting", "yellow"))
+        table.add_row("", "", "", Text(f"{n_queued} waiting", "bold"))
     return table
 
 
@@ -148,7 +149,7 @@ def _requests(rows: list[Json]) -> Table:
             Text(row["status"], _COLORS.get(row["status"], "")),
             f"{row['n_prompt']:,}",
             f"{row['n_cached']:,}",
-            _bar(row["n_cached"], row["n_prompt"]),
+            _bar(row["n_cached"], row["n_prompt"], rest=COLD),
             f"{row['n_read']:,}",
             f"{row['n_reply']:,}",
             first,
@@ -166,8 +167,15 @@ def _table(*titles: str) -> Table:
 _NUMBERS = {"used", "of", "tokens", "prompt", "reused", "read", "reply", "first token"}
 
 
-def _bar(n: float, most: float) -> ProgressBar:
-    return ProgressBar(total=max(1, most), completed=min(n, most), width=BAR_WIDTH)
+def _bar(n: float, most: float, rest: str = "bar.back") -> ProgressBar:
+    return ProgressBar(
+        total=max(1, most),
+        completed=min(n, most),
+        width=BAR_WIDTH,
+        style=rest,
+        complete_style=WARM,
+        finished_style=WARM,
+    )
 
 
 # the keyboard

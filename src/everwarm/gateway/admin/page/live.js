@@ -14,8 +14,8 @@ export class Live {
     this.isShown = false;
     this._frame = 0;
     this.tiles = Object.fromEntries(["hit", "reused", "saved", "first", "engine"].map((name) => [name, tile()]));
-    this.bars = h("canvas", { class: "chart", role: "img", id: "chart-tokens" });
-    this.lines = h("canvas", { class: "chart", role: "img", id: "chart-first" });
+    this.bars = h("canvas", { class: "chart", role: "img", "aria-label": "Prompt tokens by request", id: "chart-tokens" });
+    this.lines = h("canvas", { class: "chart", role: "img", "aria-label": "Time to first token", id: "chart-first" });
     this.tiers = h("div", { id: "tiers" });
     this.slots = h("div", { id: "slots" });
     this.requests = new Requests(feed);
@@ -100,10 +100,10 @@ function tierMeters(tiers, engine) {
 }
 
 function meter(tier, what, how_much, share) {
-  const percent = `${(100 * Math.min(1, Math.max(0, share || 0))).toFixed(2)}%`;
+  const percent = (100 * Math.min(1, Math.max(0, share || 0))).toFixed(2);
   return h("div", { class: "meter" },
     h("div", { class: "line" }, h("span", {}, h("b", {}, tier), h("span", { class: "muted" }, ` · ${what}`)), h("span", { class: "muted number" }, how_much)),
-    h("div", { class: `bar ${tier}`, role: "meter", "aria-label": tier, "aria-valuenow": percent, "aria-valuetext": how_much }, h("i", { style: { width: percent } })));
+    h("div", { class: `bar ${tier}`, role: "meter", "aria-label": tier, "aria-valuenow": percent, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuetext": how_much }, h("i", { style: { width: `${percent}%` } })));
 }
 
 function slotPicture(engine) {
