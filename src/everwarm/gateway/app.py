@@ -76,7 +76,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
     routes = [
-        *web_ui_routes(),
+        *web_ui_routes(gate),
         *Status(pool, metrics, lag).routes(),
         *OpenAI(pool, gate, replies).routes(),
         *Responses(pool, gate, replies, store).routes(),

@@ -68,6 +68,7 @@ _USER = (
     "POST /tokenize",
     "POST /detokenize",
     "POST /apply-template",
+    "POST /render",
     "GET /props",
     "GET /slots",  # of other namespaces only whether a slot is busy
     "POST /slots/{id}",  # its own conversations and files

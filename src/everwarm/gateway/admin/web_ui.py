@@ -1,4 +1,6 @@
-"""The web page at ``/``, and its files under ``/page/``. Clients that do not accept HTML get JSON from ``/``.
+"""The web page at ``/``, its files under ``/page/``, and ``/render``, which turns Markdown into elements for it.
+
+Clients that do not accept HTML get JSON from ``/``.
 
 The files hold no data and may be read without a key; the page uses the API like every other client. They are read once,
 when the server starts, so no path of a request ever reaches the disk.
@@ -6,17 +8,24 @@ when the server starts, so no path of a request ever reaches the disk.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm import __version__
+from everwarm.errors import BadRequest
+from everwarm.gateway.admin import markdown
 from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.serving.request_gate import RequestGate
+from everwarm.types import Json
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
@@ -47,8 +56,16 @@ class PageFile:
     etag: str
 
 
-def web_ui_routes() -> list[Route]:
+MAX_TEXTS, MAX_CHARS = 64, 131_072  # of one request to /render
+
+
+class RenderBody(msgspec.Struct, frozen=True):
+    texts: Annotated[list[str], msgspec.Meta(max_length=MAX_TEXTS)]
+
+
+def web_ui_routes(gate: RequestGate) -> list[Route]:
     files = page_files(FOLDER)
+    one_at_a_time = asyncio.Semaphore(1)
 
     async def index(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
@@ -62,7 +79,29 @@ def web_ui_routes() -> list[Route]:
             raise HTTPException(404)
         return _answer(request, found, {})
 
-    return [Route("/", index, methods=["GET"]), Route("/page/{name}", file, methods=["GET"])]
+    async def render(request: Request) -> Response:
+        """The trees of texts, each ``null`` if it is too long. What is not surely quick is done beside the event loop."""
+        body, _ = await gate.read(request, RenderBody)
+        n_chars = sum(map(len, body.texts))
+        if n_chars > MAX_CHARS:
+            raise BadRequest(f"the texts have {n_chars:,} characters; send at most {MAX_CHARS:,} at once")
+        if len(body.texts) == 1 and markdown.is_quick(body.texts[0]):
+            return json_response(_rendered(body.texts))
+        return json_response(await gate.within_time(request, beside(body.texts)))
+
+    async def beside(texts: list[str]) -> Json:
+        async with one_at_a_time:
+            return await asyncio.to_thread(_rendered, texts)
+
+    return [
+        Route("/", index, methods=["GET"]),
+        Route("/page/{name}", file, methods=["GET"]),
+        Route("/render", render, methods=["POST"]),
+    ]
+
+
+def _rendered(texts: list[str]) -> Json:
+    return {"trees": [markdown.render(text) for text in texts]}
 
 
 def page_files(folder: Path) -> dict[str, PageFile]:

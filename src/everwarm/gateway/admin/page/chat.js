@@ -4,6 +4,7 @@ import { button, find, h, say } from "./dom.js";
 import { Composer } from "./composer.js";
 import { loadSetup, loadTalks, storeSetup, storeTalks } from "./keep.js";
 import { messageElement, refresh } from "./message.js";
+import { fetchRendered } from "./render.js";
 import { reply } from "./reply.js";
 import { ROOT, add, choose, lastOf, newTalk, path, titleOf, toSend } from "./talk.js";
 import { setupPanel } from "./setup.js";
@@ -203,6 +204,18 @@ export class Chat extends EventTarget {
     if (this.talk.tour && !this.writing) elements.push(this.tourSteps());
     this.inner.replaceChildren(...(elements.length ? elements : [this.empty()]));
     this.toEnd();
+    this.render(shown.filter((message) => !message.isWriting));
+  }
+
+  /** Shows messages as the server renders them, as soon as it has. */
+  async render(messages) {
+    const isAtEnd = this.isAtEnd();
+    if (!await fetchRendered(messages.map((message) => message.content))) return;
+    for (const message of messages) {
+      const element = this.elementOf(message);
+      if (element && !element.querySelector(".edit")) refresh(element, message);
+    }
+    if (isAtEnd) this.toEnd();
   }
 
   branchNote() {

@@ -1,6 +1,8 @@
-// A little Markdown as elements: paragraphs, headings, lists, code, bold, emphasis. Text stays text; there are no links.
+// A little Markdown as elements, for replies that are still being written: paragraphs, headings, lists, code, bold, emphasis.
+// What is written is rendered by the server; see render.js.
 
 import { h } from "./dom.js";
+import { codeBlock } from "./render.js";
 
 const FENCE = /^\s*(```|~~~)\s*([\w+#.-]{0,24})\s*$/;
 const ITEM = /^\s*([-*+]|\d{1,3}[.)])\s+(.*)$/;
@@ -30,8 +32,7 @@ function block(lines, at) {
 function code(lines, at, mark, language) {
   const body = [];
   while (at < lines.length && lines[at].trim() !== mark) body.push(lines[at++]);
-  const named = language ? h("span", { class: "language" }, language) : null;
-  return [h("pre", { tabindex: "0" }, named, h("code", {}, body.join("\n"))), at + 1];
+  return [codeBlock(language, h("code", {}, body.join("\n"))), at + 1];
 }
 
 function list(lines, at) {

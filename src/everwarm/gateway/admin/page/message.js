@@ -3,6 +3,7 @@
 import { button, h } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { phasesOf, reuseBar, whyCard } from "./parts.js";
+import { copyButton, rendered } from "./render.js";
 import { siblings } from "./talk.js";
 import { count, counterfactual, duration, trouble } from "./words.js";
 
@@ -29,6 +30,7 @@ function head(talk, message, acts, isBusy) {
   const act = (words, title, listener) => button(words, { class: "plain", title, disabled: isBusy }, listener);
   const actions = [act("Edit", "Edit; the old one stays as a branch", () => acts.edit(message))];
   if (message.role === "assistant") actions.push(act("Regenerate", "Another reply to the same message (r)", () => acts.regenerate(message)));
+  actions.push(copyButton(() => message.content, { title: "Copy the text of this message" }));
   actions.push(act("Branch", "Say something else after this", () => acts.branch(message)));
   return h("div", { class: "who" }, h("span", {}, who(message)), branches(talk, message, acts, isBusy), h("span", { class: "actions" }, actions));
 }
@@ -47,7 +49,7 @@ function body(message) {
   if (message.thinking) made.append(thinking(message));
   if (message.content || message.isWriting || message.role === "user") {
     const isLong = message.role === "user" && message.content.length > LONG_CHARS;
-    made.append(h("div", { class: `said${message.isWriting ? " caret" : ""}${isLong ? " long" : ""}`, tabindex: isLong ? "0" : null }, markdown(message.content)));
+    made.append(h("div", { class: `said${message.isWriting ? " caret" : ""}${isLong ? " long" : ""}`, tabindex: isLong ? "0" : null }, rendered(message.content) ?? markdown(message.content)));
   }
   for (const call of message.calls ?? []) made.append(h("div", { class: "call", "aria-label": "Tool call" }, h("b", {}, call.function.name), `(${call.function.arguments})`));
   if (message.error) made.append(h("div", { class: "failed", role: "alert" }, h("p", {}, trouble(message.error))));
