@@ -12,7 +12,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-parts bench-gpu demo libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-parts bench-gpu demo dist libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -98,6 +98,10 @@ bench-parts: $(STAMP) ## every single measurement, beside llama-server
 
 demo: $(STAMP) ## the main job on the embedded model, in under a minute
 	$(BIN)/everwarm demo
+
+dist: $(STAMP) ## the source archive and the wheel, with the embedded model inside, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 # CUDA unless switched off: LIBLLAMA_CMAKE comes last, and the last switch counts.
 LIBLLAMA_CMAKE ?=
