@@ -38,12 +38,12 @@ lock: ## renew requirements.lock from pyproject.toml
 	rm -rf $(VENV)-lock
 
 fmt: $(STAMP) ## format the code
-	$(BIN)/ruff check --fix src tests bench docs tools
-	$(BIN)/ruff format src tests bench docs tools
+	$(BIN)/ruff check --fix src tests bench docs
+	$(BIN)/ruff format src tests bench docs
 
 check: $(STAMP) ## what a reviewer should not have to say: style, types, structure
-	$(BIN)/ruff check src tests bench docs tools
-	$(BIN)/ruff format --check src tests bench docs tools
+	$(BIN)/ruff check src tests bench docs
+	$(BIN)/ruff format --check src tests bench docs
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/structure
@@ -120,8 +120,7 @@ libllama-cuda: $(LIBLLAMA_ARCHIVE) ## build the matching libllama and libmtmd fo
 
 $(LIBLLAMA_ARCHIVE):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PYTHONPATH=$(CURDIR)/tools/unbuilt $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
-	  --no-build-isolation --dest $(@D) $(LIBLLAMA_WHEEL)
+	PYTHONPATH=src $(BIN)/python -m everwarm.backend.source_archive $(@D)
 
 bench-gpu: $(LIBLLAMA_ARCHIVE) ## measure a 27B-shaped model on this machine's GPU, beside llama-server (see docs/benchmarks/gpu.md)
 	@$(call checked,$<)

@@ -11,7 +11,7 @@ from support.source_tree import Package, complaints, repeated_classes, repeated_
 ROOT = Path(__file__).parents[2]
 MakePackage = Callable[[dict[str, str]], Package]
 
-# Names that nothing in src, bench, docs or tools mentions, and why they are there.
+# Names that nothing in src, bench or docs mentions, and why they are there.
 USED_ELSEWHERE = {
     "cli.tiny.tiny": "cli.app registers the commands of some modules by their name",
     **{
@@ -44,9 +44,7 @@ SHARED_CLASS_NAMES: dict[str, str] = {}
 
 
 def trees_outside_of_src() -> list[ast.Module]:
-    return [
-        ast.parse(path.read_text()) for folder in ("bench", "docs", "tools") for path in (ROOT / folder).rglob("*.py")
-    ]
+    return [ast.parse(path.read_text()) for folder in ("bench", "docs") for path in (ROOT / folder).rglob("*.py")]
 
 
 def test_every_public_name_is_used(everwarm: Package) -> None:

@@ -50,7 +50,7 @@ app.config = [
 ]
 
 # loaded when they are called, so that a server starts sooner
-_LATER = ("cache", "explain", "simulate", "tiny")
+_LATER = ("backend", "cache", "explain", "simulate", "tiny")
 for _name in _LATER:
     app.command(f"everwarm.cli.{_name}:{_name}", name=_name)
 _OF_MODELS = {"pull": "pull", "list": "list_models", "rm": "remove", "ps": "show_loaded", "run": "run", "stop": "stop"}
@@ -97,6 +97,7 @@ def serve(
     require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
     engine = options.engine()
     console = Console(stderr=True)
+    _tell_unused_gpu(console)
     if models is None:
         catalog = _single(model, options, engine, console)
         return run(lambda: catalog, PoolLimits(), options.server(), console)
@@ -110,6 +111,16 @@ def serve(
         return discover(source, engine, default=default, state_dir=state_dir)
 
     return run(read_again, options.limits(found), options.server(), console, autoload=options.models_autoload)
+
+
+def _tell_unused_gpu(console: Console) -> None:
+    from everwarm.backend import gpus, installed
+
+    if not os.environ.get("EVERWARM_LIBLLAMA") and sys.platform == "linux":  # on macOS the wheel has Metal
+        nvidia, amd = gpus.nvidia_gpus(), gpus.amd_gpus()
+        told = gpus.unused_gpu(nvidia, amd, installed.used_kind(), installed.all_backends())
+        if told is not None:
+            console.print(told, style="yellow", markup=False, highlight=False)
 
 
 def _require_known_variables() -> None:
