@@ -12,7 +12,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-parts bench-gpu demo libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-parts bench-gpu demo dist libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -38,12 +38,12 @@ lock: ## renew requirements.lock from pyproject.toml
 	rm -rf $(VENV)-lock
 
 fmt: $(STAMP) ## format the code
-	$(BIN)/ruff check --fix src tests bench docs tools
-	$(BIN)/ruff format src tests bench docs tools
+	$(BIN)/ruff check --fix src tests bench docs
+	$(BIN)/ruff format src tests bench docs
 
 check: $(STAMP) ## what a reviewer should not have to say: style, types, structure
-	$(BIN)/ruff check src tests bench docs tools
-	$(BIN)/ruff format --check src tests bench docs tools
+	$(BIN)/ruff check src tests bench docs
+	$(BIN)/ruff format --check src tests bench docs
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/structure
@@ -99,6 +99,10 @@ bench-parts: $(STAMP) ## every single measurement, beside llama-server
 demo: $(STAMP) ## the main job on the embedded model, in under a minute
 	$(BIN)/everwarm demo
 
+dist: $(STAMP) ## the source archive and the wheel, with the embedded model inside, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 # CUDA unless switched off: LIBLLAMA_CMAKE comes last, and the last switch counts.
 LIBLLAMA_CMAKE ?=
 libllama-cuda: $(LIBLLAMA_ARCHIVE) ## build the matching libllama and libmtmd for CUDA (see docs/gpu.md)
@@ -116,8 +120,7 @@ libllama-cuda: $(LIBLLAMA_ARCHIVE) ## build the matching libllama and libmtmd fo
 
 $(LIBLLAMA_ARCHIVE):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PYTHONPATH=$(CURDIR)/tools/unbuilt $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
-	  --no-build-isolation --dest $(@D) $(LIBLLAMA_WHEEL)
+	PYTHONPATH=src $(BIN)/python -m everwarm.backend.source_archive $(@D)
 
 bench-gpu: $(LIBLLAMA_ARCHIVE) ## measure a 27B-shaped model on this machine's GPU, beside llama-server (see docs/benchmarks/gpu.md)
 	@$(call checked,$<)

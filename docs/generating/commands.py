@@ -115,6 +115,7 @@ _OTHER_VARIABLES = """## Other variables
 | `EVERWARM_LIBLLAMA` | the path of a libllama that you built, see [GPUs](../gpu.md) |
 | `EVERWARM_LOG` | the least level that is logged: `DEBUG`, `INFO` (default), `WARNING` … |
 | `EVERWARM_LOG_FORMAT` | `text` (default) or `json`; `--log-format` wins |
+| `XDG_DATA_HOME` | where the user's data directory is, with the [builds of libllama](../gpu.md); default: `~/.local/share` |
 | `XDG_CACHE_HOME` | where the user's cache directory is; default: `~/.cache` |
 """
 

@@ -1,36 +1,16 @@
 """The command line as a user meets it: help, settings and where they come from, mistakes, chat and demo."""
 
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 import everwarm
-from everwarm.cli import app
 from everwarm.demo import EMBEDDED_MODEL
 from support.server import run_cli, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked")  # it sees argv all the same
-
-Run = Callable[..., CompletedProcess[str]]
-
-
-@pytest.fixture
-def here(monkeypatch, capsys) -> Run:
-    """The command line in this very process: for what needs no server and no environment."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["everwarm", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        said = capsys.readouterr()
-        return CompletedProcess(arguments, int(ended.value.code or 0), said.out, said.err)
-
-    return run
 
 
 def settings_in(done: CompletedProcess[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from everwarm.backend import installed
 from everwarm.errors import ModelError
 from everwarm.llama import abi
 from everwarm.llama.lib import ADVICE, Lib, lib, library_path
@@ -75,13 +76,26 @@ def test_the_variable_chooses_the_library(monkeypatch: pytest.MonkeyPatch) -> No
     assert library_path() == Path("/somewhere/libllama.so")
 
 
-def test_without_the_variable_it_is_the_one_in_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_in_use_comes_before_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EVERWARM_LIBLLAMA", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    built = tmp_path / "everwarm" / "backends" / f"native-{abi.BUILD}"
+    built.mkdir(parents=True)
+    (built / "libllama.so").touch()
+    assert library_path().name.startswith("xllamacpp")
+    installed.use("native", abi.BUILD)
+    assert library_path() == built / "libllama.so"
+
+
+def test_without_the_variable_it_is_the_one_in_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("EVERWARM_LIBLLAMA", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert library_path().name.startswith("xllamacpp")
 
 
-def test_without_either_the_advice_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_either_the_advice_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EVERWARM_LIBLLAMA", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="libllama was not found: install xllamacpp=="):
         library_path()

@@ -114,7 +114,7 @@ def unknown_flags(text: str) -> list[str]:
     for command, rest in COMMAND.findall(text):
         part = app[command]
         words = rest.split("#")[0].split()
-        if command == "cache" and words:
+        if command in ("backend", "cache") and words:
             part, words = part[words[0]], words[1:]
         known = {"--help"} | {name for argument in part.assemble_argument_collection() for name in argument.names}
         found += [flag for flag in re.findall(r"--[\w-]+", " ".join(words)) if flag not in known]

@@ -6,12 +6,10 @@ set wins, for every command alike. Unknown keys are errors.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +18,14 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from everwarm import __version__
+from everwarm.cli.downloads import downloads
 from everwarm.cli.serve_options import DEFAULTS, ServeOptions
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.router.catalog import hub
-from everwarm.router.catalog.catalog import Catalog, Resolve, discover, only
+from everwarm.router.catalog.catalog import Catalog, discover, only
 from everwarm.router.plan import PoolLimits
 
 app = cyclopts.App(
@@ -51,9 +50,13 @@ app.config = [
 ]
 
 # loaded when they are called, so that a server starts sooner
-_LATER = ("cache", "explain", "simulate", "tiny")
+_LATER = ("backend", "cache", "explain", "simulate", "tiny")
 for _name in _LATER:
     app.command(f"everwarm.cli.{_name}:{_name}", name=_name)
+_OF_MODELS = {"pull": "pull", "list": "list_models", "rm": "remove", "ps": "show_loaded", "run": "run", "stop": "stop"}
+for _name, _function in _OF_MODELS.items():
+    app.command(f"everwarm.cli.models:{_function}", name=_name)
+app.register_install_completion_command()
 
 VARIABLES = "EVERWARM_SERVE_"
 SECRET = ("api_key", "admin_key", "keys")
@@ -73,7 +76,8 @@ def serve(
     Parameters
     ----------
     model
-        The GGUF file, or `hf:owner/repo[:quant]` for a model of the Hugging Face Hub, which is downloaded once.
+        The GGUF file, or `hf:owner/repo[:quant]` for a model of the Hugging Face Hub, which is downloaded once. A folder is
+        the same as --models with it.
     demo
         Serve the embedded everwarm-tiny instead of a file.
     models
@@ -87,23 +91,36 @@ def serve(
         return _serve_cluster(ray, is_alone=(model, demo, models, options) == (None, False, None, DEFAULTS))
     from everwarm.gateway.server import serve as run
 
+    if model is not None and models is None and Path(model).is_dir():
+        model, models = None, model
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
     require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
     engine = options.engine()
     console = Console(stderr=True)
+    _tell_unused_gpu(console)
     if models is None:
         catalog = _single(model, options, engine, console)
         return run(lambda: catalog, PoolLimits(), options.server(), console)
     source = models
     default = options.models_default
     state_dir = options.state_dir
-    with _downloads(console) as resolve:
+    with downloads(console) as resolve:
         found = discover(source, engine, default=default, resolve=resolve, state_dir=state_dir)
 
     def read_again() -> Catalog:
         return discover(source, engine, default=default, state_dir=state_dir)
 
     return run(read_again, options.limits(found), options.server(), console, autoload=options.models_autoload)
+
+
+def _tell_unused_gpu(console: Console) -> None:
+    from everwarm.backend import gpus, installed
+
+    if not os.environ.get("EVERWARM_LIBLLAMA") and sys.platform == "linux":  # on macOS the wheel has Metal
+        nvidia, amd = gpus.nvidia_gpus(), gpus.amd_gpus()
+        told = gpus.unused_gpu(nvidia, amd, installed.used_kind(), installed.all_backends())
+        if told is not None:
+            console.print(told, style="yellow", markup=False, highlight=False)
 
 
 def _require_known_variables() -> None:
@@ -133,26 +150,11 @@ def _serve_cluster(config: Path, *, is_alone: bool) -> int:
 
 def _single(model: str | None, options: ServeOptions, engine: EngineSettings, console: Console) -> Catalog:
     if model is not None and model.startswith(hub.PREFIX):
-        with _downloads(console) as resolve:
+        with downloads(console) as resolve:
             there = resolve(model)
         return only(there.path, engine, options.alias or there.id, mmproj=there.mmproj)
     path = EMBEDDED_MODEL if model is None else Path(model)
     return only(path, engine, options.alias or path.stem)
-
-
-@contextlib.contextmanager
-def _downloads(console: Console) -> Iterator[Resolve]:
-    """Resolves models of the Hub, with a progress bar for each that has to be downloaded."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-
-        def resolve(name: str) -> hub.HubModel:
-            task = bar.add_task(name, total=None, visible=False)
-            return hub.resolve(name, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
-
-        yield resolve
 
 
 @app.command
@@ -222,7 +224,7 @@ def chat(
 
     if where is not None and where.startswith(("http://", "https://")):
         return chat_with(where, api_key, system, temperature, max_tokens)
-    return chat_locally(_chosen(Path(where) if where else None, demo), system, temperature, max_tokens)
+    return chat_locally([str(_chosen(Path(where) if where else None, demo))], system, temperature, max_tokens)
 
 
 @app.command
@@ -269,7 +271,7 @@ def demo(*, model: Path | None = None) -> None:
 def main() -> None:
     gc.set_threshold(50_000, 20, 50)  # loading modules makes many objects and no garbage
     if set(sys.argv[1:]) <= {"--help", "-h"}:
-        for name in _LATER:
+        for name in (*_LATER, *_OF_MODELS):
             app[name]  # loads it: the list of commands shows its help
     try:
         sys.exit(app())

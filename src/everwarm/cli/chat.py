@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -20,14 +19,15 @@ from everwarm.errors import EverwarmError
 from everwarm.types import Json
 
 
-def chat_locally(model: Path, system: str | None, temperature: float, max_tokens: int) -> int:
-    with _own_server(model) as url:
+def chat_locally(serve: list[str], system: str | None, temperature: float, max_tokens: int) -> int:
+    """Chat with a server of one's own, started with these arguments of ``serve``."""
+    with _own_server(serve) as url:
         return chat_with(url, None, system, temperature, max_tokens)
 
 
 @contextlib.contextmanager
-def _own_server(model: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "everwarm", "serve", str(model), "--port", "0"]
+def _own_server(serve: list[str]) -> Iterator[str]:
+    command = [sys.executable, "-m", "everwarm", "serve", *serve, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

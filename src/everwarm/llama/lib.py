@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from everwarm.backend import installed
 from everwarm.errors import ModelError
 from everwarm.llama import abi
 from everwarm.llama.media import mtmd_abi
@@ -89,10 +90,13 @@ class Mtmd:
 
 
 def library_path() -> Path:
-    """The library to load: EVERWARM_LIBLLAMA if set, else the one inside the xllamacpp wheel."""
+    """The library to load: EVERWARM_LIBLLAMA if set, else the backend in use, else the one inside the xllamacpp wheel."""
     chosen = os.environ.get("EVERWARM_LIBLLAMA")
     if chosen:
         return Path(chosen)
+    built = installed.used_library(abi.BUILD)
+    if built is not None:
+        return built
     spec = importlib.util.find_spec("xllamacpp")
     found = sorted(Path(spec.origin).parent.glob("xllamacpp*.so")) if spec and spec.origin else []
     if not found:

@@ -45,6 +45,7 @@ class HubModel:
     id: str  # owner/repo:QUANT
     path: Path
     mmproj: Path | None = None
+    n_bytes: int = 0  # of all its parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,48 @@ def cached_models(cache: Path | None = None) -> list[HubModel]:
     return list(found.values())
 
 
+def remove(name: str, cache: Path | None = None) -> int:
+    """Delete one model from the cache: its files in every snapshot, and the bytes that no other file shares.
+
+    Returns the bytes freed. The projector goes with the last model of its repository. Files that are no models stay.
+    """
+    wanted = parse_name(name)
+    cache = cache or cache_directory()
+    folder = cache / _folder(wanted.repo)
+    here = [model.id for model in cached_models(cache) if model.id.startswith(f"{wanted.repo}:")]
+    require(bool(here), f"{wanted} is not in the Hugging Face cache; `everwarm list` shows what is")
+    require(wanted.quant is not None or len(here) == 1, f"{wanted} is there as {', '.join(here)}; say which")
+    label = here[0].partition(":")[2] if wanted.quant is None else wanted.quant
+    links = [link for snapshot in _snapshots(folder) for link in _links(snapshot, label)]
+    require(bool(links), f"{wanted} is not in the Hugging Face cache; it has {', '.join(here)}")
+    return _unlink(folder, links)
+
+
+def _links(snapshot: Path, label: str) -> list[Path]:
+    names = _files(snapshot)
+    models = _models(names)
+    gone = [group for group in models if group.label.lower() == label.lower()]
+    others = [name for name in names if is_projector(name)] if gone and len(gone) == len(models) else []
+    return [snapshot / name for name in (*(name for group in gone for name in group.names), *others)]
+
+
+def _unlink(folder: Path, links: list[Path]) -> int:
+    blobs = {link.resolve() for link in links}
+    for link in links:
+        link.unlink()
+        for parent in link.parents:
+            if parent == folder or any(parent.iterdir()):
+                break
+            parent.rmdir()
+    linked = {path.resolve() for path in (folder / "snapshots").rglob("*")}
+    freed = 0
+    for blob in blobs - linked:
+        if blob.parent == (folder / "blobs").resolve():  # else the cache has no links, and the file is gone already
+            freed += blob.stat().st_size
+            blob.unlink()
+    return freed
+
+
 def cache_directory() -> Path:
     """Where huggingface_hub keeps models on this machine, as its environment variables say."""
     from huggingface_hub import constants
@@ -154,7 +197,9 @@ def _in_snapshot(wanted: HubName, snapshot: Path) -> HubModel | None:
 
 def _as_model(repo: str, group: Group, snapshot: Path, names: list[str]) -> HubModel:
     mmproj = _projector(group, names)
-    return HubModel(f"{repo}:{group.label}", snapshot / group.names[0], None if mmproj is None else snapshot / mmproj)
+    n_bytes = sum((snapshot / name).stat().st_size for name in group.names)
+    path = snapshot / group.names[0]
+    return HubModel(f"{repo}:{group.label}", path, None if mmproj is None else snapshot / mmproj, n_bytes)
 
 
 def _projector(group: Group, names: list[str]) -> str | None:
