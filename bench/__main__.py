@@ -33,6 +33,7 @@ ALONE = (
     "suite",
     "scaling",
     "policy",
+    "volatile",
     "remote",
     "ray",
 )  # these write reports or need more: only where they are named

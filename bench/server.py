@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -38,9 +39,10 @@ class Reply:
 
 
 @contextlib.contextmanager
-def everwarm(*arguments: str, log: str = "WARNING") -> Iterator[Server]:
+def everwarm(*arguments: str, log: str = "WARNING", source: Path | None = None) -> Iterator[Server]:
+    """``source``: the ``src`` folder of another checkout, to compare with."""
     command = [sys.executable, "-m", "everwarm", "serve", *arguments, "--port", "0"]
-    environment = os.environ | {"EVERWARM_LOG": log}
+    environment = os.environ | {"EVERWARM_LOG": log} | ({} if source is None else {"PYTHONPATH": str(source)})
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     log: list[str] = []

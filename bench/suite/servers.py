@@ -144,9 +144,10 @@ WHY = ("reason", "again", "n_shared", "n_kv", "n_checkpoint", "checkpoint")
 class Everwarm(_Process):
     """``everwarm serve`` with its defaults; states in a folder of its own."""
 
-    def __init__(self, setup: Setup, name: str = "Everwarm") -> None:
+    def __init__(self, setup: Setup, name: str = "Everwarm", source: Path | None = None) -> None:
         super().__init__()
         self.name = name
+        self._source = source
         self._setup = setup
         self._folder = contextlib.ExitStack()
         self._where = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="everwarm-suite-")))
@@ -161,7 +162,7 @@ class Everwarm(_Process):
         flags = ["-c", str(s.n_ctx), "-np", str(s.n_slots), "-t", str(s.n_threads)]
         flags += ["--state-dir", str(self._where / "states")]
         flags += ["--cache-ram", f"{s.ram_mib or 8192}MiB"]
-        return self._stack.enter_context(everwarm(*what, *flags))
+        return self._stack.enter_context(everwarm(*what, *flags, source=self._source))
 
     def stop(self) -> None:
         super().stop()

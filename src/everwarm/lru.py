@@ -36,6 +36,9 @@ class NamespacedLru(Generic[V]):
         entries.move_to_end(key)
         return entries[key][0]
 
+    def namespaces(self) -> list[str]:
+        return list(self._entries)
+
     def values(self, namespace: str) -> Iterator[V]:
         """Newest first. Marks none as used."""
         return (value for value, _ in reversed(self._entries.get(namespace, OrderedDict()).values()))

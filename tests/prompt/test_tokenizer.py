@@ -301,6 +301,29 @@ def test_what_is_sure_is_sure_without_words_and_outside_the_text(tokenizers):
     assert tokenizer.sure_count_at(text, len("<|im_start|>")) == 1
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=WORDS, more=WORDS, data=st.data())
+def test_many_sure_places_are_what_each_of_them_is(models, words, more, data):
+    text = "<|im_start|>user\n" + " ".join(words) + "<|im_end|>\n" + "\n".join(more)
+    offsets = data.draw(st.lists(st.integers(-2, len(text) + 2), max_size=8))
+    together = Tokenizer(models["embedded"].vocab).sure_counts_at(text, offsets)
+    assert together == [Tokenizer(models["embedded"].vocab).sure_count_at(text, offset) for offset in offsets]
+
+
+def test_many_sure_places_cost_the_text_once_and_then_nothing(models, monkeypatch):
+    vocab, n_chars = models["embedded"].vocab, []
+    tokenizer, text = Tokenizer(vocab), "<|im_start|>" + "some words of a long line\n" * 400
+    plain = vocab.tokenize
+    monkeypatch.setattr(vocab, "tokenize", lambda said, **more: (n_chars.append(len(said)), plain(said, **more))[1])
+    offsets = range(12, len(text), 150)
+    counts = tokenizer.sure_counts_at(text, offsets)
+    assert counts == sorted(counts)
+    assert sum(n_chars) <= 2 * len(text) + 100
+    n_before = len(n_chars)
+    assert tokenizer.sure_counts_at(text, offsets) == counts
+    assert sum(n_chars[n_before:]) <= len(text), "only the end behind the last control token"
+
+
 # work
 
 

@@ -195,6 +195,26 @@ def test_short_prompts_are_cut_too(n, expected):
     assert places(cuts(n, Spacing(32, 256, 0, 0), n_ubatch=512)) == expected
 
 
+def test_guesses_are_taken_behind_other_cuts_and_joints_only_to_make_them_closer():
+    given = {"n_ubatch": 32, "boundaries": (200,), "volatile": (50, 60, 199, 210), "joints": (20, 35, 90, 130, 240)}
+    found = {cut.at: cut.kind for cut in cuts(1000, Spacing(32, 300, 0, 0), **given)}
+    guesses = [at for at, kind in found.items() if kind is CutKind.GUESS]
+    assert guesses == [50, 199], "90 and 130 are less than a third of the spacing behind 50, 210 and 240 near 200"
+    assert cuts(1000, Spacing(32, 0, 0, 0), n_ubatch=32, volatile=(50,)) == cuts(
+        1000, Spacing(32, 0, 0, 0), n_ubatch=32
+    )
+
+
+@by_chance(60, 2000)
+@given(st.lists(st.integers(-3, 700), max_size=12), st.lists(st.integers(-3, 700), max_size=12), st.integers(100, 700))
+def test_extending_a_prompt_moves_no_guess(volatile, joints, n_items):
+    def guesses(n: int) -> list[int]:
+        found = cuts(n, DENSE, n_ubatch=32, volatile=volatile, joints=joints)
+        return [cut.at for cut in found if cut.kind is CutKind.GUESS and cut.at < n_items - 2 * NEAR_END]
+
+    assert guesses(n_items) == guesses(n_items + 100)
+
+
 # thinning
 
 kinds = st.sampled_from(list(CutKind))

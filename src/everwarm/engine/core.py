@@ -23,6 +23,7 @@ from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
+from everwarm.engine.cache.partings import Partings
 from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
@@ -118,6 +119,7 @@ class Core:
     speed: Speed
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     prewarm: PrewarmQueue = field(default_factory=PrewarmQueue)
+    partings: Partings = field(default_factory=Partings)
     turns: TurnTaking = field(default_factory=TurnTaking)
     stall: StallWatch = field(default_factory=StallWatch)
     counts: RequestStats = field(default_factory=RequestStats)
@@ -213,7 +215,8 @@ class Core:
 
     def forget_ahead(self, namespace: str) -> None:
         """Cancels prewarming and loading for namespaces with this prefix, so that nothing of them enters the tree
-        later."""
+        later, and forgets where their prompts parted."""
+        self.partings.forget(namespace)
         ahead = self.prewarm.drop(namespace)
         if ahead is not None:
             self.cancel(ahead.id)
@@ -634,9 +637,9 @@ class Core:
             media=request.ask.prompt.media,
             stables=request.ask.stables,
             breakpoints=request.ask.breakpoints,
-            learned=()
-            if request.ask.deterministic
-            else self.returns.places(request.n_prompt, self.checkpointer.spacing),
+            learned=() if request.ask.deterministic else self._learned_places(request, restored.n_items, known),
+            volatile=request.ask.volatile,
+            joints=request.ask.joints if self._may_guess(request) else (),
         )
         needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
         if request.chunks:
@@ -646,6 +649,18 @@ class Core:
         n_passed = max(restored.n_items, n_items_of(request.chunks))
         ahead = [cut for cut in reversed(found) if needed and cut.at > n_passed]
         return [cut for cut in ahead if request.ask.deterministic or self.checkpointer.is_worth_a_cut(cut.kind)]
+
+    def _learned_places(self, request: Request, n_restored: int, branch: int | None) -> list[int]:
+        ask = request.ask
+        if branch is not None and not ask.ahead:
+            self.partings.note(ask.namespace, ask.prompt, branch)
+        found = self.partings.places(ask.namespace, ask.prompt, n_restored)
+        return [*self.returns.places(request.n_prompt, self.checkpointer.spacing), *found]
+
+    def _may_guess(self, request: Request) -> bool:
+        """Whether to stop at joints. They are worth little, so only while RAM has room to spare; and the chunks of a
+        deterministic request must not depend on that."""
+        return not request.ask.deterministic and self.ram_budget.is_roomy(request.ask.namespace)
 
     # when a step does not fit or fails
 

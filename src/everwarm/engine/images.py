@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import blake3
 import numpy as np
@@ -97,7 +98,8 @@ def image_prompt(
             media[n_items] = items[i]
             codes.append(np.array([items[i].code], np.int32))
             n_items += 1
-    hints = message.hints.counted(partial(_counts_at, tokenizer, parts), partial(_sure_count_at, tokenizer, parts))
+    count, sure = partial(_counts_at, tokenizer.count_at, parts), partial(_counts_at, tokenizer.sure_counts_at, parts)
+    hints = message.hints.counted(count, sure)
     by_digest: dict[bytes, m.SentImage] = {}
     for item, image in zip(items, message.images, strict=True):
         if by_digest.get(item.digest) is None or image.rgb is not None:  # one that is there twice comes once
@@ -105,8 +107,8 @@ def image_prompt(
     return Prompt(np.concatenate(codes), MappingProxyType(media)), hints, by_digest
 
 
-def _counts_at(tokenizer: Tokenizer, parts: list[PromptPart], ats: Sequence[int]) -> list[int]:
-    """Items before characters of the whole text; inside a marker: before the image."""
+def _counts_at(count: _CountAt, parts: list[PromptPart], ats: Sequence[int]) -> list[int]:
+    """Items before characters of the whole text; inside a marker: before the image. ``count``: a tokenizer's."""
     inside: defaultdict[int, list[int]] = defaultdict(list)  # which of them, by their part
     places = [_inside(parts, at) for at in ats]
     for i, (part, _) in enumerate(places):
@@ -114,15 +116,14 @@ def _counts_at(tokenizer: Tokenizer, parts: list[PromptPart], ats: Sequence[int]
     counts = [0] * len(ats)
     for own in inside.values():
         part = places[own[0]][0]
-        found = tokenizer.count_at(part.text, [places[i][1] for i in own], add_special=part.add_special)
-        for i, count in zip(own, found, strict=True):
-            counts[i] = part.n_before + count
+        found = count(part.text, [places[i][1] for i in own], add_special=part.add_special)
+        for i, n_items in zip(own, found, strict=True):
+            counts[i] = part.n_before + n_items
     return counts
 
 
-def _sure_count_at(tokenizer: Tokenizer, parts: list[PromptPart], at: int) -> int:
-    part, inside = _inside(parts, at)
-    return part.n_before + tokenizer.sure_count_at(part.text, inside, add_special=part.add_special)
+class _CountAt(Protocol):
+    def __call__(self, text: str, offsets: Sequence[int], *, add_special: bool) -> list[int]: ...
 
 
 def _inside(parts: list[PromptPart], at: int) -> tuple[PromptPart, int]:

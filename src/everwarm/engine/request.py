@@ -33,8 +33,8 @@ _ids = itertools.count(1)
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a caller wants. ``boundaries`` (message ends), ``stable`` (what the next turn will share), ``stables`` (what
-    some next turns will) and ``breakpoints`` (what the caller insists on) are cut hints in items; they change speed, never
-    results."""
+    some next turns will), ``breakpoints`` (what the caller insists on), ``volatile`` (where the text is likely to change)
+    and ``joints`` (where it may) are cut hints in items; they change speed, never results."""
 
     prompt: Prompt
     sampling: Sampling = field(default_factory=Sampling)
@@ -53,6 +53,8 @@ class Ask:
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like
     ahead: bool = False  # no client has requested it yet: see ``prewarm``
+    volatile: tuple[int, ...] = ()
+    joints: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
@@ -65,6 +67,8 @@ class Ask:
             *self.boundaries,
             *self.stables,
             *self.breakpoints,
+            *self.volatile,
+            *self.joints,
             *(() if self.stable is None else (self.stable,)),
         ):
             if not 0 <= hint <= n:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import copy
 import re
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,11 +113,34 @@ class Tokenizer:
     def sure_count_at(self, text: str, offset: int, *, add_special: bool = False) -> int:
         """How many tokens lie before the word that ``offset`` touches: the same after other text behind the offset, where
         words are tokenized by themselves."""
-        end = max(0, min(offset, len(text)))
-        safe = self.safe_count_at(text, end, add_special=add_special)
-        word = _LAST_WORD.search(text, max(0, end - _MAX_WORD), end)
-        (count,) = self.count_at(text, (end if word is None else word.start(),), add_special=add_special)
-        return max(safe, count - (word is None and count > 0))
+        return self.sure_counts_at(text, (offset,), add_special=add_special)[0]
+
+    def sure_counts_at(self, text: str, offsets: Sequence[int], *, add_special: bool = False) -> list[int]:
+        """The same for many offsets. The text between two of them is tokenized once, and remembered. Where that gives
+        other tokens than the whole text has, the text since the last control token is tokenized, up to a bound as in
+        ``count_at``; beyond it the count is lower than it could be."""
+        whole = self.tokenize(text, add_special=add_special)
+        shift = int(add_special and self._vocab.adds_bos)
+        ends = _EMPTY.ends if self._splitter is None else self._beginning(text, self._splitter).ends
+        left = _MAX_AGAIN * len(text) + _FREE_CHARS
+        counts = dict[int, int]()
+        known = (0, shift)  # a place where a token ends: characters and tokens before it
+        for offset in sorted(set(offsets)):
+            end = max(0, min(offset, len(text)))
+            word = _LAST_WORD.search(text, max(0, end - _MAX_WORD), end)
+            at = end if word is None else word.start()
+            start = _control_before(ends, at, shift)
+            known = max(known, start) if known[0] <= at else start
+            piece = self._fragment(text[known[0] : at])
+            n_agree = int(Prompt(whole.codes[known[1] :]).common_prefix(Prompt(piece)))
+            count = known[1] + n_agree
+            if n_agree == len(piece):
+                known = (at, count)
+            elif known != start and left >= 0:
+                left -= at - start[0]
+                count = self._count_after(text, whole, *start, at)
+            counts[offset] = max(_control_before(ends, end, shift)[1], count - (word is None and count > 0))
+        return [counts[offset] for offset in offsets]
 
     def _count_after(self, text: str, whole: Prompt, n_chars: int, n_tokens: int, offset: int) -> int:
         """``n_tokens`` end at the character ``n_chars``, where a control token ends."""
@@ -173,6 +197,12 @@ class Tokenizer:
         first = [vocab.bos] if vocab.adds_bos else []
         last = [vocab.eos] if vocab.adds_eos else []
         return np.concatenate([np.array(first, np.int32), tokens, np.array(last, np.int32)])
+
+
+def _control_before(ends: Sequence[tuple[int, int]], offset: int, shift: int) -> tuple[int, int]:
+    """Where the last control token before an offset ends; ``shift``: tokens before the text."""
+    n_chars, n_tokens = ends[bisect.bisect_right(ends, (offset, sys.maxsize)) - 1]
+    return n_chars, n_tokens + shift
 
 
 def _cost(text: str, tokens: Tokens) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from everwarm.config import require
@@ -93,6 +93,7 @@ class CutKind(enum.Enum):
     PREWARM = "prewarm"
     EVERY = "every-n"
     LEARNED = "learned"
+    GUESS = "guess"
     BRANCH = "branch"
     BOUNDARY = "boundary"
     BREAKPOINT = "breakpoint"
@@ -110,7 +111,7 @@ class CutKind(enum.Enum):
 
 MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
 
-_LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.LEARNED, CutKind.NEAR_END, CutKind.END)
+_LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.LEARNED, CutKind.GUESS, CutKind.NEAR_END, CutKind.END)
 
 
 def better(known: CutKind, new: CutKind) -> CutKind:
@@ -136,12 +137,15 @@ def cuts(
     stables: Iterable[int] = (),
     breakpoints: Iterable[int] = (),
     learned: Iterable[int] = (),
+    volatile: Iterable[int] = (),
+    joints: Iterable[int] = (),
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
     ``stable`` is where all likely next turns differ from this prompt, ``stables`` where some of them do,
-    ``breakpoints`` are what the caller demands, ``learned`` where earlier prompts were left. All other cuts, but the end
-    cuts and the branch, depend only on what lies before them, so extending a prompt never moves an earlier cut.
+    ``breakpoints`` are what the caller demands, ``learned`` where earlier prompts were left, ``volatile`` where the text is
+    likely to change, and ``joints`` where it may. All other cuts, but the end cuts and the branch, depend only on what
+    lies before them, so extending a prompt never moves an earlier cut.
     """
     if spacing.max_checkpoints == 0:
         return ()
@@ -159,6 +163,7 @@ def cuts(
         found[cut.at] = cut
     for at in {at for index in media for at in (index, index + 1) if 0 < at < n_items} - found.keys():
         found[at] = Cut(at, CutKind.BOUNDARY)  # right before and right after an image, which is read as a whole
+    found |= {at: Cut(at, CutKind.GUESS) for at in _guesses(found, spacing, volatile, joints) if at < n_items}
     if spacing.every_n_tokens <= 0:
         near = n_items - NEAR_END - n_ubatch
         found = {at: cut for at, cut in found.items() if at >= near or cut.kind in _INSISTED}
@@ -182,6 +187,20 @@ def _steady_cuts(n_items: int, spacing: Spacing, boundaries: Iterable[int]) -> I
             yield Cut(stop, kind)
             last = stop
         message_start = stop
+
+
+def _guesses(taken: Collection[int], spacing: Spacing, volatile: Iterable[int], joints: Iterable[int]) -> Iterable[int]:
+    """Of the points where the text may change, those that are far enough behind the cut before them. Joints only make
+    the spacing of cuts closer."""
+    closer = max(2 * GUARD, spacing.every_n_tokens // 3)
+    gaps = dict.fromkeys(joints, closer) | dict.fromkeys(volatile, 2 * GUARD)
+    last = 0
+    for at in sorted({*taken, *gaps}):
+        if at in taken:
+            last = at
+        elif at - last >= gaps[at] and _far_enough(at, last, spacing):
+            yield at
+            last = at
 
 
 def _far_enough(at: int, last: int, spacing: Spacing) -> bool:
@@ -224,6 +243,7 @@ _RANK = {
     CutKind.PREWARM: 0,
     CutKind.EVERY: 0,
     CutKind.LEARNED: 0,
+    CutKind.GUESS: 0,
     CutKind.NEAR_END: 0,
     CutKind.CANCEL: 0,
     CutKind.END: 0,

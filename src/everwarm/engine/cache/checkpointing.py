@@ -27,7 +27,7 @@ from everwarm.types import SeqId
 MAX_REPLY_NODES = 16  # of replies that are left aside together: more are conversations of their own
 MAX_REPLIES = 8  # branches after one point
 _OF_REPLIES = {CutKind.REPLY, CutKind.END, CutKind.CANCEL}
-_OPTIONAL = (CutKind.EVERY, CutKind.BOUNDARY, CutKind.BRANCH, CutKind.NEAR_END)
+_OPTIONAL = (CutKind.EVERY, CutKind.LEARNED, CutKind.GUESS, CutKind.BOUNDARY, CutKind.BRANCH, CutKind.NEAR_END)
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Checkpointer:
             node.checkpoint.used_at = now
             self._upgrade(node, node.checkpoint, kind, logits)
             return
-        spare = self._spare_at_hand()
+        spare = self._spare_at_hand(kind)
         if kind is CutKind.END and spare is None:
             return
         if node.checkpoint is not None:
@@ -121,12 +121,12 @@ class Checkpointer:
         slot.stand_at(node)
         return node
 
-    def _spare_at_hand(self) -> SeqId | None:
-        """A free spare, or one whose checkpoint can be dropped without a copy."""
+    def _spare_at_hand(self, kind: CutKind) -> SeqId | None:
+        """A free spare, or one whose checkpoint can be dropped without a copy; a guess drops none."""
         if not self._context.kind.can_share_cells:
             return None
         spare = self._spares.free()
-        if spare is not None:
+        if spare is not None or kind is CutKind.GUESS:
             return spare
         for spare, node in sorted(self._spares.parked(), key=_used_at):
             checkpoint = node.checkpoint

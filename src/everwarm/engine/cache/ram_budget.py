@@ -21,6 +21,7 @@ from everwarm.state.tree import Node, Tree
 
 Leaving = Callable[[Sequence[Node]], None]
 
+ROOMY = 0.75  # at most so full: what is worth little may be kept
 LOW_WATER = 0.97  # evict a little more than needed, so that not every checkpoint has to evict
 
 
@@ -63,6 +64,12 @@ class RamBudget:
     def can_hold(self, n_bytes: int) -> bool:
         """Whether something of this size fits at all."""
         return n_bytes <= self.n_bytes * min(1.0, self.namespace_share)
+
+    def is_roomy(self, namespace: str) -> bool:
+        """Whether a good part of it is free, and of this namespace's share."""
+        root = self._tree.namespaces().get(namespace)
+        own = 0 if root is None else root.ram_bytes
+        return max(self._tree.ram_bytes, own / self.namespace_share) < ROOMY * self.n_bytes
 
     @property
     def n_free(self) -> int:

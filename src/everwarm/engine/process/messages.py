@@ -52,29 +52,38 @@ class SentImage(msgspec.Struct, frozen=True):
     rgb: bytes | None = None
 
 
+CountItems = Callable[[Sequence[int]], list[int]]
+
+
 class CutHints(msgspec.Struct, frozen=True):
     """Points of one prompt, all in characters or all in items. They change speed, never results.
 
     ``boundaries`` are ends of messages, ``stables`` are where likely next turns part from this one, ``stable`` is what
-    all of them share, and ``breakpoints`` are what the client marked.
+    all of them share, and ``breakpoints`` are what the client marked. ``volatile`` are where the text is likely to
+    change, ``joints`` where a long message may be changed.
     """
 
     boundaries: tuple[int, ...] = ()
     stable: int | None = None
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
+    volatile: tuple[int, ...] = ()
+    joints: tuple[int, ...] = ()
 
-    def counted(self, count: Callable[[Sequence[int]], list[int]], sure: Callable[[int], int]) -> CutHints:
+    def counted(self, count: CountItems, sure: CountItems) -> CutHints:
         """The same points in items. ``count`` gives the items before ends of messages, ``sure`` those before any
         character that no later text can change."""
         known = dict(zip(self.boundaries, count(self.boundaries), strict=True))
-        others = {*self.stables, *self.breakpoints, *(() if self.stable is None else (self.stable,))}
-        known |= {at: sure(at) for at in others - known.keys()}
+        stable = () if self.stable is None else (self.stable,)
+        others = sorted({*self.stables, *self.breakpoints, *stable, *self.volatile, *self.joints} - known.keys())
+        known |= dict(zip(others, sure(others), strict=True))
         return CutHints(
             tuple(known[at] for at in self.boundaries),
             None if self.stable is None else known[self.stable],
             tuple(known[at] for at in self.stables),
             tuple(known[at] for at in self.breakpoints),
+            tuple(known[at] for at in self.volatile),
+            tuple(known[at] for at in self.joints),
         )
 
 

@@ -214,6 +214,8 @@ class RequestHandler:
             hints.stables,
             hints.breakpoints,
             None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),
+            volatile=hints.volatile,
+            joints=hints.joints,
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
@@ -348,5 +350,5 @@ class RequestHandler:
 def _prompt_of_text(tokenizer: Tokenizer, message: m.Submit, text: str) -> tuple[Prompt, m.CutHints]:
     """Hints in characters become hints in tokens that no later text can change."""
     count = partial(tokenizer.count_at, text, add_special=message.add_special)
-    sure = partial(tokenizer.sure_count_at, text, add_special=message.add_special)
+    sure = partial(tokenizer.sure_counts_at, text, add_special=message.add_special)
     return tokenizer.tokenize(text, add_special=message.add_special), message.hints.counted(count, sure)

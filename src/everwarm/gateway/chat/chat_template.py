@@ -17,7 +17,7 @@ from typing import Any
 
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat import stable_points
+from everwarm.gateway.chat import stable_points, volatile_text
 from everwarm.gateway.chat.content import Message, tools_without_breakpoints, without_breakpoints
 from everwarm.gateway.chat.jinja_template import Given, Layout, Template
 from everwarm.state.policy import MAX_BREAKPOINTS
@@ -86,7 +86,8 @@ class ChatTemplate:
             lambda others: self._text(wanted, given.with_tools(others), add_generation_prompt),
         )
         last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
-        return Rendered(layout.text, CutHints(ends, points[0] if points else None, points, last))
+        volatile, joints = volatile_text.places_in(layout, wanted)
+        return Rendered(layout.text, CutHints(ends, points[0] if points else None, points, last, volatile, joints))
 
     def after_reply(
         self,

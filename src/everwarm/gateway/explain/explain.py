@@ -119,7 +119,7 @@ def _chat_side(body: ChatBody, source: PromptSource) -> Side:
         raise BadRequest(f"{source.name} has no chat template; compare completions, or give another model")
     prepared = prepare_chat(body, source.template, _image_name, adds_bos=source.adds_bos)
     count = partial(source.tokenizer.count_at, prepared.text, add_special=prepared.add_special)
-    sure = partial(source.tokenizer.sure_count_at, prepared.text, add_special=prepared.add_special)
+    sure = partial(source.tokenizer.sure_counts_at, prepared.text, add_special=prepared.add_special)
     prompt = source.tokenizer.tokenize(prepared.text, add_special=prepared.add_special)
     return Side(prompt, prepared.hints.counted(count, sure))
 

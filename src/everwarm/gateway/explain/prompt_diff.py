@@ -74,6 +74,8 @@ def _kept(side: Side, spacing: Spacing) -> tuple[Cut, ...]:
         stable=hints.stable,
         stables=hints.stables,
         breakpoints=hints.breakpoints,
+        volatile=hints.volatile,
+        joints=hints.joints,
     )
 
 
