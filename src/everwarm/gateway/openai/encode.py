@@ -251,6 +251,7 @@ def cache(done: m.Done) -> Json:
         "checkpoint": done.checkpoint,
         "restored": None if why.restored is None else msgspec.structs.asdict(why.restored),
         "diverged": _diverged(why),
+        "restored_replies": done.n_restored,
     }
 
 
@@ -270,6 +271,7 @@ def diagnostics(done: m.Done) -> Json:
         "read_tokens": done.n_prompt - done.n_cached,
         "known_tokens": max(done.n_shared, why.n_shared),
         "diverged": _diverged(why),
+        "restored_replies": done.n_restored,
     }
 
 
