@@ -81,7 +81,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *web_ui_routes(),
         *Status(pool, metrics, lag).routes(),
         *OpenAI(pool, gate, replies).routes(),
-        *Responses(pool, gate, replies, store).routes(),
+        *Responses(pool, gate, replies, preparer, store).routes(),
         *Models(pool, gate).routes(),
         *LlamaServer(pool, gate, replies, preparer, settings).routes(),
         *Ollama(pool, gate, replies).routes(),

@@ -102,6 +102,7 @@ class Submit(Message, frozen=True, tag=True):
     marker: str = ""
     images: tuple[SentImage, ...] = ()
     constraint: Constraint | None = None
+    priority: int = 0  # the larger, the later
 
 
 class Prewarm(Message, frozen=True, tag=True):

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -189,15 +190,32 @@ class RequestPreparer:
             self._replies.keep(namespace, template.source, keys_of_reply(found, asked), found)
 
     async def _completion(self, request: Request, body: CompletionBody, info: m.ModelInfo) -> PreparedRequest:
-        text, tokens = body.text_or_tokens()
-        if text is not None and len(text) > MAX_PROMPT_CHARS:
-            raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
-        submit = _submit(request, body, info, text=text, tokens=tokens, n_probs=body.wanted_probs)
+        constraint = None
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
-            submit = msgspec.structs.replace(submit, constraint=constraint)
-        _recount(request, len(tokens) if tokens is not None else estimated_tokens(len(text or "")))
-        return PreparedRequest(_choices(submit, body))
+        submits: list[m.Submit] = []
+        n_tokens = 0
+        for text, tokens in body.prompts():
+            if text is not None and len(text) > MAX_PROMPT_CHARS:
+                raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
+            given: Any = {"text": text, "tokens": tokens, "n_probs": body.wanted_probs, "constraint": constraint}
+            submits += _choices(_submit(request, body, info, **given), body)
+            n_tokens += len(tokens) if tokens is not None else estimated_tokens(len(text or ""))
+        _recount(request, n_tokens)
+        return PreparedRequest(tuple(submits))
+
+    async def count(self, request: Request, body: ChatBody, served: Served) -> int:
+        """The tokens of a chat's prompt."""
+        (submit, *_) = (await self.prepare(request, body, served)).submits
+        n_tokens: int = await served.supervisor.ask(
+            m.Count,
+            text=submit.text,
+            add_special=submit.add_special,
+            marker=submit.marker,
+            images=submit.images,  # without pixels
+            namespace=submit.namespace,
+        )
+        return n_tokens
 
     def _count_noise(self, prepared: PreparedChat) -> None:
         for rule, n_lines in Counter(prepared.removed).items():
@@ -300,6 +318,7 @@ def _submit(
         marker=marker,
         images=images,
         constraint=constraint,
+        priority=max(0, body.priority or 0),  # nobody comes before those who do not give one
     )
 
 
