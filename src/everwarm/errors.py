@@ -4,6 +4,7 @@ EverwarmError                    500  the server's own fault
 ├── BadRequest                   400  the caller's input
 │   ├── PromptTooLong            400  does not fit the context, and never will
 │   ├── PromptTextTooLong        400  the template writes more than any context holds; of gateway.chat
+│   ├── ThreadUnsupported        400  Anthropic's client sends only what is new, and sends all of it after this code
 │   ├── PixelsMissing            400  the engine needs an image that was not sent
 │   └── FrameTooLarge            400  does not fit one message between gateway and engine
 ├── Forbidden                    403  this caller may not do that; the code says why
@@ -45,6 +46,13 @@ class EverwarmError(Exception):
 class BadRequest(EverwarmError):
     status = 400
     code = "invalid_request_error"
+
+
+class ThreadUnsupported(BadRequest):
+    code = "thread_unsupported_request"
+
+    def __init__(self) -> None:
+        super().__init__("thread is not supported: send the whole conversation as messages, without thread")
 
 
 class PromptTooLong(BadRequest):

@@ -10,7 +10,7 @@ import pytest
 
 from support.server import Server, serving
 
-Scripted = Callable[[list[dict[str, str]], int], AbstractContextManager[Server]]
+Scripted = Callable[..., AbstractContextManager[Server]]
 
 
 @pytest.fixture
@@ -23,16 +23,16 @@ def work(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """``scripted(script, n_ctx)``: a server that answers as the script says."""
+    """``scripted(script, n_ctx, *flags)``: a server that answers as the script says."""
 
     @contextmanager
-    def serve(script: list[dict[str, str]], n_ctx: int) -> Iterator[Server]:
+    def serve(script: list[dict[str, str]], n_ctx: int, *flags: str) -> Iterator[Server]:
         (tmp_path / "script.json").write_text(json.dumps(script))
         monkeypatch.setenv("EVERWARM_SCRIPT", str(tmp_path / "script.json"))
         monkeypatch.setenv("EVERWARM_TEST_HOOK", "support.scripted_hook:install")
         paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
-        with serving(n_ctx=n_ctx) as server:
+        with serving(*flags, n_ctx=n_ctx) as server:
             yield server
 
     return serve

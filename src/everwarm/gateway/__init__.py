@@ -5,5 +5,5 @@ A request's way: ``http`` (socket, bounded body) → ``access`` (key, role, limi
 engine, the one stream loop), with ``chat`` (messages become a prompt, pure), ``constraints`` and ``images`` →
 ``parsing`` (text becomes reasoning and tool calls) → the dialect's encoder → ``http.sse``. ``admin`` shows and steers
 the server; ``explain`` says why a prompt was read. ``app`` builds all of it from ``settings``, ``server`` runs it with
-uvicorn, and ``client`` is how the command line talks to a running server.
+uvicorn, ``client`` is how the command line talks to a running server, and ``sqlite_store`` is what its stores share.
 """

@@ -39,6 +39,7 @@ from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.replies import Replies
+from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
 from everwarm.gateway.settings import ServerSettings
@@ -67,11 +68,12 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     bodies = BodyReader(BODIES_AT_ONCE * settings.max_body_bytes)
     images = ImageLoader(IMAGES, RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None)
     store = ResponseStore(settings.state_dir)
+    remembered = ReplyStore(settings.state_dir)
     prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
     gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None)
-    preparer = RequestPreparer(settings, images, bodies, metrics)
+    preparer = RequestPreparer(settings, images, bodies, metrics, remembered)
     replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
-    cache = CacheApi(pool, gate, request_log, prewarmer, store, settings)
+    cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, settings)
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
@@ -79,7 +81,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *web_ui_routes(gate),
         *Status(pool, metrics, lag).routes(),
         *OpenAI(pool, gate, replies).routes(),
-        *Responses(pool, gate, replies, store).routes(),
+        *Responses(pool, gate, replies, preparer, store).routes(),
         *Models(pool, gate).routes(),
         *LlamaServer(pool, gate, replies, preparer, settings).routes(),
         *Ollama(pool, gate, replies).routes(),
@@ -98,6 +100,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         await images.close()
         bodies.close()
         store.close()
+        remembered.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
 

@@ -41,7 +41,7 @@ class ServerSettings:
     cache_text: bool = False  # whether the cache API shows text of cached prompts
     slot_save_path: str | None = None  # the folder of slot files; None: no slot actions on files
     trust_slot_files: bool = False  # restore slot files without a companion; an admin vouches for their model
-    state_dir: str | None = None  # the folder of stored responses; None: in memory only
+    state_dir: str | None = None  # the folder of stored responses and remembered replies; None: in memory only
     log_format: LogFormat | None = None  # None: from the environment
 
     def __post_init__(self) -> None:

@@ -177,7 +177,7 @@ def test_errors_come_in_ollamas_shape(server, client):
         error = refusal(client.chat, NAME, seen, stream=stream)
         assert error.status_code == 400 and "reads text only" in error.error
     asked = {"model": NAME, "prompt": "a"}
-    for wrong in ({"suffix": "b"}, {"context": [1, 2]}, {"template": "{{ .Prompt }}"}, {"logprobs": True}):
+    for wrong in ({"suffix": "b"}, {"context": [1, 2]}, {"template": "{{ .Prompt }}"}):
         error = refusal(client.generate, **asked, **wrong)
         assert error.status_code == 400 and next(iter(wrong)) in error.error
     assert "top_p" in refusal(client.generate, **asked, options={"top_p": 7}).error

@@ -186,10 +186,10 @@ def test_another_namespace_pushes_nothing_out():
             assert store.get("a", "mine") is not None and store.get("b", "b49") is not None
             assert store.get("b", "b0") is None, "this test could not fail"
             n, n_bytes = store.size()
-            assert n <= limits.max_responses and n_bytes <= limits.max_bytes
+            assert n <= limits.max_rows and n_bytes <= limits.max_bytes
             store.keep("a", kept("all", text="x" * 19_000))
             store.keep("a", kept("more", text="x" * 15_000))
-            assert limits.max_responses == 8 or store.get("a", "all") is None, "who has most gives of its own"
+            assert limits.max_rows == 8 or store.get("a", "all") is None, "who has most gives of its own"
 
 
 def test_a_place_that_cannot_be_written_is_memory(tmp_path: Path):

@@ -111,6 +111,7 @@ class Submit(Message, frozen=True, tag=True):
     marker: str = ""
     images: tuple[SentImage, ...] = ()
     constraint: Constraint | None = None
+    priority: int = 0  # the larger, the later
 
 
 class Prewarm(Message, frozen=True, tag=True):
@@ -421,6 +422,7 @@ class Done(Message, frozen=True, tag=True):
     why: ReadReason = ReadReason()
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
+    n_restored: int = 0  # replies in the prompt that the gateway wrote as the model had, and not as the client
 
 
 class Failed(Message, frozen=True, tag=True):

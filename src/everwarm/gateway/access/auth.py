@@ -54,6 +54,8 @@ _USER = (
     "POST /chat/completions",
     "POST /v1/completions",
     "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
+    "POST /v1/responses/compact",
     "POST /responses",
     "GET /v1/responses/{id}",
     "DELETE /v1/responses/{id}",

@@ -26,6 +26,7 @@ from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import EventStream, json_response, sse_named
 from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
+from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Standing
@@ -45,6 +46,7 @@ class CacheApi:
         request_log: RequestLog,
         prewarmer: NextTurnPrewarmer,
         store: ResponseStore,
+        replies: ReplyStore,
         settings: ServerSettings,
     ) -> None:
         self._pool = pool
@@ -52,6 +54,7 @@ class CacheApi:
         self._request_log = request_log
         self._prewarmer = prewarmer
         self._store = store
+        self._replies = replies
         self._settings = settings
         self.hub = EventHub(pool, request_log, self._overview_of)
 
@@ -138,6 +141,7 @@ class CacheApi:
         """Drops it in the engine, and every text in the gateway that could quote it."""
         model = self._model(request).spec.id
         self._prewarmer.forget(reach_of(request))
+        await asyncio.to_thread(self._replies.forget, reach_of(request))
         answer = await self._order(request, "drop", node)
         self._request_log.forget_words(model, answer.pop("namespace"))
         return answer

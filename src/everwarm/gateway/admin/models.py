@@ -95,7 +95,8 @@ def _model(standing: Standing) -> Json:
             shown |= {"attempts": standing.supervisor.deaths.n_given_up, "retry_in_s": round(standing.retry_in_s, 1)}
     model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "status": shown}
     if info is not None:
-        model |= {"max_input_tokens": info.n_ctx, "max_tokens": info.n_ctx}
+        n_usable = min(info.n_ctx, info.n_ctx_train or info.n_ctx)  # beyond what it was trained on a model is lost
+        model |= {"max_input_tokens": n_usable, "max_tokens": n_usable}
         model["meta"] = {
             "n_ctx_train": info.n_ctx_train,
             "n_params": info.n_params,

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everwarm.engine.process import messages as m
 from everwarm.gateway.anthropic.encode import AnthropicEncoder
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, chat_body, read_body
 from everwarm.gateway.http.sse import json_response
@@ -58,15 +57,7 @@ class Anthropic:
     async def _counted(self, request: Request, chat: ChatBody) -> Response:
         with self._pool.lease(chat.model) as lease:
             served = await lease.ready()
-            (submit,) = (await self._preparer.prepare(request, chat, served)).submits
-            n_tokens = await served.supervisor.ask(
-                m.Count,
-                text=submit.text,
-                add_special=submit.add_special,
-                marker=submit.marker,
-                images=submit.images,  # without pixels
-                namespace=submit.namespace,
-            )
+            n_tokens = await self._preparer.count(request, chat, served)
         return json_response({"input_tokens": n_tokens})
 
 

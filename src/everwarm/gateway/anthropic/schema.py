@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from everwarm.errors import BadRequest
+from everwarm.errors import BadRequest, ThreadUnsupported
+from everwarm.gateway.anthropic.client_tools import client_function
 from everwarm.gateway.openai.schema import MAX_MESSAGES, ChatBody, Count, Name, Probability, read
 from everwarm.types import Json
 
@@ -114,6 +115,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     cache_control: Any = None
+    thread: Any = None  # a conversation that the server would keep; see ``ThreadUnsupported``
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Name | None = None
 
@@ -166,6 +168,8 @@ def blocks_of(content: Any) -> list[Any]:
 
 def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
     """The same conversation as a chat body."""
+    if body.thread is not None:
+        raise ThreadUnsupported
     tools = _tools(body.tools or ())
     options: Json = {}
     if isinstance(body, MessagesBody):
@@ -211,6 +215,9 @@ def _tools(tools: Sequence[AnthropicTool]) -> list[Json]:
 
 
 def _tool(tool: AnthropicTool) -> Json:
+    known = client_function(tool.type, tool.name) if tool.input_schema is None else None
+    if known is not None:
+        return {"type": "function", "function": known}
     if tool.input_schema is None or not tool.name:
         what = f"type {tool.type[:60]!r}" if tool.type and tool.type != "custom" else f"name {tool.name[:60]!r}"
         raise BadRequest(f"the tool of {what} is not supported: give tools a name and an input_schema")

@@ -1,7 +1,8 @@
 """From a chat body to the prompt that the engine reads. Every dialect passes through here.
 
 ``prepare`` has ``prepare_chat``, the only function that does this: text, cut hints and images come out of it.
-``canonicalize`` leaves out volatile noise, ``content`` knows the forms of message content and the breakpoints in it,
+``canonicalize`` leaves out volatile noise, ``reply_memory`` gives replies that come back the form that the model wrote,
+``content`` knows the forms of message content and the breakpoints in it,
 ``chat_template`` renders messages in roles that the template shows, with the model's own Jinja template
 (``jinja_template``, sandboxed). ``stable_points`` finds where the prompt should be cut, by rendering likely next turns.
 ``prefix_keys`` makes keys of a request's prefixes without a template, for routing between replicas.

@@ -8,7 +8,8 @@ engine. All work that grows with a conversation is here, so that it can run in a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from everwarm.engine.process.messages import CutHints
@@ -16,6 +17,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.chat.canonicalize import Canonical, canonical
 from everwarm.gateway.chat.chat_template import ChatTemplate, in_known_roles
 from everwarm.gateway.chat.content import breakpoint_in
+from everwarm.gateway.chat.reply_memory import Remembered, restored
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.types import Json
 
@@ -33,14 +35,41 @@ class PreparedChat:
     options: Json  # the other arguments of the template
     images: list[Json]  # content parts, one for each marker
     removed: tuple[str, ...] = ()  # the rule by which each line of noise was left out
+    n_restored: int = 0  # replies of the model that the client had written otherwise
 
 
 def prepare_chat(
-    body: ChatBody, template: ChatTemplate, marker: ImageMarker, *, adds_bos: bool, canonicalise: bool = True
+    body: ChatBody,
+    template: ChatTemplate,
+    marker: ImageMarker,
+    *,
+    adds_bos: bool,
+    canonicalise: bool = True,
+    remembered: Remembered = MappingProxyType({}),
 ) -> PreparedChat:
     """Renders the prompt of a chat; ``BadRequest`` if the template or the content is not usable. ``adds_bos``: the model's
-    tokenizer does; ``canonicalise``: known noise at the head of system text is left out."""
-    cleaned = canonical(body.messages) if canonicalise else Canonical(body.messages)
+    tokenizer does; ``canonicalise``: known noise at the head of system text is left out; ``remembered``: what the model
+    wrote in earlier turns takes the place of what the client made of it."""
+    written = restored(body.messages, remembered)
+    if written.n_replies:
+        try:
+            found = _prepared(body, written.messages, template, marker, adds_bos=adds_bos, canonicalise=canonicalise)
+            return replace(found, n_restored=written.n_replies)
+        except BadRequest:
+            pass  # if the template refuses only what is remembered, the client's own messages stand
+    return _prepared(body, body.messages, template, marker, adds_bos=adds_bos, canonicalise=canonicalise)
+
+
+def _prepared(
+    body: ChatBody,
+    sent: list[Json],
+    template: ChatTemplate,
+    marker: ImageMarker,
+    *,
+    adds_bos: bool,
+    canonicalise: bool,
+) -> PreparedChat:
+    cleaned = canonical(sent) if canonicalise else Canonical(sent)
     messages, images = _with_markers(in_known_roles(cleaned.messages, template), marker)
     options = _template_options(body)
     rendered = template.conversation(messages, **options)

@@ -58,6 +58,7 @@ class LlamaServer:
     async def completion(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
         body = msgspec.structs.replace(body, n=None)  # this dialect has one choice
+        body.text_or_tokens()  # and one prompt
         model = body.model or self._pool.find(body.model).id
         if body.stream:
             return self._replies.stream(request, n_bytes, body, LlamaEncoder(model))

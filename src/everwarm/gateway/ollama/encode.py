@@ -10,6 +10,7 @@ import msgspec
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import EverwarmError
+from everwarm.gateway.openai.encode import logprobs
 from everwarm.gateway.parsing.output_parser import Piece, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
@@ -56,8 +57,11 @@ class OllamaEncoder(Dialect):
         return []
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
-        found = [self._line_fields(piece) for piece in event.pieces]
-        lines = [self._line({**fields, "done": False}) for fields in found if fields is not None]
+        found = [fields for fields in map(self._line_fields, event.pieces) if fields is not None]
+        if isinstance(event.message, m.TextPiece) and event.message.probs:
+            first, *others = found or [self._reply_fields("")]
+            found = [{**first, "logprobs": logprobs(event.message.probs)["content"]}, *others]
+        lines = [self._line({**fields, "done": False}) for fields in found]
         if isinstance(event.message, m.Done):
             lines.append(self._line(self._end(self._reply_fields(""), event.message, event.finish)))
         return lines
@@ -70,7 +74,8 @@ class OllamaEncoder(Dialect):
         functions = [one["function"] for one in message.get("tool_calls", ())]
         calls = [_call(function["name"], function["arguments"]) for function in functions]
         fields = self._reply_fields(message["content"] or "", message.get("reasoning_content", ""), calls)
-        return self.dated(self._end(fields, choice.done, choice.finish))
+        probs = {"logprobs": logprobs(choice.probs)["content"]} if choice.probs else {}
+        return self.dated(self._end({**fields, **probs}, choice.done, choice.finish))
 
     def dated(self, fields: Json) -> Json:
         """A line with the fields that every line begins with."""

@@ -74,6 +74,7 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
     @property
     def streams(self) -> bool:
@@ -91,8 +92,6 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
 
     def common(self) -> Json:
         """The fields that both of our bodies share."""
-        if self.logprobs:
-            raise BadRequest("logprobs are not supported here; use /v1/chat/completions")
         given = self.options or {}
         fields = {name: given[name] for name in OPTIONS if given.get(name) is not None}
         if "num_predict" in fields:
@@ -138,7 +137,8 @@ class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
         self._check()
         if self.images or self.system or self.format:
             raise BadRequest("system, images and format need the model's template; leave out raw: true")
-        return _converted({**self.common(), "prompt": self.prompt or ""}, CompletionBody)
+        probs = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        return _converted({**self.common(), **probs, "prompt": self.prompt or ""}, CompletionBody)
 
     def _check(self) -> None:
         """Refuses fields that would change the prompt in ways that are not supported."""
@@ -226,7 +226,13 @@ def _answered(message: OllamaMessage, waiting: _Waiting) -> Json:
 
 
 def _chat(body: OllamaBody, messages: list[Json], tools: list[Json] | None) -> ChatBody:
-    about: Json = {"messages": messages, "tools": tools or None, "response_format": _response_format(body.format)}
+    probs = {"logprobs": True, "top_logprobs": body.top_logprobs} if body.logprobs else {}
+    about: Json = {
+        **probs,
+        "messages": messages,
+        "tools": tools or None,
+        "response_format": _response_format(body.format),
+    }
     if body.think is not None:
         level = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
         about["chat_template_kwargs"] = {"enable_thinking": bool(body.think), **level}

@@ -22,15 +22,16 @@ from everwarm.types import Json
 _LOWEST = -3.4e38  # JSON has no infinity
 
 
-def usage(choices: Sequence[m.Done]) -> Json:
-    """OpenAI's accounting; ``cached_tokens`` is part of ``prompt_tokens``."""
-    first = choices[0]
-    n_reply = sum(done.n_reply for done in choices)
+def usage(choices: Sequence[m.Done], n: int = 1) -> Json:
+    """OpenAI's accounting; ``cached_tokens`` is part of ``prompt_tokens``. ``n``: choices that share a prompt."""
+    prompts = choices[::n]
+    n_prompt, n_reply = sum(done.n_prompt for done in prompts), sum(done.n_reply for done in choices)
+    n_cached, n_new = sum(done.n_cached for done in prompts), sum(map(n_written, prompts))
     return {
-        "prompt_tokens": first.n_prompt,
+        "prompt_tokens": n_prompt,
         "completion_tokens": n_reply,
-        "total_tokens": first.n_prompt + n_reply,
-        "prompt_tokens_details": {"cached_tokens": first.n_cached, "cache_write_tokens": n_written(first)},
+        "total_tokens": n_prompt + n_reply,
+        "prompt_tokens_details": {"cached_tokens": n_cached, "cache_write_tokens": n_new},
     }
 
 
@@ -122,7 +123,7 @@ class CompletionEncoder(Dialect):
         dones = [self._dones[i] for i in sorted(self._dones)]
         last = self._diagnostics(dones[0])
         if self._body.includes_usage:
-            last |= {"usage": usage(dones), "timings": timings(dones[0])}
+            last |= {"usage": usage(dones, self._body.n or 1), "timings": timings(dones[0])}
         return [*([self._chunk([], last)] if last else []), SSE_DONE]
 
     def _chunk(self, choices: list[Json], more: Json) -> bytes:
@@ -133,7 +134,7 @@ class CompletionEncoder(Dialect):
             **self._header,
             "object": name,
             "choices": listed,
-            "usage": usage(dones),
+            "usage": usage(dones, self._body.n or 1),
             "timings": timings(dones[0]),
             **self._diagnostics(dones[0]),
         }
@@ -146,11 +147,23 @@ class ChatEncoder(CompletionEncoder):
     id_prefix = "chatcmpl"
     chunk_name = "chat.completion.chunk"
 
+    def __init__(self, header: Json, body: Body, *, with_probs: bool) -> None:
+        super().__init__(header, body, with_probs=with_probs)
+        self._has_role: set[int] = set()  # choices whose first chunk was sent
+
     def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
+        """The role comes with the first token: clients take the first chunk for it when they measure."""
+        chunks = self._content_chunks(event)
+        if event.index in self._has_role or not any(choice for choice, _ in chunks):
+            return chunks
+        self._has_role.add(event.index)
+        return [(_chat_choice(event.index, {"role": "assistant", "content": ""}), {}), *chunks]
+
+    def _content_chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
         deltas = [delta for delta in map(_delta, event.pieces) if delta is not None]
         match event.message:
             case m.Begun():
-                return [(_chat_choice(event.index, {"role": "assistant", "content": ""}), {})]
+                return []
             case m.PromptRead() as read_so_far:
                 return [(None, {"prompt_progress": progress(read_so_far)})]
             case m.TextPiece(probs=given):
@@ -195,12 +208,12 @@ class TextEncoder(CompletionEncoder):
                 return [(end, {"timings": timings(done)})]
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        body = self._body
-        echo = (body.text_or_tokens()[0] or "") if isinstance(body, CompletionBody) and body.echo else ""
+        body, n = self._body, self._body.n or 1
+        echoed = body.prompts() if isinstance(body, CompletionBody) and body.echo else []
         listed = [
             {
                 "index": i,
-                "text": echo + choice.text,
+                "text": ((echoed[i // n][0] or "") if echoed else "") + choice.text,
                 "logprobs": legacy_logprobs(choice.probs) if self._with_probs else None,
                 "finish_reason": choice.finish,
             }
@@ -251,6 +264,7 @@ def cache(done: m.Done) -> Json:
         "checkpoint": done.checkpoint,
         "restored": None if why.restored is None else msgspec.structs.asdict(why.restored),
         "diverged": _diverged(why),
+        "restored_replies": done.n_restored,
     }
 
 
@@ -270,6 +284,7 @@ def diagnostics(done: m.Done) -> Json:
         "read_tokens": done.n_prompt - done.n_cached,
         "known_tokens": max(done.n_shared, why.n_shared),
         "diverged": _diverged(why),
+        "restored_replies": done.n_restored,
     }
 
 

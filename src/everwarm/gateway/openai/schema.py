@@ -12,6 +12,7 @@ from everwarm.errors import BadRequest
 
 MAX_STOPS, MAX_STOP_CHARS = 32, 512
 MAX_CHOICES = 16
+MAX_PROMPTS = 128  # of one request, times choices
 MAX_MESSAGES = 20_000
 MAX_TOKENIZED_CHARS = 1 << 20
 _MAX_REASON_CHARS = 400
@@ -66,6 +67,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_diagnostics: bool | None = None
     deterministic: bool | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None  # the larger, the later; below 0 is 0
     id_slot: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
     grammar: str | None = None  # GBNF or Lark
     json_schema: dict[str, Any] | bool | None = None
@@ -134,7 +136,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """``prompt``: text, tokens, or (OpenAI) a list holding one of these."""
+    """``prompt``: text, tokens, or (OpenAI) a list of these."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | bool | None = None
@@ -142,15 +144,25 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     return_tokens: bool | None = None
     echo: bool | None = None
 
+    def prompts(self) -> list[tuple[str | None, list[int] | None]]:
+        """Each is a text or a list of tokens."""
+        given: Any = self.prompt
+        if isinstance(given, str) or all(isinstance(part, int) for part in given):
+            given = [given]
+        if not all(isinstance(one, str | list) for one in given):
+            raise BadRequest("prompt must be a text, a list of token ids, or a list of these")
+        if len(given) * (self.n or 1) > MAX_PROMPTS:
+            raise BadRequest(
+                f"there are {len(given)} prompts with {self.n or 1} choices each; at most {MAX_PROMPTS} in all"
+            )
+        return [(one, None) if isinstance(one, str) else (None, one) for one in given]
+
     def text_or_tokens(self) -> tuple[str | None, list[int] | None]:
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return prompt, None
-        if set(map(type, prompt)) <= {int}:
-            return None, prompt
-        raise BadRequest("prompt must be one text or one list of token ids; send several prompts as several requests")
+        """The only prompt."""
+        first, *others = self.prompts()
+        if others:
+            raise BadRequest("prompt must be one text or one list of token ids here; /v1/completions takes several")
+        return first
 
     @property
     def wanted_probs(self) -> int | None:

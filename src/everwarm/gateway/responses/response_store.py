@@ -8,20 +8,15 @@ and cannot evict it while it holds more itself. Knows rows; knows no HTTP.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
-import os
 import sqlite3
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.state.store.files import Files, make_folder
+from everwarm.gateway.sqlite_store import NamespaceShare, SqliteStore, StoreLimits, victims
 from everwarm.types import Json
 
 log = logging.getLogger("everwarm.responses")
@@ -29,7 +24,6 @@ log = logging.getLogger("everwarm.responses")
 
 FILE = "responses.sqlite"
 MAX_LINKS = 10_000  # of one conversation
-_BUSY_S = 5.0
 _VERSION = 1
 
 _TABLES = (  # bodies are apart, because every use rewrites the row
@@ -41,9 +35,7 @@ _TABLES = (  # bodies are apart, because every use rewrites the row
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseLimits:
-    max_responses: int
-    max_bytes: int
+class ResponseLimits(StoreLimits):
     max_chain_bytes: int = 32 << 20  # of a conversation that is continued: as much as a body may have
 
 
@@ -84,25 +76,21 @@ _decode = msgspec.json.Decoder(StoredResponse).decode
 
 
 class ResponseStore:
-    """Opened at its first use; thread-safe. A disk error is logged and counts as a miss."""
+    """A disk error is logged and counts as a miss."""
 
     def __init__(self, directory: str | None, limits: ResponseLimits | None = None) -> None:
-        self._path = Path(directory).expanduser() / FILE if directory is not None else None
+        path = Path(directory).expanduser() / FILE if directory is not None else None
         self._limits = limits or (IN_MEMORY if directory is None else ON_DISK)
-        self._lock = threading.Lock()
-        self._opened: sqlite3.Connection | None = None
+        self._store = SqliteStore(path, _TABLES, _VERSION, "responses")
 
     def close(self) -> None:
-        with self._lock:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
+        self._store.close()
 
     def keep(self, namespace: str, kept: StoredResponse) -> bool:
         """Whether it is stored, so that it survives a crash of this process."""
         body = _encode(kept)
         try:
-            with self._transaction() as database:
+            with self._store.transaction() as database:
                 used = _next_use(database)
                 row = (kept.id, namespace, kept.parent, used, len(body))
                 database.execute("INSERT INTO responses VALUES (?,?,?,?,?)", row)
@@ -116,7 +104,7 @@ class ResponseStore:
 
     def get(self, namespace: str, id: str) -> StoredResponse | None:
         try:
-            with self._transaction() as database:
+            with self._store.transaction() as database:
                 return _read(database, namespace, id)
         except (sqlite3.Error, OSError) as error:
             log.warning("a response cannot be read: %s", error)
@@ -127,7 +115,7 @@ class ResponseStore:
         ``BadRequest`` if it is too large."""
         found: list[StoredResponse] = []
         try:
-            with self._transaction() as database:
+            with self._store.transaction() as database:
                 _require_small(database, _chain_ids(database, namespace, id), self._limits.max_chain_bytes)
                 link: str | None = id
                 while link is not None:
@@ -145,12 +133,11 @@ class ResponseStore:
     def delete(self, namespace: str, id: str) -> bool:
         """Whether it was stored."""
         try:
-            with self._transaction() as database:
+            with self._store.transaction() as database:
                 query = "SELECT id FROM responses WHERE id = ? AND namespace = ?"
                 was_there = database.execute(query, (id, namespace)).fetchone() is not None
                 _drop(database, [id] if was_there else [])
-            with self._lock:
-                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # leaves no copy in the log
+            self._store.truncate_log()
         except (sqlite3.Error, OSError) as error:
             raise EverwarmError(f"the response cannot be deleted now: {error}") from None
         return was_there
@@ -158,66 +145,24 @@ class ResponseStore:
     def delete_all(self, namespace: str) -> int:
         """Deletes the responses of namespaces with this prefix; returns how many there were."""
         try:
-            with self._transaction() as database:
+            with self._store.transaction() as database:
                 rows = database.execute("SELECT id, namespace FROM responses").fetchall()
                 gone = [id for id, own in rows if own.startswith(namespace)]
                 _drop(database, gone)
-            with self._lock:
-                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # leaves no copy in the log
+            self._store.truncate_log()
         except (sqlite3.Error, OSError) as error:
             raise EverwarmError(f"the responses cannot be deleted now: {error}") from None
         return len(gone)
 
     def size(self) -> tuple[int, int]:
         """How many responses, and their bytes."""
-        with self._transaction() as database:
+        with self._store.transaction() as database:
             return _size(database)
 
     def _evict(self, database: sqlite3.Connection, newest: str) -> None:
         n, n_bytes = _size(database)
-        if n > self._limits.max_responses or n_bytes > self._limits.max_bytes:
+        if n > self._limits.max_rows or n_bytes > self._limits.max_bytes:
             _drop(database, victims(_shares(database, newest), self._limits))
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            if self._opened is None:
-                self._opened = _open(self._path)
-            database = self._opened
-            database.execute("BEGIN IMMEDIATE")
-            try:
-                yield database
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    database.execute("ROLLBACK")
-                raise
-            database.execute("COMMIT")
-
-
-@dataclass(slots=True)
-class NamespaceShare:
-    """What one namespace stores. ``rows``: ids with their sizes, in the order of eviction."""
-
-    n: int
-    n_bytes: int
-    rows: Iterator[tuple[str, int]]
-
-
-def victims(shares: list[NamespaceShare], limits: ResponseLimits) -> list[str]:
-    """The ids to evict until the limits hold: always of the largest namespace, the least recently used first."""
-    n, n_bytes = sum(share.n for share in shares), sum(share.n_bytes for share in shares)
-    gone = []
-    while shares and (n > limits.max_responses or n_bytes > limits.max_bytes):
-        is_by_bytes = n_bytes > limits.max_bytes
-        largest = max(shares, key=lambda share: share.n_bytes if is_by_bytes else share.n)
-        row = next(largest.rows, None)
-        if row is None:
-            shares = [share for share in shares if share is not largest]
-            continue
-        gone.append(row[0])
-        largest.n, largest.n_bytes = largest.n - 1, largest.n_bytes - row[1]
-        n, n_bytes = n - 1, n_bytes - row[1]
-    return gone
 
 
 def _shares(database: sqlite3.Connection, newest: str) -> list[NamespaceShare]:
@@ -276,60 +221,3 @@ def _drop(database: sqlite3.Connection, ids: list[str]) -> None:
 
 def _touch(database: sqlite3.Connection, ids: list[str], used: int) -> None:
     database.executemany("UPDATE responses SET used = ? WHERE id = ?", [(used, id) for id in ids])
-
-
-def _open(path: Path | None) -> sqlite3.Connection:
-    """A file that is damaged or of another version is moved aside, and a new one is created. If no file can be used,
-    responses are kept in memory until the server stops."""
-    if path is not None:
-        for _ in range(2):
-            try:
-                return _connect(path)
-            except (sqlite3.OperationalError, OSError) as error:  # locked, full, read-only: the file may be good
-                log.warning("responses are kept in memory: %s", error)
-                break
-            except sqlite3.DatabaseError as error:
-                log.warning("stored responses cannot be used: %s", error)
-                if not _move_aside(path):
-                    break
-    return _prepared(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
-
-
-def _move_aside(path: Path) -> bool:
-    """The file is not deleted: a later version may read it, or an operator may repair it."""
-    aside = next(p for i in itertools.count(1) if not (p := path.with_name(f"{path.name}.aside-{i}")).exists())
-    try:
-        for suffix in ("-wal", "-shm", ""):
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(f"{path}{suffix}", f"{aside}{suffix}")
-    except OSError as error:
-        log.warning("%s cannot be moved aside, responses are kept in memory: %s", path, error)
-        return False
-    log.warning("%s was moved to %s, and a new file was created", path, aside)
-    return True
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    make_folder(path.parent, Files())
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    os.fchmod(fd, 0o600)
-    os.close(fd)
-    return _prepared(sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False))
-
-
-def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
-    try:
-        database.execute("PRAGMA journal_mode=WAL")
-        database.execute("PRAGMA synchronous=NORMAL")
-        database.execute("PRAGMA secure_delete=ON")
-        if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
-            raise sqlite3.DatabaseError("it is of another version")
-        if database.execute("PRAGMA quick_check").fetchone() != ("ok",):
-            raise sqlite3.DatabaseError("it is damaged")
-        for table in _TABLES:
-            database.execute(table)
-        database.execute(f"PRAGMA user_version={_VERSION}")
-    except sqlite3.Error:
-        database.close()
-        raise
-    return database

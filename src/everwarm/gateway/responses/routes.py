@@ -19,42 +19,48 @@ from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.http.sse import json_response, sse_named
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton
+from everwarm.gateway.parsing.output_parser import message_of
+from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton, usage
 from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
-from everwarm.gateway.responses.schema import ResponsesBody, chat_body, offered, own_items
+from everwarm.gateway.responses.schema import ResponsesBody, chat_body, compacting, offered, own_items, sealed
 from everwarm.gateway.serving.generate import ReplyEvent
 from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
+from everwarm.gateway.serving.request_preparer import RequestPreparer
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
 MAX_LISTED = 100
 MAX_REFERRED = 32
+MAX_SUMMARY_TOKENS = 2048
 _REASONS = "it was never stored, was deleted, or was evicted"
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
 
 class Responses:
-    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies, store: ResponseStore) -> None:
+    def __init__(
+        self, pool: Pool, gate: RequestGate, replies: Replies, preparer: RequestPreparer, store: ResponseStore
+    ) -> None:
         self._pool = pool
         self._gate = gate
         self._replies = replies
+        self._preparer = preparer
         self._store = store
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/responses", self.create, methods=["POST"]),
             Route("/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.input_tokens, methods=["POST"]),
+            Route("/v1/responses/compact", self.compact, methods=["POST"]),
             Route("/v1/responses/{id}", self.get, methods=["GET"]),
             Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
         ]
 
     async def create(self, request: Request) -> Response:
-        body, n_bytes = await self._gate.read(request, ResponsesBody)
-        body.check()
-        turn = ResponsesTurn(self._pool, self._gate, self._store, request, body)
-        if body.stream:
+        turn, n_bytes = await self._turn(request)
+        if turn.streams:
             return self._replies.stream(request, n_bytes, turn.chat_body, turn)
         with self._gate.admitted(request, n_bytes):
             return json_response(await self._gate.within_time(request, self._whole(request, turn)))
@@ -66,6 +72,35 @@ class Responses:
             turn.encoder.encode(piece)
         turn.end(choice.done, choice.finish)
         return await turn.response()
+
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of such a request has."""
+        turn, n_bytes = await self._turn(request)
+
+        async def counted() -> int:
+            chat = await turn.chat_body()
+            with self._pool.lease(chat.model) as lease:
+                return await self._preparer.count(request, chat, await lease.ready())
+
+        with self._gate.admitted(request, n_bytes):
+            n_tokens = await self._gate.within_time(request, counted())
+        return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+    async def compact(self, request: Request) -> Response:
+        """The conversation in short: the user's messages and a summary that the model writes. Nothing is stored."""
+        turn, n_bytes = await self._turn(request)
+
+        async def compacted() -> Json:
+            (choice,) = await self._replies.collect(request, compacting(await turn.chat_body(), MAX_SUMMARY_TOKENS))
+            return turn.compaction(message_of(choice.pieces)["content"] or "", choice.done)
+
+        with self._gate.admitted(request, n_bytes):
+            return json_response(await self._gate.within_time(request, compacted()))
+
+    async def _turn(self, request: Request) -> tuple[ResponsesTurn, int]:
+        body, n_bytes = await self._gate.read(request, ResponsesBody)
+        body.check()
+        return ResponsesTurn(self._pool, self._gate, self._store, request, body), n_bytes
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
@@ -108,8 +143,21 @@ class ResponsesTurn(Dialect):
         self._namespace = namespace_of(request, body.cache_salt)
         self._id = f"resp_{secrets.token_hex(12)}"
         self._items: list[Json] = []  # of this request's input
+        self._all_items: list[Json] = []  # of the conversation
         self._encoder: ResponsesEncoder | None = None
         self._last: Json = {}
+
+    @property
+    def streams(self) -> bool:
+        return bool(self._body.stream)
+
+    def compaction(self, summary: str, done: m.Done) -> Json:
+        """The answer to a request to compact this conversation."""
+        tail = self._id.removeprefix("resp_")
+        kept = [item for item in self._all_items if item["type"] == "message" and item.get("role") == "user"]
+        item = {"type": "compaction", "id": f"cmp_{tail}", "encrypted_content": sealed(summary)}
+        about = {"id": self._id, "object": "response.compaction", "created_at": int(time.time())}
+        return {**about, "output": [*kept, item], "usage": usage(done)}
 
     @property
     def encoder(self) -> ResponsesEncoder:
@@ -122,8 +170,9 @@ class ResponsesTurn(Dialect):
         before = await self._before()
         aside = self._gate.bodies.for_request
         self._items = items = await aside(self._request, partial(own_items, body, tail, self._item_finder()))
+        self._all_items = [*before, *items]
         tools = await aside(self._request, partial(offered, body.tools))
-        chat = await aside(self._request, lambda: chat_body(body, tools, [*before, *items]))
+        chat = await aside(self._request, lambda: chat_body(body, tools, self._all_items))
         model = body.model or self._pool.find(body.model).id
         response = skeleton(body, self._id, model, int(time.time()), tools)
         self._encoder = ResponsesEncoder.of(body, response, tools)

@@ -267,7 +267,19 @@ class ReasoningItem(msgspec.Struct, frozen=True):
         return sealed if sealed is not None else _plain(self.content or ()) or _plain(self.summary or ())
 
 
-Item = MessageItem | CallItem | OutputItem | ReasoningItem
+class CompactionItem(msgspec.Struct, frozen=True):
+    """A summary of what came before, as ``/v1/responses/compact`` wrote it."""
+
+    encrypted_content: str
+
+    def summary(self) -> str:
+        text = unsealed(self.encrypted_content)
+        if text is None:
+            raise BadRequest("a compaction item was written by another server; send the conversation itself")
+        return text
+
+
+Item = MessageItem | CallItem | OutputItem | ReasoningItem | CompactionItem
 _KINDS: dict[str, type[Any]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -275,6 +287,7 @@ _KINDS: dict[str, type[Any]] = {
     "function_call_output": OutputItem,
     "custom_tool_call_output": OutputItem,
     "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
 }
 
 
@@ -362,6 +375,21 @@ def _response_format(format: Json | None) -> Json | None:
     raise BadRequest("text.format must be text, json_object, or json_schema with a schema")
 
 
+SUMMARY_OF = "This is a summary of our conversation so far:\n\n"
+_SUMMARIZE = (
+    "Summarize our conversation so far, for yourself: you will see the summary instead of it. Keep what is needed to go "
+    "on: what I want, what was decided and why, names of files and their state, open tasks. Write the summary only."
+)
+
+
+def compacting(chat: ChatBody, max_tokens: int) -> ChatBody:
+    """The chat that asks for a summary. It begins like the conversation itself, so that little is read for it."""
+    messages = [*chat.messages, {"role": "user", "content": _SUMMARIZE}]
+    options = {"tool_choice": "none", "response_format": None, "stream": False}
+    limit = chat.max_tokens if chat.max_tokens is not None else max_tokens
+    return msgspec.structs.replace(chat, messages=messages, max_tokens=limit, **options)
+
+
 def chat_messages(items: Iterable[Item]) -> list[Json]:
     """Messages as a chat client would have sent them."""
     messages: list[Json] = []
@@ -373,6 +401,8 @@ def chat_messages(items: Iterable[Item]) -> list[Json]:
                 last["content"] = content
             case MessageItem():
                 messages.append({"role": item.role, "content": _content(item.content)})
+            case CompactionItem():
+                messages.append({"role": "user", "content": f"{SUMMARY_OF}{item.summary()}"})
             case ReasoningItem():
                 if thought := item.thought():
                     last = _assistant(messages, lambda m: "content" in m or "tool_calls" in m)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -79,9 +79,12 @@ class ChoiceRun:
     submit: m.Submit
     parser: OutputParser
     tracked: TrackedRequest
+    n_restored: int = 0  # replies in its prompt that are as the model wrote them, and not as the client did
 
     def event(self, message: m.ToGateway) -> ReplyEvent | None:
         """None if the message is not for the caller; raises the error of a failed request."""
+        if isinstance(message, m.Done):
+            message = msgspec.structs.replace(message, n_restored=self.n_restored)
         if not self.tracked.is_for_caller(message):
             return None
         match message:
@@ -96,24 +99,33 @@ class ChoiceRun:
         return ReplyEvent(self.index, message)
 
 
+Observe = Callable[[ReplyEvent], Awaitable[None] | None]
+
+
 async def generate(
     supervisor: Supervisor,
     submits: Sequence[m.Submit],
     parser: Callable[[], OutputParser],
     follow: Callable[[int], TrackedRequest],
     lend: Lend | None = None,
-    observe: Callable[[ReplyEvent], None] = lambda _: None,
+    observe: Observe = lambda _: None,
+    n_restored: int = 0,
 ) -> AsyncGenerator[ReplyEvent, None]:
     """Runs all choices at once and yields their events as they come. The error of one ends them all; closing the generator
-    cancels them all. ``follow`` begins the record of a choice; ``observe`` gets every event before the caller does."""
+    cancels them all. ``follow`` begins the record of a choice; ``observe`` gets every event before the caller does, and
+    what it returns is awaited."""
     with contextlib.ExitStack() as stack:
-        runs = [ChoiceRun(i, submit, parser(), stack.enter_context(follow(i))) for i, submit in enumerate(submits)]
+        runs = [
+            ChoiceRun(i, submit, parser(), stack.enter_context(follow(i)), n_restored)
+            for i, submit in enumerate(submits)
+        ]
         if len(runs) == 1:
             (run,) = runs
             async with contextlib.aclosing(supervisor.stream(run.tracked.submit(run.submit), lend)) as messages:
                 async for message in messages:
                     if (event := run.event(message)) is not None:
-                        observe(event)
+                        if (effect := observe(event)) is not None:
+                            await effect
                         yield event
             return
         queue: _Queue = asyncio.Queue(len(runs))  # bounded: choices wait for a slow caller
@@ -127,7 +139,8 @@ async def generate(
                 if got is None:
                     n_running -= 1
                 else:
-                    observe(got)
+                    if (effect := observe(got)) is not None:
+                        await effect
                     yield got
         finally:
             for task in tasks:

@@ -8,10 +8,11 @@ A ``Dialect`` is what an API adds to a streamed reply: how it writes events, err
 from __future__ import annotations
 
 import abc
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import Request
@@ -25,6 +26,7 @@ from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import LOADING_S, SSE_KEEP_ALIVE, EventStream, sse, sse_loading
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody
+from everwarm.gateway.parsing.output_parser import message_of
 from everwarm.gateway.serving.generate import Choice, ReplyEvent, collect, generate
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.request_gate import RequestGate, place_of
@@ -139,15 +141,19 @@ class Replies:
             namespace=namespace_of(request, body.cache_salt),
         )
         follow = partial(self._request_log.follow, caller)
-        accounts = _Accounts(self._metrics, place_of(request), len(prepared.submits))
+        accounts = _Accounts(self._metrics, place_of(request), [Choice() for _ in prepared.submits])
 
-        def observe(event: ReplyEvent) -> None:
-            accounts.add(event)
+        def observe(event: ReplyEvent) -> Awaitable[None] | None:
+            choice = accounts.add(event)
             if accounts.is_over and prepared.next_text is not None and len(prepared.submits) == 1:
-                next_text = partial(prepared.next_text, "".join(accounts.texts))
+                next_text = partial(prepared.next_text, choice.text)
                 self._prewarmer.offer(served.supervisor, prepared.submits[0], next_text)
+            if choice.ended is None or prepared.keep_reply is None:
+                return None
+            return asyncio.to_thread(prepared.keep_reply, message_of(choice.pieces), choice.text)
 
-        return generate(served.supervisor, prepared.submits, prepared.parser, follow, prepared.lend, observe)
+        more = prepared.lend, observe, prepared.n_restored
+        return generate(served.supervisor, prepared.submits, prepared.parser, follow, *more)
 
 
 @dataclass(slots=True)
@@ -156,21 +162,20 @@ class _Accounts:
 
     metrics: Metrics
     place: Place | None
-    n_running: int  # choices
-    texts: list[str] = field(default_factory=list)
+    choices: list[Choice]
 
     @property
     def is_over(self) -> bool:
-        return self.n_running == 0
+        return all(choice.ended is not None for choice in self.choices)
 
-    def add(self, event: ReplyEvent) -> None:
-        message = event.message
-        if isinstance(message, m.TextPiece | m.Done):
-            self.texts.append(message.text)
-        elif self.place is not None and isinstance(message, m.Begun):
+    def add(self, event: ReplyEvent) -> Choice:
+        """The choice that the event belongs to."""
+        message, choice = event.message, self.choices[event.index]
+        choice.add(event)
+        if self.place is not None and isinstance(message, m.Begun):
             self.place.recount(message.n_prompt)
         if isinstance(message, m.Done):
             self.metrics.finished(message)
-            self.n_running -= 1
             if self.place is not None and self.is_over:
                 self.place.release()  # before its last words are taken
+        return choice

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -26,18 +27,28 @@ from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.access.limits import estimated_tokens
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.content import Message
 from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
 from everwarm.gateway.chat.prepare import ImageMarker, PreparedChat, prepare_chat
+from everwarm.gateway.chat.reply_memory import (
+    Remembered,
+    RememberedReply,
+    keys_of,
+    keys_of_reply,
+    remembered_reply,
+)
 from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
+from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import place_of
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Served
 from everwarm.router.supervise.supervisor import Lend
+from everwarm.types import Json
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -49,6 +60,8 @@ Parser = Callable[[], OutputParser]
 NextText = Callable[
     [str], str | None
 ]  # from a reply to what the next turn is sure to begin with; None: it is not known
+Recall = Callable[[Json, str], RememberedReply | None]
+KeepReply = Callable[[Json, str], None]  # remembers a reply: the message that the client got, and what the model wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +71,22 @@ class PreparedRequest:
     submits: tuple[m.Submit, ...]  # the supervisor gives them their numbers
     parser: Parser = OutputParser
     next_text: NextText | None = None
+    keep_reply: KeepReply | None = None
+    n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
     lend: Lend | None = None  # the pixels of its images; None: it has none
 
 
 class RequestPreparer:
-    def __init__(self, settings: ServerSettings, images: ImageLoader, bodies: BodyReader, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        images: ImageLoader,
+        bodies: BodyReader,
+        metrics: Metrics,
+        replies: ReplyStore,
+    ) -> None:
         self._settings = settings
+        self._replies = replies
         self._images = images
         self._bodies = bodies
         self._metrics = metrics
@@ -80,7 +103,9 @@ class RequestPreparer:
         """Only the prompt of a chat, with another marker for its images."""
         info = await served.supervisor.wait_ready()
         template = self._template(served, info)
-        prepared = await self._bodies.for_request(request, lambda: self._prepared(body, template, info, marker))
+        namespace = namespace_of(request, body.cache_salt)
+        work = partial(self._prepared, body, template, info, marker, namespace)
+        prepared = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
         return prepared
 
@@ -93,24 +118,40 @@ class RequestPreparer:
             known = self._templates[served.id] = ChatTemplate(text, bos=info.bos, eos=info.eos)
         return known
 
-    def _prepared(self, body: ChatBody, template: ChatTemplate, info: m.ModelInfo, marker: ImageMarker) -> PreparedChat:
-        canonicalise = self._settings.canonicalise
-        return prepare_chat(body, template, marker, adds_bos=info.adds_bos, canonicalise=canonicalise)
+    def _prepared(
+        self, body: ChatBody, template: ChatTemplate, info: m.ModelInfo, marker: ImageMarker, namespace: str
+    ) -> PreparedChat:
+        return prepare_chat(
+            body,
+            template,
+            marker,
+            adds_bos=info.adds_bos,
+            canonicalise=self._settings.canonicalise,
+            remembered=self._remembered(body, template, namespace) if _has_memory(body) else {},
+        )
+
+    def _remembered(self, body: ChatBody, template: ChatTemplate, namespace: str) -> Remembered:
+        keys = keys_of(body.messages)
+        wanted = [key for some in keys.values() for key in some]
+        found = self._replies.find(namespace, template.source, wanted) if wanted else {}
+        return {
+            i: list({id(found[key]): found[key] for key in some if key in found}.values()) for i, some in keys.items()
+        }
 
     async def _chat(
         self, request: Request, body: ChatBody, template: ChatTemplate, info: m.ModelInfo
     ) -> PreparedRequest:
         syntax = ModelSyntax(template.source, self._settings.tool_format, self._settings.thinking_tags)
+        namespace = namespace_of(request, body.cache_salt)
 
         def work() -> tuple[PreparedChat, Constraint | None, Parser]:
-            prepared = self._prepared(body, template, info, lambda _: self._marker)
+            prepared = self._prepared(body, template, info, lambda _: self._marker, namespace)
             return prepared, chat_constraint(body, syntax, prepared.text), _parser(body, syntax, prepared.text)
 
         prepared, constraint, parser = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
         if prepared.images and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
-        namespace = namespace_of(request, body.cache_salt)
         images = await self._images.from_parts(prepared.images, namespace) if prepared.images else []
         submit = _submit(
             request,
@@ -125,21 +166,56 @@ class RequestPreparer:
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
         )
         goes_on = not images and not body.deterministic and body.uses_cache and submit.max_tokens
-        next_text = partial(_next_text, prepared, template, parser) if goes_on else None
         lend = partial(lent_images, self._images, images, namespace) if images else None
+        style = syntax.thinking(prepared.text)
+        recall = partial(_remembered_reply, body, prepared, template, style.closing if style else None)
+        next_text = partial(_next_text, prepared, template, parser, recall) if goes_on else None
+        keep_reply = partial(self._keep_reply, template, namespace, body.messages[-1], recall)
         _recount(request, estimated_tokens(len(prepared.text)))
-        return PreparedRequest(_choices(submit, body), parser, next_text, lend)
+        return PreparedRequest(
+            _choices(submit, body),
+            parser,
+            next_text,
+            keep_reply if _has_memory(body) else None,
+            prepared.n_restored,
+            lend,
+        )
+
+    def _keep_reply(
+        self, template: ChatTemplate, namespace: str, asked: Json, recall: Recall, reply: Json, text: str
+    ) -> None:
+        """Remembers what the model wrote, if another spelling of it would be read again."""
+        found = recall(reply, text)
+        if found is not None:
+            self._replies.keep(namespace, template.source, keys_of_reply(found, asked), found)
 
     async def _completion(self, request: Request, body: CompletionBody, info: m.ModelInfo) -> PreparedRequest:
-        text, tokens = body.text_or_tokens()
-        if text is not None and len(text) > MAX_PROMPT_CHARS:
-            raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
-        submit = _submit(request, body, info, text=text, tokens=tokens, n_probs=body.wanted_probs)
+        constraint = None
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
-            submit = msgspec.structs.replace(submit, constraint=constraint)
-        _recount(request, len(tokens) if tokens is not None else estimated_tokens(len(text or "")))
-        return PreparedRequest(_choices(submit, body))
+        submits: list[m.Submit] = []
+        n_tokens = 0
+        for text, tokens in body.prompts():
+            if text is not None and len(text) > MAX_PROMPT_CHARS:
+                raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
+            given: Any = {"text": text, "tokens": tokens, "n_probs": body.wanted_probs, "constraint": constraint}
+            submits += _choices(_submit(request, body, info, **given), body)
+            n_tokens += len(tokens) if tokens is not None else estimated_tokens(len(text or ""))
+        _recount(request, n_tokens)
+        return PreparedRequest(tuple(submits))
+
+    async def count(self, request: Request, body: ChatBody, served: Served) -> int:
+        """The tokens of a chat's prompt."""
+        (submit, *_) = (await self.prepare(request, body, served)).submits
+        n_tokens: int = await served.supervisor.ask(
+            m.Count,
+            text=submit.text,
+            add_special=submit.add_special,
+            marker=submit.marker,
+            images=submit.images,  # without pixels
+            namespace=submit.namespace,
+        )
+        return n_tokens
 
     def _count_noise(self, prepared: PreparedChat) -> None:
         for rule, n_lines in Counter(prepared.removed).items():
@@ -165,8 +241,31 @@ def session_of(headers: Mapping[str, str], body: Body) -> str | None:
     return None
 
 
-def _next_text(chat: PreparedChat, template: ChatTemplate, parser: Parser, reply: str) -> str | None:
-    return template.after_reply(chat.messages, parser().message(reply), **chat.options)
+def _has_memory(body: ChatBody) -> bool:
+    """Whether replies are recognised. A deterministic prompt depends on its request alone."""
+    return body.uses_cache and not body.deterministic
+
+
+def _remembered_reply(
+    body: ChatBody, chat: PreparedChat, template: ChatTemplate, closing_tag: str | None, reply: Json, text: str
+) -> RememberedReply | None:
+    def render(messages: list[Message]) -> str | None:
+        try:
+            return template.render(messages, **chat.options)
+        except BadRequest:
+            return None
+
+    got_all = body.parallel_tool_calls is not False  # else the model may have written more than the client got
+    return remembered_reply(reply, text, closing_tag, render if got_all else lambda _: None)
+
+
+def _next_text(chat: PreparedChat, template: ChatTemplate, parser: Parser, recall: Recall, text: str) -> str | None:
+    reply = parser().message(text)
+    found = recall(reply, text)
+    if found is not None and found.as_text is not None:
+        return None  # after calls nothing is sure but that results follow, and those come at once
+    message = reply if found is None else found.message(with_reasoning=True)
+    return template.after_reply(chat.messages, message, **chat.options)
 
 
 def _parser(body: ChatBody, syntax: ModelSyntax, text: str) -> Parser:
@@ -219,6 +318,7 @@ def _submit(
         marker=marker,
         images=images,
         constraint=constraint,
+        priority=max(0, body.priority or 0),  # nobody comes before those who do not give one
     )
 
 
