@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 
-from everwarm.config import Constraint
+from everwarm.config import Constraint, Sampling
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
@@ -72,6 +72,7 @@ class RequestPreparer:
 
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
         info = await served.supervisor.wait_ready()
+        body = self._settings.defaults.applied(body)
         if isinstance(body, ChatBody):
             return await self._chat(request, body, self._template(served, info), info)
         return await self._completion(request, body, info)
@@ -80,6 +81,7 @@ class RequestPreparer:
         """Only the prompt of a chat, with another marker for its images."""
         info = await served.supervisor.wait_ready()
         template = self._template(served, info)
+        body = self._settings.defaults.applied(body)
         prepared = await self._bodies.for_request(request, lambda: self._prepared(body, template, info, marker))
         self._count_noise(prepared)
         return prepared
@@ -116,6 +118,7 @@ class RequestPreparer:
             request,
             body,
             info,
+            body.sampling(self._settings.defaults.sampling),
             text=prepared.text,
             add_special=prepared.add_special,
             hints=prepared.hints,
@@ -134,7 +137,8 @@ class RequestPreparer:
         text, tokens = body.text_or_tokens()
         if text is not None and len(text) > MAX_PROMPT_CHARS:
             raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
-        submit = _submit(request, body, info, text=text, tokens=tokens, n_probs=body.wanted_probs)
+        sampling = body.sampling(self._settings.defaults.sampling)
+        submit = _submit(request, body, info, sampling, text=text, tokens=tokens, n_probs=body.wanted_probs)
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
             submit = msgspec.structs.replace(submit, constraint=constraint)
@@ -185,6 +189,7 @@ def _submit(
     request: Request,
     body: Body,
     info: m.ModelInfo,
+    sampling: Sampling,
     *,
     text: str | None = None,
     tokens: list[int] | None = None,
@@ -204,7 +209,7 @@ def _submit(
         tokens=tokens,
         add_special=add_special,
         hints=hints,
-        sampling=body.sampling(),
+        sampling=sampling,
         max_tokens=body.reply_tokens(info.n_ctx),
         stop=body.stops(),
         namespace=namespace_of(request, body.cache_salt),
