@@ -1,4 +1,4 @@
-"""Write what can be written from the code: the pages of docs/reference and the drawings of docs/diagrams.
+"""Write what can be written from the code: the pages of docs/reference, one table and the drawings of docs/diagrams.
 
 ``python docs/generate.py`` writes them; with ``--check`` nothing is written, and what is out of date is named and makes the
 exit status 1. Needs everwarm and nothing else.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from diagrams import conversation, processes, tiers, turn
-from generating import api, commands, families, fingerprint, metrics, models_file, reasons, settings
+from generating import api, commands, families, fingerprint, llama_flags, metrics, models_file, reasons, settings
 
 HERE = Path(__file__).parent
 
@@ -25,6 +25,7 @@ WRITERS: Mapping[str, Callable[[], str]] = {
     "reference/reasons.md": reasons.page,
     "reference/families.md": families.page,
     "reference/fingerprint.md": fingerprint.page,
+    "dialects/llama-server.md": lambda: llama_flags.in_page((HERE / "dialects/llama-server.md").read_text()),
     "diagrams/conversation.svg": conversation.draw,
     "diagrams/processes.svg": processes.draw,
     "diagrams/tiers.svg": tiers.draw,

@@ -47,7 +47,6 @@ _PLAIN = {  # what no comment says, because the flag of the same meaning does
     "max_body_bytes": "the largest request",
     "flash_attention": "`auto`, `on` or `off`",
     "restore_policy": "`auto` or `always`",
-    "use_mmap": "map the file instead of reading it",
     "thinking_tags": "how models mark their thinking",
     "penalty_last_n": "how far back penalties look",
     "grace_s": "seconds to finish what runs after SIGTERM",

@@ -9,10 +9,10 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from everwarm.errors import BadRequest
 
@@ -26,6 +26,8 @@ CELLS_STEP = 256  # a context has a multiple of this
 MAX_CONSTRAINT_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
 MAX_LOGIT_BIASES = 4096
+MAX_SAMPLERS = 32
+MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 40  # libllama looks for each in every token of the vocabulary
 MIN_KEY_BYTES, MAX_KEY_BYTES = 32, 1 << 16
 
 
@@ -50,6 +52,11 @@ def parse_bytes(text: str) -> int:
     )
     assert found is not None
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def parse_mib(text: str) -> int:
+    """The same, but a bare number means MiB, as in llama-server's flags."""
+    return parse_bytes(f"{text}MiB" if text.strip().isdecimal() else text)
 
 
 def parse_duration(text: str) -> float:
@@ -100,24 +107,77 @@ def default_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"]
+SplitMode = Literal["none", "layer", "row", "tensor"]
+RopeScaling = Literal["none", "linear", "yarn"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """How the weights are opened."""
 
     n_gpu_layers: int = -1  # negative: all that a GPU build can take
-    use_mmap: bool = True
+    load_mode: LoadMode = "mmap"  # mapped, read, locked in RAM, or read past the page cache (dio)
     tensor_split: tuple[float, ...] = ()  # how much of the model each GPU takes, in proportion
     n_cpu_moe: int = 0  # experts of the first n layers stay in host memory
     lora: tuple[tuple[str, float], ...] = ()  # adapter files and their scales
+    split_mode: SplitMode = "layer"  # how several GPUs share the model
+    main_gpu: int = 0  # which GPU has all of it, with split_mode none, or small tensors, with row
+    devices: tuple[str, ...] = ()  # names of the GPUs to use; none: all
+    override_tensors: tuple[tuple[str, str], ...] = ()  # patterns of tensor names, and the buffer type of each
+    n_cpu_ffn: int = 0  # dense FFNs of the first n layers stay in host memory
+    repack: bool = True  # weights may be kept in another layout for quicker kernels
+    no_host: bool = False  # do without pinned host buffers
+    check_tensors: bool = False  # look for invalid numbers while loading
 
     def __post_init__(self) -> None:
         require(len(self.tensor_split) <= 64, f"tensor_split has {len(self.tensor_split)} parts; give at most 64")
         for part in self.tensor_split:
             _finite("tensor_split", part, 0.0, 1e9)
         require(0 <= self.n_cpu_moe <= 4096, f"n_cpu_moe is {self.n_cpu_moe}; give 0 to 4096")
+        require(0 <= self.n_cpu_ffn <= 4096, f"n_cpu_ffn is {self.n_cpu_ffn}; give 0 to 4096")
+        require(0 <= self.main_gpu < 64, f"main_gpu is {self.main_gpu}; give 0 to 63")
+        require(len(self.devices) <= 64, f"devices has {len(self.devices)} names; give at most 64")
+        n_overrides = len(self.override_tensors)
+        require(n_overrides <= 4096, f"override_tensors has {n_overrides} patterns; give at most 4096")
+        for pattern, buffer_type in self.override_tensors:
+            require(bool(pattern and buffer_type), "override_tensors needs PATTERN=BUFFER, like 'ffn_.*_exps=CPU'")
         for path, scale in self.lora:
             require(bool(path), "a LoRA needs a file")
             _finite(f"the scale of LoRA {path}", scale, -1e3, 1e3)
+
+    @property
+    def use_mmap(self) -> bool:
+        return self.load_mode in ("auto", "mmap", "mmap+mlock")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeOptions:
+    """How positions are encoded, where it is not to be as the model's file says (None)."""
+
+    scaling: RopeScaling | None = None
+    freq_base: float | None = None
+    freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("freq_base", "freq_scale"):
+            value = getattr(self, name)
+            require(value is None or 0.0 < value <= 1e12, f"rope {name} is {value}; give more than 0 and at most 1e12")
+        for name in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+            value = getattr(self, name)
+            require(value is None or 0.0 <= value <= 1e6, f"{name} is {value}; give 0 to 1e6")
+        orig = self.yarn_orig_ctx
+        require(orig is None or 1 <= orig <= MAX_CTX, f"yarn_orig_ctx is {orig}; give 1 to {MAX_CTX}")
+
+    def text(self) -> str:
+        """What differs from the file, for a fingerprint; empty: nothing."""
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ",".join(f"{name}={value!r}" for name, value in given if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +193,9 @@ class ContextOptions:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     flash_attention: FlashAttention = "auto"
+    rope: RopeOptions = field(default_factory=RopeOptions)
+    kv_offload: bool = True  # KV lies where its layer does
+    op_offload: bool = True  # a GPU computes large batches also of layers in host memory
 
     def __post_init__(self) -> None:
         require(1 <= self.n_ctx <= MAX_CTX, f"n_ctx is {self.n_ctx}; give 1 to {MAX_CTX} cells")
@@ -152,6 +215,39 @@ def _finite(name: str, value: float, low: float, high: float) -> None:
     require(math.isfinite(value) and low <= value <= high, f"{name} is {value}; give a number from {low} to {high}")
 
 
+SamplerName = Literal[
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+    "infill",
+    "adaptive_p",
+]
+DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)[:9]
+DRY_BREAKERS = ("\n", ":", '"', "*")
+_LETTERS = dict(zip("edskypmxtiw", get_args(SamplerName), strict=True))
+_OTHER_NAMES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p"}
+_BY_NAME = {name.replace("_", ""): name for name in get_args(SamplerName)}
+
+
+def parse_samplers(given: str | Sequence[str]) -> tuple[SamplerName, ...]:
+    """The order of samplers: llama.cpp's names, or one text with a letter for each. An unknown one is an error."""
+    names = [_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else given
+    return tuple(_sampler(name) for name in names)
+
+
+def _sampler(given: str) -> SamplerName:
+    known = _OTHER_NAMES.get(given, given)
+    found = _BY_NAME.get(known.replace("-", "").replace("_", ""))
+    require(found is not None, f"there is no sampler {given[:40]!r}; give some of {', '.join(get_args(SamplerName))}")
+    return cast("SamplerName", found)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is picked. The defaults are llama-server's; the same seed gives the same tokens."""
@@ -166,30 +262,94 @@ class Sampling:
     penalty_last_n: int = 64
     seed: int | None = None  # None: a fresh random one for every request
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0  # 0 or less: off
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
+    mirostat: int = 0  # 1 or 2: that version of it, instead of the samplers
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
+    samplers: tuple[SamplerName, ...] = DEFAULT_SAMPLERS
+    min_keep: int = 0
 
     def __post_init__(self) -> None:
-        _finite("temperature", self.temperature, 0.0, 100.0)
-        require(0 <= self.top_k <= 1 << 24, f"top_k is {self.top_k}; give 0 (off) or more")
-        _finite("top_p", self.top_p, 0.0, 1.0)
-        _finite("min_p", self.min_p, 0.0, 1.0)
+        for name, (low, high) in _SAMPLING_BOUNDS.items():
+            _finite(name, getattr(self, name), low, high)
         require(0.0 < self.repeat_penalty <= 100.0, f"repeat_penalty is {self.repeat_penalty}; give 0 < p <= 100")
-        _finite("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _finite("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        require(0 <= self.penalty_last_n <= 1 << 16, f"penalty_last_n is {self.penalty_last_n}; give 0 to {1 << 16}")
         require(self.seed is None or 0 <= self.seed < 1 << 32, f"seed is {self.seed}; give 0 to {(1 << 32) - 1}")
         n_biases = len(self.logit_bias)
         require(n_biases <= MAX_LOGIT_BIASES, f"logit_bias has {n_biases} entries; give at most {MAX_LOGIT_BIASES}")
         for token, bias in self.logit_bias.items():
             require(not math.isnan(bias) and bias < math.inf, f"logit_bias of token {token} is {bias}; give a number")
+        require(len(self.samplers) <= MAX_SAMPLERS, f"samplers has {len(self.samplers)}; give at most {MAX_SAMPLERS}")
+        breakers = self.dry_sequence_breakers
+        require(
+            len(breakers) <= MAX_BREAKERS and all(len(text) <= MAX_BREAKER_CHARS for text in breakers),
+            f"give at most {MAX_BREAKERS} dry_sequence_breakers of at most {MAX_BREAKER_CHARS} characters",
+        )
+
+    @property
+    def is_coldest(self) -> bool:
+        return self.temperature < 1e-6  # smaller ones overflow in single precision
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < 1e-6 or self.top_k == 1  # smaller ones overflow in single precision
+        """Whether the likeliest token is always picked, after bias, penalties and DRY."""
+        if self.mirostat or self.dynatemp_range or self.samplers != DEFAULT_SAMPLERS:
+            return False
+        return self.top_k == 1 or (self.is_coldest and self.typical_p >= 1.0 and self.xtc_probability == 0.0)
 
     @property
     def has_penalties(self) -> bool:
         changed = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-        return changed and self.penalty_last_n > 0
+        return changed and self.penalty_last_n > 0 and "penalties" in self.samplers and not self.mirostat
+
+    @property
+    def has_dry(self) -> bool:
+        is_on = self.dry_multiplier != 0.0 and self.dry_base >= 1.0 and self.dry_penalty_last_n > 0
+        return is_on and "dry" in self.samplers and not self.mirostat
+
+    @property
+    def n_remembered(self) -> int:
+        """How many tokens before the reply it looks back on."""
+        penalties = self.penalty_last_n if self.has_penalties else 0
+        return max(penalties, self.dry_penalty_last_n if self.has_dry else 0)
+
+
+_SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 1 << 24),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "penalty_last_n": (0, 1 << 16),
+    "typical_p": (0.0, 1.0),
+    "top_n_sigma": (-100.0, 100.0),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (0.0, 100.0),
+    "dry_allowed_length": (0, 1 << 16),
+    "dry_penalty_last_n": (0, 1 << 16),
+    "mirostat": (0, 2),
+    "mirostat_tau": (0.0, 100.0),
+    "mirostat_eta": (0.0, 100.0),
+    "adaptive_target": (-100.0, 1.0),
+    "adaptive_decay": (0.0, 0.99),
+    "min_keep": (0, 1 << 24),
+}
 
 
 GREEDY = Sampling(temperature=0.0)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 LEVEL_VARIABLE = "EVERWARM_LOG"
 FORMAT_VARIABLE = "EVERWARM_LOG_FORMAT"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everwarm.config import ContextOptions, ModelOptions
+from everwarm.config import ContextOptions, ModelOptions, RopeOptions
 from everwarm.engine import fingerprint as table
 from everwarm.engine.fingerprint import Decision, ParameterRow, decided, state_fingerprint
 from everwarm.engine.settings import EngineSettings
@@ -67,8 +67,23 @@ def test_every_parameter_is_decided_and_nothing_else_is(
 
 # what is decided is what happens
 
-OTHER_MODEL = ModelOptions(n_gpu_layers=3, use_mmap=False, tensor_split=(1.0, 2.0), n_cpu_moe=2)
-OTHER_CONTEXT = ContextOptions(2048, 512, 128, 3, 2, 1, "q8_0", "f32", "off")
+OTHER_MODEL = ModelOptions(
+    n_gpu_layers=3,
+    load_mode="none",
+    tensor_split=(1.0, 2.0),
+    n_cpu_moe=2,
+    split_mode="row",
+    main_gpu=1,
+    devices=("GPU1",),
+    override_tensors=(("attn_q", "CPU"),),
+    n_cpu_ffn=1,
+    repack=False,
+    no_host=True,
+    check_tensors=True,
+)
+OTHER_CONTEXT = ContextOptions(
+    2048, 512, 128, 3, 2, 1, "q8_0", "f32", "off", RopeOptions("linear", freq_scale=0.5), False, False
+)
 
 
 def handed_over(monkeypatch: pytest.MonkeyPatch, model: Model, function: str, act: object) -> ctypes.Structure:
@@ -99,7 +114,12 @@ def free(decisions: Mapping[str, ParameterRow]) -> set[str]:
 
 def test_a_fixed_parameter_of_the_model_is_libllamas_default_whatever_is_asked(open_tiny, monkeypatch) -> None:
     model = open_tiny("qwen35")
-    found = handed_over(monkeypatch, model, "model_load_from_file", lambda: Model(model.path, OTHER_MODEL))
+    found = handed_over(
+        monkeypatch,
+        model,
+        "model_load_from_file",
+        lambda: Model(model.path, dataclasses.replace(OTHER_MODEL, devices=())),
+    )
     differ = changed(found, model.lib.model_default_params())
     assert differ <= free(table.MODEL_PARAMS)
     assert {"n_gpu_layers", "load_mode", "tensor_split", "tensor_buft_overrides"} <= differ, "this test could not fail"

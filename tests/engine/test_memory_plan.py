@@ -32,7 +32,7 @@ def test_the_default_counts_weights_and_context_against_the_limit() -> None:
         needed = free.shape.context_bytes(2048, 3) + model.size_bytes
         assert limited.ram_room == 100 * MIB - needed - SLACK_BYTES and limited.ram_bytes == limited.ram_room // 4
         assert limited.ram_bytes < free.ram_bytes <= MAX_RAM_BYTES
-    with Model(path, ModelOptions(use_mmap=False)) as copied:
+    with Model(path, ModelOptions(load_mode="none")) as copied:
         assert decide_sizes(copied, settings, 100 * MIB).ram_room == limited.ram_room + copied.size_bytes, (
             "they are counted already"
         )

@@ -219,8 +219,8 @@ def test_the_embedded_model_is_a_small_hybrid(embedded_model: Model) -> None:
 def test_mapped_and_read_weights_are_the_same() -> None:
     path = tiny_model("qwen35", **SMALL)
     rows = []
-    for use_mmap in (True, False):
-        with Model(path, ModelOptions(use_mmap=use_mmap)) as model, Context(model, OPTIONS) as context:
+    for load_mode in ("mmap", "none"):
+        with Model(path, ModelOptions(load_mode=load_mode)) as model, Context(model, OPTIONS) as context:
             rows.append(say(context, SLOT, text(70)))
     assert same_bits(rows[:1], rows[1:])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,13 +20,16 @@ from rich.console import Console
 
 from everwarm import __version__
 from everwarm.cli.downloads import downloads
+from everwarm.cli.flags.llama_line import from_environment, our_line, unknown_variables
+from everwarm.cli.flags.option_groups import HELP_ALL
 from everwarm.cli.serve_options import DEFAULTS, ServeOptions
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EverwarmError
+from everwarm.logs import LEVEL_VARIABLE
 from everwarm.router.catalog import hub
-from everwarm.router.catalog.catalog import Catalog, discover, only
+from everwarm.router.catalog.catalog import Catalog, discover, only, projector_beside
+from everwarm.router.catalog.gguf_header import read_header
 from everwarm.router.plan import PoolLimits
 
 app = cyclopts.App(
@@ -37,9 +41,25 @@ app = cyclopts.App(
 
     Every option can also be given as an environment variable (`EVERWARM_SERVE_CTX_SIZE=32768`) or in a TOML file named by
     `EVERWARM_CONFIG` (a `[serve]` table with `ctx-size = 32768`). Flags win over the environment, the environment over the
-    file. `everwarm config` shows the result.
+    file. `everwarm config` shows the result. llama-server's flags and variables are understood, too.
     """,
 )
+
+
+def _llama_variables(_app: cyclopts.App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
+    """llama-server's variables, for what neither a flag nor our environment nor the file says."""
+    if commands != ("serve",):
+        return
+    given = from_environment(os.environ)
+    if any(argument.tokens for argument in arguments if argument.name in ("--model", "--demo", "--models")):
+        given = {flag: value for flag, value in given.items() if flag not in ("--model", "--models")}
+    for flag, value in given.items():
+        argument, *_ = arguments.match(flag)
+        if not argument.tokens:
+            for i, text in enumerate(value if isinstance(value, list) else [str(value)]):
+                argument.append(cyclopts.Token(keyword=flag, value=text, source="llama-server's variables", index=i))
+
+
 app.config = [
     cyclopts.config.Env("EVERWARM_", command=True),
     *(
@@ -47,6 +67,7 @@ app.config = [
         if os.environ.get("EVERWARM_CONFIG")
         else []
     ),
+    _llama_variables,
 ]
 
 # loaded when they are called, so that a server starts sooner
@@ -59,7 +80,7 @@ for _name, _function in _OF_MODELS.items():
 app.register_install_completion_command()
 
 VARIABLES = "EVERWARM_SERVE_"
-SECRET = ("api_key", "admin_key", "keys")
+SECRET = ("api_key", "more_api_keys", "admin_key", "keys")
 
 
 @app.command
@@ -72,6 +93,8 @@ def serve(
     options: ServeOptions = DEFAULTS,
 ) -> int:
     """Serve one model or many over HTTP, for clients of the OpenAI, Anthropic, Ollama and llama-server APIs.
+
+    Rarely needed flags are listed by --help-all. llama-server's flags are understood or refused with a sentence.
 
     Parameters
     ----------
@@ -95,12 +118,15 @@ def serve(
         model, models = None, model
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
     require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
-    engine = options.engine()
     console = Console(stderr=True)
+    _set_environment(options)
     _tell_unused_gpu(console)
     if models is None:
-        catalog = _single(model, options, engine, console)
+        catalog = _single(model, options, console)
         return run(lambda: catalog, PoolLimits(), options.server(), console)
+    require(options.template() is None, "a chat template is for one model; with --models give each its own")
+    require(options.mmproj_auto, "--no-mmproj-auto is for one model; with --models leave out the projectors")
+    engine = options.engine()
     source = models
     default = options.models_default
     state_dir = options.state_dir
@@ -123,8 +149,18 @@ def _tell_unused_gpu(console: Console) -> None:
             console.print(told, style="yellow", markup=False, highlight=False)
 
 
+def _set_environment(options: ServeOptions) -> None:
+    """For what reads it later: the log of every process, and huggingface_hub."""
+    if options.log_level is not None:
+        os.environ[LEVEL_VARIABLE] = options.log_level
+    if options.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def _require_known_variables() -> None:
-    """Refuse a misspelt variable, which would otherwise be ignored."""
+    """Refuse a misspelt variable, which would otherwise be ignored; name one that is llama-server's and not known."""
+    for name in unknown_variables(os.environ):
+        Console(stderr=True).print(f"everwarm: {name} is ignored: llama-server has no such variable", style="yellow")
     given = sorted(name for name in os.environ if name.startswith(VARIABLES))
     if not given:  # most often; the list of all options takes a while to make
         return
@@ -132,10 +168,10 @@ def _require_known_variables() -> None:
 
     arguments = app["serve"].assemble_argument_collection()
     flags = (name for argument in arguments for name in argument.names if name not in argument.negatives)
-    known = {VARIABLES + flag.lstrip("-").replace("-", "_").upper() for flag in flags if flag.startswith("--")}
-    for name in (name for name in given if name not in known):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else "`everwarm serve --help` lists the options"
+    known = {flag.lstrip("-").replace("-", "_").upper() for flag in flags if flag.startswith("--")}
+    for name in (name for name in given if name.removeprefix(VARIABLES) not in known):
+        near = difflib.get_close_matches(name.removeprefix(VARIABLES), known, 1)
+        hint = f"did you mean {VARIABLES}{near[0]}?" if near else "`everwarm serve --help` lists the options"
         raise BadRequest(f"the environment has {name}, which is no option; {hint}")
 
 
@@ -148,13 +184,27 @@ def _serve_cluster(config: Path, *, is_alone: bool) -> int:
     return run(config)
 
 
-def _single(model: str | None, options: ServeOptions, engine: EngineSettings, console: Console) -> Catalog:
+def _single(model: str | None, options: ServeOptions, console: Console) -> Catalog:
+    mmproj: Path | None
     if model is not None and model.startswith(hub.PREFIX):
         with downloads(console) as resolve:
             there = resolve(model)
-        return only(there.path, engine, options.alias or there.id, mmproj=there.mmproj)
-    path = EMBEDDED_MODEL if model is None else Path(model)
-    return only(path, engine, options.alias or path.stem)
+        path, name, mmproj = there.path, there.id, there.mmproj
+    else:
+        path = EMBEDDED_MODEL if model is None else Path(model)
+        name, mmproj = path.stem, projector_beside(path)
+    return only(
+        path,
+        options.engine(None if options.ctx_size else _trained_context(path)),
+        *(options.aliases or (name,))[:1],
+        mmproj=mmproj if options.mmproj_auto else None,
+        aliases=options.aliases[1:],
+        template=options.template(),
+    )
+
+
+def _trained_context(path: Path) -> int | None:
+    return read_header(path).number("context_length")
 
 
 @app.command
@@ -170,7 +220,7 @@ def config(
         Print the settings; with --no-show they are only checked.
     """
     _require_known_variables()
-    _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
+    _, bound, *_ = app.parse_args(["serve", *our_line(tokens, ServeOptions)], exit_on_error=True)
     options: ServeOptions = bound.arguments.get("options", DEFAULTS)
     engine = options.engine()
     server = options.server()
@@ -190,7 +240,7 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return repr(value) if not isinstance(value, str) else f'"{value}"'
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _chosen(model: Path | None, demo: bool) -> Path:
@@ -268,13 +318,20 @@ def demo(*, model: Path | None = None) -> None:
     run_tour(Console(), model)
 
 
+def _our_tokens(tokens: list[str]) -> list[str]:
+    """The command line, with llama-server's flags of ``serve`` turned into ours."""
+    if tokens[:1] != ["serve"]:
+        return tokens
+    return ["serve", *("--help" if token == HELP_ALL else token for token in our_line(tokens[1:], ServeOptions))]
+
+
 def main() -> None:
     gc.set_threshold(50_000, 20, 50)  # loading modules makes many objects and no garbage
     if set(sys.argv[1:]) <= {"--help", "-h"}:
         for name in (*_LATER, *_OF_MODELS):
             app[name]  # loads it: the list of commands shows its help
     try:
-        sys.exit(app())
+        sys.exit(app(_our_tokens(sys.argv[1:])))
     except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)
     except (EverwarmError, ValueError, OSError) as error:

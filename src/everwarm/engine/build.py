@@ -243,7 +243,7 @@ class Memory:
 def _open_left(path: Path, settings: EngineSettings, fd: int) -> Memory | None:
     """Pins and verifies what an earlier engine left while the model loads. None: nothing was left, or it is not known
     yet whether a GPU will need it."""
-    if settings.model.n_gpu_layers >= 0 or gpu_free_bytes(lib()) == 0:
+    if settings.model.n_gpu_layers >= 0 or gpu_free_bytes(lib(), settings.model) == 0:
         return None
     try:
         identity = identity_of(path, settings.model)

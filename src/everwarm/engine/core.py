@@ -189,7 +189,7 @@ class Core:
         require_possible(ask, self.context, len(self.slots), self.images)
         ask = self.unverified.route(ask)
         matcher = None if ask.constraint is None else ask.constraint.matcher(ignore_eos=ask.ignore_eos)
-        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, matcher)
+        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, matcher, ignore_eos=ask.ignore_eos)
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of images beyond one each
         room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
         request = Request(ask, sampler, room, time.monotonic())

@@ -34,24 +34,27 @@ _DEFAULT = ParameterRow(_FIXED, "left at libllama's default")
 _FROM_FILE = ParameterRow(
     _FIXED, "left unset: libllama takes the model file's own, and the file's digest is in the fingerprint"
 )
+_ROPE = ParameterRow(_IN, "`--rope-…`, `--yarn-…`; where they are not given, the model file's own")
 _CALLBACK = ParameterRow(_NONE, "a callback; it sees progress or timing, no numbers")
 
 MODEL_PARAMS: Mapping[str, ParameterRow] = {
-    "devices": ParameterRow(_BITS, "all of the build's devices; another device runs other kernels"),
-    "tensor_buft_overrides": ParameterRow(_BITS, "`--cpu-moe`: where experts lie, and so which kernels run"),
+    "devices": ParameterRow(_BITS, "all of the build's devices, or `--device`; another device runs other kernels"),
+    "tensor_buft_overrides": ParameterRow(
+        _BITS, "`--cpu-moe`, `--override-tensor`: where tensors lie, and so which kernels run"
+    ),
     "n_gpu_layers": ParameterRow(_BITS, "where layers lie, and so which kernels run"),
-    "split_mode": _DEFAULT,
-    "load_mode": ParameterRow(_NONE, "`--no-mmap`: the same bytes, mapped or read"),
+    "split_mode": ParameterRow(_BITS, "how GPUs share a model: the order of sums"),
+    "load_mode": ParameterRow(_NONE, "`--load-mode`: the same bytes, mapped, read or locked"),
     "lazy_mode": _DEFAULT,
-    "main_gpu": _DEFAULT,
+    "main_gpu": ParameterRow(_BITS, "which GPU computes"),
     "tensor_split": ParameterRow(_BITS, "which GPU has which layers"),
     "progress_callback": _CALLBACK,
     "progress_callback_user_data": _CALLBACK,
     "kv_overrides": ParameterRow(_FIXED, "refused: there is no option that overrides a model's metadata"),
     "vocab_only": ParameterRow(_NONE, "such a model has no weights and computes nothing"),
-    "check_tensors": _DEFAULT,
-    "use_extra_bufts": _DEFAULT,
-    "no_host": _DEFAULT,
+    "check_tensors": ParameterRow(_NONE, "looks at the weights and changes none"),
+    "use_extra_bufts": ParameterRow(_BITS, "`--no-repack`: other kernels for the same sums"),
+    "no_host": ParameterRow(_BITS, "which buffers, and so which kernels"),
     "no_alloc": _DEFAULT,
     "load_mtp": _DEFAULT,
 }
@@ -73,17 +76,17 @@ CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
     "n_threads": ParameterRow(_BITS, "the order of sums"),
     "n_threads_batch": ParameterRow(_BITS, "the order of sums"),
     "ctx_type": _DEFAULT,
-    "rope_scaling_type": _FROM_FILE,
+    "rope_scaling_type": _ROPE,
     "pooling_type": _FROM_FILE,
     "attention_type": _FROM_FILE,
     "flash_attn_type": ParameterRow(_IN, "other kernels, and another layout of V"),
-    "rope_freq_base": _FROM_FILE,
-    "rope_freq_scale": _FROM_FILE,
-    "yarn_ext_factor": _FROM_FILE,
-    "yarn_attn_factor": _FROM_FILE,
-    "yarn_beta_fast": _FROM_FILE,
-    "yarn_beta_slow": _FROM_FILE,
-    "yarn_orig_ctx": _FROM_FILE,
+    "rope_freq_base": _ROPE,
+    "rope_freq_scale": _ROPE,
+    "yarn_ext_factor": _ROPE,
+    "yarn_attn_factor": _ROPE,
+    "yarn_beta_fast": _ROPE,
+    "yarn_beta_slow": _ROPE,
+    "yarn_orig_ctx": _ROPE,
     "defrag_thold": _DEFAULT,
     "cb_eval": _CALLBACK,
     "cb_eval_user_data": _CALLBACK,
@@ -93,9 +96,9 @@ CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
     "abort_callback": _CALLBACK,
     "abort_callback_data": _CALLBACK,
     "embeddings": _DEFAULT,
-    "offload_kqv": _DEFAULT,
+    "offload_kqv": ParameterRow(_BITS, "`--no-kv-offload`: where KV lies, and so which kernels run"),
     "no_perf": _DEFAULT,
-    "op_offload": _DEFAULT,
+    "op_offload": ParameterRow(_BITS, "which device computes"),
     "swa_full": ParameterRow(_FIXED, "always false: a window's state holds the window only"),
     "kv_unified": ParameterRow(_FIXED, "always true, and named in the fingerprint"),
     "samplers": _DEFAULT,
@@ -175,10 +178,18 @@ ENVIRONMENT: Mapping[str, ParameterRow] = {
 # Our own options that become parameters above, by the names they have there.
 MODEL_OPTIONS: Mapping[str, ParameterRow] = {
     "n_gpu_layers": MODEL_PARAMS["n_gpu_layers"],
-    "use_mmap": MODEL_PARAMS["load_mode"],
+    "load_mode": MODEL_PARAMS["load_mode"],
     "tensor_split": MODEL_PARAMS["tensor_split"],
     "n_cpu_moe": MODEL_PARAMS["tensor_buft_overrides"],
     "lora": OTHERS["LoRA adapters"],
+    "split_mode": MODEL_PARAMS["split_mode"],
+    "main_gpu": MODEL_PARAMS["main_gpu"],
+    "devices": MODEL_PARAMS["devices"],
+    "override_tensors": MODEL_PARAMS["tensor_buft_overrides"],
+    "n_cpu_ffn": MODEL_PARAMS["tensor_buft_overrides"],
+    "repack": MODEL_PARAMS["use_extra_bufts"],
+    "no_host": MODEL_PARAMS["no_host"],
+    "check_tensors": MODEL_PARAMS["check_tensors"],
 }
 CONTEXT_OPTIONS: Mapping[str, ParameterRow] = {
     "n_ctx": CONTEXT_PARAMS["n_ctx"],
@@ -190,6 +201,9 @@ CONTEXT_OPTIONS: Mapping[str, ParameterRow] = {
     "cache_type_k": CONTEXT_PARAMS["type_k"],
     "cache_type_v": CONTEXT_PARAMS["type_v"],
     "flash_attention": CONTEXT_PARAMS["flash_attn_type"],
+    "rope": _ROPE,
+    "kv_offload": CONTEXT_PARAMS["offload_kqv"],
+    "op_offload": CONTEXT_PARAMS["op_offload"],
 }
 # The rest of what an engine is started with, beside the fields that it hands on under the names above.
 ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
@@ -218,9 +232,11 @@ def state_fingerprint(
 
 
 def _rope(options: ContextOptions, rope_limit: int | None) -> list[str]:
-    if rope_limit is None:
-        return []
-    return ["rope-long" if options.n_cells > rope_limit else "rope-short"]
+    given = options.rope.text()
+    found = [f"rope:{given}"] if given else []
+    if rope_limit is not None:
+        found.append("rope-long" if options.n_cells > rope_limit else "rope-short")
+    return found
 
 
 def _switches(options: ContextOptions, environment: Mapping[str, str]) -> list[str]:

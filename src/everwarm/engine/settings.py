@@ -6,7 +6,15 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
+from everwarm.config import (
+    CacheType,
+    ContextOptions,
+    FlashAttention,
+    ModelOptions,
+    RopeOptions,
+    default_threads,
+    require,
+)
 from everwarm.engine.fingerprint import state_fingerprint
 from everwarm.state.policy import CheckpointParams
 
@@ -78,6 +86,10 @@ class EngineSettings:
     store: StoreSettings | None = None  # None: nothing is written to disk
     remote: RemoteSettings | None = None  # None: nothing is shared with other servers
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
+    n_threads_batch: int | None = None  # for prompts; None: as many as n_threads
+    rope: RopeOptions = field(default_factory=RopeOptions)
+    kv_offload: bool = True
+    op_offload: bool = True
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:
@@ -103,8 +115,11 @@ class EngineSettings:
             n_ubatch=self.n_ubatch,
             n_seq_max=self.n_slots + n_spares,
             n_threads=self.n_threads,
-            n_threads_batch=self.n_threads,
+            n_threads_batch=self.n_threads if self.n_threads_batch is None else self.n_threads_batch,
             cache_type_k=self.cache_type_k,
             cache_type_v=self.cache_type_v,
             flash_attention=self.flash_attention,
+            rope=self.rope,
+            kv_offload=self.kv_offload,
+            op_offload=self.op_offload,
         )

@@ -70,7 +70,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     store = ResponseStore(settings.state_dir)
     remembered = ReplyStore(settings.state_dir)
     prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
-    gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None)
+    gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None, settings.strict)
     preparer = RequestPreparer(settings, images, bodies, metrics, remembered)
     replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
     cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, settings)
@@ -78,7 +78,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
     routes = [
-        *web_ui_routes(gate),
+        *(web_ui_routes(gate) if settings.web_ui else ()),
         *Status(pool, metrics, lag).routes(),
         *OpenAI(pool, gate, replies).routes(),
         *Responses(pool, gate, replies, preparer, store).routes(),

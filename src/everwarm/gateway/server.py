@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 from rich.console import Console
@@ -19,7 +22,7 @@ from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.http.connection import Connection, ConnectionLimits, ConnectionTable
 from everwarm.gateway.http.loop_lag import favour_the_loop
-from everwarm.gateway.settings import ServerSettings
+from everwarm.gateway.settings import ServerSettings, is_unix_socket
 from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog.catalog import Catalog
 from everwarm.router.plan import PoolLimits
@@ -43,12 +46,8 @@ def serve(
     """Serves until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, 1 if the only model cannot be served."""
     log_to_stderr(settings.log_format)
     console.quiet = log_format() == "json"
-    try:
-        sock = _bind(settings)
-    except OSError as error:
-        raise EverwarmError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(Pool(read_catalog, limits, autoload), settings, console, sock))
+    with _listening(settings) as socks, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(Pool(read_catalog, limits, autoload), settings, console, socks))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -59,19 +58,63 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _bind(settings: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+@contextlib.contextmanager
+def _listening(settings: ServerSettings) -> Iterator[list[socket.socket]]:
+    """A socket for each address. The file of a Unix socket is removed at the end."""
+    with contextlib.ExitStack() as stack:
+        socks: list[socket.socket] = []
+        for host in settings.hosts:
+            where = host if is_unix_socket(host) else f"{host}:{settings.port}"
+            try:
+                sock = _unix_socket(host) if is_unix_socket(host) else _tcp_socket(host, settings)
+            except OSError as error:
+                raise EverwarmError(f"cannot listen on {where}: {error.strerror or error}") from None
+            socks.append(stack.enter_context(sock))
+            if is_unix_socket(host):
+                stack.callback(Path(host).unlink, missing_ok=True)
+        yield socks
+
+
+def _tcp_socket(host: str, settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if settings.reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family is socket.AF_INET6 and len(settings.hosts) > 1:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     try:
-        sock.bind((settings.host, settings.port))
+        sock.bind((host, settings.port))
     except OSError:
         sock.close()
         raise
     return sock
 
 
-async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: socket.socket) -> int:
+def _unix_socket(path: str) -> socket.socket:
+    """Only the server's own user may connect. A socket that nobody listens on is replaced, any other file is not."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and not _is_answered(path):
+                os.unlink(path)
+        mask = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(mask)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+async def _serve(pool: Pool, settings: ServerSettings, console: Console, socks: list[socket.socket]) -> int:
     with _loading_bars(console) as pool.on_loading:
         gateway = build_gateway(pool, settings)
         limits = connection_limits(settings)
@@ -85,9 +128,12 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
             log_level="warning",
             timeout_graceful_shutdown=int(settings.grace_s) + 1,
             server_header=False,
+            ssl_keyfile=settings.ssl_key_file,
+            ssl_certfile=settings.ssl_cert_file,
         )
+        _load_certificate(config)
         server = uvicorn.Server(config)
-        running = asyncio.create_task(server.serve([sock]))
+        running = asyncio.create_task(server.serve(socks))
         _stop_on_signals(server, gateway, settings)
         ready = asyncio.create_task(_first_loaded(pool))
         favour_the_loop()
@@ -95,13 +141,28 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, sock: s
         pool.on_loading = None  # progress of later loads is streamed to the requests that wait
     code = 0
     if ready.done() and not pool.is_stopping:  # else it was stopped while loading
-        host, port = sock.getsockname()[:2]
-        code = _announce(console, pool, f"http://{f'[{host}]' if ':' in host else host}:{port}", settings)
+        code = _announce(console, pool, ", ".join(_url(sock, settings) for sock in socks), settings)
     if code:
         server.should_exit = True
     await running
     ready.cancel()
     return code
+
+
+def _load_certificate(config: uvicorn.Config) -> None:
+    try:
+        config.load()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EverwarmError(f"the certificate and its key cannot be used: {reason}") from None
+
+
+def _url(sock: socket.socket, settings: ServerSettings) -> str:
+    if sock.family is socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    scheme = "http" if settings.ssl_cert_file is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextlib.contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 
 from everwarm.config import require
 from everwarm.gateway.access.auth import Access, Key, check_keys
+from everwarm.gateway.access.origins import check_origin
+from everwarm.gateway.openai.defaults import RequestDefaults
 from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.logs import LogFormat
 
@@ -15,9 +18,14 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # an address, a name, or the path of a Unix socket that ends in .sock
+    more_hosts: tuple[str, ...] = ()  # others to listen on
     port: int = 8080
+    reuse_port: bool = False
+    ssl_key_file: str | None = None  # PEM; with a certificate, only HTTPS is spoken
+    ssl_cert_file: str | None = None
     api_key: str | None = None
+    more_api_keys: tuple[str, ...] = ()  # each with a namespace of its own
     admin_key: str | None = (
         None  # needed to change or read more than the caller's own namespace; None: there is no admin key
     )
@@ -43,6 +51,11 @@ class ServerSettings:
     trust_slot_files: bool = False  # restore slot files without a companion; an admin vouches for their model
     state_dir: str | None = None  # the folder of stored responses and remembered replies; None: in memory only
     log_format: LogFormat | None = None  # None: from the environment
+    defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    strict: bool = False  # refuse bodies with unknown fields instead of naming those in a header
+    web_ui: bool = True
+    shows_slots: bool = True  # GET /slots
+    cors_origins: tuple[str, ...] = ()  # pages that may call this server besides those of this machine; "*": any
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")
@@ -54,19 +67,46 @@ class ServerSettings:
         require(self.client_timeout_s > 0, f"client_timeout_s is {self.client_timeout_s}; give more than 0")
         require(self.grace_s >= 0, f"grace_s is {self.grace_s}; give 0 or more")
         require(0.0 <= self.pin_quota <= 1.0, f"pin_quota is {self.pin_quota}; give a share from 0 to 1")
-        check_keys(self.api_key, self.admin_key, self.keys)
+        check_keys(self.api_keys, self.admin_key, self.keys)
+        for host in self.hosts:
+            require(bool(host), "the address to listen on is empty; give one like 127.0.0.1")
+            require(
+                self.api_key is not None or bool(self.keys) or is_loopback(host) or is_unix_socket(host),
+                f"{host} can be reached from other machines: give --api-key, or bind to 127.0.0.1",
+            )
         require(
-            self.api_key is not None or bool(self.keys) or is_loopback(self.host),
-            f"{self.host} can be reached from other machines: give --api-key, or bind to 127.0.0.1",
+            (self.ssl_key_file is None) == (self.ssl_cert_file is None),
+            "HTTPS needs both --ssl-key-file and --ssl-cert-file",
         )
+        for origin in self.cors_origins:
+            check_origin(origin)
 
     def access(self) -> Access:
-        return Access(self.api_key, self.admin_key, self.keys, self.key_file)
+        return Access(self.api_keys, self.admin_key, self.keys, self.key_file)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.host, *self.more_hosts)
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        return (*(() if self.api_key is None else (self.api_key,)), *self.more_api_keys)
+
+    @property
+    def is_open_to_others(self) -> bool:
+        """Whether other machines can reach it."""
+        return not all(is_loopback(host) or is_unix_socket(host) for host in self.hosts)
 
     @property
     def host_names(self) -> frozenset[str]:
-        """Allowed values of the Host header."""
-        return frozenset(name.lower() for name in (*LOOPBACK_NAMES, self.host, *self.allowed_hosts))
+        """Allowed values of the Host header; for one that is open to others, any of its addresses besides."""
+        machine = socket.gethostname()
+        own = (machine, f"{machine}.local") if self.is_open_to_others else ()
+        return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *self.hosts, *self.allowed_hosts, *own))
+
+
+def is_unix_socket(host: str) -> bool:
+    return host.endswith(".sock")
 
 
 def is_loopback(host: str) -> bool:

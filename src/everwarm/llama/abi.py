@@ -25,8 +25,10 @@ PROGRESS_CALLBACK = c.CFUNCTYPE(c.c_bool, c.c_float, c.c_void_p)
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-LOAD_MODE_NONE = 0
-LOAD_MODE_MMAP = 1
+LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap+mlock": 3, "dio": 4}
+SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}
+DEVICE_CPU, DEVICE_GPU = 0, 1
 VOCAB_SPM = 1
 VOCAB_BPE = 2
 GGUF_UINT32 = 4
@@ -214,6 +216,7 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_vocab_eos": (c.c_int32, (handle,)),
     "llama_vocab_get_add_bos": (c.c_bool, (handle,)),
     "llama_vocab_get_add_eos": (c.c_bool, (handle,)),
+    "llama_vocab_get_suppress_tokens": (i32p, (handle, i32p)),
     "llama_tokenize": (c.c_int32, (handle, c.c_char_p, c.c_int32, i32p, c.c_int32, c.c_bool, c.c_bool)),
     "llama_token_to_piece": (c.c_int32, (handle, c.c_int32, c.c_char_p, c.c_int32, c.c_int32, c.c_bool)),
     # context
@@ -250,12 +253,27 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_sampler_init_top_k": (handle, (c.c_int32,)),
     "llama_sampler_init_top_p": (handle, (c.c_float, c.c_size_t)),
     "llama_sampler_init_min_p": (handle, (c.c_float, c.c_size_t)),
-    "llama_sampler_init_temp": (handle, (c.c_float,)),
+    "llama_sampler_init_typical": (handle, (c.c_float, c.c_size_t)),
+    "llama_sampler_init_top_n_sigma": (handle, (c.c_float,)),
+    "llama_sampler_init_xtc": (handle, (c.c_float, c.c_float, c.c_size_t, c.c_uint32)),
+    "llama_sampler_init_temp_ext": (handle, (c.c_float, c.c_float, c.c_float)),
+    "llama_sampler_init_mirostat": (handle, (c.c_int32, c.c_uint32, c.c_float, c.c_float, c.c_int32)),
+    "llama_sampler_init_mirostat_v2": (handle, (c.c_uint32, c.c_float, c.c_float)),
+    "llama_sampler_init_adaptive_p": (handle, (c.c_float, c.c_float, c.c_uint32)),
+    "llama_sampler_init_infill": (handle, (handle,)),
+    "llama_sampler_init_dry": (
+        handle,
+        (handle, c.c_float, c.c_float, c.c_int32, c.c_int32, c.POINTER(c.c_char_p), c.c_size_t),
+    ),
     "llama_sampler_init_penalties": (handle, (c.c_int32, c.c_int32, c.c_float, c.c_float, c.c_float)),
     "llama_sampler_init_logit_bias": (handle, (c.c_int32, c.c_int32, c.POINTER(LogitBias))),
     # devices
     "ggml_backend_dev_count": (c.c_size_t, ()),
     "ggml_backend_dev_get": (handle, (c.c_size_t,)),
     "ggml_backend_dev_type": (c.c_int32, (handle,)),
+    "ggml_backend_dev_name": (c.c_char_p, (handle,)),
+    "ggml_backend_dev_description": (c.c_char_p, (handle,)),
+    "ggml_backend_dev_buffer_type": (handle, (handle,)),
+    "ggml_backend_buft_name": (c.c_char_p, (handle,)),
     "ggml_backend_dev_memory": (None, (handle, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t))),
 }

@@ -16,6 +16,7 @@ from everwarm.config import ModelOptions
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.lib import Closing, Lib, lib
+from everwarm.llama.system.devices import buffer_type_named, device_named
 from everwarm.llama.system.file_digest import file_digest, file_identity, parts_of
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.vocab import Vocab
@@ -239,7 +240,12 @@ def _open(
     params = lib.model_default_params()
     params.vocab_only = vocab_only
     params.n_gpu_layers = options.n_gpu_layers
-    params.load_mode = abi.LOAD_MODE_MMAP if options.use_mmap else abi.LOAD_MODE_NONE
+    params.load_mode = abi.LOAD_MODES[options.load_mode]
+    params.split_mode = abi.SPLIT_MODES[options.split_mode]
+    params.main_gpu = options.main_gpu
+    params.check_tensors = options.check_tensors
+    params.use_extra_bufts = options.repack
+    params.no_host = options.no_host
     raised: list[BaseException] = []
 
     def on_progress(fraction: float, _user: int) -> bool:
@@ -266,20 +272,30 @@ def _open(
 
 
 def _placement(lib: Lib, params: abi.ModelParams, options: ModelOptions) -> list[object]:
-    """Where tensors go: shares per GPU, and experts that stay in host memory."""
+    """Where tensors go: which devices, shares per GPU, and tensors that are kept elsewhere."""
     kept: list[object] = []
+    if options.devices:
+        handles = [device_named(lib, name) for name in options.devices]
+        chosen = (ctypes.c_void_p * (len(handles) + 1))(*handles)  # the last stays empty: the end
+        params.devices = ctypes.addressof(chosen)
+        kept.append(chosen)
     if options.tensor_split:
         shares = (ctypes.c_float * int(lib.max_devices()))(*options.tensor_split[: int(lib.max_devices())])
         params.tensor_split = ctypes.addressof(shares)
         kept.append(shares)
-    if options.n_cpu_moe:
-        host = lib.ggml_backend_cpu_buffer_type()
-        patterns = [rf"blk\.{i}\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode() for i in range(options.n_cpu_moe)]
-        rows = [abi.BufferOverride(pattern, host) for pattern in patterns]
+    rows = [abi.BufferOverride(pattern.encode(), buffer_type_named(lib, name)) for pattern, name in _overrides(options)]
+    if rows:
         overrides = (abi.BufferOverride * (len(rows) + 1))(*rows)  # the last stays empty: the end
         params.tensor_buft_overrides = ctypes.addressof(overrides)
-        kept += [overrides, patterns]
+        kept += [overrides, rows]
     return kept
+
+
+def _overrides(options: ModelOptions) -> list[tuple[str, str]]:
+    """Patterns and buffer types; the first that fits a tensor decides."""
+    experts = [rf"blk\.{i}\.ffn_(up|down|gate|gate_up)_(ch|)exps" for i in range(options.n_cpu_moe)]
+    dense = [rf"blk\.{i}\.ffn_(up|down|gate)\." for i in range(options.n_cpu_ffn)]
+    return [*options.override_tensors, *((pattern, "CPU") for pattern in (*experts, *dense))]
 
 
 def _reason(messages: tuple[str, ...]) -> str:

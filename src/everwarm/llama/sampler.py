@@ -1,14 +1,15 @@
 """Picking the next token from a row of logits, reproducibly per seed.
 
-The chain is libllama's own, in llama-server's order: bias, penalties, top-k, top-p, min-p, temperature, draw. Knows
-logits and tokens; knows no requests.
+The chain is libllama's own, made as llama-server makes it: bias first, then the samplers in their order, then the draw.
+Samplers that would change nothing are left out. Knows logits and tokens; knows no requests.
 """
 
 from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,14 @@ from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-_MIN_KEEP = 1
+_MIROSTAT_M = 100  # tokens from which mirostat estimates
 _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never passed on
 
 
 class Sampler(Closing):
     """One request's sampler. ``history`` is what the penalties look back on: the end of the prompt. With a ``matcher`` only
-    what it allows is picked, and nothing where it is complete or cannot be followed."""
+    what it allows is picked, and nothing where it is complete or cannot be followed. With ``ignore_eos`` no token is picked
+    that ends a reply."""
 
     def __init__(
         self,
@@ -36,47 +38,102 @@ class Sampler(Closing):
         sampling: Sampling,
         history: Sequence[int] | NDArray[np.int32] = (),
         matcher: Matcher | None = None,
+        *,
+        ignore_eos: bool = False,
     ) -> None:
         self.matcher = matcher
         self._lib = model.lib
+        self._vocab = model.vocab
         self._n_vocab = model.vocab.n_tokens
         self.seed = secrets.randbelow(_RANDOM_SEED) if sampling.seed is None else min(sampling.seed, _RANDOM_SEED - 1)
         for token in sampling.logit_bias:
             if not 0 <= token < self._n_vocab:
                 raise BadRequest(f"logit_bias names token {token}; this model has tokens 0 to {self._n_vocab - 1}")
-        self._plain_greedy = sampling.is_greedy and not sampling.logit_bias and not sampling.has_penalties
+        self._banned = model.vocab.eog if ignore_eos else frozenset()
+        changes = (sampling.logit_bias, sampling.has_penalties, sampling.has_dry, model.vocab.suppressed)
+        self._plain_greedy = sampling.is_greedy and not any(changes)
         self._chain = None if self._plain_greedy else self._build(sampling)
-        if sampling.has_penalties:
-            for token in list(history)[-sampling.penalty_last_n :]:
+        if sampling.n_remembered:
+            for token in list(history)[-sampling.n_remembered :]:
                 self._lib.sampler_accept(self._chain, int(token))
 
     def _build(self, sampling: Sampling) -> int:
         lib = self._lib
         chain: int = lib.sampler_chain_init(lib.sampler_chain_default_params())
-        for part in self._parts(sampling):
+        for part in (*self._bias(sampling.logit_bias), *self._parts(sampling)):
             lib.sampler_chain_add(chain, part)
         return chain
 
+    def _bias(self, bias: Mapping[int, float]) -> list[int]:
+        pairs = [abi.LogitBias(token, value) for token, value in bias.items()]
+        pairs += [abi.LogitBias(token, float("-inf")) for token in (*sorted(self._banned), *self._vocab.suppressed)]
+        if not pairs:
+            return []
+        return [self._lib.sampler_init_logit_bias(self._n_vocab, len(pairs), (abi.LogitBias * len(pairs))(*pairs))]
+
     def _parts(self, sampling: Sampling) -> list[int]:
         lib = self._lib
-        parts = []
-        if sampling.logit_bias:
-            pairs = [abi.LogitBias(token, bias) for token, bias in sampling.logit_bias.items()]
-            array = (abi.LogitBias * len(pairs))(*pairs)
-            parts.append(lib.sampler_init_logit_bias(self._n_vocab, len(pairs), array))
+        temperature = 0.0 if sampling.is_coldest else sampling.temperature
+        if sampling.mirostat:
+            return [lib.sampler_init_temp_ext(temperature, 0.0, 1.0), self._mirostat(sampling)]
+        makers = self._makers(sampling, temperature)
+        if sampling.is_greedy:  # what cuts or scales never changes which one is the largest
+            return [*(makers[name]() for name in ("penalties", "dry") if name in makers), lib.sampler_init_greedy()]
+        parts = [makers[name]() for name in sampling.samplers if name in makers]
+        if "adaptive_p" in sampling.samplers:
+            target, decay = sampling.adaptive_target, sampling.adaptive_decay
+            return [*parts, lib.sampler_init_adaptive_p(target, decay, self.seed)]
+        return [*parts, lib.sampler_init_dist(self.seed)]
+
+    def _makers(self, sampling: Sampling, temperature: float) -> dict[str, Callable[[], int]]:
+        """The samplers that change something."""
+        lib, keep = self._lib, sampling.min_keep
+        makers: dict[str, Callable[[], int]] = {
+            "infill": partial(lib.sampler_init_infill, self._vocab.native[0]),
+            "top_k": partial(lib.sampler_init_top_k, sampling.top_k),
+            "top_p": partial(lib.sampler_init_top_p, sampling.top_p, keep),
+            "min_p": partial(lib.sampler_init_min_p, sampling.min_p, keep),
+            "temperature": partial(
+                lib.sampler_init_temp_ext, temperature, sampling.dynatemp_range, sampling.dynatemp_exponent
+            ),
+        }
         if sampling.has_penalties:
             penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-            parts.append(lib.sampler_init_penalties(self._n_vocab, sampling.penalty_last_n, *penalties))
-        if sampling.is_greedy:
-            return [*parts, lib.sampler_init_greedy()]
-        return [
-            *parts,
-            lib.sampler_init_top_k(sampling.top_k),
-            lib.sampler_init_top_p(sampling.top_p, _MIN_KEEP),
-            lib.sampler_init_min_p(sampling.min_p, _MIN_KEEP),
-            lib.sampler_init_temp(sampling.temperature),
-            lib.sampler_init_dist(self.seed),
-        ]
+            makers["penalties"] = partial(
+                lib.sampler_init_penalties, self._n_vocab, sampling.penalty_last_n, *penalties
+            )
+        if sampling.has_dry:
+            makers["dry"] = partial(self._dry, sampling)
+        if sampling.top_n_sigma > 0.0:
+            makers["top_n_sigma"] = partial(lib.sampler_init_top_n_sigma, sampling.top_n_sigma)
+        if sampling.typical_p < 1.0:
+            makers["typ_p"] = partial(lib.sampler_init_typical, sampling.typical_p, keep)
+        if sampling.xtc_probability > 0.0:
+            chance, threshold = sampling.xtc_probability, sampling.xtc_threshold
+            makers["xtc"] = partial(lib.sampler_init_xtc, chance, threshold, keep, self.seed)
+        return makers
+
+    def _dry(self, sampling: Sampling) -> int:
+        breakers = [text.encode("utf-8", "replace") for text in sampling.dry_sequence_breakers]
+        made: int = self._lib.sampler_init_dry(
+            self._vocab.native[0],
+            sampling.dry_multiplier,
+            sampling.dry_base,
+            sampling.dry_allowed_length,
+            sampling.dry_penalty_last_n,
+            (ctypes.c_char_p * len(breakers))(*breakers),
+            len(breakers),
+        )
+        return made
+
+    def _mirostat(self, sampling: Sampling) -> int:
+        tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
+        made: int = (
+            self._lib.sampler_init_mirostat(self._n_vocab, self.seed, tau, eta, _MIROSTAT_M)
+            if sampling.mirostat == 1
+            else self._lib.sampler_init_mirostat_v2(self.seed, tau, eta)
+        )
+        return made
 
     def pick(self, context: Context, row: int) -> int | None:
         """The next token after the last decode's ``row``, or ``DecodeFailed`` if the row is not numbers."""
@@ -84,7 +141,7 @@ class Sampler(Closing):
         if self.matcher is not None:
             return self._pick_allowed(self.matcher, logits)
         if self._plain_greedy:
-            token = int(logits.argmax())
+            token = self._largest(logits)
         else:
             token = int(self._lib.sampler_sample(self._chain, context.native, context.batch_index(row)))
         if logits[token] != logits[token]:  # NaN, and only NaN, differs from itself
@@ -96,8 +153,16 @@ class Sampler(Closing):
         if self.matcher is not None:
             return self._pick_allowed(self.matcher, logits)
         if self._plain_greedy:
-            return int(logits.argmax())
+            return self._largest(logits)
         return self._apply(np.arange(self._n_vocab), logits)
+
+    def _largest(self, logits: Logits) -> int:
+        token = int(logits.argmax())
+        if token not in self._banned:
+            return token
+        others = logits.copy()
+        others[list(self._banned)] = -np.inf
+        return int(others.argmax())
 
     def _pick_allowed(self, matcher: Matcher, logits: Logits) -> int | None:
         if not matcher.look():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
-from everwarm.config import ContextOptions
+from everwarm.config import ContextOptions, RopeOptions
 from everwarm.errors import ContextTooBig, TrimRefused
 from everwarm.llama import abi
 from everwarm.llama.cells import Cells
@@ -171,6 +171,9 @@ def open_context(model: Model, options: ContextOptions, n_seqs: int) -> int:
     params.type_k = abi.GGML_TYPES[options.cache_type_k]
     params.type_v = abi.GGML_TYPES[options.cache_type_v]
     params.flash_attn_type = abi.FLASH_ATTENTION[options.flash_attention]
+    params.offload_kqv = options.kv_offload
+    params.op_offload = options.op_offload
+    _set_rope(params, options.rope)
     params.kv_unified = True
     params.swa_full = False
     model.lib.forget_log()
@@ -184,6 +187,19 @@ def open_context(model: Model, options: ContextOptions, n_seqs: int) -> int:
     assert n_cells == options.n_cells, f"libllama made {n_cells} cells of {options.n_ctx}, not {options.n_cells}"
     _apply_adapters(model, ptr)
     return ptr
+
+
+def _set_rope(params: abi.ContextParams, rope: RopeOptions) -> None:
+    """Sets what is given; the rest stays as the model's file says."""
+    if rope.scaling is not None:
+        params.rope_scaling_type = abi.ROPE_SCALING[rope.scaling]
+    if rope.freq_base is not None:
+        params.rope_freq_base = rope.freq_base
+    if rope.freq_scale is not None:
+        params.rope_freq_scale = rope.freq_scale
+    for name in ("yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+        if getattr(rope, name) is not None:
+            setattr(params, name, getattr(rope, name))
 
 
 def _apply_adapters(model: Model, ptr: int) -> None:

@@ -37,6 +37,13 @@ class Vocab:
         return frozenset(t for t in range(self.n_tokens) if self._lib.vocab_is_eog(self._ptr, t))
 
     @functools.cached_property
+    def suppressed(self) -> tuple[int, ...]:
+        """Tokens that the model's file wants never to be picked."""
+        n = ctypes.c_int32(0)
+        tokens = self._lib.vocab_get_suppress_tokens(self._ptr, ctypes.byref(n))
+        return tuple(tokens[i] for i in range(n.value))
+
+    @functools.cached_property
     def splits_independently(self) -> bool:
         """Whether text between special tokens is tokenized without regard to its neighbours."""
         return int(self._lib.vocab_type(self._ptr)) in (abi.VOCAB_SPM, abi.VOCAB_BPE)

@@ -110,7 +110,7 @@ def test_what_an_engine_kept_comes_back_the_same_with_its_memory_pinned(monkeypa
     """A whole engine with a GPU that is none: pinned from the first byte on, restarted on the same memory, still warm."""
     cuda = FakeCuda()
     monkeypatch.setattr(assembly, "loaded_runtime", cuda.runtime)
-    monkeypatch.setattr(assembly, "gpu_free_bytes", lambda lib: 1)
+    monkeypatch.setattr(assembly, "gpu_free_bytes", lambda lib, options: 1)
     monkeypatch.setattr(assembly, "is_on_gpu", lambda model: True)
     monkeypatch.setattr(module, "WORTH_BYTES", 1)
     prompt, fd = text(1, 300), memory_file()

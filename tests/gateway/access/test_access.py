@@ -121,7 +121,7 @@ def test_namespaces_of_a_single_key_are_what_they_always_were():
 def test_no_salt_leads_out_of_a_namespace():
     keys = [Key("x", b"x" * 32, "team-a"), Key("y", b"y" * 32, "team-a:"), Key("z", b"z" * 32, "b")]
     callers = [key.principal for key in keys]
-    callers += [Access("k", None).identify([b"k"]), Access(None, None).identify([])]  # type: ignore[list-item]
+    callers += [Access(("k",), None).identify([b"k"]), Access((), None).identify([])]  # type: ignore[list-item]
     salts = ["", "b", ":b", "team-a", "team-a:", "1:k", "namespace:6:team-a", ":", "6:team-a:"]
     found = [caller.namespace(salt) for caller in callers for salt in salts]
     assert len(set(found)) == len(found)
@@ -151,7 +151,7 @@ def test_who_is_what(api_key, admin_key, has_file, roles):
 
 def test_nobody_shows_a_key():
     keys = (Key("f", b"f" * 32, "n"),)
-    found = Access("the-api-key", "the-admin-key", keys).identify([b"the-admin-key"])
+    found = Access(("the-api-key",), "the-admin-key", keys).identify([b"the-admin-key"])
     assert "key" not in repr(found) and "ffff" not in repr(keys)
 
 
@@ -208,7 +208,7 @@ def test_a_file_that_others_can_use_is_refused(tmp_path, caplog):
 
 def test_no_key_means_two_things():
     twice = (Key("a", hashlib.sha256(b"k").digest(), "n"),)
-    for given in (("k", "k", ()), ("", None, ()), (None, "", ()), ("k", None, twice), (None, "k", twice)):
+    for given in ((["k"], "k", ()), ([""], None, ()), ([], "", ()), (["k"], None, twice), ([], "k", twice)):
         with pytest.raises(BadRequest):
             check_keys(*given)
 

@@ -453,7 +453,7 @@ def test_a_table_overrides_what_the_flags_say(configured: Configure, tmp_path: P
 
 
 def test_what_a_table_leaves_out_is_as_the_flags_say(configured: Configure) -> None:
-    defaults = replace(DEFAULTS, ram_bytes=5, store=StoreSettings("/s"), model=ModelOptions(3, use_mmap=False))
+    defaults = replace(DEFAULTS, ram_bytes=5, store=StoreSettings("/s"), model=ModelOptions(3, load_mode="none"))
     catalog = configured('[models.a]\npath = "files/one.gguf"\nalias = "a"\nttl = 90', defaults)
     assert catalog.specs["a"].settings == defaults and catalog.specs["a"].ttl_s == 90.0
     assert catalog.specs["a"].aliases == () and (catalog.models_max, catalog.memory_limit) == (None, None)

@@ -207,11 +207,11 @@ class Access:
     """Maps keys to principals. Only ``reload`` changes the map."""
 
     def __init__(
-        self, api_key: str | None, admin_key: str | None, keys: Sequence[Key] = (), key_file: str | None = None
+        self, api_keys: Sequence[str], admin_key: str | None, keys: Sequence[Key] = (), key_file: str | None = None
     ) -> None:
-        self._single = (api_key, admin_key)
+        self._single = (api_keys, admin_key)
         self._key_file = key_file
-        self._known, self._without_key = _principals(api_key, admin_key, keys)
+        self._known, self._without_key = _principals(api_keys, admin_key, keys)
         if not any(each.is_admin for each in (*self._known.values(), self._without_key or ANONYMOUS)):
             log.warning('this server has no admin: give --admin-key, or a key with role = "admin"')
 
@@ -241,17 +241,17 @@ class Access:
 
 
 def _principals(
-    api_key: str | None, admin_key: str | None, keys: Sequence[Key]
+    api_keys: Sequence[str], admin_key: str | None, keys: Sequence[Key]
 ) -> tuple[dict[bytes, Principal], Principal | None]:
     """Principals by key digest, and the principal of callers without a key (``None``: a key is required). Without an admin
     key and a key file, every caller is an admin."""
     usual = Role.USER if admin_key is not None or keys else Role.ADMIN
     known = {key.digest: key.principal for key in keys}
-    if api_key is not None:
+    for api_key in api_keys:
         known[_digest(api_key.encode())] = Principal(usual, _of_key(api_key))
     if admin_key is not None:
         known[_digest(admin_key.encode())] = Principal(Role.ADMIN, _of_key(admin_key))
-    is_open = api_key is None and not keys
+    is_open = not api_keys and not keys
     return known, Principal(usual, _of_key("")) if is_open else None
 
 
@@ -259,12 +259,14 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def check_keys(api_key: str | None, admin_key: str | None, keys: Sequence[Key]) -> None:
+def check_keys(api_keys: Sequence[str], admin_key: str | None, keys: Sequence[Key]) -> None:
     """Checks that no key is empty and that no key has two meanings."""
-    require(api_key is None or len(api_key) >= 1, "the API key is empty; leave it out or give one")
+    require(all(api_keys), "the API key is empty; leave it out or give one")
+    require(len(api_keys) <= MAX_KEYS, f"there are {len(api_keys)} API keys; give at most {MAX_KEYS}")
     require(admin_key is None or len(admin_key) >= 1, "the admin key is empty; leave it out or give one")
-    require(api_key is None or api_key != admin_key, "the admin key is the API key; give another one")
-    single = {_digest(key.encode()): name for key, name in ((api_key, "--api-key"), (admin_key, "--admin-key")) if key}
+    require(admin_key not in api_keys, "the admin key is the API key; give another one")
+    named = [(key, "--api-key") for key in api_keys] + ([] if admin_key is None else [(admin_key, "--admin-key")])
+    single = {_digest(key.encode()): name for key, name in named}
     for key in keys:
         require(key.digest not in single, f"the key of {key.name!r} is also {single.get(key.digest)}; give another one")
 

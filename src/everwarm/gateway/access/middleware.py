@@ -7,8 +7,8 @@ and every other exception into a plain 500: never a traceback, a path or an addr
 from __future__ import annotations
 
 import logging
+import re
 import secrets
-from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -16,11 +16,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everwarm.errors import EverwarmError, Forbidden, HttpError, Refused
 from everwarm.gateway.access.auth import ANONYMOUS, OPEN_PATHS, PAGE, Access, Principal
+from everwarm.gateway.access.origins import (
+    RawHeaders,
+    answer_headers,
+    host_of,
+    is_address,
+    is_preflight,
+    may_call,
+    preflight_headers,
+)
 from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.settings import ServerSettings
 
 log = logging.getLogger("everwarm.gateway")
+
+MAX_NAMES, MAX_NAME = 32, 64  # of fields in a header
 
 
 class Guard:
@@ -28,6 +39,7 @@ class Guard:
         self.app = app
         self._settings = settings
         self._access = access or settings.access()
+        self._names = settings.host_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,15 +48,24 @@ class Guard:
         request_id = state.setdefault("request_id", f"req_{secrets.token_hex(12)}")
         began = False
 
+        cors: RawHeaders = []
+
         async def tagged(message: Message) -> None:
             nonlocal began
             if message["type"] == "http.response.start":
                 began = True
-                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+                headers = message.setdefault("headers", [])
+                headers += [(b"x-request-id", request_id.encode()), *cors]
+                if state.get("ignored"):
+                    headers.append((b"x-everwarm-ignored", _listed(state["ignored"])))
             await send(message)
 
         try:
-            self._check(scope)
+            headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+            cors += self._check_names(scope["method"], scope["path"], headers)
+            if is_preflight(scope["method"], headers):
+                return await _preflight(headers)(scope, receive, tagged)
+            self._check(scope, headers)
             await self.app(scope, self._bounded(receive), tagged)
         except EverwarmError as error:
             if not began:
@@ -57,27 +78,29 @@ class Guard:
                 internal = EverwarmError("internal error")
                 await error_response(internal, request_id, scope["path"])(scope, receive, tagged)
 
-    def _check(self, scope: Scope) -> None:
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        self._check_names(headers)
+    def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
         if is_foreign(scope["method"], scope["path"], headers):
-            raise Forbidden("pages of other sites may not use this server; start with --allowed-host NAME")
+            raise Forbidden("pages of other sites may not use this server; start with --cors-origins ORIGIN")
         scope["state"]["principal"] = self._identify(scope["path"], headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
-            kind = headers.get(b"content-type", "").split(";")[0].strip().lower()
-            is_unnamed = b"content-type" not in headers and b"origin" not in headers  # litellm; a page has an origin
-            if kind != "application/json" and not is_unnamed:
+            if not _may_be_json(headers):
                 raise HttpError(415, "unsupported_media_type", "send JSON with Content-Type: application/json")
             self._check_length(headers.get(b"content-length"))
 
-    def _check_names(self, headers: dict[bytes, str]) -> None:
-        """Checks Host and Origin: another site's page must not reach a local server through a browser (DNS rebinding)."""
-        host = _host_name(f"//{headers.get(b'host', '')}")
-        if host not in self._settings.host_names:
+    def _check_names(self, method: str, path: str, headers: dict[bytes, str]) -> RawHeaders:
+        """Checks Host and Origin: another site's page must not reach a local server through a browser (DNS rebinding).
+        Returns what lets a page that may call read the answer."""
+        settings = self._settings
+        host = host_of(f"//{headers.get(b'host', '')}")
+        if host not in self._names and not (settings.is_open_to_others and is_address(host)):
             raise Forbidden("the Host header is not a name of this server; start it with --allowed-host NAME")
         origin = headers.get(b"origin")
-        if origin is not None and _host_name(origin) not in self._settings.host_names:
-            raise Forbidden("requests from that origin are not allowed; start with --allowed-host NAME")
+        if origin is None:
+            return []
+        names = self._names | ({host} if is_address(host) else set())
+        if not may_call(origin, method, path, names, settings.cors_origins):
+            raise Forbidden("pages of that origin may not call this; start with --cors-origins ORIGIN")
+        return answer_headers(origin)
 
     def _identify(self, path: str, headers: dict[bytes, str]) -> Principal:
         given = (headers.get(b"authorization", "").removeprefix("Bearer "), headers.get(b"x-api-key", ""))
@@ -132,9 +155,23 @@ def error_response(error: EverwarmError, request_id: str, path: str) -> Response
     return json_response(error_body(error, request_id, path), error.status, headers)
 
 
-def _host_name(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        return "" if "@" in parts.netloc else (parts.hostname or "").lower()
-    except ValueError:
-        return ""
+def _listed(names: list[str]) -> bytes:
+    """Names that a client chose, as a header: few, short and printable."""
+    shown = [re.sub(r"[^!-~]|,", "?", name[:MAX_NAME]) for name in names[:MAX_NAMES]]
+    return ", ".join([*shown, *(["..."] if len(names) > MAX_NAMES else [])]).encode()
+
+
+def _may_be_json(headers: dict[bytes, str]) -> bool:
+    """A page of another site can send other types than JSON without asking first, so they are refused. A missing type is
+    accepted from programs, which send no Origin, and where there is no body."""
+    kind = headers.get(b"content-type")
+    if kind is not None:
+        return kind.split(";")[0].strip().lower() == "application/json"
+    has_body = b"transfer-encoding" in headers or headers.get(b"content-length", "0") != "0"
+    return not has_body or (b"origin" not in headers and b"sec-fetch-site" not in headers)
+
+
+def _preflight(headers: dict[bytes, str]) -> Response:
+    response = Response(status_code=204)
+    response.raw_headers += preflight_headers(headers)
+    return response

@@ -39,7 +39,9 @@ class Anthropic:
             body = read_body(data, MessagesBody)
             return body, chat_body(body, _session(request, body)), body.marks_cache
 
-        (body, chat, marks_cache), n_bytes = await self._gate.bodies.read(request, parse)
+        (body, chat, marks_cache), n_bytes = await self._gate.bodies.read(
+            request, self._gate.noting(request, MessagesBody, parse)
+        )
         model = body.model or self._pool.find(None).id
         encoder = AnthropicEncoder(f"msg_{secrets.token_hex(12)}", model, marks_cache=marks_cache)
         if body.stream:
@@ -50,7 +52,7 @@ class Anthropic:
 
     async def count_tokens(self, request: Request) -> Response:
         parse: Callable[[bytes | bytearray], ChatBody] = lambda data: chat_body(read_body(data, CountBody))  # noqa: E731
-        chat, n_bytes = await self._gate.bodies.read(request, parse)
+        chat, n_bytes = await self._gate.bodies.read(request, self._gate.noting(request, CountBody, parse))
         with self._gate.admitted(request, n_bytes):
             return await self._gate.within_time(request, self._counted(request, chat))
 

@@ -126,6 +126,8 @@ class LlamaServer:
         )
 
     async def slots(self, request: Request) -> Response:
+        if not self._settings.shows_slots:
+            raise NotSupported("this server does not show its slots; start it without --no-slots")
         principal = principal_of(request)
         query = request.query_params
         namespace = "" if principal.is_admin else principal.namespace(query.get("cache_salt"))

@@ -93,8 +93,7 @@ class Ollama:
 
     async def _answer(self, request: Request, kind: type[OllamaRequest], reply_fields: ReplyFields) -> Response:
         body, n_bytes = await self._gate.read(request, kind)
-        if body.ignored:
-            log.debug("options that change nothing here: %s", ", ".join(body.ignored)[:500])
+        self._gate.note_ignored(request, [f"options.{name}" for name in body.ignored])
         unloads = body.unloads and principal_of(request).is_admin
         if body.unloads and body.only_loads and not unloads:
             raise admin_only("unloading a model (keep_alive 0)")  # in a chat it is ignored: the model stays

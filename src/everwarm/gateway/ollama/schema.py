@@ -35,6 +35,10 @@ OPTIONS = (
     "repeat_last_n",
     "presence_penalty",
     "frequency_penalty",
+    "typical_p",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
 )
 _NUMBER = r"\d{1,18}(?:\.\d{0,9})?"
 _DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_NUMBER}(?:ns|us|ms|s|m|h)){{1,8}})")

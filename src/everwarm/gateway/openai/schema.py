@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from everwarm.config import MAX_LOGIT_BIASES, Sampling
+from everwarm.config import MAX_BREAKERS, MAX_LOGIT_BIASES, MAX_SAMPLERS, Sampling, parse_samplers
 from everwarm.errors import BadRequest
 
 MAX_STOPS, MAX_STOP_CHARS = 32, 512
@@ -22,6 +23,30 @@ Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Count = Annotated[int, Meta(ge=0, le=1 << 26)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Name = Annotated[str, Meta(max_length=512)]
+
+DEFAULT_SAMPLING = Sampling()
+# Fields of a body that are fields of ``Sampling`` as they are.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "dry_multiplier",
+    "dry_allowed_length",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "adaptive_target",
+    "adaptive_decay",
+    "min_keep",
+)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -48,7 +73,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     seed: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | Annotated[float, Meta(ge=-1.0, le=1 << 24)] | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
     repeat_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
@@ -60,6 +85,24 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=MAX_LOGIT_BIASES)]
         | None
     ) = None
+    typical_p: Annotated[float, Meta(ge=0.0)] | None = None
+    top_n_sigma: Annotated[float, Meta(ge=-100.0, le=100.0)] | None = None
+    xtc_probability: Probability | None = None
+    xtc_threshold: Probability | None = None
+    dynatemp_range: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    dynatemp_exponent: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    dry_base: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
+    dry_sequence_breakers: Annotated[list[str], Meta(min_length=1, max_length=MAX_BREAKERS)] | None = None
+    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
+    mirostat_tau: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    mirostat_eta: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    adaptive_target: Annotated[float, Meta(ge=-100.0, le=1.0)] | None = None
+    adaptive_decay: Annotated[float, Meta(ge=0.0, le=0.99)] | None = None
+    samplers: Annotated[list[Name], Meta(max_length=MAX_SAMPLERS)] | Name | None = None
+    min_keep: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     cache_salt: Name | None = None
@@ -75,20 +118,23 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     return_progress: bool | None = None
     timings_per_token: bool | None = None
 
-    def sampling(self) -> Sampling:
-        given = {
-            "temperature": self.temperature,
-            "top_k": None if self.top_k is None else max(0, self.top_k),
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repeat_penalty": self.repeat_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
+    def sampling(self, defaults: Sampling = DEFAULT_SAMPLING) -> Sampling:
+        """``defaults``: what holds where the body says nothing."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | {
+            "top_k": None if self.top_k is None else max(0, int(self.top_k)),
+            "typical_p": None if self.typical_p is None else min(1.0, self.typical_p),
             "penalty_last_n": None if self.repeat_last_n is None else max(0, self.repeat_last_n),
+            "dry_penalty_last_n": None if self.dry_penalty_last_n is None else max(0, self.dry_penalty_last_n),
+            "dry_base": None if self.dry_base is None or self.dry_base < 1.0 else self.dry_base,
+            "dry_sequence_breakers": None if self.dry_sequence_breakers is None else tuple(self.dry_sequence_breakers),
+            "samplers": None if self.samplers is None else parse_samplers(self.samplers),
             "seed": None if self.seed is None or self.seed < 0 else self.seed % ((1 << 32) - 1),
             "logit_bias": _logit_bias(self.logit_bias),
         }
-        return Sampling(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        changed = {name: value for name, value in given.items() if value is not None}
+        if self.seed is not None and self.seed < 0:
+            changed["seed"] = None  # asks for a random one
+        return dataclasses.replace(defaults, **changed) if changed else defaults
 
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -211,6 +257,15 @@ def read(data: bytes | bytearray, kind: type[T]) -> T:
         raise BadRequest(f"the body cannot be used: {_shortened(str(error))}") from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+_Fields = dict[str, msgspec.Raw]
+
+
+def unknown_fields(data: bytes | bytearray, kind: type[Any]) -> list[str]:
+    """The fields of a body that ``kind`` was parsed from and does not have."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return [name for name in msgspec.json.decode(data, type=_Fields) if name not in known]
 
 
 def _shortened(reason: str) -> str:

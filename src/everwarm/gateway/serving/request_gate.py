@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import principal_of
 from everwarm.gateway.access.limits import AdmissionLimits, Place
 from everwarm.gateway.http.connection import network_of
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import unless_gone, within
-from everwarm.gateway.openai.schema import read
+from everwarm.gateway.openai.schema import read, unknown_fields
 from everwarm.router.pool import Pool
 
 T = TypeVar("T")
+Parse = Callable[[bytes | bytearray], T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,30 @@ class RequestGate:
     limits: AdmissionLimits
     bodies: BodyReader
     timeout_s: float | None  # of a whole request; None: any
+    strict: bool = False  # refuse a body with fields that are not known
 
     async def read(self, request: Request, kind: type[T]) -> tuple[T, int]:
         """The request's body and its bytes, if there is room to read it and it is valid."""
-        return await self.bodies.read(request, lambda data: read(data, kind))
+        return await self.bodies.read(request, self.noting(request, kind, lambda data: read(data or b"{}", kind)))
+
+    def noting(self, request: Request, kind: type[Any], parse: Parse[T]) -> Parse[T]:
+        """The same, and the fields that ``kind`` does not have are noted."""
+
+        def noted(data: bytes | bytearray) -> T:
+            body = parse(data)
+            self.note_ignored(request, unknown_fields(data or b"{}", kind))
+            return body
+
+        return noted
+
+    def note_ignored(self, request: Request, names: list[str]) -> None:
+        """What a client sent and nothing uses: an error, or named in a header of the answer."""
+        if not names:
+            return
+        if self.strict:
+            shown = ", ".join(name[:64] for name in names[:8])
+            raise BadRequest(f"this server does not know {shown}; leave it out, or start it without --strict")
+        request.state.ignored = [*getattr(request.state, "ignored", ()), *names]
 
     @contextlib.contextmanager
     def admitted(self, request: Request, n_body_bytes: int) -> Iterator[Place]:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from everwarm.config import Constraint
+from everwarm.config import Constraint, Sampling
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
@@ -95,6 +95,7 @@ class RequestPreparer:
 
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
         info = await served.supervisor.wait_ready()
+        body = self._settings.defaults.applied(body)
         if isinstance(body, ChatBody):
             return await self._chat(request, body, self._template(served, info), info)
         return await self._completion(request, body, info)
@@ -104,6 +105,7 @@ class RequestPreparer:
         info = await served.supervisor.wait_ready()
         template = self._template(served, info)
         namespace = namespace_of(request, body.cache_salt)
+        body = self._settings.defaults.applied(body)
         work = partial(self._prepared, body, template, info, marker, namespace)
         prepared = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
@@ -157,6 +159,7 @@ class RequestPreparer:
             request,
             body,
             info,
+            body.sampling(self._settings.defaults.sampling),
             text=prepared.text,
             add_special=prepared.add_special,
             hints=prepared.hints,
@@ -191,6 +194,7 @@ class RequestPreparer:
 
     async def _completion(self, request: Request, body: CompletionBody, info: m.ModelInfo) -> PreparedRequest:
         constraint = None
+        sampling = body.sampling(self._settings.defaults.sampling)
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
         submits: list[m.Submit] = []
@@ -199,7 +203,7 @@ class RequestPreparer:
             if text is not None and len(text) > MAX_PROMPT_CHARS:
                 raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
             given: Any = {"text": text, "tokens": tokens, "n_probs": body.wanted_probs, "constraint": constraint}
-            submits += _choices(_submit(request, body, info, **given), body)
+            submits += _choices(_submit(request, body, info, sampling, **given), body)
             n_tokens += len(tokens) if tokens is not None else estimated_tokens(len(text or ""))
         _recount(request, n_tokens)
         return PreparedRequest(tuple(submits))
@@ -284,6 +288,7 @@ def _submit(
     request: Request,
     body: Body,
     info: m.ModelInfo,
+    sampling: Sampling,
     *,
     text: str | None = None,
     tokens: list[int] | None = None,
@@ -303,7 +308,7 @@ def _submit(
         tokens=tokens,
         add_special=add_special,
         hints=hints,
-        sampling=body.sampling(),
+        sampling=sampling,
         max_tokens=body.reply_tokens(info.n_ctx),
         stop=body.stops(),
         namespace=namespace_of(request, body.cache_salt),

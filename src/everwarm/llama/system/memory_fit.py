@@ -6,23 +6,22 @@ before libllama asks for it. Sizes differ by architecture in ways only libllama 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from everwarm.config import ContextOptions
+from everwarm.config import ContextOptions, ModelOptions
 from everwarm.errors import ContextTooBig
 from everwarm.llama import abi
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
+from everwarm.llama.system.devices import devices
 from everwarm.memory_limits import tightest_limit
 from everwarm.types import SeqId
 
-_DEVICE_GPU = 1
 _MIB = 1 << 20
 
 
@@ -67,14 +66,14 @@ def require_fit(model: Model, options: ContextOptions) -> None:
 
 def free_bytes(model: Model) -> int:
     """What a context of this model can have: the GPUs' memory if the whole model is there, else the host's as well."""
-    on_gpu = gpu_free_bytes(model.lib) if model.options.n_gpu_layers else 0
+    on_gpu = gpu_free_bytes(model.lib, model.options) if model.options.n_gpu_layers else 0
     return on_gpu if is_on_gpu(model) else host_free_bytes() + on_gpu
 
 
 def is_on_gpu(model: Model) -> bool:
     """Whether all of the model is on GPUs, and its contexts with it."""
     layers = model.options.n_gpu_layers
-    return (layers < 0 or layers > model.n_layers) and gpu_free_bytes(model.lib) > 0
+    return (layers < 0 or layers > model.n_layers) and gpu_free_bytes(model.lib, model.options) > 0
 
 
 def mapped_bytes(model: Model) -> int:
@@ -101,13 +100,9 @@ def limited_bytes() -> int | None:
     return None if limit is None else limit.free_bytes
 
 
-def gpu_free_bytes(lib: Lib) -> int:
-    total_free = 0
-    for i in range(int(lib.ggml_backend_dev_count())):
-        device = lib.ggml_backend_dev_get(i)
-        if int(lib.ggml_backend_dev_type(device)) == _DEVICE_GPU:
-            free = ctypes.c_size_t()
-            total = ctypes.c_size_t()
-            lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            total_free += free.value
-    return total_free
+def gpu_free_bytes(lib: Lib, options: ModelOptions) -> int:
+    """Of the GPUs that a model opened so may use."""
+    gpus = [gpu for gpu in devices(lib) if gpu.is_gpu and (not options.devices or gpu.name in options.devices)]
+    if options.split_mode == "none":
+        gpus = gpus[options.main_gpu : options.main_gpu + 1]
+    return sum(gpu.free_bytes for gpu in gpus)

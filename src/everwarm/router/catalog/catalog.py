@@ -85,12 +85,32 @@ class Catalog:
         return None
 
 
-def only(path: Path, settings: EngineSettings, id: str, *, mmproj: Path | None = None) -> Catalog:
-    """One model that is loaded at the start, stays, and is served under any name. Its faults show when it is loaded."""
+def projector_beside(path: Path) -> Path | None:
     beside = (path.with_name(name) for name in (f"mmproj-{path.name}", f"{path.stem}.mmproj.gguf"))
-    mmproj = mmproj or next((file for file in beside if file.is_file()), None)
+    return next((file for file in beside if file.is_file()), None)
+
+
+def only(
+    path: Path,
+    settings: EngineSettings,
+    id: str,
+    *,
+    mmproj: Path | None = None,
+    aliases: tuple[str, ...] = (),
+    template: str | None = None,
+) -> Catalog:
+    """One model that is loaded at the start, stays, and is served under any name. Its faults show when it is loaded."""
     spec = ModelSpec(
-        id=id, path=path, settings=settings, n_bytes=0, source="file", mmproj=mmproj, pinned=True, load_on_start=True
+        id=id,
+        path=path,
+        settings=settings,
+        n_bytes=0,
+        source="file",
+        mmproj=mmproj,
+        aliases=aliases,
+        template=template,
+        pinned=True,
+        load_on_start=True,
     )
     return Catalog({id: spec}, default=id)
 
