@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,21 +122,22 @@ def serve(
     console = Console(stderr=True)
     _set_environment(options)
     _tell_unused_gpu(console)
-    if models is None:
-        catalog = _single(model, options, console)
-        return run(lambda: catalog, PoolLimits(), options.server(), console)
+    if models is not None:
+        return _serve_many(models, options, console)
+    catalog = _single(model, options, console)
+    return run(lambda: catalog, PoolLimits(), options.server(), console)
+
+
+def _serve_many(source: str, options: ServeOptions, console: Console) -> int:
+    from everwarm.gateway.server import serve as run
+
     require(options.template() is None, "a chat template is for one model; with --models give each its own")
     require(options.mmproj_auto, "--no-mmproj-auto is for one model; with --models leave out the projectors")
-    engine = options.engine()
-    source = models
-    default = options.models_default
-    state_dir = options.state_dir
+    read_again = partial(
+        discover, source, options.engine(), default=options.models_default, state_dir=options.state_dir
+    )
     with downloads(console) as resolve:
-        found = discover(source, engine, default=default, resolve=resolve, state_dir=state_dir)
-
-    def read_again() -> Catalog:
-        return discover(source, engine, default=default, state_dir=state_dir)
-
+        found = read_again(resolve=resolve)
     return run(read_again, options.limits(found), options.server(), console, autoload=options.models_autoload)
 
 
