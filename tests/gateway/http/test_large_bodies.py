@@ -40,6 +40,8 @@ MESSAGES = {
     "/api/chat": "messages",
     "/v1/responses": "input",
     "/responses": "input",
+    "/v1/responses/input_tokens": "input",
+    "/v1/responses/compact": "input",
 }
 TEXTS = {
     "/v1/completions": "prompt",
@@ -53,7 +55,7 @@ TEXTS = {
     "/models/load": "model",
     "/models/unload": "model",
 }
-COUNTS = ("/apply-template", "/v1/messages/count_tokens", "/tokenize")  # of any length, if it can be parsed
+COUNTS = ("/apply-template", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize")  # of any length, if it can be parsed
 REFUSED = (400, 404, 413)
 TAKEN = (200, *REFUSED)
 TAKES_TOOLS = [path for path in MESSAGES if "count" not in path and "template" not in path]
@@ -163,10 +165,8 @@ def asked(server: Server, path: str, data: bytes) -> int:
 
 def test_every_endpoint_that_reads_a_body_is_tried_here():
     nobody = cast(Any, None)
-    dialects = [kind(*[nobody] * 3) for kind in (OpenAI, Ollama)] + [
-        kind(*[nobody] * 4) for kind in (Responses, Anthropic)
-    ]
-    dialects += [LlamaServer(*[nobody] * 5), Models(*[nobody] * 2)]
+    dialects = [kind(*[nobody] * 3) for kind in (OpenAI, Ollama)]
+    dialects += [Anthropic(*[nobody] * 4), Responses(*[nobody] * 5), LlamaServer(*[nobody] * 5), Models(*[nobody] * 2)]
     routes = [route for dialect in dialects for route in dialect.routes()]
     taking = {route.path for route in routes if "POST" in (route.methods or ()) and "refuse" not in route.name}
     tried = {path.partition("?")[0].replace("/slots/0", "/slots/{id}") for path in (*MESSAGES, *TEXTS)}
