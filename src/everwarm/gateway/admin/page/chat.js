@@ -29,6 +29,9 @@ export class Chat extends EventTarget {
     this.messages = h("div", { class: "messages", role: "log", "aria-label": "Messages", "aria-live": "off", tabindex: "0" }, this.inner);
     this.composer = new Composer({ send: (text, pictures) => this.send(text, pictures), stop: () => this.stop() });
     this.panel = setupPanel(this.setup, () => storeSetup(this.setup));
+    for (const [event, isOver] of [["pointerover", true], ["pointerleave", false]]) {
+      this.inner.addEventListener(event, ({ target }) => this.dispatchEvent(new CustomEvent("point", { detail: isOver ? target.closest(".message")?.dataset.id ?? null : null })));
+    }
     root.append(
       h("aside", { class: "talks", "aria-label": "Conversations" },
         button("+ New", { class: "new", title: "New conversation (n)", id: "new-talk" }, () => this.fresh()), this.list,
@@ -99,6 +102,7 @@ export class Chat extends EventTarget {
     if (!message.timings) return;
     await this.feed.refresh();
     const seconds = this.feed.overview?.seconds_per_token;
+    message.at = Date.now();
     if (seconds) message.cold_ms = 1000 * seconds * (message.timings.cache_n + message.timings.prompt_n);
   }
 
@@ -204,6 +208,7 @@ export class Chat extends EventTarget {
     if (this.talk.tour && !this.writing) elements.push(this.tourSteps());
     this.inner.replaceChildren(...(elements.length ? elements : [this.empty()]));
     this.toEnd();
+    this.dispatchEvent(new Event("change"));
     this.render(shown.filter((message) => !message.isWriting));
   }
 
@@ -216,6 +221,11 @@ export class Chat extends EventTarget {
       if (element && !element.querySelector(".edit")) refresh(element, message);
     }
     if (isAtEnd) this.toEnd();
+  }
+
+  /** Marks the messages that something else on the page is about. */
+  mark(ids) {
+    for (const element of this.inner.querySelectorAll(".message")) element.toggleAttribute("data-marked", ids.includes(element.dataset.id));
   }
 
   branchNote() {
