@@ -80,15 +80,20 @@ export function lineage(place) {
   return found;
 }
 
-/** How many conversations can be continued: ends of the tree that keep something, but for what a template dropped on the way. */
-export function keptEnds(nodes) {
-  const { places } = layout(nodes);
-  return [...places.values()].filter((place) => place.parent && !place.node.n_children && place.node.checkpoint && !isStub(place)).length;
+/** How many conversations these places are: their ends, but for what a template dropped on the way. */
+export function countEnds(places) {
+  const ends = new Set();
+  for (const place of places) {
+    if (!place.parent || place.children.length || isStub(place)) continue;
+    const { checkpoint } = place.parent.node;
+    ends.add(checkpoint?.kind === "stable" ? place.parent : place); // after it: the reply as it was, and as the next prompt will have it
+  }
+  return ends.size;
 }
 
 /** An end that the conversation left behind: its thinking was stripped, or its reply was rendered in another way. */
-export function isStub(place) {
-  if (place.children.length || !place.parent?.node.checkpoint) return false;
+function isStub(place) {
+  if (!place.parent.node.checkpoint) return false;
   return place.parent.children.some((other) => other !== place && other.children.length > 0);
 }
 

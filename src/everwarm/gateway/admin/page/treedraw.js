@@ -238,7 +238,7 @@ export class TreeDrawing {
       context.fillText(words, x, y - 9);
     }
     if (camera.row >= 16) for (const label of picture.labels) this._name(context, label, width);
-    this._here(context, picture.here, width);
+    if (picture.here) this._here(context, picture.here, width);
   }
 
   _name(context, label, width) {

@@ -4,13 +4,13 @@
 // Which nodes are of a conversation is told by lengths: the server says for each reply how many tokens its prompt and it had, and where in the
 // tree it resumed; checkpoints lie at exactly these places. Two conversations of the same lengths are told apart by when they were used.
 
-import { Axis, layout, lineage } from "./layout.js";
+import { Axis, countEnds, layout, lineage } from "./layout.js";
 import { path, titleOf } from "./talk.js";
 
 const NEAR = 48; // tokens that a template may put around a reply
 
 /** The turns of messages that the server has counted: which tokens each covers, and its messages. */
-export function turnsOf(talk, messages) {
+function turnsOf(talk, messages) {
   const turns = [];
   for (const message of messages) {
     const { timings } = message;
@@ -23,38 +23,44 @@ export function turnsOf(talk, messages) {
 }
 
 /** The node where a conversation stands, or null: of those at its known lengths the one with most of them above it, and the deepest. */
-export function locate(picture, turns, namespace) {
+function locate(picture, turns, namespace) {
   const known = new Set(turns.flatMap(({ prompt, end, resumed }) => [prompt, end, resumed]));
   const at = turns.at(-1)?.at ?? 0;
-  const scores = new Map();
+  const seen = new Map(); // how many known lengths a path has, and when it was last used; parents come before children
   let best = null;
   for (const place of picture.places.values()) {
     const { node } = place;
     const isKnown = known.has(node.end) && node.end > 0;
-    const score = (scores.get(place.parent) ?? 0) + (isKnown ? 1 : 0);
-    scores.set(place, score);
-    if (!isKnown || (namespace && node.namespace !== namespace)) continue;
-    const found = { place, score, end: node.end, away: Math.abs((node.last_use ?? 0) * 1000 - at) };
-    if (!best || isBetter(found, best)) best = found;
+    const above = seen.get(place.parent) ?? { score: 0, used: 0 };
+    const found = { place, score: above.score + (isKnown ? 1 : 0), end: node.end, used: node.last_use ?? above.used };
+    found.away = Math.abs(1000 * found.used - at);
+    seen.set(place, found);
+    if (isKnown && (!namespace || node.namespace === namespace) && (!best || isBetter(found, best))) best = found;
   }
   return best?.place ?? null;
 }
 
 const isBetter = (a, b) => (a.score - b.score || a.end - b.end || b.away - a.away) > 0;
 
-/** The picture with the open conversation as its first row; the plain one if it is not in the tree. */
+/** The picture with the open conversation as its first row, or one of the others if it is not in the tree; the plain one if none is. */
 export function arrange(nodes, talks, open, namespace) {
   const picture = layout(nodes);
-  const turns = open ? turnsOf(open, path(open)) : [];
-  const here = turns.length ? locate(picture, turns, namespace) : null;
-  if (!here) return picture;
-  const trunk = lineage(here).reverse();
+  const main = [open, ...talks].map((talk) => standing(picture, talk, namespace)).find(({ end }) => end !== null);
+  if (!main) return picture;
+  const { talk, turns, end } = main;
+  const trunk = lineage(end).reverse();
   const branches = branchesOf(picture, trunk);
-  const names = namesOf(picture, talks, open, namespace);
-  const all = turnsOf(open, Object.values(open.messages));
+  const names = namesOf(picture, talks, talk, namespace);
+  const all = turnsOf(talk, Object.values(talk.messages));
   const [ticks, others] = split(branches, (branch) => !names.has(branch) && isLeftBehind(branch, all));
   others.sort((a, b) => b.used - a.used);
-  return placed(picture, trunk, ticks, others, { here, turns, names });
+  return placed(picture, trunk, ticks, others, { here: talk === open ? end : null, turns, names });
+}
+
+/** A conversation with the node where it stands; null: it is not in the tree. */
+function standing(picture, talk, namespace) {
+  const turns = turnsOf(talk, path(talk));
+  return { talk, turns, end: turns.length ? locate(picture, turns, namespace) : null };
 }
 
 /** Everything beside the trunk (each place learns its branch): the first node of each branch, what is below it, how deep it goes, and when it was used. */
@@ -66,7 +72,7 @@ function branchesOf(picture, trunk) {
     if (onTrunk.has(place)) continue;
     let branch = of.get(place.parent);
     if (!branch) {
-      branch = { first: place, places: [], end: 0, used: 0, n_ends: 0 };
+      branch = { first: place, places: [], end: 0, used: 0 };
       found.push(branch);
     }
     of.set(place, branch);
@@ -74,7 +80,6 @@ function branchesOf(picture, trunk) {
     branch.places.push(place);
     branch.end = Math.max(branch.end, place.node.end);
     branch.used = Math.max(branch.used, place.node.last_use ?? 0);
-    if (!place.children.length) branch.n_ends += 1;
   }
   return found;
 }
@@ -117,7 +122,10 @@ function placed(picture, trunk, ticks, others, about) {
   return { places: picture.places, rows, axis, n_tokens, labels, ticks: ticks.map((branch) => branch.first), here: about.here, turns: spans(about.turns, axis) };
 }
 
-const unnamed = (branch) => branch.places.map((place) => place.node.words).find(Boolean) ?? (branch.n_ends > 1 ? `${branch.n_ends} conversations from elsewhere` : "a conversation from elsewhere");
+function unnamed(branch) {
+  const n = countEnds(branch.places);
+  return branch.places.map((place) => place.node.words).find(Boolean) ?? (n > 1 ? `${n} conversations from elsewhere` : "a conversation from elsewhere");
+}
 
 /** The part of the trunk that each turn added. */
 function spans(turns, axis) {
