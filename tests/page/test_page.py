@@ -522,6 +522,10 @@ def test_models_are_swapped_and_failures_are_told(browser, tmp_path):
         assert evil in failed.inner_text() and failed.locator(".wrong").inner_text()
         card("one", "unloaded").get_by_role("button").click()
         card("one", "loaded")
+        page.wait_for_function("() => document.querySelector('[data-model=one]').innerText.includes('0 conversations')")
+        shown = page.locator("[data-model=one]").inner_text()
+        assert "qwen35" in shown and "4,096 of " in shown and "MiB" in shown and "F32" in shown
+        assert "mamba2" in page.locator("[data-model=two]").inner_text(), "from the file: it is not loaded"
         card("two", "unloaded").get_by_role("button").click()
         card("two", "loaded")
         card("one", "unloaded")

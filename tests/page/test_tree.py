@@ -76,6 +76,38 @@ def test_fifty_turns_of_a_model_that_thinks_are_one_line(tab):
     assert plain["here"] is None and len(plain["rows"]) == 51, "a conversation that is not in the tree has no line"
 
 
+def test_conversations_are_counted_without_what_they_left_behind(tab):
+    counted = """async (nodes) => { const { countEnds, layout } = await import('/page/layout.js');
+        return countEnds(layout(nodes).places.values()) }"""
+    stubs = {"prompt-end", "reply-end"}
+
+    def real(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With the kinds that an engine gives: stubs have no message's end."""
+        kinds = {3 * turn + step: kind for turn in range(1, 60) for step, kind in enumerate(sorted(stubs))}
+        return [
+            each | {"checkpoint": {**each["checkpoint"], "kind": kinds.get(each["id"], "stable")}} for each in nodes
+        ]
+
+    nodes, _ = thinking(4)
+    assert tab.page.evaluate(counted, real(nodes)) == 1
+    n = len(nodes)
+    other = [
+        node(n + 1, 2, 100, 300),
+        node(n + 2, n + 1, 300, 303),
+        node(n + 3, n + 2, 303, 340),
+        node(n + 4, n + 1, 300, 330),
+    ]
+    for each, kind in zip(other[1:], ("prompt-end", "reply-end", "prewarm"), strict=True):
+        each["checkpoint"]["kind"] = kind
+    assert tab.page.evaluate(counted, real(nodes) + other) == 2, (
+        "the reply as it was and as the next prompt has it are one"
+    )
+    plain = [node(1, None, 0, 0), node(2, 1, 0, 60), node(3, 1, 0, 70)]
+    for each in plain[1:]:
+        each["checkpoint"]["kind"] = "prompt-end"
+    assert tab.page.evaluate(counted, plain) == 2
+
+
 def test_other_conversations_are_rows_with_names(tab):
     nodes, lengths = thinking(2)
     n = len(nodes)
