@@ -243,6 +243,7 @@ EVIL = '<img src=x onerror="boom()"><script>boom()</script> [a](javascript:boom(
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     call = {"name": "look", "arguments": {"what": EVIL}}
     lines = [
+        {"when": "It is sunny", "say": "Good.\n</think>\n\nThe sun shines."},
         {"when": "please call", "say": f"I call.\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"},
         {"when": "onerror", "say": f"{EVIL}\n</think>\n\n{EVIL}\n\n```html\n{EVIL}\n```\n\n- one\n- {EVIL}"},
     ]
@@ -287,6 +288,28 @@ def test_markup_from_anybody_stays_text(browser, scripted):
         tab.page.evaluate("window.broken = []")
         tab.asked[:] = [each for each in tab.asked if "127.0.0.2" not in each]
         tab.said.clear()
+
+
+def test_the_result_of_a_tool_can_be_entered(browser, scripted):
+    with opened(browser, scripted.url, setup=setup("")) as tab:
+        page = tab.page
+        page.evaluate("everwarm.chat.setup.max_tokens = 400")
+        page.evaluate('everwarm.chat.setup.tools = \'[{"name": "look", "parameters": {}}]\'')
+        tab.send("please call")
+        tab.wait_written()
+        assert page.locator(".call b").inner_text() == "look"
+        page.fill(".results textarea", "It is sunny.")
+        page.click("#send-results")
+        tab.wait_written()
+        assert "The sun shines." in tab.replies().last.inner_text()
+        assert (
+            "It is sunny." in page.locator(".message.tool").inner_text() and not page.locator(".results").is_visible()
+        )
+        results = page.evaluate("Object.values(everwarm.chat.talk.messages).filter((m) => m.role === 'tool')")
+        assert [each["content"] for each in results] == ["It is sunny."] and results[0]["call"]
+        page.reload()
+        page.wait_for_function("() => window.everwarm")
+        assert page.locator(".message.tool").count() == 1
 
 
 # the tree
@@ -499,6 +522,10 @@ def test_models_are_swapped_and_failures_are_told(browser, tmp_path):
         assert evil in failed.inner_text() and failed.locator(".wrong").inner_text()
         card("one", "unloaded").get_by_role("button").click()
         card("one", "loaded")
+        page.wait_for_function("() => document.querySelector('[data-model=one]').innerText.includes('0 conversations')")
+        shown = page.locator("[data-model=one]").inner_text()
+        assert "qwen35" in shown and "4,096 of " in shown and "MiB" in shown and "F32" in shown
+        assert "mamba2" in page.locator("[data-model=two]").inner_text(), "from the file: it is not loaded"
         card("two", "unloaded").get_by_role("button").click()
         card("two", "loaded")
         card("one", "unloaded")

@@ -21,7 +21,7 @@ MAX_CHARS = 32_768  # of one text; the slowest one found of this length takes 0.
 MAX_TOKENS = 20_000  # a table of empty cells has more of them than characters
 MAX_CODE_CHARS = 8_192  # of a block that is highlighted
 _MAX_NESTING = 20
-_WILD = re.compile(r"[^\n]{301}|\s{65}")  # lines and gaps that no program has, and on which lexers take seconds
+_WILD = re.compile(r"[^\n]{201}|\s{65}")  # lines and gaps that no program has, and on which lexers take seconds
 
 _LINK = re.compile(r"(?:https?://|mailto:)[^\s\x00-\x20\x7f]{1,2000}", re.IGNORECASE)
 _BARE_LINK = re.compile(r"(https?://[^\s<>()\[\]{}\"'`|\\^\x00-\x20\x7f]{3,2000}(?<![.,;:!?*_]))", re.IGNORECASE)

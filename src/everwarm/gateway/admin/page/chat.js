@@ -2,14 +2,16 @@
 
 import { button, find, h, say } from "./dom.js";
 import { Composer } from "./composer.js";
-import { loadSetup, loadTalks, storeSetup, storeTalks } from "./keep.js";
-import { messageElement, refresh } from "./message.js";
+import { exported, imported, loadSetup, loadTalks, storeSetup, storeTalks } from "./keep.js";
+import { messageElement, refresh, resultsForm } from "./message.js";
 import { fetchRendered } from "./render.js";
 import { reply } from "./reply.js";
-import { ROOT, add, choose, lastOf, newTalk, path, titleOf, toSend } from "./talk.js";
-import { setupPanel } from "./setup.js";
+import { ROOT, add, choose, found, lastOf, newTalk, path, titleOf, toSend } from "./talk.js";
+import { sampled, setupPanel } from "./setup.js";
 import { OTHER_QUESTION, QUESTION, STEPS, longText } from "./tour.js";
-import { count, stillWarm } from "./words.js";
+import { bytes, count, stillWarm } from "./words.js";
+
+const MOST_IMPORTED = 32 << 20; // bytes of a file
 
 export class Chat extends EventTarget {
   constructor(root, feed) {
@@ -25,15 +27,25 @@ export class Chat extends EventTarget {
     this.writing = null; // {stop, message}
     this._frame = 0;
     this.list = h("ul", { class: "talk-list" });
+    this.search = h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search conversations", on: { input: () => this.showList() } });
+    this.undo = h("div", { class: "undo", role: "status", hidden: true });
+    this.wrong = h("p", { class: "wrong note", role: "alert" });
+    this.file = h("input", { type: "file", accept: "application/json,.json", hidden: true, id: "import-file", on: { change: () => this.importFile(this.file.files[0]) } });
     this.inner = h("div", { class: "inner" });
     this.messages = h("div", { class: "messages", role: "log", "aria-label": "Messages", "aria-live": "off", tabindex: "0" }, this.inner);
     this.composer = new Composer({ send: (text, pictures) => this.send(text, pictures), stop: () => this.stop() });
     this.panel = setupPanel(this.setup, () => storeSetup(this.setup));
+    for (const [event, isOver] of [["pointerover", true], ["pointerleave", false]]) {
+      this.inner.addEventListener(event, ({ target }) => this.dispatchEvent(new CustomEvent("point", { detail: isOver ? target.closest(".message")?.dataset.id ?? null : null })));
+    }
     root.append(
       h("aside", { class: "talks", "aria-label": "Conversations" },
-        button("+ New", { class: "new", title: "New conversation (n)", id: "new-talk" }, () => this.fresh()), this.list,
+        button("+ New", { class: "new", title: "New conversation (n)", id: "new-talk" }, () => this.fresh()), this.search, this.list, this.undo, this.wrong,
+        h("div", { class: "files" }, button("Export", { class: "plain", id: "export", title: "All conversations as a file" }, () => this.exportFile()),
+          button("Import", { class: "plain", id: "import", title: "Conversations from a file" }, () => this.file.click()), this.file),
         h("p", { class: "note" }, "Kept in this browser only.")),
-      h("div", { class: "room" }, this.messages, this.panel, this.composer.element));
+      this.room = h("div", { class: "room" }, this.messages, this.panel, this.composer.element));
+    this.composer.takeDrops(this.room);
     this.show();
   }
 
@@ -52,11 +64,44 @@ export class Chat extends EventTarget {
     this.dispatchEvent(new Event("open"));
   }
 
+  /** Forgets a conversation; the last one can be brought back. */
   forget(talk) {
+    const nth = this.talks.indexOf(talk);
     this.talks = this.talks.filter((each) => each !== talk);
     storeTalks(this.talks);
+    const back = () => {
+      this.talks.splice(Math.max(0, nth), 0, talk);
+      storeTalks(this.talks);
+      this.undo.hidden = true;
+      this.open(talk);
+    };
+    this.undo.replaceChildren(h("span", {}, `Forgotten: ${talk.title}`), button("Undo", { class: "plain", id: "undo" }, back));
+    this.undo.hidden = nth < 0;
     if (talk === this.talk) this.open(this.talks[0] ?? newTalk());
     else this.showList();
+  }
+
+  exportFile() {
+    const url = URL.createObjectURL(new Blob([exported(this.talks)], { type: "application/json" }));
+    h("a", { href: url, download: `everwarm-conversations-${new Date().toISOString().slice(0, 10)}.json` }).click();
+    URL.revokeObjectURL(url);
+  }
+
+  /** Adds the conversations of a file; of one that is here already the file's version is taken. */
+  async importFile(file) {
+    this.wrong.textContent = "";
+    this.file.value = "";
+    if (!file) return;
+    try {
+      if (file.size > MOST_IMPORTED) throw new Error(`This file has ${bytes(file.size)}; ${bytes(MOST_IMPORTED)} can be read.`);
+      const talks = imported(await file.text());
+      const ids = new Set(talks.map((talk) => talk.id));
+      this.talks = [...talks, ...this.talks.filter((talk) => !ids.has(talk.id))];
+      storeTalks(this.talks);
+      this.open(talks[0]);
+    } catch (error) {
+      this.wrong.textContent = error.message;
+    }
   }
 
   save() {
@@ -99,6 +144,7 @@ export class Chat extends EventTarget {
     if (!message.timings) return;
     await this.feed.refresh();
     const seconds = this.feed.overview?.seconds_per_token;
+    message.at = Date.now();
     if (seconds) message.cold_ms = 1000 * seconds * (message.timings.cache_n + message.timings.prompt_n);
   }
 
@@ -121,13 +167,20 @@ export class Chat extends EventTarget {
     return {
       model: this.model ?? undefined, messages: toSend(talk, to.id, this.setup.system), stream: true,
       stream_options: { include_usage: true }, return_progress: true, prompt_cache_key: `page-${talk.id}`,
-      temperature: this.setup.temperature, max_tokens: this.setup.max_tokens,
+      ...sampled(this.setup),
       prompt_cache_diagnostics: this.setup.words || undefined, ...this.extra,
     };
   }
 
   stop() {
     this.writing?.stop.abort();
+  }
+
+  /** Answers what the results of a reply's tool calls are; calls and results belong together. */
+  giveResults(message, texts) {
+    let at = message;
+    message.calls.forEach((call, nth) => { at = add(this.talk, at.id, { role: "tool", call: call.id, name: call.function.name, content: texts[nth] }); });
+    this.answer(at);
   }
 
   // actions on a message
@@ -200,10 +253,13 @@ export class Chat extends EventTarget {
     const shown = path(this.talk);
     const elements = shown.map((message) => messageElement(this.talk, message, this, this.writing !== null));
     if (shown.at(-1)?.error) elements.push(h("div", { class: "row-end" }, button("Try again", {}, () => this.regenerate())));
+    const last = shown.at(-1);
+    if (last?.calls?.length && !this.writing) elements.push(resultsForm(last, (texts) => this.giveResults(last, texts)));
     if (this.talk.cut) elements.push(this.branchNote());
     if (this.talk.tour && !this.writing) elements.push(this.tourSteps());
     this.inner.replaceChildren(...(elements.length ? elements : [this.empty()]));
     this.toEnd();
+    this.dispatchEvent(new Event("change"));
     this.render(shown.filter((message) => !message.isWriting));
   }
 
@@ -216,6 +272,11 @@ export class Chat extends EventTarget {
       if (element && !element.querySelector(".edit")) refresh(element, message);
     }
     if (isAtEnd) this.toEnd();
+  }
+
+  /** Marks the messages that something else on the page is about. */
+  mark(ids) {
+    for (const element of this.inner.querySelectorAll(".message")) element.toggleAttribute("data-marked", ids.includes(element.dataset.id));
   }
 
   branchNote() {
@@ -237,8 +298,10 @@ export class Chat extends EventTarget {
 
   showList() {
     const known = this.talks.includes(this.talk) ? this.talks : [this.talk, ...this.talks];
-    this.list.replaceChildren(...known.map((talk) => h("li", { class: talk === this.talk ? "open" : null },
-      button(talk.title, { class: "title", "aria-current": talk === this.talk ? "true" : null }, () => this.open(talk)),
+    const wanted = this.search.value.trim();
+    const hits = new Map(known.map((talk) => [talk, wanted ? found(talk, wanted) : ""]));
+    this.list.replaceChildren(...known.filter((talk) => hits.get(talk) !== null).map((talk) => h("li", { class: talk === this.talk ? "open" : null },
+      button([talk.title, wanted ? h("span", { class: "snippet" }, hits.get(talk)) : null], { class: "title", "aria-current": talk === this.talk ? "true" : null }, () => this.open(talk)),
       button("×", { class: "plain gone", "aria-label": `Forget ${talk.title}` }, () => this.forget(talk)))));
   }
 

@@ -1,6 +1,6 @@
 // Where messages are written: text, pictures, send and stop.
 
-import { button, h } from "./dom.js";
+import { button, h, say } from "./dom.js";
 
 const MOST_PICTURES = 8;
 const MOST_BYTES = 12 << 20;
@@ -16,7 +16,7 @@ export class Composer {
     this.sendButton = button("Send", { class: "primary", id: "send" }, () => this.send());
     this.stopButton = button("Stop", { id: "stop", hidden: true, title: "Stop the reply (Esc)" }, stop);
     this.shown = h("div", { class: "attached" });
-    this.element = h("div", { class: "composer" }, h("div", { class: "box", on: { dragover: (event) => event.preventDefault(), drop: (event) => this._drop(event), paste: (event) => this._paste(event) } },
+    this.element = h("div", { class: "composer" }, h("div", { class: "box", on: { paste: (event) => this._attach([...event.clipboardData.files]) } },
       this.shown, this.area,
       h("div", { class: "tools" }, this.attach, this.file, h("span", { class: "hint" }, "Enter sends, Shift+Enter is a new line"), this.stopButton, this.sendButton)));
   }
@@ -54,16 +54,20 @@ export class Composer {
     this.area.style.height = `${this.area.scrollHeight}px`;
   }
 
-  _drop(event) {
-    event.preventDefault();
-    this._attach([...event.dataTransfer.files]);
-  }
-
-  _paste(event) {
-    this._attach([...event.clipboardData.files]);
+  /** Takes pictures that are dropped anywhere on an element. */
+  takeDrops(element) {
+    const over = (isOver) => element.classList.toggle("drop", isOver && this._sees);
+    element.addEventListener("dragover", (event) => { event.preventDefault(); over(true); });
+    element.addEventListener("dragleave", () => over(false));
+    element.addEventListener("drop", (event) => {
+      event.preventDefault();
+      over(false);
+      this._attach([...event.dataTransfer.files]);
+    });
   }
 
   async _attach(files) {
+    if (files.length && !this._sees) say("This model does not take pictures.");
     if (!this._sees) return;
     for (const file of files) {
       if (!/^image\/(png|jpeg|webp|gif)$/.test(file.type) || file.size > MOST_BYTES || this._pictures.length >= MOST_PICTURES) continue;

@@ -2,7 +2,7 @@
 
 import { json } from "./api.js";
 import { h } from "./dom.js";
-import { keptEnds } from "./layout.js";
+import { countEnds, layout } from "./layout.js";
 import { clock, promised } from "./words.js";
 
 const MOST_NODES = 1000; // one page of the tree
@@ -38,7 +38,7 @@ export class Headline {
     if (!overview || overview.requests.total > 0 || overview.version === null || this._countedFor === overview.model) return;
     this._countedFor = overview.model;
     const page = await json(`/cache/tree?model=${encodeURIComponent(overview.model)}&limit=${MOST_NODES}`).catch(() => null);
-    this.n_kept = page ? keptEnds(page.nodes) : 0;
+    this.n_kept = page ? countEnds(layout(page.nodes).places.values()) : 0;
     this.show();
     this.feed.dispatchEvent(new Event("kept"));
   }

@@ -1,8 +1,14 @@
 // What this browser remembers: conversations and settings. Where there is no room the oldest go first, pictures before words.
 
+import { ROOT } from "./talk.js";
+
 const TALKS = "everwarm.talks";
 const SETUP = "everwarm.setup";
 const MOST_TALKS = 60;
+const MOST_MESSAGES = 5000; // of a conversation from a file
+const MOST_CHARS = 4_000_000; // of a message from a file
+const ID = /^[\w-]{1,80}$/;
+const ROLES = ["user", "assistant", "tool"];
 
 export function load(key, usual) {
   try {
@@ -21,12 +27,7 @@ export function store(key, value) {
   }
 }
 
-export function loadTalks() {
-  const talks = load(TALKS, []);
-  const good = Array.isArray(talks) ? talks.filter((talk) => talk?.messages && talk.chosen) : [];
-  for (const talk of good) for (const message of Object.values(talk.messages)) message.isWriting = false;
-  return good;
-}
+export const loadTalks = () => readTalks(load(TALKS, []));
 
 export function storeTalks(talks) {
   const newest = [...talks].filter((talk) => Object.keys(talk.messages).length).sort((a, b) => b.at - a.at).slice(0, MOST_TALKS);
@@ -41,5 +42,41 @@ function withoutPictures(talk) {
   return { ...talk, messages };
 }
 
-export const loadSetup = () => ({ system: "", temperature: 0.7, max_tokens: 1024, words: true, ...load(SETUP, {}) });
+// conversations in files
+
+/** All conversations as the text of a file. */
+export const exported = (talks) => JSON.stringify({ everwarm: "conversations", version: 1, talks }, null, 1);
+
+/** The conversations of a file's text; throws with what is wrong. */
+export function imported(text) {
+  let found;
+  try { found = JSON.parse(text); } catch { throw new Error("This file is not JSON."); }
+  if (found?.everwarm !== "conversations" || !Array.isArray(found.talks)) throw new Error("This file has no conversations that Everwarm exported.");
+  const talks = readTalks(found.talks.slice(0, MOST_TALKS));
+  if (!talks.length) throw new Error("No conversation in this file can be read.");
+  return talks;
+}
+
+/** What is whole of conversations from a file or from an earlier version of this page. */
+function readTalks(given) {
+  return (Array.isArray(given) ? given : []).filter((talk) => talk?.messages && talk.chosen && isId(talk.id)).map(readTalk);
+}
+
+function readTalk(talk) {
+  const messages = {};
+  for (const message of Object.values(talk.messages).slice(0, MOST_MESSAGES)) if (isMessage(message)) messages[message.id] = { ...message, isWriting: false };
+  const isChild = ([parent, id]) => (parent === ROOT || Object.hasOwn(messages, parent)) && Object.hasOwn(messages, id) && messages[id].parent === parent;
+  const chosen = Object.fromEntries(Object.entries(talk.chosen).filter(isChild));
+  return { ...talk, title: String(talk.title ?? "").slice(0, 200), at: Number(talk.at) || 0, messages, chosen, cut: null };
+}
+
+const isId = (id) => typeof id === "string" && ID.test(id) && id !== "__proto__" && id !== "constructor";
+
+function isMessage(message) {
+  return isId(message?.id) && isId(message.parent) && message.id !== message.parent && ROLES.includes(message.role) && typeof message.content === "string" && message.content.length <= MOST_CHARS
+    && (message.thinking === undefined || typeof message.thinking === "string") && (message.pictures === undefined || Array.isArray(message.pictures))
+    && (message.calls === undefined || (Array.isArray(message.calls) && message.calls.every((call) => typeof call?.function?.name === "string")));
+}
+
+export const loadSetup = () => ({ system: "", temperature: 0.7, max_tokens: 1024, words: true, sampling: {}, stop: "", tools: "", ...load(SETUP, {}) });
 export const storeSetup = (setup) => store(SETUP, setup);

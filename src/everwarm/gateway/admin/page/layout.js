@@ -80,16 +80,31 @@ export function lineage(place) {
   return found;
 }
 
-/** How many conversations can be continued: ends of the tree that keep something, but for what a template dropped on the way. */
-export function keptEnds(nodes) {
-  const { places } = layout(nodes);
-  return [...places.values()].filter((place) => place.parent && !place.node.n_children && place.node.checkpoint && !isStub(place)).length;
+const OF_MESSAGES = new Set(["stable", "boundary", "branch", "learned", "every-n"]); // checkpoints that a prompt leaves on its way, not at its end
+
+/**
+ * How many conversations these places are. Each end is one, unless no message ends between it and the fork before it: there are several such ends
+ * after one turn (the reply as it was, and as the next prompt has it), and after the next turn they are left behind.
+ */
+export function countEnds(places) {
+  const all = [...places];
+  const hasMessages = new Set();
+  for (const place of [...all].reverse()) {
+    if (OF_MESSAGES.has(place.node.checkpoint?.kind) || place.children.some((child) => hasMessages.has(child))) hasMessages.add(place);
+  }
+  const ends = new Set();
+  for (const place of all) if (place.parent && !place.children.length) ends.add(endOf(place, hasMessages));
+  ends.delete(null);
+  return ends.size;
 }
 
-/** An end that the conversation left behind: its thinking was stripped, or its reply was rendered in another way. */
-export function isStub(place) {
-  if (place.children.length || !place.parent?.node.checkpoint) return false;
-  return place.parent.children.some((other) => other !== place && other.children.length > 0);
+/** What stands for the conversation that ends here: the end, or the fork before it; null if it goes on elsewhere. */
+function endOf(place, hasMessages) {
+  let top = place;
+  while (!hasMessages.has(top) && top.parent.parent && top.parent.children.length === 1) top = top.parent;
+  const fork = top.parent;
+  if (hasMessages.has(top) || !fork.parent) return place;
+  return fork.children.some((other) => hasMessages.has(other)) ? null : fork;
 }
 
 /** The hottest tier that something is in. */

@@ -24,11 +24,12 @@ export function refresh(element, message) {
   element.querySelector(".body").replaceWith(fresh);
 }
 
-const who = (message) => (message.role === "user" ? "You" : message.model ?? "Model");
+const who = (message) => ({ user: "You", tool: `Result of ${message.name}` }[message.role] ?? message.model ?? "Model");
 
 function head(talk, message, acts, isBusy) {
   const act = (words, title, listener) => button(words, { class: "plain", title, disabled: isBusy }, listener);
   const actions = [act("Edit", "Edit; the old one stays as a branch", () => acts.edit(message))];
+  if (message.role === "tool") return h("div", { class: "who" }, h("span", {}, who(message)), branches(talk, message, acts, isBusy));
   if (message.role === "assistant") actions.push(act("Regenerate", "Another reply to the same message (r)", () => acts.regenerate(message)));
   actions.push(copyButton(() => message.content, { title: "Copy the text of this message" }));
   actions.push(act("Branch", "Say something else after this", () => acts.branch(message)));
@@ -47,6 +48,7 @@ function body(message) {
   const made = h("div", { class: "body" });
   if (message.pictures?.length) made.append(h("div", { class: "pictures" }, message.pictures.map((url) => picture(url))));
   if (message.thinking) made.append(thinking(message));
+  if (message.role === "tool") return h("div", { class: "body" }, h("div", { class: "said" }, message.content));
   if (message.content || message.isWriting || message.role === "user") {
     const isLong = message.role === "user" && message.content.length > LONG_CHARS;
     made.append(h("div", { class: `said${message.isWriting ? " caret" : ""}${isLong ? " long" : ""}`, tabindex: isLong ? "0" : null }, rendered(message.content) ?? markdown(message.content)));
@@ -64,6 +66,15 @@ function picture(url) {
 function thinking(message) {
   const words = message.isWriting && !message.content ? "Thinking…" : "Thought";
   return h("details", { class: "thinking", open: message.isWriting && !message.content }, h("summary", {}, words), h("div", { class: "thought" }, message.thinking));
+}
+
+/** A form for what the tools that a reply calls have found; `done` gets a text per call. */
+export function resultsForm(message, done) {
+  const areas = message.calls.map(() => h("textarea", { rows: "2", placeholder: "What it returned" }));
+  const send = () => done(areas.map((area) => area.value));
+  return h("div", { class: "results", role: "group", "aria-label": "Tool results" },
+    message.calls.map((call, nth) => h("label", {}, `Result of ${call.function.name}`, areas[nth])),
+    h("div", { class: "row-end" }, button("Send the results", { class: "primary", id: "send-results" }, send)));
 }
 
 /** The bar of a turn: reused, read anew, what that saved, time to first token; open it for the reason. */

@@ -1,7 +1,8 @@
-// The list of models with their state, and buttons to load and unload them.
+// The models as cards: what they are, what is warm of them, and buttons to load and unload them.
 
 import { json, link } from "./api.js";
 import { button, find, h, say } from "./dom.js";
+import { countEnds, layout } from "./layout.js";
 import { bytes, count, trouble } from "./words.js";
 
 const KEEP_LOOKING_MS = 400;
@@ -13,6 +14,8 @@ export class Models extends EventTarget {
     this.chosen = null;
     this.isShown = false;
     this._isLost = false;
+    this._files = new Map(); // by id, what the headers of files say: size and details
+    this._kept = new Map(); // by id of a loaded model, how many conversations are warm, and their bytes by tier
     this.wrong = h("p", { class: "wrong", role: "alert" });
     this.list = h("ul", { class: "model-list" });
     this.feed = feed;
@@ -35,9 +38,21 @@ export class Models extends EventTarget {
   async refresh() {
     try {
       this._took((await json("/v1/models")).data);
+      if (this.isShown) await this._look();
     } catch (error) {
       if (error.status !== 0) this.wrong.textContent = trouble(error);
     }
+  }
+
+  /** Reads what only this view shows. */
+  async _look() {
+    const { models } = await json("/api/tags");
+    this._files = new Map(models.map((each) => [each.name.replace(/:latest$/, ""), each]));
+    for (const { id, status } of this.all) {
+      if (status.value === "loaded") this._kept.set(id, await warmOf(id).catch(() => null));
+      else this._kept.delete(id);
+    }
+    this._show();
   }
 
   _took(models) {
@@ -89,9 +104,10 @@ export class Models extends EventTarget {
     const act = button(order === "load" ? "Load" : "Unload", { disabled: value === "loading" || this.feed.role === "user" || this._isLost, "data-key": `${order} ${model.id}` }, () => this._order(order, model.id));
     const bar = value === "loading" ? h("div", { class: "bar", role: "progressbar", "aria-label": `loading ${model.id}`, "aria-valuenow": Math.round(100 * (progress ?? 0)) },
       h("i", { style: { width: `${100 * (progress ?? 0)}%` } })) : null;
+    const facts = about(model, this._files.get(model.id), this._kept.get(model.id));
     return h("li", { class: "card model", "data-status": state, "data-model": model.id },
-      h("div", {}, h("div", { class: "name" }, model.id, h("span", { class: "state" }, this._isLost ? `last seen ${state}` : state === "loading" ? `loading ${Math.round(100 * (progress ?? 0))} %` : state)), h("div", { class: "about" }, about(model))),
-      act, bar, failed ? h("p", { class: "wrong" }, reason ?? "could not be loaded") : null);
+      h("div", {}, h("h3", { class: "name" }, model.id, h("span", { class: "state" }, this._isLost ? `last seen ${state}` : state === "loading" ? `loading ${Math.round(100 * (progress ?? 0))} %` : state))),
+      act, bar, h("dl", { class: "facts about" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: "number" }, value)))), failed ? h("p", { class: "wrong" }, reason ?? "could not be loaded") : null);
   }
 
   async _order(order, model) {
@@ -112,10 +128,32 @@ function usual(models) {
   return models.find((each) => each.status.value === "loaded") ?? models.find((each) => !each.status.failed) ?? models[0];
 }
 
-function about(model) {
-  const facts = [];
-  if (model.meta) facts.push(`${(model.meta.n_params / 1e6).toFixed(1)} M parameters`, bytes(model.meta.size));
-  if (model.max_input_tokens) facts.push(`${count(model.max_input_tokens)} tokens of context`);
-  if (model.n_running || model.n_waiting) facts.push(`${model.n_running} running, ${model.n_waiting} waiting`);
-  return facts.join(" · ") || "asleep: loaded on demand";
+/** What is known of a model, as names and values. */
+function about(model, file, kept) {
+  const details = file?.details ?? {};
+  const facts = [
+    ["family", details.family], ["parameters", details.parameter_size], ["quantisation", details.quantization_level === "unknown" ? "" : details.quantization_level],
+    ["size", file?.size || model.meta?.size ? bytes(file?.size || model.meta.size) : ""], ["context", context(model)],
+  ];
+  if (kept) facts.push(["warm", warm(kept)]);
+  if (model.n_running || model.n_waiting) facts.push(["requests", `${count(model.n_running)} running, ${count(model.n_waiting)} waiting`]);
+  return facts.filter(([, value]) => value);
+}
+
+function context(model) {
+  if (!model.max_input_tokens) return "";
+  const trained = model.meta?.n_ctx_train;
+  return `${count(model.max_input_tokens)}${trained ? ` of ${count(trained)}` : ""} tokens`;
+}
+
+function warm({ n, isMore, tiers }) {
+  const where = Object.entries(tiers ?? {}).filter(([, tier]) => tier?.bytes).map(([name, tier]) => `${bytes(tier.bytes)} in ${name === "ram" ? "RAM" : name}`);
+  return [`${count(n)}${isMore ? " or more" : ""} ${n === 1 ? "conversation" : "conversations"}`, ...where].join(" · ");
+}
+
+/** What is warm of a loaded model. */
+async function warmOf(id) {
+  const model = encodeURIComponent(id);
+  const [overview, page] = [await json(`/cache?model=${model}`), await json(`/cache/tree?model=${model}&limit=1000`)];
+  return { n: countEnds(layout(page.nodes).places.values()), isMore: page.next !== null, tiers: overview.tiers };
 }

@@ -56,9 +56,20 @@ function wire(message) {
     const calls = message.calls?.length ? { tool_calls: message.calls } : {};
     return { role: "assistant", content: message.content, ...(message.thinking ? { reasoning_content: message.thinking } : {}), ...calls };
   }
+  if (message.role === "tool") return { role: "tool", tool_call_id: message.call, name: message.name, content: message.content };
   if (!message.pictures?.length) return { role: message.role, content: message.content };
   const pictures = message.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
   return { role: message.role, content: [...pictures, { type: "text", text: message.content }] };
+}
+
+/** The words around a text in a conversation; null: it is nowhere. Case does not matter. */
+export function found(talk, text) {
+  const wanted = text.trim().toLowerCase();
+  for (const said of [talk.title, ...Object.values(talk.messages).map((message) => message.content)]) {
+    const at = said.toLowerCase().indexOf(wanted);
+    if (at >= 0) return said.slice(Math.max(0, at - 20), at + wanted.length + 40).replace(/\s+/g, " ");
+  }
+  return null;
 }
 
 export function titleOf(text) {

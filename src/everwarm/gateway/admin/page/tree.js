@@ -18,6 +18,9 @@ export class Tree {
     this.picture = layout([]);
     this.hover = null;
     this.selected = null; // an id: it may move when the tree changes
+    this.span = null; // the part of the trunk that a message is
+    this.around = null; // () => {talks, open}: the conversations of this browser
+    this.pointed = () => {}; // called with the ids of the messages under the pointer
     this._at = new Map(); // where running requests are shown, in tokens
     this._frame = 0;
     this._build(root);
@@ -32,12 +35,13 @@ export class Tree {
     this.card = h("div", { class: "node-card", hidden: true, role: "group", "aria-label": "Node" });
     this.empty = h("div", { class: "tree-empty", hidden: true });
     this.counted = h("span", { class: "count number", id: "tree-count" });
+    this.every = button("Every node", { class: "plain", id: "every-node", "aria-pressed": "false", title: "Every node on a place of its own, or the open conversation with the others as rows" }, () => this._toggleEvery());
     const zoom = (factor) => this.zoom(factor);
     const legend = ["device", "ram", "disk"].map((tier) => h("span", { class: `chip ${tier}` }, tier));
     root.append(
       h("div", { class: "tree-head" }, h("h2", {}, "Prefix tree"), this.counted,
         h("div", { class: "row-end" }, button("−", { class: "icon", "aria-label": "Zoom out" }, () => zoom(1 / 1.4)),
-          button("+", { class: "icon", "aria-label": "Zoom in" }, () => zoom(1.4)), button("Show all", { class: "plain" }, () => this.fit()))),
+          button("+", { class: "icon", "aria-label": "Zoom in" }, () => zoom(1.4)), button("Fit", { class: "plain", title: "Show all of it (0)" }, () => this.fit()), this.every)),
       h("div", { class: "tree-stage" }, this.canvas, this.empty,
         h("div", { class: "legend" }, legend, h("span", { class: "chip running" }, "running")), this.tip, this.card));
   }
@@ -59,6 +63,31 @@ export class Tree {
   }
 
   // what there is
+
+  /** Shows the tree around the open conversation. */
+  follow(around) {
+    this.around = () => ({ ...around(), namespace: this.feed.overview?.caller?.namespace ?? "" });
+    this.data.around = this.around;
+  }
+
+  /** The open conversation has changed. */
+  rearrange() {
+    if (this.isShown && this.data.nodes.length) this.data.arrange();
+  }
+
+  _toggleEvery() {
+    const isEvery = this.data.around !== null;
+    this.data.around = isEvery ? null : this.around;
+    this.every.setAttribute("aria-pressed", String(isEvery));
+    this.drawing.camera.isMoved = false;
+    this.data.arrange();
+  }
+
+  /** Marks what a message is in the tree; null: nothing. */
+  point(id) {
+    this.span = this.picture.turns?.find((turn) => turn.ids.includes(id)) ?? null;
+    this.redraw(false);
+  }
 
   choose(model) {
     this.data.choose(model);
@@ -89,7 +118,9 @@ export class Tree {
   _changed(picture, error) {
     this.picture = picture;
     const n = picture.places.size;
-    this.counted.textContent = n ? `${count(n)} nodes · ${count(picture.rows.length)} ends · ${count(picture.n_tokens)} tokens deep` : "";
+    const others = picture.labels ? `${count(picture.labels.length)} beside it` : `${count(picture.rows.length)} ends`;
+    this.counted.textContent = n ? `${count(n)} nodes · ${others} · ${count(picture.n_tokens)} tokens deep` : "";
+    this.every.hidden = !picture.labels && this.data?.around !== null;
     this.empty.hidden = !error && n > 0;
     const isAsleep = this.feed.overview?.version === null;
     const nothing = isAsleep ? "The model is not loaded. What it keeps can be seen when it is." : "Nothing is kept yet. Say something in the chat.";
@@ -115,7 +146,7 @@ export class Tree {
     this._frame = 0;
     const running = this.running();
     const selected = this.picture.places.get(this.selected) ?? null;
-    this.drawing.draw(this.picture, { hover: this.hover, selected, running }, CALM.matches ? 0 : now);
+    this.drawing.draw(this.picture, { hover: this.hover, selected, span: this.span, running }, CALM.matches ? 0 : now);
     if (running.length && this.isShown && !document.hidden && !CALM.matches) setTimeout(() => this.redraw(false), FRAME_MS);
   }
 
@@ -212,12 +243,18 @@ export class Tree {
   }
 
   _hoverOn(place, px = 0, py = 0) {
-    if (place !== this.hover) { this.hover = place; this.redraw(false); }
+    if (place !== this.hover) {
+      this.hover = place;
+      const turn = place?.row === 0 ? this.picture.turns?.find(({ start, end }) => place.node.end > start && place.node.end <= end) : null;
+      this.pointed(turn?.ids ?? []);
+      this.redraw(false);
+    }
     this.canvas.classList.toggle("over", place !== null);
     this.tip.hidden = place === null;
     if (!place) return;
     const { node } = place;
-    this.tip.replaceChildren(h("div", {}, summary(node)), node.words ? h("div", { class: "words" }, node.words.slice(0, 160)) : "");
+    const name = this.picture.labels?.find((label) => label.row === place.row)?.words;
+    this.tip.replaceChildren(name ? h("div", {}, h("b", {}, name)) : "", h("div", {}, summary(node)), node.words ? h("div", { class: "words" }, node.words.slice(0, 160)) : "");
     const { width, height } = this.canvas.getBoundingClientRect();
     this.tip.style.left = `${Math.min(px + 14, Math.max(0, width - 250))}px`;
     this.tip.style.top = `${Math.min(py + 14, height - 80)}px`;

@@ -2,6 +2,7 @@
 
 import { json, pause } from "./api.js";
 import { layout } from "./layout.js";
+import { arrange } from "./trunk.js";
 
 const PAGE = 1000;
 const LEAST_MS = 1000; // between two readings, per page
@@ -10,7 +11,9 @@ export class TreeData {
   constructor(changed) {
     this.changed = changed; // (picture, trouble)
     this.model = null;
+    this.nodes = [];
     this.picture = layout([]);
+    this.around = null; // () => {talks, open, namespace}; null: every node is shown
     this._stop = null;
     this._isStale = false;
     this._readAt = 0;
@@ -20,6 +23,7 @@ export class TreeData {
   choose(model) {
     if (this.model === model) return;
     this.model = model;
+    this.nodes = [];
     this.picture = layout([]);
     this.stop();
   }
@@ -75,7 +79,14 @@ export class TreeData {
   }
 
   _show(nodes) {
-    this.picture = layout(nodes);
+    this.nodes = nodes;
+    this.arrange();
+  }
+
+  /** Places the nodes that are known anew: around the open conversation, or all of them. */
+  arrange() {
+    const around = this.around?.();
+    this.picture = around ? arrange(this.nodes, around.talks, around.open, around.namespace) : layout(this.nodes);
     this.changed(this.picture, null);
   }
 }

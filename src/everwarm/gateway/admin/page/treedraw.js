@@ -7,7 +7,7 @@ const LEFT = 26;
 const TOP = 34;
 const RULER = 24;
 const CONTROL = /<\|?\/?[a-z_]{1,24}\|?>/gi; // what templates put around messages
-const LINES = { device: { alpha: 0.85, dash: [] }, ram: { alpha: 0.5, dash: [] }, disk: { alpha: 0.5, dash: [3, 3] }, none: { alpha: 1, dash: [] } }; // KV, by its hottest tier
+const LINES = { none: { alpha: 1, dash: [] }, disk: { alpha: 0.5, dash: [3, 3] }, ram: { alpha: 0.5, dash: [] }, device: { alpha: 0.85, dash: [] } }; // KV by its hottest tier, which is drawn last
 const ROOMY = 26; // pixels of a row from which on words are shown
 
 export class Camera {
@@ -56,7 +56,7 @@ export class TreeDrawing {
     this.isStale = true;
   }
 
-  /** Everything; `marks`: hover, selected (places), running ({place, x}). */
+  /** Everything; `marks`: hover, selected (places), span (of the trunk), running ({place, x}). */
   draw(picture, marks, now_ms) {
     const { context, width, height } = fitted(this.canvas);
     if (!width || !height) return;
@@ -66,6 +66,7 @@ export class TreeDrawing {
     context.clearRect(0, 0, width, height);
     context.drawImage(this.still, 0, 0, width, height);
     if (marks.hover) this._path(context, marks.hover, colours().muted, 1.5);
+    if (marks.span) this._span(context, marks.span);
     if (marks.selected) this._selected(context, marks.selected);
     for (const running of marks.running) this._running(context, running, now_ms);
   }
@@ -81,7 +82,8 @@ export class TreeDrawing {
     this._connectors(context, seen);
     this._segments(context, seen);
     this._checkpoints(context, seen);
-    if (this.camera.row >= ROOMY) this._words(context, seen, width);
+    if (picture.labels) this._trunk(context, picture, width);
+    else if (this.camera.row >= ROOMY) this._words(context, seen, width);
     this._ruler(context, picture.axis, named, width);
   }
 
@@ -131,8 +133,8 @@ export class TreeDrawing {
     context.globalAlpha = 0.4;
     context.lineWidth = camera.row > 8 ? 1.5 : 0.8;
     context.beginPath();
-    for (const { from, parent, row } of seen) {
-      if (!parent || parent.row === row) continue;
+    for (const { from, parent, row, isTick } of seen) {
+      if (!parent || parent.row === row || isTick) continue;
       const [x, above, below] = [camera.px(from), camera.py(parent.row), camera.py(row)];
       context.moveTo(x, above);
       context.lineTo(x, below - bend);
@@ -214,6 +216,58 @@ export class TreeDrawing {
       const room = Math.min(width, camera.px(to)) - x - 6;
       if (words && room > 34) context.fillText(shortened(context, words, room), x, camera.py(row) - 7);
     }
+  }
+
+  /** What the open conversation is made of, where it stands, what it left behind, and the names of the others. */
+  _trunk(context, picture, width) {
+    const { camera } = this;
+    const c = colours();
+    const y = camera.py(0);
+    context.strokeStyle = c.muted;
+    context.lineWidth = 1.4;
+    for (const tick of picture.ticks) line(context, camera.px(tick.from), y + 4, camera.px(tick.from), y + 10);
+    context.textAlign = "left";
+    context.textBaseline = "alphabetic";
+    context.font = `11.5px ${font()}`;
+    for (const turn of picture.turns) {
+      const [x, end] = [Math.max(4, camera.px(turn.from) + 6), camera.px(turn.to)];
+      context.fillStyle = c.line;
+      context.fillRect(camera.px(turn.from), y - 22, 1, 18);
+      context.fillStyle = c.ink;
+      const words = shortened(context, `${turn.nth} ${turn.words}`, Math.min(width, end) - x - 4) || (end - x > 10 ? String(turn.nth) : "");
+      context.fillText(words, x, y - 9);
+    }
+    if (camera.row >= 16) for (const label of picture.labels) this._name(context, label, width);
+    if (picture.here) this._here(context, picture.here, width);
+  }
+
+  _name(context, label, width) {
+    const { camera } = this;
+    const x = Math.max(4, camera.px(label.from) + this._bend() + 4);
+    context.font = `${label.isOwn ? "" : "italic "}11.5px ${font()}`;
+    context.fillStyle = label.isOwn ? colours().ink : colours().muted;
+    context.fillText(shortened(context, label.words.replace(CONTROL, " ").trim(), Math.max(60, width - x - 8)), x, camera.py(label.row) - 8);
+  }
+
+  _here(context, place, width) {
+    const c = colours();
+    const [x, y] = [this.camera.px(place.to), this.camera.py(0)];
+    ring(context, x, y, this._size() + 4, c.ink, 2);
+    context.font = `600 11.5px ${font()}`;
+    context.fillStyle = c.ink;
+    const words = "you are here";
+    const half = context.measureText(words).width / 2;
+    context.textAlign = "center";
+    context.fillText(words, Math.max(half + 4, Math.min(width - half - 4, x)), y + 24);
+    context.textAlign = "left";
+  }
+
+  /** The part of the trunk that a message is. */
+  _span(context, { from, to }) {
+    const y = this.camera.py(0);
+    context.strokeStyle = colours().ink;
+    context.lineWidth = 3;
+    line(context, this.camera.px(from), y + 7, this.camera.px(to), y + 7);
   }
 
   /** A node's lineage, bent as its lines are, with its checkpoints on top. */
