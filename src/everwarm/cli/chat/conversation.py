@@ -19,7 +19,7 @@ _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ReplyCost:
     """What one reply took."""
 
     n_reused: int
@@ -35,7 +35,7 @@ class Cost:
         )
 
 
-def summary(costs: list[Cost]) -> str:
+def summary(costs: list[ReplyCost]) -> str:
     """All replies so far, in one sentence."""
     if not costs:
         return "no replies yet"

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from everwarm.cli.chat.conversation import Conversation, Cost, summary
-from everwarm.cli.chat.server import choose_model, own_server, stream
+from everwarm.cli.chat.chat_server import choose_model, own_server, stream
+from everwarm.cli.chat.conversation import Conversation, ReplyCost, summary
 from everwarm.cli.chat.terminal import InteractiveTerminal, PipedTerminal, Terminal
 from everwarm.config import require
 from everwarm.errors import BadRequest, EverwarmError
@@ -50,7 +50,7 @@ class _Chat:
         self._body = body
         self._terminal = terminal
         self._conversation = conversation
-        self._costs: list[Cost] = []
+        self._costs: list[ReplyCost] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "help": lambda _: terminal.say(_HELP),
             "new": lambda _: conversation.clear(),

@@ -18,19 +18,19 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from everwarm.cli.chat.conversation import Cost
+from everwarm.cli.chat.chat_server import Piece
+from everwarm.cli.chat.conversation import ReplyCost
 from everwarm.cli.chat.markdown_blocks import settled
-from everwarm.cli.chat.server import Piece
 
 _REFRESH_PER_SECOND = 12
 
 
-class Reply:
+class ShownReply:
     """What has come of a reply; it is whole unless it was stopped."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.cost: Cost | None = None
+        self.cost: ReplyCost | None = None
         self.is_stopped = False
 
 
@@ -40,7 +40,7 @@ class Terminal(Protocol):
 
     def say(self, text: str, style: str | None = None) -> None: ...
 
-    def show(self, pieces: Iterable[Piece]) -> Reply:
+    def show(self, pieces: Iterable[Piece]) -> ShownReply:
         """Shows a reply while it comes. Ctrl-C stops it."""
 
 
@@ -60,8 +60,8 @@ class PipedTerminal:
     def say(self, text: str, style: str | None = None) -> None:  # noqa: ARG002 - pipes have no colours
         print(text, flush=True)
 
-    def show(self, pieces: Iterable[Piece]) -> Reply:
-        reply = Reply()
+    def show(self, pieces: Iterable[Piece]) -> ShownReply:
+        reply = ShownReply()
         for piece in pieces:
             reply.text += piece.text
             reply.cost = piece.cost or reply.cost
@@ -92,8 +92,8 @@ class InteractiveTerminal:
     def say(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False)
 
-    def show(self, pieces: Iterable[Piece]) -> Reply:
-        reply = Reply()
+    def show(self, pieces: Iterable[Piece]) -> ShownReply:
+        reply = ShownReply()
         n_shown = n_thought = 0
         with Live(
             console=self._console, transient=True, refresh_per_second=_REFRESH_PER_SECOND, vertical_overflow="crop"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from urllib.parse import urlsplit
 
-from everwarm.cli.chat.conversation import Cost
+from everwarm.cli.chat.conversation import ReplyCost
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.client import Client
 from everwarm.types import Json
@@ -30,7 +30,7 @@ class Piece:
 
     text: str = ""
     reasoning: str = ""
-    cost: Cost | None = None
+    cost: ReplyCost | None = None
 
 
 def choose_model(client: Client, wanted: str | None) -> str | None:
@@ -64,7 +64,7 @@ def stream(client: Client, body: Json) -> Iterator[Piece]:
                 yield piece
     if timings:
         counts = (timings["cache_n"], timings["prompt_n"], timings["predicted_n"])
-        yield Piece(cost=Cost(*counts, first_s or 0.0, timings["predicted_per_second"]))
+        yield Piece(cost=ReplyCost(*counts, first_s or 0.0, timings["predicted_per_second"]))
 
 
 def _chunks(client: Client, body: Json) -> Iterator[Json]:
