@@ -174,10 +174,15 @@ def test_a_port_that_is_taken_is_said():
 # the demo, and models for tests
 
 
-def test_the_demo_shows_its_regret_and_that_it_is_exact():
-    done = run_cli("demo", timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"regret", done.stdout, re.IGNORECASE) and "bit-exact: yes" in done.stdout
+def test_the_demo_makes_its_point_in_80_columns_without_warnings():
+    done = run_cli("demo", timeout_s=120, COLUMNS="80")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "regret: " in done.stdout and "bit-exact: yes" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    last = " ".join(done.stdout.split()[-30:])
+    assert re.search(
+        r"would have read [\d,]+ tokens. Everwarm read [\d,]+, and all but \d+ of them for the first time", last
+    )
 
 
 def test_a_tiny_model_is_written_and_the_same_flags_write_the_same(here, tmp_path):
