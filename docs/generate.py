@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from diagrams import conversation, processes, tiers, turn
+from diagrams import conversation, edit, first_token, processes, tiers, turn
 from generating import api, commands, families, fingerprint, metrics, models_file, reasons, settings
 
 HERE = Path(__file__).parent
@@ -26,6 +26,8 @@ WRITERS: Mapping[str, Callable[[], str]] = {
     "reference/families.md": families.page,
     "reference/fingerprint.md": fingerprint.page,
     "diagrams/conversation.svg": conversation.draw,
+    "diagrams/edit.svg": edit.draw,
+    "diagrams/first-token.svg": first_token.draw,
     "diagrams/processes.svg": processes.draw,
     "diagrams/tiers.svg": tiers.draw,
     "diagrams/turn.svg": turn.draw,
