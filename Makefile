@@ -1,4 +1,4 @@
-# The one door. Every target does its own set-up in .venv; nothing else on the machine is touched, but that `browser` asks apt for Chromium.
+# The one door. Every target does its own set-up in .venv; nothing else on the machine is touched, but that `browser` and `tmux` ask apt for theirs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test test-scale browser docs agents templates campaign bench bench-parts bench-gpu demo dist libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale browser tmux docs agents templates campaign bench bench-parts bench-gpu demo dist libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -50,7 +50,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 
 # Three on two cores, because tests of servers wait a lot; in the order of folders, because the longest files have few tests.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-test: $(STAMP) browser ## all tests but those of `check`, under ten minutes on two cores
+test: $(STAMP) browser tmux ## all tests but those of `check`, under ten minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
 	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/scale --ignore tests/structure --durations 20
 
@@ -75,6 +75,12 @@ browser: ## Chromium for the tests of the page, from apt where that is allowed; 
 	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 && exit 0; \
 	fi; echo "Chromium is not here and could not be installed: the tests of the page will be skipped" >&2
+
+tmux: ## a terminal for the tests of the chat, from apt where that is allowed; without it they are skipped
+	@command -v tmux >/dev/null && exit 0; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends tmux; } >/dev/null 2>&1 && exit 0; \
+	fi; echo "tmux is not here and could not be installed: the tests of the chat in a terminal will be skipped" >&2
 
 agents: ## real agents from npm into build/agents, for the tests that run them
 	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33 @openai/codex@0.166.0

@@ -172,46 +172,18 @@ def test_a_port_that_is_taken_is_said():
     assert said == f"everwarm: cannot listen on 127.0.0.1:{server.port}: Address already in use"
 
 
-# talking
+# the demo, and models for tests
 
 
-def test_a_chat_with_a_server_remembers_and_shows_what_was_reused():
-    talk = "My secret code is 48213.\n\nWhat is my secret code?\n/new\nHello!\n/quit\n"
-    with serving() as server:
-        done = run_cli("chat", server.url, "--temperature", "0", text=talk)
-    assert done.returncode == 0, done.stderr
-    reused = [int(n) for n in re.findall(r"reused (\d+), read \d+ tokens", done.stdout)]
-    assert len(reused) == 3 and reused[1] > 0
-    assert "48213" in done.stdout
-
-
-def test_a_chat_with_nobody_says_so_and_goes_on():
-    done = run_cli("chat", "http://127.0.0.1:1", text="Hello!\n")
-    assert done.returncode == 0 and "refused" in done.stdout and "Traceback" not in done.stderr
-
-
-def test_a_chat_without_the_right_key_says_so():
-    with serving("--api-key", "right") as server:
-        wrong = run_cli("chat", server.url, "--api-key", "wrong", text="Hello!\n")
-        right = run_cli("chat", f"{server.url}/v1", "--api-key", "right", text="Hello!\n")
-    assert "a valid API key is required" in wrong.stdout and "reused" in right.stdout
-
-
-def test_a_chat_with_the_embedded_model_brings_its_own_server():
-    done = run_cli("chat", "--demo", "--temperature", "0", text="Hello!\n")
-    assert done.returncode == 0 and "reused 0, read" in done.stdout
-
-
-def test_a_chat_with_a_file_that_is_none_says_why(tmp_path):
-    path = tmp_path / "broken.gguf"
-    path.write_bytes(b"not a model")
-    assert "broken.gguf" in sentence(run_cli("chat", str(path)))
-
-
-def test_the_demo_shows_its_regret_and_that_it_is_exact():
-    done = run_cli("demo", timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"regret", done.stdout, re.IGNORECASE) and "bit-exact: yes" in done.stdout
+def test_the_demo_makes_its_point_in_80_columns_without_warnings():
+    done = run_cli("demo", timeout_s=120, COLUMNS="80")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "regret: " in done.stdout and "bit-exact: yes" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    last = " ".join(done.stdout.split()[-30:])
+    assert re.search(
+        r"would have read [\d,]+ tokens. Everwarm read [\d,]+, and all but \d+ of them for the first time", last
+    )
 
 
 def test_a_tiny_model_is_written_and_the_same_flags_write_the_same(here, tmp_path):

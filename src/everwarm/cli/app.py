@@ -245,17 +245,12 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def _chosen(model: Path | None, demo: bool) -> Path:
-    if demo == (model is not None):
-        raise BadRequest("give a GGUF file, or --demo for the embedded model")
-    return EMBEDDED_MODEL if model is None else model
-
-
 @app.command
 def chat(
     where: str | None = None,
     *,
     demo: bool = False,
+    model: str | None = None,
     system: str | None = None,
     api_key: str | None = None,
     temperature: float = 0.7,
@@ -266,17 +261,22 @@ def chat(
     Parameters
     ----------
     where
-        A GGUF file, or the URL of a running server such as http://127.0.0.1:8080.
+        A GGUF file, or the URL of a running server; default: http://127.0.0.1:8080.
     demo
         Chat with the embedded everwarm-tiny.
+    model
+        Which of the server's models, if it has several.
     system
         A system message.
     """
-    from everwarm.cli.chat import chat_locally, chat_with
+    from everwarm.cli.chat.session import chat_locally, chat_with
+    from everwarm.cli.models import DEFAULT_URL
+    from everwarm.gateway.client import Client
 
-    if where is not None and where.startswith(("http://", "https://")):
-        return chat_with(where, api_key, system, temperature, max_tokens)
-    return chat_locally([str(_chosen(Path(where) if where else None, demo))], system, temperature, max_tokens)
+    require(where is None or not demo, "give a GGUF file or a URL, or --demo for the embedded model")
+    if demo or (where is not None and not where.startswith(("http://", "https://"))):
+        return chat_locally([where or "--demo"], system, temperature, max_tokens)
+    return chat_with(Client(where or DEFAULT_URL, api_key), model, system, temperature, max_tokens)
 
 
 @app.command

@@ -87,7 +87,7 @@ def run(
     system
         A system message.
     """
-    from everwarm.cli.chat import chat_locally
+    from everwarm.cli.chat.session import chat_locally
 
     if Path(model).is_file():
         return chat_locally([model], system, temperature, max_tokens)

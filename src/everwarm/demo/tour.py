@@ -8,9 +8,11 @@ mean nothing, but it reads and reuses what any model would.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,9 +150,9 @@ def _introduce(console: Console, engine: Engine) -> None:
     model = engine.model
     sizes = engine.core.sizes
     console.print(
-        f"\n[bold]{model.path.name}[/]: {model.n_params / 1e6:.1f} M parameters, {model.memory_kind.value} memory, "
+        f"\n[bold]{model.path.name}[/]: {model.n_params / 1e6:.1f} M parameters, {model.memory_kind.value} memory,\n"
         f"{sizes.shape.state_bytes / 1024:.0f} KiB of recurrent state per point, "
-        f"{sizes.shape.kv_bytes_per_token} bytes of KV per token; 2 slots, {sizes.n_spares} spares"
+        f"{sizes.shape.kv_bytes_per_token:,} bytes of KV per token; 2 slots"
     )
 
 
@@ -168,17 +170,31 @@ def _lost_slot(console: Console, warm: DemoClient, cold: DemoClient) -> float:
     rows = []
     for i, question in enumerate(questions):
         if i == len(questions) - 1:
-            for client in (warm, cold):
-                _take_both_slots(client)
+            _take_both_slots(warm)
+            with _silenced():
+                _take_both_slots(cold)
             console.print("  [dim](two other conversations of 1,400 tokens each take both slots)[/]")
         with_it = warm.reply(conversations["warm"], question)
-        without = cold.reply(conversations["cold"], question)
+        with _silenced():
+            without = cold.reply(conversations["cold"], question)
         console.print(f"  [cyan]you[/]   {_short(question)}")
         console.print(f"  [green]model[/] {with_it.text}")
         rows.append((str(i + 1), with_it, without))
     console.print(_compare(rows))
     _, with_it, without = rows[-1]
     return without.prompt_ms / max(with_it.prompt_ms, 1e-3)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """What the engine without checkpoints reads again is the point, not a warning."""
+    log = logging.getLogger("everwarm.engine")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _compare(rows: Iterable[tuple[str, Turn, Turn]]) -> Table:
@@ -233,8 +249,8 @@ def _six_on_two(console: Console, warm: DemoClient) -> None:
     n_read = sum(turn.result.n_processed for turn in turns)
     regret = sum(turn.regret for turn in turns)
     console.print(
-        f"\n[bold]3. Six conversations take turns on two slots:[/] {len(turns)} requests with {n_prompt:,} prompt tokens; "
-        f"{n_read:,} processed, {regret} of them again."
+        f"\n[bold]3. Six conversations take turns on two slots:[/]\n   {len(turns)} requests with {n_prompt:,} prompt "
+        f"tokens; {n_read:,} processed, {regret} of them again."
     )
 
 
@@ -252,8 +268,8 @@ def _new_engine(console: Console, path: Path) -> None:
             turn = new.reply(conversation, "What is my secret code?")
     result = turn.result
     console.print(
-        f"\n[bold]4. A new engine loads the conversation from disk and is asked for the secret code:[/] {turn.text} "
-        f"({result.n_prompt:,} prompt tokens, {result.n_cached:,} of them from disk, {result.n_processed} processed)"
+        f"\n[bold]4. A new engine loads the conversation from disk:[/]\n   What is my secret code? {turn.text}\n"
+        f"   {result.n_prompt:,} prompt tokens, {result.n_cached:,} of them from disk, {result.n_processed} processed."
     )
 
 
@@ -261,10 +277,15 @@ def _conclude(console: Console, warm: DemoClient, speed_up: float) -> None:
     report = warm.engine.call(compare_with_cold)
     regret = sum(turn.regret for turn in warm.turns)
     n_prompt = sum(turn.result.n_prompt for turn in warm.turns)
+    n_read = sum(turn.result.n_processed for turn in warm.turns)
     console.print(
-        f"\nregret: {regret} of {n_prompt:,} prompt tokens were read again ({100 * regret / n_prompt:.2f} %)"
-        f" · the returning conversation answered {speed_up:.1f}× sooner than without checkpoints"
-        f" · bit-exact: {_verdict(report)}\n"
+        f"\nregret:    {regret} of {n_prompt:,} prompt tokens were read again ({100 * regret / n_prompt:.2f} %)"
+        f"\nbit-exact: {_verdict(report)}"
+        f"\nreturning: the conversation that lost its slot was answered {speed_up:.1f}× sooner\n"
+    )
+    console.print(
+        f"[bold]A server that keeps nothing would have read {n_prompt:,} tokens.\n"
+        f"Everwarm read {n_read:,}, and all but {regret} of them for the first time.[/]\n"
     )
 
 
@@ -273,8 +294,8 @@ def _verdict(report: ExactReport) -> str:
         return "not compared (no checkpoint was made alone in the context)"
     if report.is_exact:
         return (
-            f"yes ({report.n_compared} kept states equal a cold replay byte for byte; "
-            f"{report.n_controls} deliberately wrong ones all differ)"
+            f"yes: {report.n_compared} kept states equal a cold replay byte for byte,\n"
+            f"           {report.n_controls} deliberately wrong ones all differ"
         )
     return f"NO ({report.n_different} of {report.n_compared} states differ, {report.n_controls_equal} controls equal)"
 
