@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from everwarm.errors import BadRequest
 
+StateType = Literal["f32", "f16", "q8_0"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
 FlashAttention = Literal["auto", "on", "off"]
 
@@ -133,6 +134,7 @@ class ContextOptions:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     flash_attention: FlashAttention = "auto"
+    state_type: StateType = "f32"  # of copies of recurrent states; f32: as the context holds them
 
     def __post_init__(self) -> None:
         require(1 <= self.n_ctx <= MAX_CTX, f"n_ctx is {self.n_ctx}; give 1 to {MAX_CTX} cells")
@@ -141,6 +143,7 @@ class ContextOptions:
         require(1 <= self.n_seq_max <= 255, f"n_seq_max is {self.n_seq_max}; give 1 to 255 (one more is needed inside)")
         require(1 <= self.n_threads <= 1024, f"n_threads is {self.n_threads}; give 1 to 1024")
         require(1 <= self.n_threads_batch <= 1024, f"n_threads_batch is {self.n_threads_batch}; give 1 to 1024")
+        require(self.state_type in get_args(StateType), f"state_type is {self.state_type!r}; give f32, f16 or q8_0")
 
     @property
     def n_cells(self) -> int:

@@ -68,7 +68,7 @@ def test_every_parameter_is_decided_and_nothing_else_is(
 # what is decided is what happens
 
 OTHER_MODEL = ModelOptions(n_gpu_layers=3, use_mmap=False, tensor_split=(1.0, 2.0), n_cpu_moe=2)
-OTHER_CONTEXT = ContextOptions(2048, 512, 128, 3, 2, 1, "q8_0", "f32", "off")
+OTHER_CONTEXT = ContextOptions(2048, 512, 128, 3, 2, 1, "q8_0", "f32", "off", "q8_0")
 
 
 def handed_over(monkeypatch: pytest.MonkeyPatch, model: Model, function: str, act: object) -> ctypes.Structure:

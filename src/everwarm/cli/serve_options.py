@@ -11,6 +11,7 @@ from everwarm.config import (
     CacheType,
     FlashAttention,
     ModelOptions,
+    StateType,
     cache_directory,
     default_threads,
     parse_bytes,
@@ -136,6 +137,10 @@ class ServeOptions:
     cache_type_v: Annotated[CacheType, Parameter(name=["--cache-type-v", "-ctv"], group=_MEMORY, help="KV values")] = (
         "f16"
     )
+    state_type: Annotated[
+        StateType,
+        Parameter(group=_MEMORY, help="recurrent states in RAM and on disk; f16, q8_0: fewer bytes, other numbers"),
+    ] = "f32"
     cache_ram: Annotated[
         str | None,
         Parameter(group=_MEMORY, help="RAM for states and KV, like 8GiB; default: a quarter of the free memory"),
@@ -242,6 +247,7 @@ class ServeOptions:
             n_ubatch=min(self.ubatch_size, self.batch_size),
             n_threads=self.threads,
             cache_type_k=self.cache_type_k,
+            state_type=self.state_type,
             cache_type_v=self.cache_type_v,
             flash_attention=self.flash_attn,
             model=ModelOptions(

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, default_threads, require
+from everwarm.config import CacheType, ContextOptions, FlashAttention, ModelOptions, StateType, default_threads, require
 from everwarm.engine.fingerprint import state_fingerprint
 from everwarm.state.policy import CheckpointParams
 
@@ -68,6 +68,7 @@ class EngineSettings:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     flash_attention: FlashAttention = "auto"
+    state_type: StateType = "f32"  # of copies of recurrent states in RAM, on disk and in the remote store
     model: ModelOptions = field(default_factory=ModelOptions)
     checkpoints: CheckpointParams = field(default_factory=CheckpointParams)
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
@@ -107,4 +108,5 @@ class EngineSettings:
             cache_type_k=self.cache_type_k,
             cache_type_v=self.cache_type_v,
             flash_attention=self.flash_attention,
+            state_type=self.state_type,
         )
