@@ -16,6 +16,7 @@ from typing import Literal, cast, get_args
 
 from everwarm.errors import BadRequest
 
+StateType = Literal["f32", "f16", "q8_0"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
 FlashAttention = Literal["auto", "on", "off"]
 
@@ -196,6 +197,7 @@ class ContextOptions:
     rope: RopeOptions = field(default_factory=RopeOptions)
     kv_offload: bool = True  # KV lies where its layer does
     op_offload: bool = True  # a GPU computes large batches also of layers in host memory
+    state_type: StateType = "f32"  # of copies of recurrent states; f32: as the context holds them
 
     def __post_init__(self) -> None:
         require(1 <= self.n_ctx <= MAX_CTX, f"n_ctx is {self.n_ctx}; give 1 to {MAX_CTX} cells")
@@ -204,6 +206,7 @@ class ContextOptions:
         require(1 <= self.n_seq_max <= 255, f"n_seq_max is {self.n_seq_max}; give 1 to 255 (one more is needed inside)")
         require(1 <= self.n_threads <= 1024, f"n_threads is {self.n_threads}; give 1 to 1024")
         require(1 <= self.n_threads_batch <= 1024, f"n_threads_batch is {self.n_threads_batch}; give 1 to 1024")
+        require(self.state_type in get_args(StateType), f"state_type is {self.state_type!r}; give f32, f16 or q8_0")
 
     @property
     def n_cells(self) -> int:

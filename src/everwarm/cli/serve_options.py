@@ -15,6 +15,7 @@ from everwarm.config import (
     FlashAttention,
     LoadMode,
     ModelOptions,
+    StateType,
     cache_directory,
     default_threads,
     parse_bytes,
@@ -184,6 +185,10 @@ class ServeOptions:
     cache_type_v: Annotated[CacheType, Parameter(name=["--cache-type-v", "-ctv"], group=MEMORY, help="KV values")] = (
         "f16"
     )
+    state_type: Annotated[
+        StateType,
+        Parameter(group=_MEMORY, help="recurrent states in RAM and on disk; f16, q8_0: fewer bytes, other numbers"),
+    ] = "f32"
     cache_ram: Annotated[
         str | None,
         Parameter(
@@ -311,6 +316,7 @@ class ServeOptions:
             n_threads=self.threads,
             n_threads_batch=self.placement.threads_batch,
             cache_type_k=self.cache_type_k,
+            state_type=self.state_type,
             cache_type_v=self.cache_type_v,
             flash_attention=self.flash_attn,
             rope=self.placement.rope(),

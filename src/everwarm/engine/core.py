@@ -652,8 +652,8 @@ class Core:
 
     def _learned_places(self, request: Request, n_restored: int, branch: int | None) -> list[int]:
         ask = request.ask
-        if branch is not None and not ask.ahead:
-            self.partings.note(ask.namespace, ask.prompt, branch)
+        if branch is not None and not any(0 <= branch - end <= policy.GUARD for end in ask.boundaries):
+            self.partings.note(ask.namespace, ask.prompt, branch)  # inside a message
         found = self.partings.places(ask.namespace, ask.prompt, n_restored)
         return [*self.returns.places(request.n_prompt, self.checkpointer.spacing), *found]
 

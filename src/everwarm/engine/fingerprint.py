@@ -137,6 +137,7 @@ OTHERS: Mapping[str, ParameterRow] = {
         "the tag that this version is made for; a library whose versions, functions or defaults are another's is refused",
     ),
     "backend, device": ParameterRow(_BITS, "CPU, GPU and their kinds: other kernels for the same sums"),
+    "state type": ParameterRow(_IN, "`--state-type`: copies of recurrent states in fewer bytes are other numbers"),
     "namespace": ParameterRow(_IN, "in the name of every lineage, beside the fingerprint"),
 }
 
@@ -204,6 +205,7 @@ CONTEXT_OPTIONS: Mapping[str, ParameterRow] = {
     "rope": _ROPE,
     "kv_offload": CONTEXT_PARAMS["offload_kqv"],
     "op_offload": CONTEXT_PARAMS["op_offload"],
+    "state_type": OTHERS["state type"],
 }
 # The rest of what an engine is started with, beside the fields that it hands on under the names above.
 ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
@@ -222,13 +224,18 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
 }
 
 
+N_ALWAYS = 5  # parts that every fingerprint has
+STATE_PREFIX = "state-"  # of the part that follows them where states are kept in another type
+
+
 def state_fingerprint(
     model: str, options: ContextOptions, rope_limit: int | None, environment: Mapping[str, str]
 ) -> str:
     """``model`` stands for the files and the build, ``rope_limit`` is the file's (see ``llama.model``). Rare properties
     are added at the end, only where a model or environment has them, so that other fingerprints stay the same."""
     always = (model, options.cache_type_k, options.cache_type_v, options.flash_attention, "unified")
-    return "|".join((*always, *_rope(options, rope_limit), *_switches(options, environment)))
+    states = () if options.state_type == "f32" else (STATE_PREFIX + options.state_type,)
+    return "|".join((*always, *states, *_rope(options, rope_limit), *_switches(options, environment)))
 
 
 def _rope(options: ContextOptions, rope_limit: int | None) -> list[str]:

@@ -12,6 +12,7 @@ from everwarm.config import (
     FlashAttention,
     ModelOptions,
     RopeOptions,
+    StateType,
     default_threads,
     require,
 )
@@ -76,6 +77,7 @@ class EngineSettings:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     flash_attention: FlashAttention = "auto"
+    state_type: StateType = "f32"  # of copies of recurrent states in RAM, on disk and in the remote store
     model: ModelOptions = field(default_factory=ModelOptions)
     checkpoints: CheckpointParams = field(default_factory=CheckpointParams)
     n_spares: int | None = None  # parked checkpoints; each reserves a whole recurrent state on the device
@@ -122,4 +124,5 @@ class EngineSettings:
             rope=self.rope,
             kv_offload=self.kv_offload,
             op_offload=self.op_offload,
+            state_type=self.state_type,
         )

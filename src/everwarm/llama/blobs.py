@@ -16,6 +16,7 @@ _FLOAT = np.dtype("<f4")
 _RECURRENT = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
 _HEADER = struct.Struct("<Ii")  # magic, sequence
 HEADER_BYTES = _HEADER.size
+RECURRENT_HEAD_BYTES = _RECURRENT.size
 _WINDOW = struct.Struct("<IiII")  # magic, sequence, streams, cells
 CELLS = struct.Struct("<II")  # streams, cells
 _STATE = struct.Struct("<IiI")  # cells, position, sequences of the cell

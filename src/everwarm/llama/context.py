@@ -29,6 +29,7 @@ from everwarm.llama.kv_splice import Copying, cut, cut_bytes, finished, joined
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.sequences import Sequences
+from everwarm.llama.state_types import is_packed, pack, unpack
 from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap
 
 Tokens = NDArray[np.int32]
@@ -157,7 +158,7 @@ class Context(Sequences):
         if files.look() != before:
             self._distrust([seq])
         self._rows = [_LAST_ROW] if wants_logits else []
-        alone = self.cells.append(seq, n, clean=True) if self._has_attention else True
+        alone = self.cells.append(seq, n, clean=self._is_trusted(seq)) if self._has_attention else True
         self._state_clean[seq] &= alone
         if not alone:
             self._disturb_windows()
@@ -193,11 +194,15 @@ class Context(Sequences):
     def _advance(self, feed: Feed, alone: bool) -> None:
         n = len(feed.tokens)
         if self._has_attention:
-            alone = self.cells.append(feed.seq, n, clean=alone)
+            alone = self.cells.append(feed.seq, n, clean=alone and self._is_trusted(feed.seq))
         self._state_clean[feed.seq] &= alone
         if not alone:
             self._disturb_windows()
         self._end[feed.seq] = Mark(TokenCount(feed.start.n_tokens + n), Position(feed.start.pos + n))
+
+    def _is_trusted(self, seq: SeqId) -> bool:
+        """False: KV that is computed now may come from a packed state, so it is not clean."""
+        return not self.packs_states or self._state_clean[seq]
 
     def logits(self, row: int) -> Logits:
         """The row of the last decode's ``row``-th feed that wanted logits. A live view: copy it to keep it."""
@@ -214,6 +219,18 @@ class Context(Sequences):
         return self._rows[row]
 
     # states: points
+
+    @property
+    def packs_states(self) -> bool:
+        """Whether a captured state is not quite what the sequence had: see ``llama.state_types``."""
+        return self.options.state_type != "f32" and self.kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT)
+
+    def capture_packed(self, seq: SeqId) -> Blob:
+        """The state at the sequence's end, in as few bytes as the options say."""
+        if not self.packs_states:
+            return self.capture(seq)
+        self._check_seq(seq)
+        return pack(self._read(seq, abi.STATE_PARTIAL), self.options.state_type, self.place)
 
     def capture(self, seq: SeqId) -> Blob:
         """The recurrent and sliding-window state at the sequence's end. A window cache is a ring, and its sums depend on
@@ -262,6 +279,8 @@ class Context(Sequences):
         if self.kind.has_attention:
             assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less KV than {mark}"
         self._stateless[seq] = True
+        if is_packed(blob):
+            blob, clean = unpack(blob), False
         if not describes_end(blob, self.kind, mark):
             raise StateRejected(f"a state of {len(blob)} bytes is not one of {mark.n_tokens} tokens")
         if not self._write(seq, blob, abi.STATE_PARTIAL):

@@ -97,3 +97,10 @@ def test_the_next_prompt_with_the_same_words_is_not_read_again_when_it_changes_t
     with open_core(checkpoints=WIDE) as core:  # the control: nothing learned
         run(core, other_head + line + ONE + TAIL, stable=stable)
         assert run(core, other_head + line + OTHER + TAIL, stable=stable).n_cached == 0
+
+
+def test_a_parting_at_the_beginning_of_a_message_teaches_nothing():
+    with open_core(checkpoints=WIDE) as core:
+        for value in (ONE, OTHER):
+            run(core, HEAD + value + TAIL, stable=STABLE, boundaries=(AT - 3,))
+        assert core.partings.places("", Prompt.of_tokens(text(8, 300) + HEAD[-6:] + ONE), 0) == []

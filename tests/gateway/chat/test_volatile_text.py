@@ -31,7 +31,7 @@ BEFORE_LOOP = (
         ("as of 17 February 2026", "17 February"),
         ("started at 1771321267", "1771321267"),
         ("Session: 1b4e28ba-2fa1-11d2-883f-0016d3cca427", "1b4e28ba"),
-        ("Working directory: /Users/ada/engine", "/Users/ada"),
+        ("Working directory: /srv/ada/engine", "/srv/ada"),
         ("  <cwd>/srv/app</cwd>", "/srv/app"),
         ("Current branch: feature-7", "feature-7"),
         ("HEAD is now at 1f0c2ab Repair it", "1f0c2ab"),

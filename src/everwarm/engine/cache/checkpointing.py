@@ -18,11 +18,12 @@ from everwarm.engine.slots import Slot, Spares
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
+from everwarm.llama.state_types import is_packed, unpack
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, CutKind, Spacing
 from everwarm.state.tree import Checkpoint, Node, Tree
-from everwarm.types import SeqId
+from everwarm.types import Blob, SeqId
 
 MAX_REPLY_NODES = 16  # of replies that are left aside together: more are conversations of their own
 MAX_REPLIES = 8  # branches after one point
@@ -86,7 +87,8 @@ class Checkpointer:
             return
         if node.checkpoint is not None:
             self.drop(node, "read again, and clean")
-        state = None if spare is not None else self._context.capture(slot.seq)
+        state = None if spare is not None else self._captured(slot, kind)
+        clean = clean and (state is None or not is_packed(state))
         if self._context.kind.has_window:
             slot.note_window_seated()
         checkpoint = Checkpoint(kind, clean, tuple(slot.chunks), state=state, used_at=now)
@@ -100,6 +102,11 @@ class Checkpointer:
         self._budget.enforce()
         if node.checkpoint is not checkpoint and kind in _OPTIONAL and not _is_deterministic(slot):
             slot.skip_cuts(kind)  # RAM is full of better ones
+
+    def _captured(self, slot: Slot, kind: CutKind) -> Blob:
+        """A suspended request goes on from its state, exactly."""
+        is_exact = kind is CutKind.CANCEL or _is_deterministic(slot)
+        return self._context.capture(slot.seq) if is_exact else self._context.capture_packed(slot.seq)
 
     def is_worth_a_cut(self, kind: CutKind) -> bool:
         """False: the checkpoint would be dropped at once. No spare can hold it, and RAM has no room for a single one; but
@@ -240,7 +247,8 @@ class Checkpointer:
     def _is_finite(self, checkpoint: Checkpoint) -> bool:
         if checkpoint.parked is not None:
             return self._context.is_finite(checkpoint.parked)
-        return checkpoint.state is None or is_finite(checkpoint.state)
+        state = checkpoint.state
+        return state is None or is_finite(unpack(state) if is_packed(state) else state)
 
 
 def _is_deterministic(slot: Slot) -> bool:

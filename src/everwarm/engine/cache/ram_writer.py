@@ -49,8 +49,13 @@ class RamWriter:
         """Give a parked checkpoint a RAM copy of its state. The caller enforces the budget."""
         checkpoint = node.checkpoint
         assert checkpoint is not None and checkpoint.parked is not None
-        if checkpoint.state is None:
+        if (
+            checkpoint.state is None and checkpoint.kind is CutKind.CANCEL
+        ):  # a suspended request goes on from it, exactly
             self._tree.set_state(node, self._context.capture(checkpoint.parked))
+        elif checkpoint.state is None:
+            checkpoint.clean = checkpoint.clean and not self._context.packs_states
+            self._tree.set_state(node, self._context.capture_packed(checkpoint.parked))
 
     @contextlib.contextmanager
     def staged(self, points: Iterable[Node]) -> Iterator[None]:

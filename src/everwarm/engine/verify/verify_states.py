@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.config import CELLS_STEP, MAX_BATCH, MAX_CTX, ContextOptions, ModelOptions
-from everwarm.engine.fingerprint import state_fingerprint
+from everwarm.engine.fingerprint import N_ALWAYS, STATE_PREFIX, state_fingerprint
 from everwarm.engine.verify.cold_replay import cold_state, is_same_state, replay
 from everwarm.errors import BadRequest, MemoryFault, ModelError, ModelFileError
 from everwarm.llama.context import Context, Feed
@@ -238,8 +238,11 @@ def _fingerprint(path: Path, way: Way, rope_limit: int | None) -> str:
 
 def _ways_of(fingerprint: str, rope_limit: int | None) -> tuple[Way, ...]:
     """The settings that a fingerprint names. The caller checks that they give the same fingerprint again."""
-    names = ("cache_type_k", "cache_type_v", "flash_attention")
-    values = dict(zip(names, fingerprint.split("|")[1:], strict=False))
+    names = ("cache_type_k", "cache_type_v", "flash_attention")  # and, where there is one, the type of states
+    parts = fingerprint.split("|")
+    values = dict(zip(names, parts[1:], strict=False))
+    if len(parts) > N_ALWAYS and parts[N_ALWAYS].startswith(STATE_PREFIX):
+        values["state_type"] = parts[N_ALWAYS].removeprefix(STATE_PREFIX)
     sizes = [{}] if rope_limit is None else [{"n_ctx": max(1, rope_limit)}, {"n_ctx": rope_limit + 1}]
     try:
         return tuple(Way(ModelOptions(), msgspec.convert(values | size, ContextOptions)) for size in sizes)
