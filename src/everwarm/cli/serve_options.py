@@ -199,6 +199,14 @@ class ServeOptions:
     batch_size: Annotated[
         int, Parameter(name=["--batch-size", "-b"], group=_COMPUTE, help="tokens per decode call")
     ] = 2048
+    max_step_ms: Annotated[
+        float,
+        Parameter(
+            group=_COMPUTE,
+            help="how long a step should take while replies are written: it decides how much of a prompt is read beside "
+            "them; 0: 128 tokens",
+        ),
+    ] = 0.0
     ubatch_size: Annotated[int, Parameter(name=["--ubatch-size", "-ub"], group=_COMPUTE, help="tokens per step")] = 512
     n_gpu_layers: Annotated[
         int, Parameter(name=["--n-gpu-layers", "-ngl"], group=_COMPUTE, help="layers on GPUs; -1: all")
@@ -240,6 +248,7 @@ class ServeOptions:
             n_ctx=self.ctx_size,
             n_batch=self.batch_size,
             n_ubatch=min(self.ubatch_size, self.batch_size),
+            max_step_ms=self.max_step_ms,
             n_threads=self.threads,
             cache_type_k=self.cache_type_k,
             cache_type_v=self.cache_type_v,
