@@ -28,6 +28,7 @@ NAMES = (
     "page",
     "routing",
     "overload",
+    "crowd",
 )
 ALONE = (
     "suite",

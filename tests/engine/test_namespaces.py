@@ -43,9 +43,10 @@ class World:
         cut = start[: self.rng.randrange(1, len(start) + 1)] if self.rng.random() < 0.3 else start
         return [*cut, *text(self.rng.randrange(4, 12), self.rng.randrange(1, 20))][:220]
 
-    def judge(self, namespace: str, prompt: list[int], result: Result) -> None:
+    def judge(self, namespace: str, prompt: list[int], result: Result, beside: list[list[int]]) -> None:
+        """``beside``: what the same namespace asked at the same time; who starts first need not end first."""
         mine = self.read[namespace]
-        known = max((common(prompt, other) for other in mine), default=0)
+        known = max((common(prompt, other) for other in (*mine, *beside)), default=0)
         self.n_crossed += result.n_cached > known or result.n_shared > known
         self.n_cached += result.n_cached
         mine.append([*prompt, *result.tokens])
@@ -70,7 +71,9 @@ def live(core: Core, world: World, n_steps: int, is_blind: bool = False) -> None
             asked[request.id] = (namespace, prompt)
         for id, result in drain(core, after_step=check if i % PER_CHECK == 0 else lambda _: None).items():
             assert result.error is None
-            world.judge(*asked[id], result)
+            own, prompt = asked[id]
+            beside = [other for each, (name, other) in asked.items() if each != id and name == own]
+            world.judge(own, prompt, result, beside)
         if world.rng.random() < 0.3:
             while core.tidy():
                 pass

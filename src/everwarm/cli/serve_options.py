@@ -187,7 +187,7 @@ class ServeOptions:
     )
     state_type: Annotated[
         StateType,
-        Parameter(group=_MEMORY, help="recurrent states in RAM and on disk; f16, q8_0: fewer bytes, other numbers"),
+        Parameter(group=MEMORY, help="recurrent states in RAM and on disk; f16, q8_0: fewer bytes, other numbers"),
     ] = "f32"
     cache_ram: Annotated[
         str | None,
@@ -256,6 +256,14 @@ class ServeOptions:
     batch_size: Annotated[int, Parameter(name=["--batch-size", "-b"], group=COMPUTE, help="tokens per decode call")] = (
         2048
     )
+    max_step_ms: Annotated[
+        float,
+        Parameter(
+            group=COMPUTE,
+            help="how long a step should take while replies are written: it decides how much of a prompt is read beside "
+            "them; 0: 128 tokens",
+        ),
+    ] = 0.0
     ubatch_size: Annotated[int, Parameter(name=["--ubatch-size", "-ub"], group=COMPUTE, help="tokens per step")] = 512
     n_gpu_layers: Annotated[
         int, Parameter(name=["--n-gpu-layers", "-ngl"], group=COMPUTE, help="layers on GPUs; -1: all")
@@ -313,6 +321,7 @@ class ServeOptions:
             n_ctx=n_ctx,
             n_batch=self.batch_size,
             n_ubatch=min(self.ubatch_size, self.batch_size),
+            max_step_ms=self.max_step_ms,
             n_threads=self.threads,
             n_threads_batch=self.placement.threads_batch,
             cache_type_k=self.cache_type_k,

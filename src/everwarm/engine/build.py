@@ -89,6 +89,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
             left = _open_memory(model, settings, sizes, fd)
             ram = _take_up(left, tree, model, is_right, undo)
         _warn_of_limits(left.arena.budget_bytes, sizes)
+        _warn_of_context(model.n_ctx_train, settings.n_ctx)
         context = Context(model, settings.context(sizes.n_spares), ram.place)
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
@@ -159,7 +160,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         tier_writer=tier_writer,
         loader=loader,
         offload=Offload(context.kind, tree, writer, budget, ram, tier_writer) if outlives_us else None,
-        admission=Admission(context, tree, residents.slots, restorer, loader, returns, cuts=takes_cuts),
+        admission=Admission(context, tree, residents.slots, restorer, loader, returns, speed, cuts=takes_cuts),
         unverified=Unverified(restorer),
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         speed=speed,
@@ -218,6 +219,16 @@ def _warn_of_limits(budget_bytes: int, sizes: Sizes) -> None:
             "--cache-ram is %.0f MiB, but the memory limit of this process leaves %.0f MiB beside weights and context: "
             "the kernel will kill the engine when it is filled; give less, or raise the limit",
             *shown,
+        )
+
+
+def _warn_of_context(n_trained: int, n_ctx: int) -> None:
+    if 0 < n_trained < n_ctx:
+        log.warning(
+            "--ctx-size is %d, but the model was trained on %d tokens: several conversations share the context, and one "
+            "that is longer than that gets bad replies; /v1/models announces the smaller number",
+            n_ctx,
+            n_trained,
         )
 
 

@@ -327,7 +327,8 @@ class Core:
 
     def plan(self) -> list[Grant]:
         order = self.oldest_first()
-        return plan(self._lanes(), self.step_budget, order[0] if order else None)
+        budget = self.step_budget.within(self.settings.max_step_ms / 1e3, self.speed.seconds_per_token)
+        return plan(self._lanes(), budget, order[0] if order else None)
 
     def _with_room(self, grants: list[Grant], events: list[Event]) -> list[Grant]:
         """The part of a plan that fits, after suspending as many of the youngest requests as needed. Empty only if
@@ -370,7 +371,10 @@ class Core:
         """The requests that have text to read or to write; an image is read by itself."""
         running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
         ready = ((i, s, r) for i, s, r in running if s.next_image() is None)
-        return [Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt) for i, s, r in ready]
+        return [
+            Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt, r.n_prompt - s.n_fed, r.admitted or 0, r.ask.priority)
+            for i, s, r in ready
+        ]
 
     def _n_wanted(self, slot: Slot, request: Request) -> int:
         n = (chunk_at(request.chunks, slot.n_fed) if request.chunks else None) or slot.next_stop() - slot.n_fed
@@ -525,11 +529,11 @@ class Core:
         self.close_request(request, finish, events, error)
 
     def _admit(self, events: list[Event]) -> None:
-        """Admits in order, but a request that waits for a particular slot, for another's prefill or for its turn lets
-        others pass."""
+        """Admits in the order of ``Admission.in_order``, but a request that waits for a particular slot, for another's
+        prefill or for its turn lets others pass."""
         self._take_turns()
         is_full = sum(r.ask.deterministic and r.admitted is not None for r in self.queue) >= len(self.slots)
-        for request in list(self.queue):
+        for request in self.admission.in_order(self.queue, time.monotonic()):
             if request.ask.deterministic != self.turns.is_alone:
                 continue
             if request.ask.deterministic and is_full and request.admitted is None:

@@ -55,6 +55,7 @@ class Ask:
     ahead: bool = False  # no client has requested it yet: see ``prewarm``
     volatile: tuple[int, ...] = ()
     joints: tuple[int, ...] = ()
+    priority: int = 0  # the larger, the later
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")

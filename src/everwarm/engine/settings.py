@@ -88,6 +88,7 @@ class EngineSettings:
     store: StoreSettings | None = None  # None: nothing is written to disk
     remote: RemoteSettings | None = None  # None: nothing is shared with other servers
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
+    max_step_ms: float = 0.0  # how long such a step should take: their number follows from it; 0: as many as above
     n_threads_batch: int | None = None  # for prompts; None: as many as n_threads
     rope: RopeOptions = field(default_factory=RopeOptions)
     kv_offload: bool = True
@@ -103,6 +104,7 @@ class EngineSettings:
         share = self.namespace_share
         require(0.0 < share <= 1.0, f"namespace_share is {share}; give more than 0 and at most 1")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
+        require(0 <= self.max_step_ms <= 60_000, f"max_step_ms is {self.max_step_ms}; give 0 (none) to 60000")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         self.context(0)  # the same limits as the context's own
 

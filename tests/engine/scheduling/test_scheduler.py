@@ -1,16 +1,16 @@
-"""Who may decode how many tokens: replies first, then prompts, evenly."""
+"""Who may decode how many tokens: replies first, then prompts, the shortest first, and the first come always some."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, next_to_suspend, plan
+from everwarm.engine.scheduling.scheduler import ELDEST_SHARE, Budget, Grant, Lane, fit, next_to_suspend, plan
 from support.campaign import by_chance
 
 readers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 3000), is_writing=st.just(False))
 writers = st.builds(Lane, slot=st.just(0), n_wanted=st.integers(1, 5), is_writing=st.just(True))
 lanes = st.lists(readers | writers, max_size=16).map(
-    lambda found: [Lane(i, lane.n_wanted, lane.is_writing) for i, lane in enumerate(found)]
+    lambda found: [Lane(i, lane.n_wanted, lane.is_writing, lane.n_wanted, i) for i, lane in enumerate(found)]
 )
 budgets = st.builds(Budget, n_step=st.integers(1, 2048), n_beside=st.integers(1, 600))
 
@@ -44,29 +44,35 @@ def test_somebody_always_moves(found, budget):
     assert bool(plan(found, budget)) == bool(found)
 
 
-@by_chance(100, 4000)
-@given(lanes, budgets)
-def test_no_prompt_starves_where_there_is_a_token_for_everybody(found, budget):
-    reading = [lane for lane in found if not lane.is_writing]
-    n_writing = len(found) - len(reading)
-    room = budget.n_step - n_writing if not n_writing else min(budget.n_step - n_writing, budget.n_beside)
-    grants = sizes(plan(found, budget))
-    if room >= len(reading):
-        assert all(lane.slot in grants for lane in reading)
-
-
-@by_chance(100, 4000)
-@given(lanes, budgets)
-def test_prompts_share_evenly_and_nothing_wanted_is_left_lying(found, budget):
-    reading = [lane for lane in found if not lane.is_writing]
-    n_writing = len(found) - len(reading)
+def room_for_prompts(found: list[Lane], budget: Budget) -> int:
+    n_writing = sum(lane.is_writing for lane in found)
     room = max(0, budget.n_step - n_writing)
-    room = min(room, budget.n_beside) if n_writing else room
+    return min(room, budget.n_beside) if n_writing else room
+
+
+@by_chance(100, 4000)
+@given(lanes, budgets)
+def test_the_prompt_that_was_admitted_first_always_gets_its_share(found, budget):
+    reading = [lane for lane in found if not lane.is_writing]
+    room = room_for_prompts(found, budget)
+    if reading and room:
+        share = sizes(plan(found, budget))[reading[0].slot]
+        assert share >= min(reading[0].n_wanted, -(-room // ELDEST_SHARE))
+
+
+@by_chance(100, 4000)
+@given(lanes, budgets)
+def test_prompts_are_read_one_after_the_other_and_nothing_wanted_is_left_lying(found, budget):
+    """Whoever gets something, all that have less to read got all they want, but for the share of the first."""
+    reading = [lane for lane in found if not lane.is_writing]
     grants = sizes(plan(found, budget))
-    given_out = {lane.slot: grants.get(lane.slot, 0) for lane in reading}
-    assert sum(given_out.values()) == min(room, sum(lane.n_wanted for lane in reading))
-    cut_short = [given_out[lane.slot] for lane in reading if given_out[lane.slot] < lane.n_wanted]
-    assert not cut_short or max(given_out.values()) - min(cut_short) <= 1
+    room = room_for_prompts(found, budget)
+    assert sum(grants.get(lane.slot, 0) for lane in reading) == min(room, sum(lane.n_wanted for lane in reading))
+    order = sorted(reading, key=lambda lane: (lane.n_left, lane.admitted))
+    served = [lane for lane in order if lane.slot in grants and lane.slot != reading[0].slot]
+    for lane in served:
+        shorter = order[: order.index(lane)]
+        assert all(grants.get(other.slot, 0) == other.n_wanted for other in shorter)
 
 
 @by_chance(30, 1000)
@@ -79,16 +85,53 @@ def test_every_prompt_is_read_in_the_end(prompts, budget):
     assert not any(left.values())
 
 
-def test_the_control_a_first_come_plan_would_starve_the_second_prompt():
-    """What fairness is for: greedy serving gives everything to the first."""
-    found = [Lane(0, 3000, False), Lane(1, 3000, False)]
-    assert sizes(plan(found, Budget(512, 128))) == {0: 256, 1: 256}
-    assert sizes([Grant(0, 512)]) != sizes(plan(found, Budget(512, 128)))
+def played(prompts: list[int], budget: Budget) -> list[int]:
+    """In which step each prompt is read."""
+    left, done = dict(enumerate(prompts)), [0] * len(prompts)
+    for step in range(1, 10_000):
+        for grant in plan([Lane(i, n, False, n, i) for i, n in left.items()], budget):
+            left[grant.slot] -= grant.n_tokens
+        for i in [i for i, n in left.items() if n <= 0]:
+            del left[i]
+            done[i] = step
+        if not left:
+            break
+    return done
 
 
-@pytest.mark.parametrize(("n_reading", "expected"), [(1, 127), (2, 64)])
+def test_equal_prompts_are_done_one_after_the_other_and_a_short_one_at_once():
+    assert played([4700] * 6, Budget(512, 128)) == [10, 19, 28, 37, 46, 56]
+    assert played([4700, 4700, 4700, 20], Budget(512, 128))[-1] == 1
+
+
+def test_the_control_even_shares_would_end_all_of_them_at_the_end():
+    even = [-(-4700 // (512 // 6))] * 6
+    assert even == [56] * 6 and sum(played([4700] * 6, Budget(512, 128))) < 0.65 * sum(even)
+
+
+def test_a_long_prompt_is_read_although_short_ones_keep_coming():
+    n_left, n_steps = 4096, 0
+    while n_left > 0:
+        found = [Lane(0, n_left, False, n_left, 0), *(Lane(i, 500, False, 500, n_steps + i) for i in range(1, 5))]
+        n_left -= sizes(plan(found, Budget(512, 128)))[0]
+        n_steps += 1
+    assert 28 <= n_steps <= 4096 * ELDEST_SHARE // 512
+
+
+def test_priority_comes_before_length():
+    found = [Lane(0, 50, False, 50, 2, priority=1), Lane(1, 3000, False, 3000, 1)]
+    assert sizes(plan(found, Budget(512, 128))) == {1: 512}
+
+
+@pytest.mark.parametrize(("per_token_s", "expected"), [(1e-3, 50), (1e-9, 512), (1.0, 8)])
+def test_a_step_beside_replies_takes_as_long_as_it_should(per_token_s, expected):
+    assert Budget(512, 128).within(0.05, per_token_s) == Budget(512, expected)
+    assert Budget(512, 128).within(0.0, per_token_s) == Budget(512, 128)
+
+
+@pytest.mark.parametrize(("n_reading", "expected"), [(1, 127), (2, 127)])
 def test_prompts_beside_a_reply_share_the_smaller_budget(n_reading, expected):
-    found = [Lane(0, 1, True), *(Lane(i + 1, 5000, False) for i in range(n_reading))]
+    found = [Lane(0, 1, True), *(Lane(i + 1, 5000, False, 5000, i) for i in range(n_reading))]
     grants = sizes(plan(found, Budget(512, 127)))
     assert grants[0] == 1 and grants[1] == expected and sum(grants.values()) == 128
 

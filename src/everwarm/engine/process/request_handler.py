@@ -216,6 +216,7 @@ class RequestHandler:
             None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),
             volatile=hints.volatile,
             joints=hints.joints,
+            priority=message.priority,
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:

@@ -1,4 +1,4 @@
-"""Whether a waiting request may start now: is there a slot, is there room, and is another request reading its prefix? And
+"""Who starts next, and whether it may: is there a slot, is there room, is another request reading its prefix? And
 how much work is ahead of a new one."""
 
 from __future__ import annotations
@@ -23,12 +23,35 @@ from everwarm.state.returns import Returns
 from everwarm.state.tree import Tree
 
 RETURN_STEPS = 32  # that all can take once a suspended request has come back
+MAX_READING = 2  # long prompts that are read at a time: more only take slots and cells from others
+LONG_TOKENS = 512  # to be read; a shorter prompt never waits for long ones
+PATIENCE_S, PATIENCE = 5.0, 4.0  # a request is due after so long, and so many times as long as reading it takes
+ESTIMATE_S = 1.0  # how long an estimate of what is to be read holds
+USUAL_REPLY = 256  # tokens
 
 
 class Verdict(enum.Enum):
     START = "start"
     WAIT = "wait"  # for a particular slot or reader: others may pass
-    FULL = "full"  # none may pass: first come, first served
+    FULL = "full"  # none may pass
+
+
+class Shares:
+    """Start-time fair queueing over namespaces: the one that was given least starts next, and one that was away brings no
+    credit with it."""
+
+    def __init__(self) -> None:
+        self._now = 0.0  # virtual: where the last request started
+        self._ends: dict[str, float] = {}  # by namespace, those beyond now
+
+    def start(self, namespace: str) -> float:
+        """Where the next request of a namespace would start; the smallest goes first."""
+        return max(self._now, self._ends.get(namespace, 0.0))
+
+    def charge(self, namespace: str, n_tokens: int) -> None:
+        self._now = self.start(namespace)
+        self._ends[namespace] = self._now + n_tokens
+        self._ends = {name: end for name, end in self._ends.items() if end > self._now}
 
 
 class Admission:
@@ -40,10 +63,16 @@ class Admission:
         restorer: Restorer,
         loader: Loader,
         returns: Returns,
+        speed: Speed,
         *,
         cuts: bool,
     ) -> None:
         """``cuts``: checkpoints are taken, so a prompt that is being read can stop for another request."""
+        self._speed = speed
+        self._shares = Shares()
+        self._estimates: dict[
+            int, tuple[int, float]
+        ] = {}  # by request: what it has to read, and when that was estimated
         self._context = context
         self._tree = tree
         self._slots = slots
@@ -53,9 +82,32 @@ class Admission:
         self._returns = returns
         self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or what there is instead
 
+    def in_order(self, queue: Iterable[Request], now: float) -> list[Request]:
+        """Who is judged first. Requests that were admitted before keep their order, ahead of all others, and so do
+        deterministic ones. Of the others: by priority, those that are due, the namespace that was served least, and
+        within it the one with least to read."""
+        waiting = list(queue)
+        fresh = [r for r in waiting if r.admitted is None and not r.ask.deterministic]
+        if len(fresh) < 2:
+            return waiting
+        first = [r for r in waiting if r.admitted is not None or r.ask.deterministic]
+        return [*first, *sorted(fresh, key=lambda request: self._rank(request, now))]
+
+    def _rank(self, request: Request, now: float) -> tuple[float, ...]:
+        n_to_read = self._n_to_read(request, now)
+        patience_s = PATIENCE_S + PATIENCE * n_to_read * self._speed.seconds_per_token
+        if now - request.submitted_at >= patience_s:
+            return request.ask.priority, 0, request.submitted_at
+        return request.ask.priority, 1, self._shares.start(request.ask.namespace), n_to_read, request.submitted_at
+
     def judge(self, request: Request) -> Verdict:
         verdict = self._judge_place(request)
-        return Verdict.WAIT if verdict is Verdict.START and self._is_fetching(request) else verdict
+        if verdict is Verdict.START and self._is_fetching(request):
+            return Verdict.WAIT
+        if verdict is Verdict.START and request.admitted is None:
+            n_to_read, _ = self._estimates.pop(request.id, (request.n_prompt, 0.0))
+            self._shares.charge(request.ask.namespace, n_to_read + min(request.ask.max_tokens, USUAL_REPLY))
+        return verdict
 
     def _judge_place(self, request: Request) -> Verdict:
         slots = self._slots
@@ -72,7 +124,23 @@ class Admission:
             return Verdict.FULL
         if request.ask.use_cache and self._is_being_read(request, prompt, running):
             return Verdict.WAIT
+        if request.admitted is None and self._are_enough_read(request, running):
+            return Verdict.WAIT
         return Verdict.START
+
+    def _are_enough_read(self, request: Request, running: list[Slot]) -> bool:
+        """Whether a long prompt waits until others are read."""
+        reading = sum(slot.request.n_prompt - slot.n_fed > LONG_TOKENS for slot in running if slot.request is not None)
+        return reading >= MAX_READING and self._n_to_read(request, time.monotonic()) > LONG_TOKENS
+
+    def _n_to_read(self, request: Request, now: float) -> int:
+        """How much of its prompt is not known, as far as RAM and the device tell."""
+        n_to_read, at = self._estimates.get(request.id, (0, float("-inf")))
+        if now - at > ESTIMATE_S:
+            prompt = request.items(request.n_items)
+            n_to_read = request.n_prompt - (self._known(request, prompt) if request.ask.use_cache else 0)
+            self._estimates[request.id] = n_to_read, now
+        return n_to_read
 
     # the disk
 
@@ -99,6 +167,7 @@ class Admission:
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)
+        self._estimates.pop(request.id, None)
 
     def drop_fetches(self, requests: Iterable[Request]) -> None:
         """Discards what was loaded from other tiers for these requests: it is to be forgotten."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MIN_BESIDE = 8  # tokens of prompts beside replies, however slow they are read
+
 
 class Lane(NamedTuple):
     """A running request, as far as scheduling cares."""
@@ -18,6 +20,9 @@ class Lane(NamedTuple):
     slot: int
     n_wanted: int  # tokens up to its next stop: a cut or the end of its items
     is_writing: bool  # its prompt is read: it needs one token per step, and a client watches it
+    n_left: int = 0  # tokens of its prompt that are to be read
+    admitted: int = 0  # ascending in the order of admission
+    priority: int = 0  # the larger, the later
 
 
 class Grant(NamedTuple):
@@ -31,25 +36,44 @@ class Budget(NamedTuple):
     n_step: int
     n_beside: int
 
+    def within(self, most_s: float, seconds_per_token: float) -> Budget:
+        """With so many tokens of prompts beside replies that a step takes about ``most_s``; 0: as it is."""
+        if not most_s:
+            return self
+        n_beside = int(most_s / max(seconds_per_token, 1e-9))
+        return self._replace(n_beside=max(MIN_BESIDE, min(n_beside, self.n_step)))
+
+
+ELDEST_SHARE = 4  # one part in so many of what prompts get is for the one that was admitted first
+
 
 def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> list[Grant]:
-    """Every reply gets its token; prompts share what is left, evenly, so that none waits for the longest one. ``oldest``
-    is the slot of the request that was admitted first: it gets a token even if there are fewer of them than requests."""
-    reading = [lane for lane in lanes if not lane.is_writing]
+    """Every reply gets its token. What is left goes to the prompt with least to read, then to the next one: read one
+    after the other, all but the last are done sooner than side by side, and a short one never waits for long ones. The
+    prompt that was admitted first always gets a share. ``oldest`` is the slot of the request that was admitted first: it
+    gets a token even if there are fewer of them than requests."""
+    reading = sorted((lane for lane in lanes if not lane.is_writing), key=_reading_order)
     n_kept = any(lane.slot == oldest for lane in reading)
     writing = sorted((lane for lane in lanes if lane.is_writing), key=lambda lane: lane.slot != oldest)
     grants = [Grant(lane.slot, 1) for lane in writing[: budget.n_step - n_kept]]
     room = budget.n_step - len(grants)
     if grants:
         room = min(room, budget.n_beside)
-    is_scarce = room < len(reading)
-    reading.sort(key=lambda lane: (is_scarce and lane.slot != oldest, lane.n_wanted))
-    for i, lane in enumerate(reading):  # the smallest first: the others share what it leaves over
-        share = min(lane.n_wanted, -(-room // (len(reading) - i)))
-        if share > 0:
-            grants.append(Grant(lane.slot, share))
-            room -= share
-    return grants
+    if not reading or not room:
+        return grants
+    eldest = min(reading, key=lambda lane: (lane.slot != oldest, lane.admitted))
+    given = {eldest.slot: min(eldest.n_wanted, -(-room // ELDEST_SHARE))}
+    room -= given[eldest.slot]
+    for lane in reading:
+        more = min(lane.n_wanted - given.get(lane.slot, 0), room)
+        if more > 0:
+            given[lane.slot] = given.get(lane.slot, 0) + more
+            room -= more
+    return [*grants, *(Grant(slot, n) for slot, n in given.items())]
+
+
+def _reading_order(lane: Lane) -> tuple[int, int, int]:
+    return lane.priority, lane.n_left or lane.n_wanted, lane.admitted
 
 
 def fit(grants: Sequence[Grant], oldest_first: Sequence[int], n_free: int) -> list[Grant]:

@@ -59,8 +59,9 @@ class Responses:
         ]
 
     async def create(self, request: Request) -> Response:
-        turn, n_bytes = await self._turn(request)
-        if turn.streams:
+        body, n_bytes = await self._gate.read(request, ResponsesBody)
+        turn = self._turn(request, body)
+        if body.stream:
             return self._replies.stream(request, n_bytes, turn.chat_body, turn)
         with self._gate.admitted(request, n_bytes):
             return json_response(await self._gate.within_time(request, self._whole(request, turn)))
@@ -75,7 +76,8 @@ class Responses:
 
     async def input_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
-        turn, n_bytes = await self._turn(request)
+        body, n_bytes = await self._gate.read(request, ResponsesBody)
+        turn = self._turn(request, body)
 
         async def counted() -> int:
             chat = await turn.chat_body()
@@ -88,7 +90,8 @@ class Responses:
 
     async def compact(self, request: Request) -> Response:
         """The conversation in short: the user's messages and a summary that the model writes. Nothing is stored."""
-        turn, n_bytes = await self._turn(request)
+        body, n_bytes = await self._gate.read(request, ResponsesBody)
+        turn = self._turn(request, body)
 
         async def compacted() -> Json:
             (choice,) = await self._replies.collect(request, compacting(await turn.chat_body(), MAX_SUMMARY_TOKENS))
@@ -97,10 +100,9 @@ class Responses:
         with self._gate.admitted(request, n_bytes):
             return json_response(await self._gate.within_time(request, compacted()))
 
-    async def _turn(self, request: Request) -> tuple[ResponsesTurn, int]:
-        body, n_bytes = await self._gate.read(request, ResponsesBody)
+    def _turn(self, request: Request, body: ResponsesBody) -> ResponsesTurn:
         body.check()
-        return ResponsesTurn(self._pool, self._gate, self._store, request, body), n_bytes
+        return ResponsesTurn(self._pool, self._gate, self._store, request, body)
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
@@ -146,10 +148,6 @@ class ResponsesTurn(Dialect):
         self._all_items: list[Json] = []  # of the conversation
         self._encoder: ResponsesEncoder | None = None
         self._last: Json = {}
-
-    @property
-    def streams(self) -> bool:
-        return bool(self._body.stream)
 
     def compaction(self, summary: str, done: m.Done) -> Json:
         """The answer to a request to compact this conversation."""

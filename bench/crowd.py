@@ -1,0 +1,79 @@
+"""Several cold prompts at once, and a short one behind them: when do first tokens come? Beside llama-server.
+
+Servers take turns, and another one begins in every round. Read one after the other, all prompts but the last are done
+sooner than side by side; a short prompt must not wait for long ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bench.measure import EMBEDDED, table
+from bench.peer import PeerOptions, llama_server
+from bench.server import Server, ask, everwarm
+from everwarm.config import default_threads
+
+N_LONG, N_PROMPTS, N_SHORT = 4700, 6, 20
+N_ROUNDS = 5
+N_CTX = 65536
+
+
+@dataclass(slots=True)
+class Seen:
+    """Of each round: until all had their first token, the mean of these times, and the short prompt's."""
+
+    all_s: list[float] = field(default_factory=list)
+    mean_s: list[float] = field(default_factory=list)
+    short_s: list[float] = field(default_factory=list)
+
+
+def run() -> None:
+    threads = default_threads()
+    with contextlib.ExitStack() as stack:
+        servers = list(_servers(stack, threads))
+        seen = {server.name: Seen() for server in servers}
+        for repeat in range(N_ROUNDS):
+            at = repeat % len(servers)
+            for server in (*servers[at:], *servers[:at]):
+                _round(server, repeat, seen[server.name])
+    rows = [
+        (name, *(f"{statistics.median(each):.2f} s" for each in (found.all_s, found.mean_s, found.short_s)))
+        for name, found in seen.items()
+    ]
+    head = ("", "all first tokens", "their mean", f"{N_SHORT} tokens, asked 0.3 s later")
+    table(
+        f"{N_PROMPTS} cold prompts of {N_LONG} tokens at once, medians of {N_ROUNDS} rounds, {threads} threads",
+        head,
+        rows,
+    )
+
+
+def _servers(stack: contextlib.ExitStack, threads: int) -> Iterator[Server]:
+    for n_slots in (8, 1):
+        flags = ("-c", str(N_CTX), "-np", str(n_slots), "-t", str(threads), "--disk-cache", "0")
+        server = stack.enter_context(everwarm(str(EMBEDDED), *flags))
+        yield Server(f"Everwarm, {n_slots} slots", server.host, server.pid)
+    options = PeerOptions(EMBEDDED, n_ctx=N_CTX, n_parallel=8, n_threads=threads)
+    yield Server("llama-server, 8 slots", stack.enter_context(llama_server(options)).host)
+
+
+def _round(server: Server, repeat: int, seen: Seen) -> None:
+    time.sleep(1.0)  # idle work of the round before is done
+    rng = np.random.default_rng(1000 + repeat)
+    long = [rng.integers(12, 2000, N_LONG).tolist() for _ in range(N_PROMPTS)]
+    short = rng.integers(12, 2000, N_SHORT).tolist()
+    with ThreadPoolExecutor(N_PROMPTS + 1) as pool:
+        replies = [pool.submit(ask, server, tokens, 4) for tokens in long]
+        time.sleep(0.3)
+        last = pool.submit(ask, server, short, 4)
+        firsts = [reply.result().first_s for reply in replies]
+        seen.short_s.append(last.result().first_s)
+    seen.all_s.append(max(firsts))
+    seen.mean_s.append(statistics.mean(firsts))
