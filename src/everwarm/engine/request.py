@@ -53,6 +53,7 @@ class Ask:
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like
     ahead: bool = False  # no client has requested it yet: see ``prewarm``
+    lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")

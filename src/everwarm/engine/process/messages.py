@@ -102,6 +102,7 @@ class Submit(Message, frozen=True, tag=True):
     marker: str = ""
     images: tuple[SentImage, ...] = ()
     constraint: Constraint | None = None
+    lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
 
 
 class Prewarm(Message, frozen=True, tag=True):

@@ -214,6 +214,7 @@ class RequestHandler:
             hints.stables,
             hints.breakpoints,
             None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),
+            lora=message.lora,
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
