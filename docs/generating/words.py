@@ -33,6 +33,8 @@ ROUTES = {
     "POST /detokenize": "text of tokens",
     "POST /apply-template": "the prompt that a conversation becomes",
     "GET /props": "what the model is and how it was opened; loads nothing",
+    "GET /lora-adapters": "the model's LoRA adapters and how much of each is used",
+    "POST /lora-adapters": "a list of `id` and `scale`: for all later requests that have no `lora` of their own; not listed: 0",
     "GET /slots": "what each slot holds; loads nothing",
     "POST /slots/ID": "`?action=save`, `restore` or `erase`; see [slot files](../store.md#slot-files)",
     "POST /api/chat": "a reply to a conversation, as lines of JSON unless `stream` is false",

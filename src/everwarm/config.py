@@ -28,6 +28,7 @@ MAX_CONSTRAINT_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
 MAX_LOGIT_BIASES = 4096
 MAX_SAMPLERS = 32
+MAX_SCALE = 1e3  # of a LoRA adapter
 MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 40  # libllama looks for each in every token of the vocabulary
 MIN_KEY_BYTES, MAX_KEY_BYTES = 32, 1 << 16
 
@@ -145,7 +146,7 @@ class ModelOptions:
             require(bool(pattern and buffer_type), "override_tensors needs PATTERN=BUFFER, like 'ffn_.*_exps=CPU'")
         for path, scale in self.lora:
             require(bool(path), "a LoRA needs a file")
-            _finite(f"the scale of LoRA {path}", scale, -1e3, 1e3)
+            _finite(f"the scale of LoRA {path}", scale, -MAX_SCALE, MAX_SCALE)
 
     @property
     def use_mmap(self) -> bool:

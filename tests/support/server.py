@@ -186,10 +186,10 @@ def _started(*flags: str, n_ctx: int, cgroup: Path | None = None) -> Iterator[Se
 
 
 @contextlib.contextmanager
-def listening(process: Process) -> Iterator[Server]:
+def listening(process: Process, scheme: str = "http") -> Iterator[Server]:
     """The server that this process becomes, which is told to stop at the end."""
     server = Server("", process)
-    listener = threading.Thread(target=_listen, args=(server,), daemon=True)
+    listener = threading.Thread(target=_listen, args=(server, scheme), daemon=True)
     listener.start()
     try:
         until(lambda: bool(server.url) or not listener.is_alive(), "the server has started")
@@ -218,13 +218,13 @@ def end(process: Process) -> None:
         raise
 
 
-def _listen(server: Server) -> None:
+def _listen(server: Server, scheme: str) -> None:
     """Everything it says, until it ends; its address is the first URL."""
     assert server.process.stderr is not None
     with server.process.stderr as lines:
         for line in lines:
             server.said.append(line)
-            found = re.search(r"http://[^/\s]+", line)
+            found = re.search(rf"{scheme}://[^/\s,]+", line)
             if found and not server.url:
                 server.url = found[0]
 

@@ -290,6 +290,10 @@ class ServeOptions:
     lora: Annotated[
         tuple[str, ...], Parameter(group=COMPUTE, help="adapter file, or FILE:SCALE; repeatable", negative=())
     ] = ()
+    lora_init_without_apply: Annotated[
+        bool,
+        Parameter(group=COMPUTE, negative=(), help="open adapters with the scale 0; requests say how much of each"),
+    ] = False
     mmap: Annotated[bool, Parameter(group=COMPUTE, help="map the model file instead of reading it")] = True
     mlock: Annotated[bool, Parameter(group=COMPUTE, negative=(), help="keep the model in RAM: never swap it out")] = (
         False
@@ -351,7 +355,7 @@ class ServeOptions:
             load_mode=self._load_mode(),
             tensor_split=self.tensor_split,
             n_cpu_moe=self.n_cpu_moe,
-            lora=tuple(map(parse_scaled, self.lora)),
+            lora=self._adapters(),
             split_mode=placement.split_mode,
             main_gpu=placement.main_gpu,
             devices=placement.device,
@@ -361,6 +365,10 @@ class ServeOptions:
             no_host=placement.no_host,
             check_tensors=placement.check_tensors,
         )
+
+    def _adapters(self) -> tuple[tuple[str, float], ...]:
+        given = map(parse_scaled, self.lora)
+        return tuple((path, 0.0 if self.lora_init_without_apply else scale) for path, scale in given)
 
     def _load_mode(self) -> LoadMode:
         if self.placement.load_mode is not None:

@@ -36,6 +36,7 @@ from everwarm.engine.process.messages import Backlog, ReadReason
 from everwarm.engine.process.reply_text import items_text, probabilities
 from everwarm.engine.recovery import Remedy, StallWatch, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
+from everwarm.engine.scheduling.adapter_turns import AdapterTurns, with_own_namespace
 from everwarm.engine.scheduling.admission import Admission, Verdict, backlog_of, require_possible
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, fit, plan
 from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before, next_side, seats_window
@@ -121,6 +122,7 @@ class Core:
     prewarm: PrewarmQueue = field(default_factory=PrewarmQueue)
     partings: Partings = field(default_factory=Partings)
     turns: TurnTaking = field(default_factory=TurnTaking)
+    adapter_turns: AdapterTurns = field(default_factory=AdapterTurns)
     stall: StallWatch = field(default_factory=StallWatch)
     counts: RequestStats = field(default_factory=RequestStats)
     n_admitted: int = 0  # requests, each once
@@ -187,7 +189,7 @@ class Core:
     def enqueue(self, ask: Ask) -> Request:
         """Queues a request, after checks that keep it from aborting libllama."""
         require_possible(ask, self.context, len(self.slots), self.images)
-        ask = self.unverified.route(ask)
+        ask = self.unverified.route(with_own_namespace(ask, self.model.scales))
         matcher = None if ask.constraint is None else ask.constraint.matcher(ignore_eos=ask.ignore_eos)
         sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, matcher, ignore_eos=ask.ignore_eos)
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of images beyond one each
@@ -313,6 +315,7 @@ class Core:
             started = time.monotonic()
             feeds = [self._feed(grant) for grant in grants]
             try:
+                self._use_scales(self.slots[grants[0].slot])
                 self.context.decode(feeds)
             except ContextFull as error:
                 self._make_way(error, events)
@@ -327,8 +330,19 @@ class Core:
 
     def plan(self) -> list[Grant]:
         order = self.oldest_first()
+        if self.model.adapters:
+            scales = {i: request.ask.lora for i in order if (request := self.slots[i].request) is not None}
+            chosen = self.adapter_turns.choose(list(scales.values()), time.monotonic())
+            order = [i for i in order if scales.get(i) == chosen]
+        lanes = [lane for lane in self._lanes() if lane.slot in order]
         budget = self.step_budget.within(self.settings.max_step_ms / 1e3, self.speed.seconds_per_token)
-        return plan(self._lanes(), budget, order[0] if order else None)
+        return plan(lanes, budget, order[0] if order else None)
+
+    def _use_scales(self, slot: Slot) -> None:
+        """Decodes from now on with the adapters as the slot's request wants them."""
+        if self.model.adapters and slot.request is not None:
+            lora = slot.request.ask.lora
+            self.context.use_scales(self.model.scales if lora is None else lora)
 
     def _with_room(self, grants: list[Grant], events: list[Event]) -> list[Grant]:
         """The part of a plan that fits, after suspending as many of the youngest requests as needed. Empty only if
@@ -738,6 +752,7 @@ class Core:
         try:
             embedding = images.embedding(item, ask.images, ask.namespace)
             end = ask.prompt.mark(slot.n_fed + 1)
+            self._use_scales(slot)
             self.context.see(slot.seq, images.media, embedding, end, wants_logits=is_last)
         except ContextFull as error:
             self._make_way(error, events)

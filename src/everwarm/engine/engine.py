@@ -117,9 +117,11 @@ class Engine(Closing):
         ignore_eos: bool = False,
         images: Mapping[bytes, SentImage] | None = None,
         constraint: Constraint | None = None,
+        lora: Sequence[float] | None = None,
     ) -> TokenStream:
         """Queue a prompt. ``boundaries`` are message ends and ``stable`` the prefix the next turn will share, in items;
-        ``images`` the pixels of its media items, by their digests; ``constraint`` what the reply must look like."""
+        ``images`` the pixels of its media items, by their digests; ``constraint`` what the reply must look like; ``lora``
+        other scales of the model's adapters than it was opened with."""
         if isinstance(prompt, str):
             prompt = self.prompt(prompt)
         elif not isinstance(prompt, Prompt):
@@ -136,6 +138,7 @@ class Engine(Closing):
             ignore_eos,
             images=images or {},
             constraint=None if constraint is None else self.constraints.compile(constraint, namespace),
+            lora=None if lora is None else tuple(lora),
         )
         stream = TokenStream(self)
         self._post(lambda core: self._begin(core, ask, stream))

@@ -127,7 +127,11 @@ MEDIA_PARAMS: Mapping[str, ParameterRow] = {
 # What else reaches the numbers and is no field of those structs.
 OTHERS: Mapping[str, ParameterRow] = {
     "model file": ParameterRow(_IN, "the digest of every part: weights, metadata, vocabulary"),
-    "LoRA adapters": ParameterRow(_IN, "the digest and the scale of each, in their order"),
+    "LoRA adapters": ParameterRow(
+        _IN,
+        "the digest and the scale of each, in their order; a request with other scales has a namespace of its own, which "
+        "is never written",
+    ),
     "projector": ParameterRow(
         _IN, "its digest is part of an image's identity in the prompt, not of the model's fingerprint"
     ),

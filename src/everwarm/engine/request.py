@@ -56,6 +56,7 @@ class Ask:
     volatile: tuple[int, ...] = ()
     joints: tuple[int, ...] = ()
     priority: int = 0  # the larger, the later
+    lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")

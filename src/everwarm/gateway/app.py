@@ -32,11 +32,13 @@ from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import ClientGone
 from everwarm.gateway.images.image_download import RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
+from everwarm.gateway.llamaserver.adapter_routes import AdapterRoutes
 from everwarm.gateway.llamaserver.routes import LlamaServer
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
+from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.reply_store import ReplyStore
@@ -71,7 +73,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     remembered = ReplyStore(settings.state_dir)
     prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
     gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None, settings.strict)
-    preparer = RequestPreparer(settings, images, bodies, metrics, remembered)
+    scales = AdapterScales()
+    preparer = RequestPreparer(settings, images, bodies, metrics, remembered, scales)
     replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
     cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, settings)
     access = settings.access()
@@ -84,6 +87,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Responses(pool, gate, replies, preparer, store).routes(),
         *Models(pool, gate).routes(),
         *LlamaServer(pool, gate, replies, preparer, settings).routes(),
+        *AdapterRoutes(pool, gate, scales).routes(),
         *Ollama(pool, gate, replies).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),

@@ -181,6 +181,11 @@ class Model(Closing):
         return _over_files(self.path, self.options, self.files.digest)
 
     @property
+    def scales(self) -> tuple[float, ...]:
+        """Of its adapters, as it was opened."""
+        return tuple(scale for _, scale in self.adapters)
+
+    @property
     def identity(self) -> str:
         """The same for a process that opens the same files, without reading them."""
         return _over_files(self.path, self.options, self.files.identity)

@@ -30,6 +30,7 @@ class Sequences(Closing):
         self._scratch = options.n_seq_max
         self._ptr: int | None = open_context(model, options, n_seqs)
         self._mem = self._lib.get_memory(self._ptr)
+        self._scales = model.scales
         self.n_ctx = int(self._lib.n_ctx(self._ptr))
         self.n_batch = min(options.n_batch, int(self._lib.n_batch(self._ptr)))
         self.cells = Cells(self.n_ctx, n_seqs)
@@ -53,6 +54,12 @@ class Sequences(Closing):
         return self._state_clean[seq] and self.cells.is_clean(seq) and not self._stateless[seq]
 
     # changes
+
+    def use_scales(self, scales: tuple[float, ...]) -> None:
+        """Of the model's adapters, for all decodes from now on."""
+        if scales != self._scales:
+            set_scales(self.model, self.native, scales)
+            self._scales = scales
 
     def drop(self, seq: SeqId) -> None:
         self._check_seq(seq)
@@ -185,7 +192,11 @@ def open_context(model: Model, options: ContextOptions, n_seqs: int) -> int:
         )
     n_cells = int(model.lib.n_ctx_seq(ptr))
     assert n_cells == options.n_cells, f"libllama made {n_cells} cells of {options.n_ctx}, not {options.n_cells}"
-    _apply_adapters(model, ptr)
+    try:
+        set_scales(model, ptr, model.scales)
+    except ContextTooBig:
+        model.lib.free(ptr)
+        raise
     return ptr
 
 
@@ -202,11 +213,10 @@ def _set_rope(params: abi.ContextParams, rope: RopeOptions) -> None:
             setattr(params, name, getattr(rope, name))
 
 
-def _apply_adapters(model: Model, ptr: int) -> None:
-    if model.adapters:
-        n = len(model.adapters)
-        adapters = (ctypes.c_void_p * n)(*(adapter for adapter, _ in model.adapters))
-        scales = (ctypes.c_float * n)(*(scale for _, scale in model.adapters))
-        if int(model.lib.set_adapters_lora(ptr, adapters, n, scales)) != 0:
-            model.lib.free(ptr)
-            raise ContextTooBig(f"the LoRA adapters could not be applied: {model.lib.last_words()}")
+def set_scales(model: Model, ptr: int, scales: tuple[float, ...]) -> None:
+    """What the next decodes add of each adapter."""
+    used = [(adapter, scale) for (adapter, _), scale in zip(model.adapters, scales, strict=True) if scale]
+    adapters = (ctypes.c_void_p * len(used))(*(adapter for adapter, _ in used))
+    factors = (ctypes.c_float * len(used))(*(scale for _, scale in used))
+    if int(model.lib.set_adapters_lora(ptr, adapters, len(used), factors)) != 0:
+        raise ContextTooBig(f"the LoRA adapters could not be applied: {model.lib.last_words()}")

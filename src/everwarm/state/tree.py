@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.ghosts import Ghosts
 from everwarm.state.lineage import Chunks
-from everwarm.state.namespace import is_unverified
+from everwarm.state.namespace import is_volatile
 from everwarm.state.policy import MESSAGE_ENDS, CutKind
 from everwarm.types import START, Blob, Mark, SeqId
 
@@ -295,7 +295,7 @@ class Tree:
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
         if root is None:
-            volatile = is_unverified(namespace)
+            volatile = is_volatile(namespace)
             root = self._roots[namespace] = Node(Prompt.of_tokens([]), 0, START, None, is_volatile=volatile)
             self.census.came(root)
         return root

@@ -447,7 +447,7 @@ ROWS: tuple[Row, ...] = (
         "the slot that holds most of a conversation gets it, and all share what was read",
         n_values=1,
     ),
-    _refused("--lora-init-without-apply", "give the scale 0: `--lora FILE:0`", n_values=0),
+    _switch("--lora-init-without-apply"),
     _refused(
         "--sleep-idle-seconds", "with `--models FILE.toml` a model has `ttl`, after which it sleeps", only=("-1",)
     ),

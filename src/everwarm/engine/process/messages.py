@@ -112,6 +112,7 @@ class Submit(Message, frozen=True, tag=True):
     images: tuple[SentImage, ...] = ()
     constraint: Constraint | None = None
     priority: int = 0  # the larger, the later
+    lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
 
 
 class Prewarm(Message, frozen=True, tag=True):

@@ -217,6 +217,7 @@ class RequestHandler:
             volatile=hints.volatile,
             joints=hints.joints,
             priority=message.priority,
+            lora=message.lora,
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:

@@ -27,7 +27,7 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault
 from everwarm.llama.blobs import HEADER_BYTES
 from everwarm.prompt.prompt import Codes, Prompt
-from everwarm.state.namespace import is_unverified, owner_of, unverified
+from everwarm.state.namespace import is_adapted, is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.files import Files, sweep
@@ -88,6 +88,11 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
         raise BadRequest(
             f"the conversation of slot {slot.seq} goes on from a slot file of unknown origin, and nothing that stems from "
             "such a file is saved; send its prompt with cache_prompt false, and save it then"
+        )
+    if is_adapted(slot.namespace):
+        raise BadRequest(
+            f"the conversation of slot {slot.seq} was read with other scales of LoRA adapters than the server's, which a "
+            "slot file cannot say; send its prompt without lora, and save it then"
         )
     _bring_back(core, slot)
     if not slot.n_fed:

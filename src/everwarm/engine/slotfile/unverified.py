@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.request import Ask
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.namespace import is_unverified, owner_of
+from everwarm.state.namespace import is_unverified, is_volatile, owner_of
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Unverified:
     def route(self, ask: Ask) -> Ask:
         """Moves a request to the namespace of a file if it continues all that the file holds, and no verified reading
         reaches as far. A request that shares only a beginning with a file does not count."""
-        if not self._files or not ask.use_cache or ask.deterministic or is_unverified(ask.namespace):
+        if not self._files or not ask.use_cache or ask.deterministic or is_volatile(ask.namespace):
             return ask
         self._files = {name: prompt for name, prompt in self._files.items() if self.restorer.knows(name)}
         best, most = ask.namespace, self.restorer.reach(ask.prompt, ask.namespace)

@@ -28,7 +28,7 @@ from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
-from everwarm.state.namespace import is_unverified
+from everwarm.state.namespace import is_volatile
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.index import IndexedObject
@@ -169,7 +169,7 @@ class Loader:
     ) -> Fetch | Brought:
         """Begin to read the deepest stored point that is worth it, on other threads; else say why there is none.
         ``exact``: what is in RAM counts only if it is of one clean reading."""
-        if is_unverified(namespace):
+        if is_volatile(namespace):
             return Brought()  # no prefix of it was ever written
         needs_checkpoints = self._context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))

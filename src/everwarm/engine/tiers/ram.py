@@ -30,7 +30,7 @@ from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.eviction import Scales, weigh
 from everwarm.state.lineage import Chunks, keys, root_key
-from everwarm.state.namespace import is_unverified
+from everwarm.state.namespace import is_volatile
 from everwarm.state.policy import CutKind, assumed_returns, victims
 from everwarm.state.store.arena import Arena, Found
 from everwarm.state.tree import Checkpoint, Node, Segment, SegmentPiece, Tree, pin, unpin
@@ -349,7 +349,7 @@ class Ram:
 
     def _keep(self, note: Note, *, is_awaited: bool = False) -> None:
         blob = note.blob()
-        if blob is None or self.arena.is_kept(blob) or is_unverified(note.namespace):
+        if blob is None or self.arena.is_kept(blob) or is_volatile(note.namespace):
             return
         named = keys(root_key("", note.namespace), note.path, (note.n_start, note.n_items))
         about = StateMeta(

@@ -72,6 +72,7 @@ _USER = (
     "POST /apply-template",
     "POST /render",
     "GET /props",
+    "GET /lora-adapters",  # names of files; their folders only for an admin
     "GET /slots",  # of other namespaces only whether a slot is busy
     "POST /slots/{id}",  # its own conversations and files
     "POST /api/chat",  # unloading by keep_alive needs an admin
@@ -92,6 +93,7 @@ _USER = (
     "POST /cache/nodes/{id}/unpin",
 )
 _ADMIN = (
+    "POST /lora-adapters",
     "POST /models/load",
     "POST /models/unload",
     "POST /api/pull",

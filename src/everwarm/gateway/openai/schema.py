@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from everwarm.config import MAX_BREAKERS, MAX_LOGIT_BIASES, MAX_SAMPLERS, Sampling, parse_samplers
+from everwarm.config import MAX_BREAKERS, MAX_LOGIT_BIASES, MAX_SAMPLERS, MAX_SCALE, Sampling, parse_samplers
 from everwarm.errors import BadRequest
 
 MAX_STOPS, MAX_STOP_CHARS = 32, 512
@@ -16,6 +16,7 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 128  # of one request, times choices
 MAX_MESSAGES = 20_000
 MAX_TOKENIZED_CHARS = 1 << 20
+MAX_ADAPTERS = 256
 _MAX_REASON_CHARS = 400
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -58,6 +59,13 @@ class CacheOptions(msgspec.Struct, frozen=True):
 
     mode: Name | None = None
     ttl: Annotated[str, Meta(max_length=64)] | Annotated[float, Meta(ge=0.0, le=1e12)] | None = None
+
+
+class LoraScale(msgspec.Struct, frozen=True):
+    """How much of one adapter is added; the scale of an adapter that is not listed is 0."""
+
+    id: Annotated[int, Meta(ge=0, lt=MAX_ADAPTERS)]
+    scale: Annotated[float, Meta(ge=-MAX_SCALE, le=MAX_SCALE)]
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +111,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     adaptive_decay: Annotated[float, Meta(ge=0.0, le=0.99)] | None = None
     samplers: Annotated[list[Name], Meta(max_length=MAX_SAMPLERS)] | Name | None = None
     min_keep: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
+    lora: Annotated[list[LoraScale], Meta(max_length=MAX_ADAPTERS)] | None = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     cache_salt: Name | None = None

@@ -43,6 +43,7 @@ from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
+from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import place_of
 from everwarm.gateway.settings import ServerSettings
@@ -75,6 +76,11 @@ class PreparedRequest:
     n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
     lend: Lend | None = None  # the pixels of its images; None: it has none
 
+    def with_lora(self, scales: tuple[float, ...]) -> PreparedRequest:
+        """With other scales of LoRA adapters than the model's; the next turn is not read ahead, which would be without."""
+        submits = tuple(msgspec.structs.replace(submit, lora=scales) for submit in self.submits)
+        return dataclasses.replace(self, submits=submits, next_text=None)
+
 
 class RequestPreparer:
     def __init__(
@@ -84,21 +90,26 @@ class RequestPreparer:
         bodies: BodyReader,
         metrics: Metrics,
         replies: ReplyStore,
+        scales: AdapterScales,
     ) -> None:
         self._settings = settings
         self._replies = replies
         self._images = images
         self._bodies = bodies
         self._metrics = metrics
+        self._scales = scales
         self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
         self._templates: dict[str, ChatTemplate] = {}  # by model id
 
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
         info = await served.supervisor.wait_ready()
         body = self._settings.defaults.applied(body)
+        lora = self._scales.of_request(served.spec, body.lora)
         if isinstance(body, ChatBody):
-            return await self._chat(request, body, self._template(served, info), info)
-        return await self._completion(request, body, info)
+            prepared = await self._chat(request, body, self._template(served, info), info)
+        else:
+            prepared = await self._completion(request, body, info)
+        return prepared if lora is None else prepared.with_lora(lora)
 
     async def prompt(self, request: Request, body: ChatBody, served: Served, marker: ImageMarker) -> PreparedChat:
         """Only the prompt of a chat, with another marker for its images."""

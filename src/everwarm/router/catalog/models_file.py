@@ -9,14 +9,14 @@ import contextlib
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from everwarm.config import CacheType, FlashAttention, parse_bytes, parse_duration, parse_scaled, require
+from everwarm.config import CacheType, FlashAttention, parse_bytes, parse_duration, parse_mib, parse_scaled, require
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest
 
@@ -115,7 +115,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
                 min_tokens=_or(self.checkpoint_min_tokens, defaults.checkpoints.min_tokens),
                 min_gap=_or(self.checkpoint_min_gap, defaults.checkpoints.min_gap),
             ),
-            ram_bytes=defaults.ram_bytes if self.cache_ram is None else _size("cache-ram", self.cache_ram),
+            ram_bytes=defaults.ram_bytes if self.cache_ram is None else _size("cache-ram", self.cache_ram, parse_mib),
             namespace_share=_or(self.namespace_share, defaults.namespace_share),
             store=self._store(defaults.store, state_dir),
         )
@@ -244,11 +244,9 @@ def _shown(value: object) -> str:
     return repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}…"
 
 
-def _size(key: str, value: int | str) -> int:
-    if isinstance(value, int):
-        return value
+def _size(key: str, value: int | str, parse: Callable[[str], int] = parse_bytes) -> int:
     try:
-        return parse_bytes(value)
+        return parse(str(value))
     except BadRequest as error:
         raise BadRequest(f"{key}: {error}") from None
 
