@@ -25,7 +25,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.access.limits import estimated_tokens
 from everwarm.gateway.admin.metrics import Metrics
-from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.chat_template import CHATML, ChatTemplate
 from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
 from everwarm.gateway.chat.prepare import ImageMarker, PreparedChat, prepare_chat
 from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
@@ -85,12 +85,14 @@ class RequestPreparer:
         return prepared
 
     def _template(self, served: Served, info: m.ModelInfo) -> ChatTemplate:
-        text = served.spec.template or info.chat_template
-        if text is None:
-            raise BadRequest("this model has no chat template; use /v1/completions")
+        text = served.spec.template or info.chat_template or CHATML
         known = self._templates.get(served.id)
         if known is None or known.source != text:
             known = self._templates[served.id] = ChatTemplate(text, bos=info.bos, eos=info.eos)
+            if text is CHATML:
+                log.warning(
+                    "%s has no chat template: ChatML is used; give --chat-template if it wants another", served.id
+                )
         return known
 
     def _prepared(self, body: ChatBody, template: ChatTemplate, info: m.ModelInfo, marker: ImageMarker) -> PreparedChat:
@@ -104,7 +106,8 @@ class RequestPreparer:
 
         def work() -> tuple[PreparedChat, Constraint | None, Parser]:
             prepared = self._prepared(body, template, info, lambda _: self._marker)
-            return prepared, chat_constraint(body, syntax, prepared.text), _parser(body, syntax, prepared.text)
+            begun = syntax.continued(prepared.continues)
+            return prepared, chat_constraint(body, begun, prepared.text), _parser(body, begun, prepared.text)
 
         prepared, constraint, parser = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
