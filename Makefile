@@ -12,7 +12,7 @@ checked = grep -qF "$$(sha256sum $(1) | cut -d ' ' -f 1)" requirements.lock || \
   { echo "$(1) is not the archive that requirements.lock names: remove it and try again" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt check test test-scale browser tmux docs agents templates campaign bench bench-parts bench-gpu demo dist libllama-cuda clean
+.PHONY: help setup lock fmt check test test-scale browser tmux docs agents templates compat campaign bench bench-parts bench-gpu demo dist libllama-cuda clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -91,6 +91,15 @@ build/templates/.fetched: | $(LIBLLAMA_ARCHIVE)
 	@$(call checked,$(LIBLLAMA_ARCHIVE))
 	@mkdir -p $(@D)
 	tar -xzf $(LIBLLAMA_ARCHIVE) -C $(@D) --wildcards --strip-components 5 '*/models/templates/*.jinja'
+	@touch $@
+
+compat: $(STAMP) build/compat/.fetched ## llama-server's own tests against Everwarm, beside the same run on llama-server
+	$(BIN)/python -m bench.compat.suite
+
+build/compat/.fetched: | $(LIBLLAMA_ARCHIVE)
+	@$(call checked,$(LIBLLAMA_ARCHIVE))
+	@mkdir -p $(@D)
+	tar -xzf $(LIBLLAMA_ARCHIVE) -C $(@D) --wildcards --strip-components 3 '*/llama.cpp/tools/server/tests/*' '*/llama.cpp/models/templates/*.jinja'
 	@touch $@
 
 campaign: $(SCALE) ## the long forms of the random tests

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.chat.jinja_template import Template
 
+STYLES = Path(__file__).parents[2] / "support" / "templates"
 SYSTEM = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hello!"}
 HI = {"role": "assistant", "content": "Hi!"}
@@ -129,7 +131,36 @@ def test_blocks_leave_no_blank_lines():
 
 def test_special_tokens_and_more_variables_are_there():
     template = ChatTemplate("{{ bos_token }}{{ eos_token }}{{ mood }}{{ tools }}", bos="<s>", eos="</s>")
-    assert template.render([HELLO], mood="good") == "<s></s>goodNone"
+    assert template.render([HELLO], mood="good") == "<s></s>good"
+
+
+def test_thinking_is_on_unless_it_is_switched_off():
+    source = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}|{% if enable_thinking %}<t>"
+    )
+    source += "{% else %}<t></t>{% endif %}{% endif %}"
+    template = ChatTemplate(source)
+    assert template.render([HELLO]) == "Hello!|<t>" and template.render([HELLO], enable_thinking=False).endswith("</t>")
+
+
+def test_a_system_message_that_the_template_refuses_comes_before_the_next_one():
+    source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}[{{ m.content }}]"
+    template = ChatTemplate(source + "{% endfor %}")
+    now = template.conversation([SYSTEM, HELLO, HI, BYE])
+    assert now.text == "[Be brief.\nHello!][Hi!][Bye.]"
+    assert template.render([SYSTEM, HELLO, HI, BYE, HI, HELLO]).startswith(now.text[: now.hints.stable])
+
+
+@pytest.mark.parametrize("path", sorted(STYLES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_a_begun_reply_is_continued_and_the_next_turn_shares_it(path):
+    template = ChatTemplate(path.read_text(), bos="<s>", eos="</s>")
+    begun = {"role": "assistant", "content": "It is"}
+    now = template.conversation([HELLO, begun], continues="content")
+    assert now.text.endswith("It is")
+    after = template.after_reply([HELLO, begun], {"role": "assistant", "content": " so."}, continues="content")
+    full = template.render([HELLO, {**begun, "content": "It is so."}, BYE])
+    assert after is not None and full.startswith(after) and "It is so." in after
+    assert now.hints.stable is not None and full.startswith(now.text[: now.hints.stable])
 
 
 # where to cut
@@ -242,9 +273,10 @@ ONLY_PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.
 @pytest.mark.parametrize("content", ["one two", PARTS])
 def test_content_comes_as_the_template_takes_it(source, content):
     """A list of parts in a template that wants one text would be printed as Python writes it."""
-    assert ChatTemplate(source).render([{"role": "user", "content": content}]) == "<user>one two"
+    expected = "<user>one \ntwo" if (source, content) == (ONE_TEXT, PARTS) else "<user>one two"
+    assert ChatTemplate(source).render([{"role": "user", "content": content}]) == expected
 
 
 def test_images_and_refusals_in_a_list_do_not_get_lost_as_text():
     content = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}, "b"]
-    assert ChatTemplate(ONE_TEXT).render([{"role": "user", "content": content}]) == "<user>anob"
+    assert ChatTemplate(ONE_TEXT).render([{"role": "user", "content": content}]) == "<user>a\nno\nb"

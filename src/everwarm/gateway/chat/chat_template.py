@@ -11,20 +11,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat import stable_points, volatile_text
-from everwarm.gateway.chat.content import Message, tools_without_breakpoints, without_breakpoints
+from everwarm.gateway.chat.content import Message, joined_reply, tools_without_breakpoints, without_breakpoints
 from everwarm.gateway.chat.jinja_template import Given, Layout, Template
+from everwarm.gateway.chat.message_forms import plain_tools
 from everwarm.state.policy import MAX_BREAKPOINTS
 from everwarm.types import Json
 
 Tools = Sequence[Mapping[str, Any]]
+Continues = Literal["content", "reasoning"] | None  # which part of the last message the reply goes on with
 
+CHATML = (  # for a model without a template
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 _N_ENDS = 4  # messages whose ends are searched for if the layout does not give them
 
 
@@ -42,6 +48,11 @@ class ChatTemplate:
         self.bos = bos
         self._template = Template(source, bos=bos, eos=eos)
 
+    @property
+    def keeps_developer(self) -> bool:
+        """Whether ``developer`` is a role of its own in this template."""
+        return self._template.forms.family.keeps_developer
+
     def render(
         self,
         messages: Sequence[Message],
@@ -52,9 +63,8 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The text for these messages; what the template raises becomes ``BadRequest``."""
-        given = Given(tools_without_breakpoints(tools), kwargs)
-        wanted = self._template.adapted(list(map(without_breakpoints, messages)))
-        return self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt).text
+        ask = _Ask(self._given(tools, kwargs), add_generation_prompt)
+        return self._lay_out(list(map(without_breakpoints, messages)), ask).text
 
     def conversation(
         self,
@@ -63,30 +73,27 @@ class ChatTemplate:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
+        continues: Continues = None,
         **kwargs: Any,
     ) -> Rendered:
-        """The prompt that asks for the next reply, with its cut hints."""
-        given = Given(tools_without_breakpoints(tools), kwargs)
+        """The prompt that asks for the next reply, with its cut hints. ``continues``: the last message is the beginning of
+        that reply."""
+        ask = _Ask(self._given(tools, kwargs), add_generation_prompt, continues)
         plain = list(map(without_breakpoints, messages))
-        wanted = self._template.adapted(plain)
-        layout = self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt)
-        ends = self._ends(layout, wanted, given)
-        points = stable_points.stable_points(
-            layout, wanted, self._next_text(given), end=ends[-1] if ends else len(layout.text), with_tools=bool(tools)
-        )
+        layout = self._lay_out(plain, ask)
+        ends = self._ends(layout, plain[:-1] if continues else plain, ask.given)
+        end = len(layout.text) if continues or not ends else ends[-1]
+        points = stable_points.stable_points(layout, plain, self._next_text(ask.given), end=end, with_tools=bool(tools))
         marked = stable_points.in_messages(
-            layout.text,
-            messages,
-            plain,
-            lambda others: self._text(self._template.adapted(others), given, add_generation_prompt),
+            layout.text, messages, plain, lambda others: self._text(others, ask)
         ) | stable_points.in_tools(
             layout.text,
             tools,
-            given.tools,
-            lambda others: self._text(wanted, given.with_tools(others), add_generation_prompt),
+            ask.given.tools,
+            lambda others: self._text(plain, replace(ask, given=ask.given.with_tools(others))),
         )
         last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
-        volatile, joints = volatile_text.places_in(layout, wanted)
+        volatile, joints = volatile_text.places_in(layout, plain)
         return Rendered(layout.text, CutHints(ends, points[0] if points else None, points, last, volatile, joints))
 
     def after_reply(
@@ -97,6 +104,7 @@ class ChatTemplate:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = True,  # noqa: ARG002 - the same options as for the prompt itself
+        continues: Continues = None,
         **kwargs: Any,
     ) -> str | None:
         """The text that the next request is sure to begin with, after this reply.
@@ -104,19 +112,43 @@ class ChatTemplate:
         It holds whether the client sends thinking back or leaves it out, for any next question, and after tool calls for
         any results, as long as only results follow. None: the template refuses such messages, or nothing is shared.
         """
-        given = Given(tools_without_breakpoints(tools), kwargs)
         plain = list(map(without_breakpoints, messages))
-        return stable_points.after_reply(plain, without_breakpoints(reply), self._next_text(given))
+        if continues:
+            reply = joined_reply(plain.pop(), reply)
+        return stable_points.after_reply(plain, without_breakpoints(reply), self._next_text(self._given(tools, kwargs)))
+
+    def _given(self, tools: Tools | None, kwargs: Mapping[str, Any]) -> Given:
+        thinking = self._template.forms.thinking
+        thinks = bool(thinking.opening or thinking.closing)
+        return Given(plain_tools(tools_without_breakpoints(tools)), {"enable_thinking": thinks, **kwargs})
 
     def _next_text(self, given: Given) -> stable_points.Render:
-        later = given.later
-        return lambda messages: self._text(self._template.adapted(messages), later, True)
+        later = _Ask(given.later)
+        return lambda messages: self._text(messages, later)
 
-    def _text(self, messages: Sequence[Message], given: Given, add_generation_prompt: bool) -> str | None:
+    def _text(self, messages: Sequence[Message], ask: _Ask) -> str | None:
         try:
-            return self._template.lay_out(messages, given, add_generation_prompt=add_generation_prompt).text
+            return self._lay_out(messages, ask).text
         except BadRequest:  # some want a user's message, strict alternation, or no tools
             return None
+
+    def _lay_out(self, messages: Sequence[Message], ask: _Ask) -> Layout:
+        wanted = self._template.forms.adapted(messages[:-1] if ask.continues else messages)
+        if not ask.continues:
+            layout = self._template.lay_out(wanted, ask.given, add_generation_prompt=ask.add_generation_prompt)
+            if not ask.add_generation_prompt:
+                return layout
+            return Layout(self._template.forms.family.reopened(layout.text), layout.starts, layout.end)
+        before = self._template.lay_out(wanted, ask.given, add_generation_prompt=False)
+        asking = self._template.lay_out(wanted, ask.given, add_generation_prompt=True).text
+        thinking = self._template.forms.thinking
+        n_shared = stable_points.common_prefix(before.text, asking)
+        if n_shared == len(asking):  # the template asks for a reply in any case
+            unclosed = before.text.rstrip().removesuffix(thinking.closing.strip())
+            n_shared = len(unclosed.rstrip().removesuffix(thinking.opening.strip()))
+        opening = self._template.forms.family.reopened(asking)[n_shared:]
+        begun = thinking.begun_reply(opening, messages[-1], with_content=ask.continues == "content")
+        return Layout(before.text[:n_shared] + begun, before.starts, before.end)
 
     def _ends(self, layout: Layout, messages: Sequence[Message], given: Given) -> tuple[int, ...]:
         """Where messages end. If the layout does not give the ends, prefixes of the conversation are rendered."""
@@ -124,10 +156,19 @@ class ChatTemplate:
             return tuple(sorted({at for at in (*(start for _, start in layout.starts), layout.end) if at > 0}))
         found = set()
         for n in {1, *range(max(1, len(messages) - _N_ENDS + 1), len(messages) + 1)}:
-            text = self._text(messages[:n], given, False)
+            text = self._text(messages[:n], _Ask(given, add_generation_prompt=False))
             if text is not None and layout.text.startswith(text):
                 found.add(len(text))
         return tuple(sorted(found - {0}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What to render besides the messages."""
+
+    given: Given
+    add_generation_prompt: bool = True
+    continues: Continues = None
 
 
 _PROBE = "c51e7d"
@@ -136,7 +177,7 @@ _INSTRUCTING = ("system", "developer")
 
 def in_known_roles(messages: Sequence[Json], template: ChatTemplate) -> list[Json]:
     """The same messages as the template shows them."""
-    named = [_as_system(message) for message in messages]
+    named = list(messages) if template.keeps_developer else [_as_system(message) for message in messages]
     n_first = sum(1 for _ in takewhile(_instructs, named))
     first, rest = named[:n_first], named[n_first:]
     if n_first > 1 and not _shows_second(template):

@@ -13,11 +13,19 @@ from everwarm.gateway.http.json_weight import is_surely_light
 
 Message = Mapping[str, Any]
 
+MARKER_PART = "media_marker"  # the type of a part that stands for an image
 BREAKPOINT_KEYS = ("cache_control", "prompt_cache_breakpoint")
 
 
 def parts_as_text(message: Message, parts: Sequence[Any]) -> Message:
-    return {**message, "content": "".join(map(_text_of, parts))}
+    """Texts are joined as llama-server joins them: by the end of a line, but not beside the marker of an image."""
+    text = ""
+    after_marker = False
+    for part in parts:
+        is_marker = isinstance(part, dict) and part.get("type") == MARKER_PART
+        text += ("" if is_marker or after_marker or not text else "\n") + _text_of(part)
+        after_marker = is_marker
+    return {**message, "content": text}
 
 
 def text_as_parts(message: Message, text: str) -> Message:
@@ -27,6 +35,19 @@ def text_as_parts(message: Message, text: str) -> Message:
 def with_objects(message: Message, calls: Sequence[Any]) -> Message:
     """The message with the arguments of its calls as objects; arguments that are no JSON stay text."""
     return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def text_of_reply(content: Any) -> str:
+    """The text of a reply that is to be continued."""
+    return "\n\n".join(map(_text_of, content)) if isinstance(content, list) else str(content or "")
+
+
+def joined_reply(begun: Message, reply: Message) -> Message:
+    """A reply and what the model wrote after it as one message."""
+    content = text_of_reply(begun.get("content")) + (reply.get("content") or "")
+    thought = (begun.get("reasoning_content") or "") + (reply.get("reasoning_content") or "")
+    more = {"reasoning_content": thought} if thought else {}
+    return {**begun, **reply, "content": content, **more}
 
 
 def _text_of(part: Any) -> str:
@@ -99,10 +120,13 @@ def breakpoints_of_messages(messages: Sequence[Message]) -> list[tuple[int, int 
 
 
 def with_text_at(message: Message, n_parts: int | None, text: str) -> Message:
-    """The message with a text inserted after so many parts."""
+    """The message with a text inserted after so many parts, at the very end of the last one if that is text."""
     content = message.get("content")
     if isinstance(content, list):
         n = len(content) if n_parts is None else n_parts
+        if n and isinstance(content[n - 1], dict) and isinstance(content[n - 1].get("text"), str):
+            longer = {**content[n - 1], "text": content[n - 1]["text"] + text}
+            return {**message, "content": [*content[: n - 1], longer, *content[n:]]}
         return {**message, "content": [*content[:n], {"type": "text", "text": text}, *content[n:]]}
     return {**message, "content": f"{content or ''}{text}"}
 

@@ -25,12 +25,17 @@ import jinja2.sandbox
 import jinja2.utils
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat.content import Message, parts_as_text, text_as_parts, with_objects
+from everwarm.gateway.chat.content import Message
+from everwarm.gateway.chat.message_forms import MessageForms
 
-_PROBE = "a8f3c1"
 MAX_PROMPT_CHARS = 8 << 20  # of one text
 _MANY_VALUES = 5_000  # more are not encoded by the library's fast encoder, which holds the GIL
 _TRACE = "everwarm_trace"  # the name under which a template finds the recorder of its own loops
+
+
+def now() -> datetime.datetime:
+    """The time that templates see."""
+    return datetime.datetime.now()
 
 
 class PromptTextTooLong(BadRequest):
@@ -57,7 +62,7 @@ class Given:
 
     tools: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    now: datetime.datetime = field(default_factory=datetime.datetime.now)
+    now: datetime.datetime = field(default_factory=lambda: now())
     json_texts: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Given:
@@ -76,6 +81,7 @@ class Template:
         self.source = source
         self._globals = {"bos_token": bos, "eos_token": eos}
         self._changes_things = False
+        self.forms = MessageForms(source, self._small_text)
         try:
             self._frozen = _compiled(_Frozen, source)
         except jinja2.TemplateError as error:
@@ -93,11 +99,13 @@ class Template:
     def _lay_out(self, messages: Sequence[Message], given: Given, add_generation_prompt: bool) -> Layout:
         values = {
             **self._globals,
+            "date_string": given.now.strftime("%d %b %Y"),
+            "datetime": given.now.strftime("%b %d %Y"),
             **given.kwargs,
             "messages": messages if isinstance(messages, list) else list(messages),
-            "tools": given.tools,
-            "add_generation_prompt": add_generation_prompt,
             "strftime_now": given.now.strftime,
+            **({"tools": given.tools} if given.tools else {}),
+            **({"add_generation_prompt": True} if add_generation_prompt else {}),
         }
         if not self._changes_things:
             try:
@@ -108,56 +116,15 @@ class Template:
         self._changes_things = True
         return layout
 
+    def _small_text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, enable_thinking: bool = True
+    ) -> str:
+        return self._lay_out(messages, Given(None, {"enable_thinking": enable_thinking}), add_generation_prompt).text
+
     @functools.cached_property
     def _loose(self) -> jinja2.Template:
         """For the few templates that change lists and objects: they get copies."""
         return _compiled(_Environment, self.source)
-
-    # the content forms that a template takes
-
-    def adapted(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with content in the form the template takes: most take one text and would print a list of parts."""
-        return [self._as_wanted(message) for message in messages]
-
-    def _as_wanted(self, message: Message) -> Message:
-        content, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(calls, list) and self._wants_objects:
-            message = with_objects(message, calls)
-        if isinstance(content, list) and not self._takes_parts:
-            return parts_as_text(message, content)
-        if isinstance(content, str) and self._wants_parts:
-            return text_as_parts(message, content)
-        return message
-
-    @functools.cached_property
-    def _takes_parts(self) -> bool:
-        return self._shows([{"type": "text", "text": _PROBE}])
-
-    @functools.cached_property
-    def _wants_objects(self) -> bool:
-        """Whether a call's arguments as clients send them, JSON as text, would be encoded twice."""
-        function = {"name": "f", "arguments": f'{{"{_PROBE}": 1}}'}
-        messages: list[Message] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
-        ]
-        try:
-            text = self._lay_out(messages, Given(), False).text
-        except Exception:  # noqa: BLE001 - it may expect an object instead of a text
-            return True
-        return f'"{_PROBE}"' not in text.replace(f'\\"{_PROBE}\\"', "")
-
-    @functools.cached_property
-    def _wants_parts(self) -> bool:
-        return self._takes_parts and not self._shows(_PROBE)
-
-    def _shows(self, content: Any) -> bool:
-        """Whether content of that form is rendered as its text alone."""
-        try:
-            text = self._lay_out([{"role": "user", "content": content}], Given(), False).text
-        except Exception:  # noqa: BLE001 - any error means that it does not take this form
-            return False
-        return _PROBE in text and "'text'" not in text and '"text"' not in text
 
 
 # rendering
@@ -210,9 +177,11 @@ def _written(template: jinja2.Template, values: dict[str, Any], given: Given) ->
 
 
 def _compiled(kind: type[_Environment], source: str) -> jinja2.Template:
-    env = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    env = kind(trim_blocks=True, lstrip_blocks=True, extensions=extensions, undefined=_Undefined)
     env.filters["tojson"] = _tojson
     env.filters["random"] = _first
+    env.filters["safe"] = str  # nothing is escaped, so nothing has to be marked as safe
     env.globals["raise_exception"] = _raise
     del env.globals["lipsum"]
     tree = env.parse(source)
@@ -249,6 +218,16 @@ def _says(number: int, *items: jinja2.nodes.Expr) -> jinja2.nodes.Node:
 
 
 # the environment
+
+
+class _Undefined(jinja2.Undefined):
+    """A text and something that is not there are the text, as in llama-server."""
+
+    def __add__(self, other: Any) -> Any:
+        return other if isinstance(other, str) else super().__add__(other)
+
+    __radd__ = __add__
+
 
 _OF_DICTS = frozenset(dir(dict))
 

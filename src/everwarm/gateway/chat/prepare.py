@@ -15,8 +15,8 @@ from typing import Any
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.canonicalize import Canonical, canonical
-from everwarm.gateway.chat.chat_template import ChatTemplate, in_known_roles
-from everwarm.gateway.chat.content import breakpoint_in
+from everwarm.gateway.chat.chat_template import ChatTemplate, Continues, in_known_roles
+from everwarm.gateway.chat.content import MARKER_PART, breakpoint_in
 from everwarm.gateway.chat.reply_memory import Remembered, restored
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.types import Json
@@ -34,8 +34,13 @@ class PreparedChat:
     messages: list[Json]  # as the template got them
     options: Json  # the other arguments of the template
     images: list[Json]  # content parts, one for each marker
+    bos: str = ""  # what of the text the tokenizer would add itself
     removed: tuple[str, ...] = ()  # the rule by which each line of noise was left out
     n_restored: int = 0  # replies of the model that the client had written otherwise
+
+    @property
+    def continues(self) -> Continues:
+        return self.options["continues"]  # type: ignore[no-any-return]
 
 
 def prepare_chat(
@@ -71,10 +76,29 @@ def _prepared(
 ) -> PreparedChat:
     cleaned = canonical(sent) if canonicalise else Canonical(sent)
     messages, images = _with_markers(in_known_roles(cleaned.messages, template), marker)
-    options = _template_options(body)
+    options = {**_template_options(body), "continues": continued_part(body)}
     rendered = template.conversation(messages, **options)
-    add_special = adds_bos and not (template.bos and rendered.text.startswith(template.bos))
-    return PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, cleaned.removed)
+    bos = template.bos if adds_bos and rendered.text.startswith(template.bos) else ""
+    add_special = adds_bos and not bos
+    return PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, cleaned.removed)
+
+
+def continued_part(body: ChatBody) -> Continues:
+    """Which part of the last message the reply goes on with; None: the reply is a message of its own."""
+    asked, last = body.continue_final_message, body.messages[-1]
+    if asked and body.add_generation_prompt is not False:
+        raise BadRequest("add_generation_prompt and continue_final_message cannot both be true")
+    if last.get("role") != "assistant":
+        return None
+    if not asked and len(body.messages) > 1 and body.messages[-2].get("role") == "assistant":
+        raise BadRequest("the last two messages are the assistant's: only one reply can be continued; join them")
+    if last.get("tool_calls"):
+        raise BadRequest("the last message has tool calls and cannot be continued: send their results")
+    if asked == "reasoning_content" or (
+        last.get("reasoning_content") and not last.get("content") and asked != "content"
+    ):
+        return "reasoning"
+    return "content" if last.get("content") else None
 
 
 def _with_markers(messages: list[Json], marker: ImageMarker) -> tuple[list[Json], list[Json]]:
@@ -94,7 +118,7 @@ def _as_text(part: Any, marker: ImageMarker, images: list[Json]) -> Any:
     kind = part.get("type", "text") if isinstance(part, dict) else "text"
     if kind in ("image_url", "input_image"):
         images.append(part)
-        return {**breakpoint_in(part), "type": "text", "text": marker(part)}
+        return {**breakpoint_in(part), "type": MARKER_PART, "text": marker(part)}
     if kind not in ("text", "input_text", "refusal"):
         raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
     return part
@@ -105,4 +129,20 @@ def _template_options(body: ChatBody) -> Json:
     kwargs = body.chat_template_kwargs or {}
     if {"messages", "tools", "add_generation_prompt"} & kwargs.keys() or not all(map(str.isidentifier, kwargs)):
         raise BadRequest("chat_template_kwargs must be names of template variables other than messages and tools")
+    kwargs = {**_kept_thinking(kwargs), **kwargs, **_effort(body.reasoning_effort)}
     return {**kwargs, "tools": body.tools, "add_generation_prompt": body.add_generation_prompt is not False}
+
+
+def _kept_thinking(kwargs: Json) -> Json:
+    """One name for what templates call by four: whether the thinking of earlier turns stays in the prompt."""
+    keeps = kwargs.get("preserve_reasoning")
+    if not isinstance(keeps, bool):
+        return {}
+    drops = dict.fromkeys(("clear_thinking", "truncate_history_thinking", "drop_thinking"), not keeps)
+    return {"preserve_thinking": keeps, **drops}
+
+
+def _effort(level: str | None) -> Json:
+    if level == "none":
+        return {"enable_thinking": False}
+    return {"reasoning_effort": level, "reasoning_strength": level} if level else {}

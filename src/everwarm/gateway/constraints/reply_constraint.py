@@ -48,7 +48,7 @@ def _thought(syntax: ModelSyntax, prompt: str) -> Thought | None:
     style = syntax.thinking(prompt)
     if style is None or style.begins is Begins.AFTER:
         return None
-    return Thought(style.closing, "" if style.begins is Begins.INSIDE else style.opening)
+    return Thought(style.closing, style.opening if style.begins is Begins.BEFORE else "")
 
 
 # constraints of the body

@@ -89,7 +89,7 @@ class LlamaServer:
     async def _applied(self, request: Request, body: ChatBody) -> Response:
         with self._pool.lease(body.model) as lease:
             prepared = await self._preparer.prompt(request, body, await lease.ready(), lambda _: IMAGE_MARKER)
-        return json_response({"prompt": prepared.text})
+        return json_response({"prompt": prepared.text.removeprefix(prepared.bos)})
 
     async def props(self, request: Request) -> Response:
         name = request.query_params.get("model")

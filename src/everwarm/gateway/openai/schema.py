@@ -181,7 +181,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # none: thinking stays in the content
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None  # none: no thinking
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 

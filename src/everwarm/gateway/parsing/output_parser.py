@@ -7,10 +7,11 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from everwarm.gateway.parsing.reasoning import (
+    Begins,
     Reasoning,
     ReasoningParser,
     ReasoningStyle,
@@ -31,8 +32,15 @@ class OutputParser:
     call."""
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, *, one_call: bool = False
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        one_call: bool = False,
+        opened: str = "",
     ) -> None:
+        """``opened``: what the prompt has written of the reply already, and the client should see."""
+        self._opened = opened
         self._reasoning = reasoning
         self._tools = tools
         self._one_call = one_call
@@ -51,12 +59,15 @@ class OutputParser:
         """A parser for the reply to this prompt. Without ``kinds`` (the arguments of the tools) nothing is a call; without
         ``with_thinking`` thinking stays text."""
         style = notation.thinking(prompt) if with_thinking else None
+        opened = "" if with_thinking else notation.opened_by(prompt)
         format = notation.tools if kinds else None
         parser = ToolParser(format, kinds=kinds) if format else None
-        return cls(ReasoningParser(style) if style else None, parser, one_call=one_call)
+        return cls(ReasoningParser(style) if style else None, parser, one_call=one_call, opened=opened)
 
     def read(self, text: str) -> list[Piece]:
         """The pieces that are certain so far."""
+        if self._opened:
+            text, self._opened = self._opened + text, ""
         if self._reasoning is None and self._tools is None:
             return [Text(text)] if text else []
         return self._counted(self._with_calls(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
@@ -119,6 +130,10 @@ class ModelSyntax:
     template: str
     tool_format: ToolFormat = "auto"
     thinking_tags: ThinkingTags = "auto"
+    begun: Literal["content", "reasoning"] | None = None  # the part of a reply that the prompt has begun
+
+    def continued(self, part: Literal["content", "reasoning"] | None) -> ModelSyntax:
+        return replace(self, begun=part)
 
     @property
     def tools(self) -> str | None:
@@ -129,6 +144,19 @@ class ModelSyntax:
 
     def thinking(self, prompt: str) -> ReasoningStyle | None:
         """The reasoning style of the reply to this prompt; None: no thinking."""
+        if self.begun == "content":
+            return None
+        style = self._style(prompt)
+        if style is not None and self.begun == "reasoning":
+            return ReasoningStyle(style.opening, style.closing, Begins.WITHIN)
+        return style
+
+    def opened_by(self, prompt: str) -> str:
+        """The opening of the thinking that is the end of the prompt; empty if there is none."""
+        style = self._style(prompt) if self.begun is None else None
+        return prompt[prompt.rfind(style.opening) :] if style is not None and style.begins is Begins.INSIDE else ""
+
+    def _style(self, prompt: str) -> ReasoningStyle | None:
         if self.thinking_tags == "auto":
             return detect_reasoning(self.template, prompt[-TAIL:])
         return None if self.thinking_tags == "none" else reasoning_style(self.thinking_tags, prompt[-TAIL:])

@@ -31,6 +31,7 @@ class Begins(enum.Enum):
 
     BEFORE = "before"  # no tag yet: the reply may open one
     INSIDE = "inside"  # the prompt opened the tag
+    WITHIN = "within"  # the prompt has part of the thought
     AFTER = "after"  # the prompt opened and closed it: thinking is off
 
 
@@ -89,7 +90,9 @@ class ReasoningParser:
         self._state = _State.OPENING
         self._tail = ""  # may be the beginning of a tag
         self._spaces: list[str] = []  # dropped if a tag comes next
-        self._has_thought = False
+        self._has_thought = style.begins is Begins.WITHIN
+        if self._has_thought:
+            self._state = _State.THINKING
 
     def feed(self, text: str) -> list[Text | Reasoning]:
         return self._read(text, final=False)

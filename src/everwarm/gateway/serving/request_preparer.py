@@ -26,7 +26,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.access.limits import estimated_tokens
 from everwarm.gateway.admin.metrics import Metrics
-from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.chat_template import CHATML, ChatTemplate
 from everwarm.gateway.chat.content import Message
 from everwarm.gateway.chat.jinja_template import MAX_PROMPT_CHARS
 from everwarm.gateway.chat.prepare import ImageMarker, PreparedChat, prepare_chat
@@ -123,12 +123,14 @@ class RequestPreparer:
         return prepared
 
     def _template(self, served: Served, info: m.ModelInfo) -> ChatTemplate:
-        text = served.spec.template or info.chat_template
-        if text is None:
-            raise BadRequest("this model has no chat template; use /v1/completions")
+        text = served.spec.template or info.chat_template or CHATML
         known = self._templates.get(served.id)
         if known is None or known.source != text:
             known = self._templates[served.id] = ChatTemplate(text, bos=info.bos, eos=info.eos)
+            if text is CHATML:
+                log.warning(
+                    "%s has no chat template: ChatML is used; give --chat-template if it wants another", served.id
+                )
         return known
 
     def _prepared(
@@ -159,7 +161,8 @@ class RequestPreparer:
 
         def work() -> tuple[PreparedChat, Constraint | None, Parser]:
             prepared = self._prepared(body, template, info, lambda _: self._marker, namespace)
-            return prepared, chat_constraint(body, syntax, prepared.text), _parser(body, syntax, prepared.text)
+            begun = syntax.continued(prepared.continues)
+            return prepared, chat_constraint(body, begun, prepared.text), _parser(body, begun, prepared.text)
 
         prepared, constraint, parser = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
@@ -264,9 +267,13 @@ def _has_memory(body: ChatBody) -> bool:
 def _remembered_reply(
     body: ChatBody, chat: PreparedChat, template: ChatTemplate, closing_tag: str | None, reply: Json, text: str
 ) -> RememberedReply | None:
+    if chat.continues is not None:
+        return None  # the model wrote only the end of the message that comes back
+    options = {name: value for name, value in chat.options.items() if name != "continues"}
+
     def render(messages: list[Message]) -> str | None:
         try:
-            return template.render(messages, **chat.options)
+            return template.render(messages, **options)
         except BadRequest:
             return None
 

@@ -1,0 +1,1 @@
+"""Beside llama-server: the same prompts, and the same test suite."""

@@ -1,0 +1,89 @@
+"""llama-server's own tests against Everwarm, beside the same run on llama-server: ``make compat``.
+
+The tests come out of the source archive of the libllama wheel and are never part of this repository. With names of files
+(``python -m bench.compat.suite test_completion``) only those are run; with ``--only=everwarm`` the outcomes of llama-server
+are those of the last run.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "compat"
+TESTS = FOLDER / "tools" / "server" / "tests"
+SIDES = ("llama-server", "everwarm")
+
+
+def main() -> None:
+    only = [arg.removeprefix("--only=") for arg in sys.argv[1:] if arg.startswith("--only=")]
+    files = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+    known = FOLDER / "results.json"
+    results = json.loads(known.read_text()) if known.exists() else {side: {} for side in SIDES}
+    for side in only or SIDES:
+        results[side] |= run(side, [f"unit/{file}.py" for file in files] or ["unit"])
+    known.write_text(json.dumps(results, indent=1))
+    report({side: {k: v for k, v in found.items() if _is_of(k, files)} for side, found in results.items()})
+
+
+def _is_of(name: str, files: list[str]) -> bool:
+    return not files or name.split("::")[0] in files
+
+
+def run(side: str, names: list[str]) -> dict[str, str]:
+    """The outcome of every test."""
+    launcher, report = FOLDER / f"run-{side}", FOLDER / f"{side}.xml"
+    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m bench.compat.launch {side} "$@"\n')
+    launcher.chmod(0o755)
+    environment = {
+        **os.environ,
+        "LLAMA_SERVER_BIN_PATH": str(launcher),
+        "COMPAT_FLAGS": everwarm_flags(),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.compat.plugin", "-p", "no:cacheprovider", "-n", "2"]
+    command += ["--timeout", "180", f"--junitxml={report}", "-m", "not slow", *names]
+    print(f"{side} …", flush=True)
+    with (FOLDER / f"{side}.log").open("w") as log:
+        subprocess.run(command, cwd=TESTS, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    return {
+        f"{case.get('classname', '').removeprefix('unit.')}::{case.get('name')}": _outcome(case)
+        for case in ElementTree.parse(report).iter("testcase")
+    }
+
+
+def everwarm_flags() -> str:
+    """The flags that ``everwarm serve`` has, asked for once."""
+    help = [str(Path(sys.executable).parent / "everwarm"), "serve", "--help"]
+    text = subprocess.run(help, capture_output=True, text=True, check=True).stdout
+    return " ".join(word for word in text.replace("│", " ").split() if word.startswith("-"))
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    kinds = {child.tag for child in case}
+    return "skipped" if "skipped" in kinds else "failed" if kinds & {"failure", "error"} else "passed"
+
+
+def report(results: dict[str, dict[str, str]]) -> None:
+    theirs, ours = (results[side] for side in SIDES)
+    print(f"{'':<28}{'llama-server':>14}{'everwarm':>10}{'only there':>12}{'only here':>11}")
+    for file in sorted({name.split("::")[0] for name in theirs}):
+        there = {name for name, outcome in theirs.items() if outcome == "passed" and name.startswith(file + "::")}
+        here = {name for name, outcome in ours.items() if outcome == "passed" and name.startswith(file + "::")}
+        print(f"{file:<28}{len(there):>14}{len(here):>10}{len(there - here):>12}{len(here - there):>11}")
+    for side in SIDES:
+        print(side, dict(collections.Counter(results[side].values())))
+    print("passed there and not here:")
+    for name in sorted(name for name, outcome in theirs.items() if outcome == "passed" and ours.get(name) != "passed"):
+        print(" ", name)
+
+
+if __name__ == "__main__":
+    main()
