@@ -102,6 +102,7 @@ class Submit(Message, frozen=True, tag=True):
     marker: str = ""
     images: tuple[SentImage, ...] = ()
     constraint: Constraint | None = None
+    max_draft: int | None = None
 
 
 class Prewarm(Message, frozen=True, tag=True):
@@ -412,6 +413,8 @@ class Done(Message, frozen=True, tag=True):
     why: ReadReason = ReadReason()
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
+    n_drafted: int = 0
+    n_draft_accepted: int = 0
 
 
 class Failed(Message, frozen=True, tag=True):

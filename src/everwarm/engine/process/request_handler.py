@@ -214,6 +214,8 @@ class RequestHandler:
             hints.stables,
             hints.breakpoints,
             None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),
+            stop=message.stop,
+            max_draft=message.max_draft,
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
@@ -342,6 +344,8 @@ class RequestHandler:
             prefill_s=result.prefill_s,
             decode_s=result.decode_s,
             why=why,
+            n_drafted=result.n_drafted,
+            n_draft_accepted=result.n_draft_accepted,
         )
 
 

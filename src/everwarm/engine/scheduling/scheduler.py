@@ -2,7 +2,8 @@
 
 **The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at least
 one token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one (``next_to_suspend``).
-So it ends after at most as many steps as it has items, then the next one is the oldest, and every request ends. Admission
+A step either decodes more of its items or, where a draft is rejected, adds one to them. So it ends after at most twice as
+many steps as it has items, then the next one is the oldest, and every request ends. Admission
 and step shares may be ordered in any other way as long as these three functions keep that.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MAX_AGAIN = 32  # tokens of a reply that are decoded again in one step, beside others
+
 
 class Lane(NamedTuple):
     """A running request, as far as scheduling cares."""
@@ -18,6 +21,7 @@ class Lane(NamedTuple):
     slot: int
     n_wanted: int  # tokens up to its next stop: a cut or the end of its items
     is_writing: bool  # its prompt is read: it needs one token per step, and a client watches it
+    n_again: int = 0  # tokens of a reply that come before that one: they were taken back with a rejected draft
 
 
 class Grant(NamedTuple):
@@ -38,8 +42,8 @@ def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> li
     reading = [lane for lane in lanes if not lane.is_writing]
     n_kept = any(lane.slot == oldest for lane in reading)
     writing = sorted((lane for lane in lanes if lane.is_writing), key=lambda lane: lane.slot != oldest)
-    grants = [Grant(lane.slot, 1) for lane in writing[: budget.n_step - n_kept]]
-    room = budget.n_step - len(grants)
+    grants = _with_tokens_again(writing[: budget.n_step - n_kept], budget.n_step - n_kept)
+    room = budget.n_step - sum(grant.n_tokens for grant in grants)
     if grants:
         room = min(room, budget.n_beside)
     is_scarce = room < len(reading)
@@ -49,6 +53,16 @@ def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> li
         if share > 0:
             grants.append(Grant(lane.slot, share))
             room -= share
+    return grants
+
+
+def _with_tokens_again(writing: Sequence[Lane], n_step: int) -> list[Grant]:
+    """One token for each reply, and before it those that are decoded again, as far as they fit."""
+    room, grants = n_step - len(writing), []
+    for lane in writing:
+        n_again = min(lane.n_again, MAX_AGAIN, room)
+        grants.append(Grant(lane.slot, 1 + n_again))
+        room -= n_again
     return grants
 
 

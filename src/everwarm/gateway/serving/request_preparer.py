@@ -219,6 +219,7 @@ def _submit(
         marker=marker,
         images=images,
         constraint=constraint,
+        max_draft=body.max_draft,
     )
 
 
