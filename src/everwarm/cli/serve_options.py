@@ -24,7 +24,7 @@ from everwarm.config import (
     read_key,
     require,
 )
-from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, StoreSettings
+from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, Speculate, StoreSettings
 from everwarm.gateway.access.auth import MAX_FILE_BYTES, read_key_file
 from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
@@ -301,6 +301,19 @@ class ServeOptions:
     placement: PlacementOptions = dataclasses.field(default_factory=PlacementOptions)
     request: RequestOptions = dataclasses.field(default_factory=RequestOptions)
 
+    speculate: Annotated[
+        Speculate,
+        Parameter(group=COMPUTE, help="guess tokens of replies and verify several at once; auto: where that pays"),
+    ] = "auto"
+    draft_max: Annotated[
+        int,
+        Parameter(
+            name=["--draft-max", "--draft", "--spec-draft-n-max"],
+            group=COMPUTE,
+            help="tokens that are guessed at once, at most",
+        ),
+    ] = 16
+
     max_checkpoints: Annotated[int, Parameter(group=CHECKPOINTS, help="checkpoints per conversation; 0: off")] = 32
     checkpoint_every: Annotated[
         int | None,
@@ -346,6 +359,8 @@ class ServeOptions:
             n_spares=self.spares,
             ram_bytes=None if self.cache_ram is None else parse_mib(self.cache_ram),
             pin_ram=self.pin_ram,
+            speculate=self.speculate,
+            max_draft=self.draft_max,
         )
 
     def _model(self) -> ModelOptions:

@@ -90,6 +90,9 @@ def _savings(overview: Json) -> Text:
         f"{overview['seconds_saved']:,.1f} s saved",
         f"{overview['requests']['total']:,} requests",
     ]
+    drafts = overview.get("speculation") or {}
+    if drafts.get("n_verified"):
+        parts.append(f"{1 + drafts['n_draft_accepted'] / drafts['n_verified']:.1f} tokens per verified draft")
     lost = {"evicted": overview["evictions"], "quarantined": overview["quarantines"], "read again": tokens["avoidable"]}
     parts += [f"{n:,} {what}" for what, n in lost.items() if n]
     return Text(" · ".join(parts))

@@ -28,6 +28,9 @@ from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
+from everwarm.engine.speculation.rollback import Rollback
+from everwarm.engine.speculation.speculator import Speculator
+from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.speed import FIRST_GUESS_S, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
@@ -90,7 +93,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
             ram = _take_up(left, tree, model, is_right, undo)
         _warn_of_limits(left.arena.budget_bytes, sizes)
         _warn_of_context(model.n_ctx_train, settings.n_ctx)
-        context = Context(model, settings.context(sizes.n_spares), ram.place)
+        context = Context(model, settings.context(sizes.n_spares + sizes.n_rollback), ram.place)
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
@@ -164,7 +167,16 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         unverified=Unverified(restorer),
         step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
         speed=speed,
+        speculator=_speculator(opened),
     )
+
+
+def _speculator(opened: _Opened) -> Speculator:
+    settings, sizes = opened.settings, opened.sizes
+    first = settings.n_slots + sizes.n_spares
+    rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
+    drafters = [] if settings.speculate == "off" else [SuffixLookup()]
+    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft)
 
 
 def _residents(opened: _Opened) -> Residents:

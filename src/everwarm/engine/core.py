@@ -43,6 +43,8 @@ from everwarm.engine.scheduling.turns import TurnTaking, can_pause, is_as_before
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Slot, Spares
+from everwarm.engine.speculation.speculator import Draft, Speculator
+from everwarm.engine.speculation.stop_watch import StopWatch
 from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.loader import Brought, Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
@@ -74,6 +76,16 @@ class PromptEnd(NamedTuple):
     slot: Slot
     n_fed: int
     logits: np.ndarray
+
+
+class Verified(NamedTuple):
+    """A draft, and what the request's own sampler picked after each of its tokens, as far as they agree."""
+
+    slot: Slot
+    request: Request
+    feed: Feed
+    draft: Draft
+    picked: list[tuple[int | None, Probs | None]]
 
 
 class CoreStatus(NamedTuple):
@@ -118,6 +130,7 @@ class Core:
     unverified: Unverified
     step_budget: Budget
     speed: Speed
+    speculator: Speculator
     queue: collections.deque[Request] = field(default_factory=collections.deque)
     prewarm: PrewarmQueue = field(default_factory=PrewarmQueue)
     partings: Partings = field(default_factory=Partings)
@@ -195,6 +208,8 @@ class Core:
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of images beyond one each
         room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
         request = Request(ask, sampler, room, time.monotonic())
+        if ask.stop and self.speculator.is_on:
+            request.stop_watch = StopWatch(self.model.vocab, ask.stop)
         self.queue.append(request)
         self._is_status_old = True
         return request
@@ -210,6 +225,7 @@ class Core:
         events: list[Event] = []
         for slot in self.slots:
             if slot.request is not None and slot.request.id == request_id:
+                self._catch_up(slot, slot.request, slot.request.n_items - 1)
                 self.finish(slot, slot.request, Finish.STOP, events)
         for request in [r for r in self.queue if r.id == request_id]:  # suspended right after that token
             self.drop_waiting(request, Finish.STOP, events)
@@ -311,22 +327,46 @@ class Core:
     def _decode(self, events: list[Event]) -> bool:
         """Decode what is planned. Younger requests are suspended until something fits, so a step with a running request
         never ends in vain. False: no request has text to read or to write."""
+        may_draft = True
         while grants := self._with_room(self.plan(), events):
+            drafts = self._drafts(grants) if may_draft else {}
             started = time.monotonic()
-            feeds = [self._feed(grant) for grant in grants]
+            feeds = [self._feed(grant, drafts.get(grant.slot)) for grant in grants]
             try:
                 self._use_scales(self.slots[grants[0].slot])
                 self.context.decode(feeds)
             except ContextFull as error:
-                self._make_way(error, events)
+                self.speculator.end()
+                may_draft = False
+                if not drafts:
+                    self._make_way(error, events)
                 continue
             except DecodeFailed as error:
+                self.speculator.end()
                 self._start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return True
-            self.speed.learn(sum(len(feed.tokens) for feed in feeds), time.monotonic() - started)
-            self._commit(grants, feeds, events)
+            if any(feed.wants_logits for feed in feeds):
+                self.context.logits(0)  # a GPU has not computed them before
+            seconds, only_writes = time.monotonic() - started, self._only_writes(grants)
+            self._commit(feeds, drafts, events)
+            n_rows = sum(len(feed.tokens) for feed in feeds)
+            self.speed.learn(n_rows - self.speculator.n_rejected, seconds)
+            if only_writes:
+                self.speculator.pacing.cost.learn(n_rows, seconds)
             return True
         return False
+
+    def _drafts(self, grants: list[Grant]) -> dict[int, Draft]:
+        """What the replies of this step may go on with, by slot. Drafts take only rows and cells that nobody needs."""
+        n_rows = sum(grant.n_tokens for grant in grants)
+        n_left = self.step_budget.n_step - n_rows
+        if self.context.kind.has_attention:
+            n_left = min(n_left, self.context.cells.free - n_rows)
+        return self.speculator.draft(grants, self.slots, n_left)
+
+    def _only_writes(self, grants: list[Grant]) -> bool:
+        slots = [self.slots[grant.slot] for grant in grants]
+        return all(slot.request is not None and slot.n_fed >= slot.request.n_prompt for slot in slots)
 
     def plan(self) -> list[Grant]:
         order = self.oldest_first()
@@ -385,34 +425,94 @@ class Core:
         """The requests that have text to read or to write; an image is read by itself."""
         running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
         ready = ((i, s, r) for i, s, r in running if s.next_image() is None)
-        return [
-            Lane(i, self._n_wanted(s, r), s.n_fed >= r.n_prompt, r.n_prompt - s.n_fed, r.admitted or 0, r.ask.priority)
-            for i, s, r in ready
-        ]
+        return [self._lane(i, s, r) for i, s, r in ready]
+
+    def _lane(self, i: int, slot: Slot, request: Request) -> Lane:
+        is_writing = slot.n_fed >= request.n_prompt
+        n_again = request.n_items - slot.n_fed - 1 if is_writing and not request.ask.deterministic else 0
+        return Lane(
+            i,
+            self._n_wanted(slot, request),
+            is_writing,
+            n_left=request.n_prompt - slot.n_fed,
+            n_again=max(0, n_again),
+            admitted=request.admitted or 0,
+            priority=request.ask.priority,
+        )
 
     def _n_wanted(self, slot: Slot, request: Request) -> int:
         n = (chunk_at(request.chunks, slot.n_fed) if request.chunks else None) or slot.next_stop() - slot.n_fed
         return min(n, self.settings.prefill_beside_decode) if request.ask.ahead else n  # a request may come any moment
 
-    def _feed(self, grant: Grant) -> Feed:
+    def _feed(self, grant: Grant, draft: Draft | None) -> Feed:
         slot = self.slots[grant.slot]
         request = slot.request
         assert request is not None
         stop = slot.n_fed + grant.n_tokens
         tokens = request.tokens(slot.n_fed, stop)
-        return Feed(slot.seq, tokens, self.context.end(slot.seq), stop == request.n_items)
+        start = self.context.end(slot.seq)
+        if draft is None:
+            return Feed(slot.seq, tokens, start, stop == request.n_items)
+        return Feed(slot.seq, np.concatenate([tokens, draft.tokens]), start, True, len(draft.tokens))
 
     # after decoding
 
-    def _commit(self, grants: list[Grant], feeds: list[Feed], events: list[Event]) -> None:
-        row = 0
-        for grant, feed in zip(grants, feeds, strict=True):
-            slot = self.slots[grant.slot]
-            request = slot.request
+    def _commit(self, feeds: list[Feed], drafts: dict[int, Draft], events: list[Event]) -> None:
+        """Every row is read before anything else is decoded: what follows from a draft comes last."""
+        row, verified = 0, []
+        for feed in feeds:
+            slot = self.slots[feed.seq]
+            request, draft = slot.request, drafts.get(feed.seq)
             if request is None:
                 continue  # it starts over
-            self.move_on(slot, request, grant.n_tokens, row if feed.wants_logits else None, events)
-            row += feed.wants_logits
+            if draft is None:
+                self.move_on(slot, request, len(feed.tokens), row if feed.wants_logits else None, events)
+            elif (picked := self._pick_drafted(slot, request, draft, row, events)) is not None:
+                verified.append(Verified(slot, request, feed, draft, picked))
+            row += feed.n_rows
+        for each in verified:
+            if each.slot.request is each.request:
+                self._accept(each, events)
+        self.speculator.end()
+
+    def _pick_drafted(
+        self, slot: Slot, request: Request, draft: Draft, row: int, events: list[Event]
+    ) -> list[tuple[int | None, Probs | None]] | None:
+        """The next tokens, one after each row, until one is not as drafted or ends the reply. None: the numbers were
+        lost."""
+        picked: list[tuple[int | None, Probs | None]] = []
+        for i, drafted in enumerate([*draft.tokens.tolist(), None]):
+            try:
+                token = request.sampler.pick(self.context, row + i)
+            except DecodeFailed as error:
+                self._lose_numbers(slot, error, events)
+                return None
+            picked.append((token, probabilities(self.context.logits(row + i), token, request.ask.n_probs)))
+            if self._is_end(request, token) or token != drafted:
+                break
+        return picked
+
+    def _is_end(self, request: Request, token: int | None) -> bool:
+        """Whether the reply ends with this token, or at it: nothing may be decoded after it."""
+        if token is None or (token in self.model.vocab.eog and not request.ask.ignore_eos):
+            return True
+        matcher = request.sampler.matcher
+        return request.ends_text(token) or (matcher is not None and matcher.is_complete)
+
+    def _accept(self, verified: Verified, events: list[Event]) -> None:
+        """Keeps what was picked as drafted, takes the rest of the draft out of the context, and goes on with the tokens."""
+        slot, request, feed, draft, picked = verified
+        n_accepted = len(picked) - 1
+        self.speculator.judge(request, draft, n_accepted)
+        n_kept = len(feed.tokens) - feed.n_draft + n_accepted
+        if n_accepted < feed.n_draft:
+            n_kept = self.speculator.rollback.cut(feed, n_kept)
+        if n_kept:
+            slot.advance(n_kept)
+        for drafted, (_, probs) in zip(draft.tokens[:n_accepted].tolist(), picked, strict=False):
+            request.append(drafted)
+            events.append(NewToken(request.id, drafted, probs))
+        self._go_on(slot, request, *picked[-1], events)
 
     def move_on(self, slot: Slot, request: Request, n_items: int, row: int | None, events: list[Event]) -> None:
         """Records that more items were decoded. ``row``: where the logits after the last item are."""
@@ -447,6 +547,7 @@ class Core:
         except DecodeFailed as error:
             return self._lose_numbers(slot, error, events)
         probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
+        request.ends_text(token)
         if logits is not None:
             self.ends.append(PromptEnd(slot, slot.n_fed, logits))
         self._go_on(slot, request, token, probs, events)
@@ -456,13 +557,31 @@ class Core:
             request.first_token_at = time.monotonic()
         if token is None:
             finish, error = request.without_token()
+            self._catch_up(slot, request, request.n_items)
             return self.finish(slot, request, finish, events, error)
         if token in self.model.vocab.eog and not request.ask.ignore_eos:
+            self._catch_up(slot, request, request.n_items)
             return self.finish(slot, request, Finish.STOP, events)
         request.append(token)
         events.append(NewToken(request.id, token, probs))
         if (end := request.end()) is not None:
+            self._catch_up(slot, request, request.n_items - 1)
             self.finish(slot, request, end, events)
+
+    def _catch_up(self, slot: Slot, request: Request, n_items: int) -> None:
+        """Decodes what a reply that ends was to decode again after a rejected draft, so that as much of it is kept as
+        without drafts."""
+        if not request.n_prompt <= slot.n_fed < n_items:
+            return None
+        tokens = request.tokens(slot.n_fed, n_items)
+        try:
+            self.context.decode([Feed(slot.seq, tokens, self.context.end(slot.seq), wants_logits=False)])
+        except ContextFull:
+            return None  # what is decoded is kept
+        except DecodeFailed as error:
+            log.warning("the end of a reply is not kept: %s", error)
+            return slot.vacate()
+        return slot.advance(len(tokens))
 
     def finish(
         self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
@@ -640,6 +759,7 @@ class Core:
 
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)
+        request.ends_text(token)
         self._go_on(slot, request, token, probabilities(logits, token, request.ask.n_probs), events)
 
     def _plan_cuts(self, request: Request, match: Match, restored: Restored) -> list[Cut]:
@@ -732,6 +852,7 @@ class Core:
     def _lose_numbers(self, slot: Slot, error: DecodeFailed, events: list[Event]) -> None:
         """The model's state overflowed. Nothing of it may stay: it spoils all that attends over it or reuses its cells.
         The requests that ran beside it start over as well; all others are moved out, and everything is zeroed."""
+        self.speculator.end()
         self.checkpointer.scrub(slot.node)
         running = [other for other in self.slots if other.request is not None]
         for other in running:

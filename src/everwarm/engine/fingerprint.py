@@ -220,6 +220,8 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
     "checkpoints": ParameterRow(_BITS, "where a prompt is cut into chunks; the chunks of a state are recorded in it"),
     "prefill_beside_decode": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others"),
     "max_step_ms": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others, by their speed"),
+    "speculate": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),
+    "max_draft": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),
     "idle_cells": ParameterRow(_BITS, "whose cells lie beside a running sequence's"),
     "ram_bytes": ParameterRow(_NONE, "how much is kept"),
     "pin_ram": ParameterRow(_NONE, "how fast it is copied"),

@@ -21,6 +21,7 @@ SPARE_SHARE = 0.05  # of the free memory, for parked checkpoints
 RAM_SHARE = 0.25  # of the free memory, for copies
 MAX_RAM_BYTES = 8 << 30
 MAX_SPARES = 16
+MAX_ROLLBACK = 4
 SLACK_BYTES = 16 << 20  # under a limit: buffers that steps compute in, and what the gateway takes for requests
 
 
@@ -29,6 +30,7 @@ class Sizes:
     shape: MemoryShape
     spacing: Spacing
     n_spares: int
+    n_rollback: int  # sequences that a rejected draft is taken back with
     ram_bytes: int
     ram_room: int  # the most that the memory limits leave for it beside weights and context
 
@@ -44,14 +46,16 @@ def decide_sizes(model: Model, settings: EngineSettings, limited: int | None, n_
     )
     require_fit(model, settings.context(0))
     free = free_bytes(model) - shape.context_bytes(settings.n_ctx, settings.n_slots + 1)
-    n_spares = _spares(settings, shape, free) if kind.needs_checkpoints and kind.can_share_cells else 0
-    require_fit(model, settings.context(n_spares))
+    has_parked = kind.needs_checkpoints and kind.can_share_cells
+    n_rollback = _rollbacks(settings, shape, free) if has_parked else 0
+    n_spares = _spares(settings, shape, free - n_rollback * shape.state_bytes) if has_parked else 0
+    require_fit(model, settings.context(n_spares + n_rollback))
     on_gpu = is_on_gpu(model)
-    beside = 0 if on_gpu else shape.context_bytes(settings.n_ctx, settings.n_slots + n_spares + 1)
+    beside = 0 if on_gpu else shape.context_bytes(settings.n_ctx, settings.n_slots + n_spares + n_rollback + 1)
     room = ram_room(limited, beside + mapped_bytes(model), n_left)
     on_host = host_free_bytes() if on_gpu else free
     ram = min(MAX_RAM_BYTES, int(min(on_host, room) * RAM_SHARE)) if settings.ram_bytes is None else settings.ram_bytes
-    return Sizes(shape, spacing, n_spares, max(0, ram), room)
+    return Sizes(shape, spacing, n_spares, n_rollback, max(0, ram), room)
 
 
 def ram_room(limited: int | None, beside: int, n_left: int) -> int:
@@ -65,4 +69,13 @@ def _spares(settings: EngineSettings, shape: MemoryShape, free: int) -> int:
     if settings.n_spares is not None:
         return settings.n_spares
     affordable = int(free * SPARE_SHARE) // max(1, shape.state_bytes)
-    return max(0, min(MAX_SPARES, affordable, MAX_SEQUENCES - settings.n_slots))
+    return max(0, min(MAX_SPARES, affordable, MAX_SEQUENCES - MAX_ROLLBACK - settings.n_slots))
+
+
+def _rollbacks(settings: EngineSettings, shape: MemoryShape, free: int) -> int:
+    """One for each request that verifies a draft in a step. Steps of many requests need no drafts to be worth it."""
+    if settings.speculate == "off":
+        return 0
+    left = MAX_SEQUENCES - settings.n_slots - (settings.n_spares or 0)
+    affordable = int(free * SPARE_SHARE) // max(1, shape.state_bytes)
+    return max(0, min(MAX_ROLLBACK, settings.n_slots, affordable, left))

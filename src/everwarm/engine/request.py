@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from everwarm.config import Sampling, require
 from everwarm.engine.inspect.read_reason import counted
 from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentImage
+from everwarm.engine.speculation.draft_length import Record
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.constraints.matcher import CompiledConstraint
@@ -57,6 +58,8 @@ class Ask:
     joints: tuple[int, ...] = ()
     priority: int = 0  # the larger, the later
     lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
+    stop: tuple[str, ...] = ()  # its reader ends the reply at one of these texts; no draft is verified beyond
+    max_draft: int | None = None  # tokens that may be drafted in one step; None: as many as pay
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
@@ -98,6 +101,8 @@ class Result:
     decode_s: float
     error: EverwarmError | None = None
     why: ReadReason | None = None  # None: it never started; in tokens
+    n_drafted: int = 0
+    n_draft_accepted: int = 0
 
     @property
     def n_processed(self) -> int:
@@ -130,6 +135,10 @@ class Request:
     first_token_at: float | None = None
     ended_at: float | None = None  # before what was read is put away
     cancelled: bool = False
+    n_drafted: int = 0
+    n_draft_accepted: int = 0
+    draft_record: Record = field(default_factory=Record)
+    stop_watch: Callable[[int], bool] | None = None  # whether the text so far, with one more token, holds a stop string
 
     def __post_init__(self) -> None:
         self._codes = np.empty(self.room, np.int32)
@@ -165,6 +174,15 @@ class Request:
         self.n_cached = min(n_restored, self.n_prompt)
         self.n_shared = n_shared
         self.used = used
+
+    @property
+    def n_most_drafted(self) -> int:
+        """Tokens that may be drafted in one step."""
+        return self.room if self.ask.max_draft is None else self.ask.max_draft
+
+    def ends_text(self, token: int | None) -> bool:
+        """Whether the text holds a stop string now. Asked once for every token that is picked, in order."""
+        return token is not None and self.stop_watch is not None and self.stop_watch(token)
 
     def append(self, token: int) -> None:
         self._codes[self.n_items] = token
@@ -209,6 +227,8 @@ class Request:
             decode_s=now - first,
             error=error,
             why=None if self.why is None else replace(counted(self.why, self.n_tokens), restored=self.used),
+            n_drafted=self.n_drafted,
+            n_draft_accepted=self.n_draft_accepted,
         )
 
 

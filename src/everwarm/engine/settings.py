@@ -20,11 +20,13 @@ from everwarm.engine.fingerprint import state_fingerprint
 from everwarm.state.policy import CheckpointParams
 
 MAX_SLOTS = 64
+MAX_DRAFT = 32
 MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
 
 
 RestorePolicy = Literal["auto", "always"]
 PinRam = Literal["auto", "on", "off"]
+Speculate = Literal["auto", "off", "lookup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class EngineSettings:
     rope: RopeOptions = field(default_factory=RopeOptions)
     kv_offload: bool = True
     op_offload: bool = True
+    speculate: Speculate = "auto"  # where drafts of replies come from; they change speed, never which tokens are likely
+    max_draft: int = 16  # tokens that are drafted in one step
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:
@@ -105,6 +109,8 @@ class EngineSettings:
         require(0.0 < share <= 1.0, f"namespace_share is {share}; give more than 0 and at most 1")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
         require(0 <= self.max_step_ms <= 60_000, f"max_step_ms is {self.max_step_ms}; give 0 (none) to 60000")
+        require(self.speculate in get_args(Speculate), f"speculate is {self.speculate!r}; give auto, off or lookup")
+        require(1 <= self.max_draft <= MAX_DRAFT, f"max_draft is {self.max_draft}; give 1 to {MAX_DRAFT}")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         self.context(0)  # the same limits as the context's own
 

@@ -37,12 +37,19 @@ _LAST_ROW = -1  # libllama's name for the last logits there are
 
 
 class Feed(NamedTuple):
-    """Tokens to append to one sequence; ``start`` is where the caller believes the sequence ends."""
+    """Tokens to append to one sequence; ``start`` is where the caller believes the sequence ends. The last ``n_draft`` of
+    them are guesses: there are logits after each of them and after the token before, and some may be taken back."""
 
     seq: SeqId
     tokens: Tokens
     start: Mark
     wants_logits: bool
+    n_draft: int = 0
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of logits."""
+        return self.n_draft + 1 if self.wants_logits else 0
 
 
 class BatchArrays:
@@ -74,7 +81,7 @@ class BatchArrays:
         np.add(self._steps[: stop - at], feed.start.pos, out=self._pos[at:stop])
         self._seq[at:stop] = feed.seq
         self._wants[at:stop] = 0
-        self._wants[stop - 1] = feed.wants_logits
+        self._wants[stop - 1 - feed.n_draft : stop] = feed.wants_logits
 
     def _put_one(self, at: int, feed: Feed) -> None:
         """One token of a reply: plain stores, because slices would cost more than the rest of the step."""
@@ -173,28 +180,28 @@ class Context(Sequences):
     def _fill(self, feeds: Sequence[Feed]) -> tuple[int, list[int]]:
         """Returns how many tokens there are, and which of them will have logits."""
         n = 0
-        rows = []
+        rows: list[int] = []
         for feed in feeds:
             self._check_feed(feed)
             size = len(feed.tokens)
             assert n + size <= self.n_batch, f"a batch of {n + size} tokens is larger than n_batch {self.n_batch}"
             self._batch.put(n, feed)
             n += size
-            if feed.wants_logits:
-                rows.append(n - 1)
+            rows.extend(range(n - feed.n_rows, n))
         assert n > 0, "a batch needs at least one token"
         return n, rows
 
     def _check_feed(self, feed: Feed) -> None:
         self._check_seq(feed.seq)
-        assert len(feed.tokens) > 0, "a feed needs at least one token"
+        assert len(feed.tokens) > feed.n_draft, "a feed needs at least one token"
         assert feed.start == self._end[feed.seq], f"sequence {feed.seq} ends at {self._end[feed.seq]}, not {feed.start}"
         assert not self._stateless[feed.seq], f"sequence {feed.seq} has KV but no state"
 
     def _advance(self, feed: Feed, alone: bool) -> None:
         n = len(feed.tokens)
         if self._has_attention:
-            alone = self.cells.append(feed.seq, n, clean=alone and self._is_trusted(feed.seq))
+            can_be_cut = feed.n_draft > 0 and not self.kind.needs_checkpoints  # then no chunk tells how it was decoded
+            alone = self.cells.append(feed.seq, n, clean=alone and not can_be_cut and self._is_trusted(feed.seq))
         self._state_clean[feed.seq] &= alone
         if not alone:
             self._disturb_windows()
@@ -205,7 +212,7 @@ class Context(Sequences):
         return not self.packs_states or self._state_clean[seq]
 
     def logits(self, row: int) -> Logits:
-        """The row of the last decode's ``row``-th feed that wanted logits. A live view: copy it to keep it."""
+        """The ``row``-th row of the last decode, over all feeds that wanted logits. A live view: copy it to keep it."""
         address = self._lib.get_logits_ith(self.native, self._rows[row])
         assert address, "libllama has no logits for a row that should have some"
         view = self._views.get(address)

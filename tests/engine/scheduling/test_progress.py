@@ -40,13 +40,15 @@ class Watched:
         order = self.core.oldest_first()
         oldest = self.core.slots[order[0]] if order else None
         request, n_fed = (oldest.request, oldest.n_fed) if oldest else (None, 0)
+        n_items = 0 if request is None else request.n_items
         for event in self.core.step():
             if isinstance(event, Finished):
                 self.results[event.request_id] = event.result
         self.core.keep_ends()
         self.n_steps += 1
         if request is not None and request.id not in self.results:
-            self.n_vain += oldest.request is not request or oldest.n_fed <= n_fed
+            has_moved = oldest.n_fed > n_fed or request.n_items > n_items  # a rejected draft still brings a token
+            self.n_vain += oldest.request is not request or not has_moved
 
     def drain(self) -> None:
         while self.core.has_work and self.n_steps <= self.most_steps:

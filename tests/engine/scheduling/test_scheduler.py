@@ -182,3 +182,9 @@ def test_the_control_a_plan_that_does_not_know_the_oldest_may_leave_it_out():
     found = [*(Lane(i, 1, True) for i in range(4)), Lane(4, 100, False)]
     assert 4 not in sizes(plan(found, Budget(4, 128)))
     assert sizes(plan(found, Budget(4, 128), oldest=4))[4] == 1
+
+
+def test_what_was_taken_back_with_a_draft_is_decoded_again_in_one_step():
+    found = [Lane(0, 6, True, n_again=5), Lane(1, 1, True), Lane(2, 100, False)]
+    assert sizes(plan(found, Budget(64, 32))) == {0: 6, 1: 1, 2: 32}
+    assert sizes(plan(found, Budget(4, 32), oldest=2)) == {0: 2, 1: 1, 2: 1}

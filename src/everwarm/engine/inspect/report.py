@@ -73,6 +73,7 @@ def counts(core: Core) -> dict[str, Any]:
         "n_cells": core.context.n_ctx,
         "n_decodes": core.context.n_decodes,
         "n_fed": core.context.n_fed,
+        **dataclasses.asdict(core.speculator.counts),
         "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
         **core.ram.stats(),
         **core.tier_writer.stats(),
@@ -113,6 +114,7 @@ def summary(core: Core) -> dict[str, Any]:
             "tokens": core.counts.n_prewarm_tokens,
         },
         "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
+        "speculation": {"is_on": core.speculator.is_on, **dataclasses.asdict(core.speculator.counts)},
     }
 
 

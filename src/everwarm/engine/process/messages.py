@@ -113,6 +113,7 @@ class Submit(Message, frozen=True, tag=True):
     constraint: Constraint | None = None
     priority: int = 0  # the larger, the later
     lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
+    max_draft: int | None = None
 
 
 class Prewarm(Message, frozen=True, tag=True):
@@ -424,6 +425,8 @@ class Done(Message, frozen=True, tag=True):
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
     n_restored: int = 0  # replies in the prompt that the gateway wrote as the model had, and not as the client
+    n_drafted: int = 0
+    n_draft_accepted: int = 0
 
 
 class Failed(Message, frozen=True, tag=True):

@@ -218,6 +218,8 @@ class RequestHandler:
             joints=hints.joints,
             priority=message.priority,
             lora=message.lora,
+            stop=message.stop,
+            max_draft=message.max_draft,
         )
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
@@ -346,6 +348,8 @@ class RequestHandler:
             prefill_s=result.prefill_s,
             decode_s=result.decode_s,
             why=why,
+            n_drafted=result.n_drafted,
+            n_draft_accepted=result.n_draft_accepted,
         )
 
 

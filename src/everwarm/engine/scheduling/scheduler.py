@@ -2,7 +2,8 @@
 
 **The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at least
 one token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one (``next_to_suspend``).
-So it ends after at most as many steps as it has items, then the next one is the oldest, and every request ends. Admission
+A step either decodes more of its items or, where a draft is rejected, adds one to them. So it ends after at most twice as
+many steps as it has items, then the next one is the oldest, and every request ends. Admission
 and step shares may be ordered in any other way as long as these three functions keep that.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MIN_BESIDE = 8  # tokens of prompts beside replies, however slow they are read
+MAX_AGAIN = 32  # tokens of a reply that are decoded again in one step, beside others
 
 
 class Lane(NamedTuple):
@@ -23,6 +25,7 @@ class Lane(NamedTuple):
     n_left: int = 0  # tokens of its prompt that are to be read
     admitted: int = 0  # ascending in the order of admission
     priority: int = 0  # the larger, the later
+    n_again: int = 0  # tokens of a reply that come before that one: they were taken back with a rejected draft
 
 
 class Grant(NamedTuple):
@@ -55,8 +58,8 @@ def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> li
     reading = sorted((lane for lane in lanes if not lane.is_writing), key=_reading_order)
     n_kept = any(lane.slot == oldest for lane in reading)
     writing = sorted((lane for lane in lanes if lane.is_writing), key=lambda lane: lane.slot != oldest)
-    grants = [Grant(lane.slot, 1) for lane in writing[: budget.n_step - n_kept]]
-    room = budget.n_step - len(grants)
+    grants = _with_tokens_again(writing[: budget.n_step - n_kept], budget.n_step - n_kept)
+    room = budget.n_step - sum(grant.n_tokens for grant in grants)
     if grants:
         room = min(room, budget.n_beside)
     if not reading or not room:
@@ -74,6 +77,16 @@ def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> li
 
 def _reading_order(lane: Lane) -> tuple[int, int, int]:
     return lane.priority, lane.n_left or lane.n_wanted, lane.admitted
+
+
+def _with_tokens_again(writing: Sequence[Lane], n_step: int) -> list[Grant]:
+    """One token for each reply, and before it those that are decoded again, as far as they fit."""
+    room, grants = n_step - len(writing), []
+    for lane in writing:
+        n_again = min(lane.n_again, MAX_AGAIN, room)
+        grants.append(Grant(lane.slot, 1 + n_again))
+        room -= n_again
+    return grants
 
 
 def fit(grants: Sequence[Grant], oldest_first: Sequence[int], n_free: int) -> list[Grant]:

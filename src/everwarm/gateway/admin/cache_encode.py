@@ -104,4 +104,5 @@ def overview(model: Standing, models: list[Standing], totals: Totals, seen: Json
         "evictions": 0 if seen is None else seen["evictions"],
         "quarantines": 0 if seen is None else seen["quarantines"],
         "prewarm": None if seen is None else seen["prewarm"],
+        "speculation": None if seen is None else seen["speculation"],
     }

@@ -82,6 +82,9 @@ _ENGINE: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
     "n_cells_used": (GaugeMetricFamily, "everwarm_kv_cells_used", "KV cells in use"),
     "n_cells": (GaugeMetricFamily, "everwarm_kv_cells", "KV cells in total"),
     "n_decodes": (CounterMetricFamily, "llamacpp:n_decode", "Calls of llama_decode"),
+    "n_drafted": (CounterMetricFamily, "everwarm_draft_tokens", "Reply tokens that were guessed and verified"),
+    "n_draft_accepted": (CounterMetricFamily, "everwarm_draft_tokens_accepted", "Those of them that were right"),
+    "n_verified": (CounterMetricFamily, "everwarm_drafts_verified", "Drafts that were verified, each in one decode"),
 }
 # metric name → (help, label, the engine's counter for each value of the label)
 _LABELLED: Mapping[str, tuple[str, str, Mapping[str, str]]] = {

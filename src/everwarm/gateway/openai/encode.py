@@ -55,6 +55,7 @@ def timings(done: m.Done) -> Json:
         "keep_ms": 1e3 * done.keep_s,
         "kept": done.kept,
         "cache": cache(done),
+        **({"draft_n": done.n_drafted, "draft_n_accepted": done.n_draft_accepted} if done.n_drafted else {}),
     }
 
 

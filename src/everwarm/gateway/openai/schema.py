@@ -126,6 +126,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
+    max_draft: Annotated[int, Meta(ge=0, le=1 << 16)] | None = msgspec.field(name="speculative.n_max", default=None)
 
     def sampling(self, defaults: Sampling = DEFAULT_SAMPLING) -> Sampling:
         """``defaults``: what holds where the body says nothing."""

@@ -342,6 +342,7 @@ def _submit(
         images=images,
         constraint=constraint,
         priority=max(0, body.priority or 0),  # nobody comes before those who do not give one
+        max_draft=body.max_draft,
     )
 
 

@@ -60,6 +60,12 @@ class Matcher:
         bits = np.unpackbits(self._mask, bitorder="little", count=self._n_tokens)
         return np.flatnonzero(bits.view(np.bool_))
 
+    def n_allowed(self, tokens: list[int]) -> int:
+        """How many of these tokens may follow one after the other. Changes nothing."""
+        banned = self._banned.tolist()
+        n_free = next((i for i, token in enumerate(tokens) if token in banned), len(tokens))
+        return 0 if self._native.is_error() else int(self._native.validate_tokens(tokens[:n_free]))
+
     def accept(self, token: int) -> None:
         self._native.consume_token(token)
         self.is_complete = not self._failed() and self._native.is_stopped()

@@ -1,0 +1,102 @@
+"""How many tokens of a draft are worth verifying. Pure.
+
+A draft costs rows of a step, and rows of the next one where it is rejected: a recurrent state cannot be cut, so what was
+accepted is decoded again. It brings as many tokens as are accepted. Both are known here: the cost is measured, and the
+chance is the drafter's own, corrected by how often such drafts were right before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+MARGIN = 1.05  # a draft must promise so much more speed: estimates are only estimates
+PRIOR_WEIGHT = 4.0  # tokens that a drafter's own confidence counts for
+_ENGINE_WEIGHT = 12.0  # tokens that all earlier requests together count for
+_FORGET = 0.9  # a request's record, for each draft
+_MOST_KNOWN = 400.0  # tokens, of the engine's record
+N_FIRST = 2  # tokens that are tried before any step was measured
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Tally:
+    n: float = 0.0
+    n_accepted: float = 0.0
+
+    def add(self, n: int, n_accepted: int) -> None:
+        self.n += n
+        self.n_accepted += n_accepted
+
+    def scale(self, by: float) -> None:
+        self.n *= by
+        self.n_accepted *= by
+
+
+@dataclass(slots=True)
+class Record:
+    """What was accepted of drafts of one kind of confidence. ``above``: the record of all requests, for one of them."""
+
+    above: Record | None = None
+    n_passed: int = 0  # drafts in a row that were not worth it
+    _tallies: dict[Key, Tally] = field(default_factory=dict)
+
+    def chance(self, source: str, confidence: float) -> float:
+        """That a token of such a draft is accepted if all before it were."""
+        weight, expected = PRIOR_WEIGHT, confidence
+        if self.above is not None:
+            weight, expected = _ENGINE_WEIGHT, self.above.chance(source, confidence)
+        tally = self._tallies.get(_key(source, confidence))
+        if tally is None:
+            return expected
+        return (tally.n_accepted + weight * expected) / (tally.n + weight)
+
+    def note(self, source: str, confidence: float, n_tried: int, n_accepted: int) -> None:
+        """``n_tried``: tokens that were compared: those accepted, and the first that was not."""
+        tally = self._tallies.setdefault(_key(source, confidence), Tally())
+        if self.above is not None:
+            self.n_passed = 0
+            tally.scale(_FORGET)
+            self.above.note(source, confidence, n_tried, n_accepted)
+        elif tally.n > _MOST_KNOWN:
+            tally.scale(0.5)
+        tally.add(n_tried, n_accepted)
+
+
+def _key(source: str, confidence: float) -> Key:
+    return source, round(confidence * 20)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """A step as it is without this draft: its rows, and how many replies it continues."""
+
+    n_rows: int
+    n_replies: int
+    is_cut: bool  # memory is cut back after a rejection; otherwise what was accepted is decoded again
+    overhead_s: float  # of verifying anything
+
+
+def best_length(n_most: int, chance: float, shape: StepShape, seconds: Callable[[float], float | None]) -> int:
+    """How many tokens of a draft to verify; 0: none, it would cost more time than it saves. ``seconds``: of a step with so
+    many rows."""
+    plain_s = seconds(shape.n_rows)
+    if plain_s is None or plain_s <= 0.0:
+        return min(n_most, N_FIRST)
+    best, best_rate = 0, MARGIN * shape.n_replies / plain_s
+    expected, survives = 0.0, 1.0
+    for n in range(1, n_most + 1):
+        survives *= chance
+        expected += survives
+        step_s = seconds(shape.n_rows + n)
+        assert step_s is not None
+        again_s = 0.0 if shape.is_cut else (1 - survives) * _again(seconds, shape.n_rows, plain_s, expected + 1)
+        rate = (shape.n_replies + expected) / (step_s + again_s + shape.overhead_s)
+        if rate > best_rate:
+            best, best_rate = n, rate
+    return best
+
+
+def _again(seconds: Callable[[float], float | None], n_rows: int, plain_s: float, n_again: float) -> float:
+    return max(0.0, (seconds(n_rows + n_again) or plain_s) - plain_s)

@@ -1,0 +1,55 @@
+"""When drafts are looked for, and how many of their tokens are verified, from what this engine has measured.
+
+Speculation must never cost: looking takes at most a hundredth of a step's time, and a draft that does not promise to pay is
+passed over. Once in a while one is verified all the same, because texts and machines change.
+"""
+
+from __future__ import annotations
+
+from everwarm.engine.speculation.draft_length import Record, StepShape, best_length
+from everwarm.engine.speculation.drafter import Proposal
+from everwarm.engine.speculation.step_cost import StepCost
+
+LOOK_SHARE = 0.01  # of a step's time, for looking for drafts
+TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
+N_TRIED = 2
+_MEMORY = 0.9
+_SPIKE = 3.0  # a look that takes so many times longer than expected was disturbed
+
+
+class Pacing:
+    def __init__(self) -> None:
+        self.cost = StepCost()
+        self.record = Record()  # of all requests
+        self.overhead_s = 1e-4  # of verifying anything: parking, restoring, picking
+        self._look_s = 2e-5
+        self._n_skipped = 0  # steps since drafts were last looked for
+        self._is_paying = False  # the last draft was right, at least in part
+
+    def may_look(self, n_rows: int) -> bool:
+        """Whether a step of so many rows may look for drafts. Where steps are very short, not every one does."""
+        step_s = self.cost.seconds(n_rows)
+        self._n_skipped += 1
+        if step_s is not None and not self._is_paying and self._look_s > LOOK_SHARE * step_s * self._n_skipped:
+            return False
+        self._n_skipped = 0
+        return True
+
+    def has_looked(self, seconds: float, *, has_found: bool) -> None:
+        self._look_s = _MEMORY * self._look_s + (1 - _MEMORY) * min(seconds, _SPIKE * self._look_s)
+        self._is_paying = self._is_paying and has_found
+
+    def judge(self, proposal: Proposal, record: Record, n_drafted: int, n_accepted: int) -> None:
+        """Learns from a draft that was verified: of so many tokens so many were accepted."""
+        self._is_paying = n_accepted > 0
+        record.note(proposal.source, proposal.confidence, min(n_drafted, n_accepted + 1), n_accepted)
+
+    def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:
+        """How many tokens of a proposal are verified. ``record``: of its request."""
+        record.above = self.record
+        chance = record.chance(proposal.source, proposal.confidence)
+        n = best_length(len(proposal.tokens), chance, shape, self.cost.seconds)
+        if n == 0:
+            record.n_passed += 1
+            n = min(N_TRIED, len(proposal.tokens)) if record.n_passed >= TRY_AFTER else 0
+        return n

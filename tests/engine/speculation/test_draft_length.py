@@ -1,0 +1,135 @@
+"""How long drafts are: from what was accepted and what a step costs. No clock, no model."""
+
+import numpy as np
+import pytest
+
+from everwarm.engine.speculation.draft_length import Record, StepShape, best_length
+from everwarm.engine.speculation.drafter import Proposal
+from everwarm.engine.speculation.pacing import LOOK_SHARE, TRY_AFTER, Pacing
+from everwarm.engine.speculation.step_cost import SLOPE, StepCost
+from everwarm.engine.speculation.suffix_lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, confidence_of, longest_match
+
+ALONE = StepShape(n_rows=1, n_replies=1, is_cut=False, overhead_s=0.0)
+
+
+def cost(slope: float):
+    return lambda rows: 1.0 + slope * (rows - 1)
+
+
+def tokens(*codes: int) -> np.ndarray:
+    return np.array(codes, np.int32)
+
+
+def test_what_costs_nothing_is_verified_whole_and_what_costs_as_much_as_decoding_is_not():
+    assert best_length(8, 0.9, ALONE, cost(0.0)) == 8
+    assert best_length(8, 0.9, ALONE, cost(1.0)) == 0
+
+
+def test_unlikely_drafts_are_passed_over_and_likely_ones_are_longer():
+    lengths = [best_length(16, chance, ALONE, cost(0.1)) for chance in (0.05, 0.5, 0.8, 0.95)]
+    assert lengths[0] == 0 and lengths == sorted(lengths) and lengths[-1] > 2 * lengths[1]
+
+
+def test_where_memory_is_cut_drafts_may_be_longer_because_nothing_is_decoded_again():
+    cut = StepShape(1, 1, is_cut=True, overhead_s=0.0)
+    assert best_length(16, 0.7, cut, cost(0.15)) >= best_length(16, 0.7, ALONE, cost(0.15)) > 0
+
+
+def test_beside_many_replies_a_row_must_bring_more():
+    """With 32 rows a step is already as good as it gets: another row costs its full price."""
+    crowded = StepShape(32, 32, is_cut=True, overhead_s=0.0)
+    assert best_length(4, 0.5, crowded, lambda rows: rows) == 0
+
+
+def test_the_overhead_of_verifying_counts():
+    slow = StepShape(1, 1, is_cut=True, overhead_s=5.0)
+    assert best_length(4, 0.9, slow, cost(0.05)) == 0
+
+
+@pytest.mark.parametrize("accepted", [0, 4])
+def test_a_record_moves_the_chance_to_what_was_seen(accepted):
+    everyone = Record()
+    record = Record(above=everyone)
+    before = record.chance("lookup", 0.5)
+    for _ in range(8):
+        record.note("lookup", 0.5, 4, accepted)
+    after = record.chance("lookup", 0.5)
+    assert abs(after - accepted / 4) < 0.25 < abs(before - accepted / 4)
+    assert record.chance("lookup", 0.9) == 0.9  # another kind of match
+    assert Record(above=everyone).chance("lookup", 0.5) != 0.5  # the next request knows it, too
+
+
+def test_passed_over_for_long_a_draft_is_tried_again():
+    pacing, record = Pacing(), Record()
+    for _ in range(50):
+        pacing.cost.learn(1, 1.0)
+        pacing.cost.learn(3, 3.0)
+    proposal = Proposal(tokens(1, 2, 3), 0.4, "lookup")
+    lengths = [pacing.length(proposal, record, ALONE) for _ in range(TRY_AFTER)]
+    assert set(lengths[:-1]) == {0} and lengths[-1] == 2
+    pacing.judge(proposal, record, 2, 0)
+    assert pacing.length(proposal, record, ALONE) == 0
+
+
+def test_looking_takes_a_small_share_of_short_steps():
+    pacing = Pacing()
+    pacing.cost.learn(1, 1e-3)
+    for _ in range(200):
+        pacing.has_looked(1e-4, has_found=False)
+    looked = sum(pacing.may_look(1) for _ in range(1000))
+    assert looked * 1e-4 / (1000 * 1e-3) * 1000 >= 1 and looked * 1e-4 <= 1.1 * LOOK_SHARE * 1000 * 1e-3
+
+
+def test_the_cost_of_steps_is_learned_by_rows():
+    known = StepCost()
+    assert known.seconds(1) is None
+    known.learn(1, 1.0)
+    assert known.seconds(5) == pytest.approx(1 + 4 * SLOPE)
+    for _ in range(100):
+        known.learn(5, 2.0)
+    assert known.seconds(5) == pytest.approx(2.0, rel=0.01)
+    assert known.seconds(3) == pytest.approx(1.5, rel=0.01)
+    assert known.seconds(9) == pytest.approx(3.0, rel=0.02)
+    known.learn(5, 100.0)  # disturbed
+    assert known.seconds(5) < 2.5
+
+
+# the lookup
+
+
+def test_the_longest_match_wins_and_of_equals_the_latest():
+    assert longest_match(tokens(1, 2, 3, 9, 2, 3, 8, 1, 2, 3)) == (3, 3)
+    assert longest_match(tokens(2, 3, 7, 2, 3, 8, 2, 3)) == (5, 2)
+
+
+@pytest.mark.parametrize("history", [(5,), (5, 6), (5, 6, 7, 5), (1, 2, 3, 4)])
+def test_too_short_a_match_proposes_nothing(history):
+    assert SuffixLookup().propose(tokens(*history), 4) is None
+
+
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end():
+    found = SuffixLookup().propose(tokens(1, 2, 3, 1, 2, 3, 1, 2, 3), 7)
+    assert found is not None and found.tokens.tolist() == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_longer_matches_are_surer():
+    found = [confidence_of(n) for n in range(MIN_MATCH, MAX_MATCH + 1)]
+    assert found == sorted(found) and found[0] < found[-1] < 1.0
+
+
+def test_a_match_is_what_a_plain_search_finds():
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        history = rng.integers(0, 4, rng.integers(1, 40)).astype(np.int32)
+        assert longest_match(history) == searched(history.tolist())
+
+
+def searched(history: list[int]) -> tuple[int, int] | None:
+    best = None
+    for end in range(1, len(history)):
+        n = 0
+        while n < min(end, MAX_MATCH) and history[end - 1 - n] == history[-1 - n]:
+            n += 1
+        if n >= MIN_MATCH and (best is None or n >= best[1]):
+            best = end, n
+    return best

@@ -1,0 +1,52 @@
+"""Drafts under control: which are made, how long they are, and which of their tokens are right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from everwarm.engine.core import Core
+from everwarm.engine.speculation.draft_length import Record, StepShape
+from everwarm.engine.speculation.drafter import Proposal, Tokens
+from everwarm.engine.speculation.pacing import Pacing
+
+
+class EveryStep(Pacing):
+    """Verifies all of every draft, whatever it costs: what happens must not depend on how fast the machine is."""
+
+    def may_look(self, n_rows: int) -> bool:  # noqa: ARG002
+        return True
+
+    def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:  # noqa: ARG002
+        record.above = self.record
+        return len(proposal.tokens)
+
+
+class Scripted:
+    """Knows what the reply to each prompt will be, and is wrong where it is told to be: ``wrong`` says, for each draft,
+    after how many right tokens; more than ``n_tokens``: never."""
+
+    def __init__(self, texts: list[list[int]], wrong: list[int], n_tokens: int, n_vocab: int = 250) -> None:
+        self._texts = texts
+        self._wrong = wrong
+        self._n_tokens = n_tokens
+        self._n_vocab = n_vocab
+        self.n_made = 0
+
+    def propose(self, history: Tokens, n: int) -> Proposal | None:
+        known = next((text for text in self._texts if text[: len(history)] == history.tolist()), None)
+        if known is None:
+            return None
+        tokens = known[len(history) : len(history) + min(n, self._n_tokens)]
+        at = self._wrong[self.n_made % len(self._wrong)]
+        self.n_made += 1
+        if at < len(tokens):
+            tokens[at] = (tokens[at] + 1) % self._n_vocab
+        return Proposal(np.array(tokens, np.int32), 0.9, "scripted") if tokens else None
+
+
+def always_draft(core: Core, *drafters: Scripted) -> Core:
+    """Every step verifies whatever is proposed: by these drafters, or by those the engine has."""
+    core.speculator.pacing = EveryStep()
+    if drafters:
+        core.speculator.drafters = list(drafters)
+    return core
