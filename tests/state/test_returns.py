@@ -291,19 +291,63 @@ def test_what_all_returns_resume_from_is_found_in_one_walk_of_the_tree(monkeypat
         keeps = (len(prompt) - 1,) if turn % 16 == 0 else ()
         ends.append(grove.request(prompt, [turn * 100 + 50], keeps=keeps))
         history = prompt
-    n_walked = 0
-    above = module._Ladder.above
+    walked, nearest = [], module._nearest
 
-    def counted(ladder: module._Ladder, node: Node) -> Node | None:
-        nonlocal n_walked
-        before = len(ladder._above)
-        found = above(ladder, node)
-        n_walked += 1 + len(ladder._above) - before
+    def counted(node: Node, is_it, known) -> Node | None:
+        before = len(known)
+        found = nearest(node, is_it, known)
+        walked.append(1 + len(known) - before)
         return found
 
-    monkeypatch.setattr(module._Ladder, "above", counted)
+    monkeypatch.setattr(module, "_nearest", counted)
     assert grove.expected()
-    assert n_walked < MAX_VISITS * (400 // 16 + module.MAX_STEPS) + 3 * len(grove.tree.census.by_id)
+    assert sum(walked) < 8 * len(grove.tree.census.by_id), "each edge once for checkpoints, once for ends"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_returns_to_kept_checkpoints_are_added_up_as_if_one_by_one(seed):
+    grove, rng = Grove(), random.Random(seed)
+    histories: list[list[int]] = [[]]
+    for turn in range(60):
+        history = rng.choice(histories)
+        kept = rng.randint(0, len(history)) if rng.random() < 0.4 else len(history)
+        prompt = [*history[:kept], *(turn * 1000 + i for i in range(rng.randint(1, 900)))]
+        keeps = tuple(rng.sample(range(1, len(prompt) + 2), k=min(3, len(prompt))))
+        grove.request(prompt, [turn * 1000 + 999], keeps=keeps)
+        histories.append([*prompt, turn * 1000 + 999])
+    assert grove.expected() == {key: pytest.approx(value) for key, value in slowly(grove.returns).items()}
+    branch = set(rng.choice([node for node in grove.tree.nodes() if node.parent is not None]).below())
+    part = grove.returns.expected([], anywhere=False, among=branch)
+    whole = grove.expected()
+    assert {node.id: part.get(node.id, 0.0) for node in branch} == {
+        node.id: pytest.approx(whole.get(node.id, 0.0)) for node in branch
+    }
+
+
+def slowly(returns: Returns) -> dict[int, float]:
+    """Every lineage from its end up, one node after the other."""
+    found: dict[int, float] = {}
+
+    def add(node: Node, amount: float) -> None:
+        found[node.id] = found.get(node.id, 0.0) + amount
+
+    stepping, steps = returns.outcomes.share(Outcome.STEP), returns._steps.shares()
+    for source in returns._sources([]):
+        n_turns, stepped, served = 0, 0.0, 0.0
+        for node in reversed(source.end.lineage()):
+            if node is not source.end and node in returns.visits:
+                n_turns += 1
+                stepped += steps[n_turns] if n_turns < module.MAX_STEPS else 0.0
+            if node.checkpoint is not None:
+                distance, habit = max(-1, source.n_prompt - node.n_items), source.habit
+                reached = (2 * returns.resumed.within(distance) + sum(d <= distance for d in habit)) / (2 + len(habit))
+                add(node, source.density * (stepping * stepped + (1 - stepping) * (reached - served)))
+                stepped, served = 0.0, reached
+    for node, junction in returns._junctions.items():
+        kept = next((n for n in reversed(node.lineage()) if n.checkpoint is not None), None)
+        if kept is not None:
+            add(kept, returns._junction_times.density(junction.kind, returns._age(junction.at)))
+    return found
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -315,16 +359,16 @@ def test_returns_to_plain_attention_are_added_up_as_if_one_by_one(seed):
         prompt = [*history[: rng.randint(0, len(history))], *(turn * 1000 + i for i in range(rng.randint(1, 900)))]
         grove.request(prompt, [turn * 1000 + 999])
         histories.append([*prompt, turn * 1000 + 999])
-    returns, slowly = grove.returns, dict[int, float]()
+    returns, one_by_one = grove.returns, dict[int, float]()
     found = grove.expected(anywhere=True)
     for node, n_prompt, _, density in returns._sources([]):
         for at in node.lineage():
             share = returns.resumed.within(max(-1, n_prompt - at.start - 1))
-            slowly[at.id] = slowly.get(at.id, 0.0) + density * share
+            one_by_one[at.id] = one_by_one.get(at.id, 0.0) + density * share
     for node, junction in returns._junctions.items():
         density = returns._junction_times.density(junction.kind, returns._age(junction.at))
-        slowly[node.id] = slowly.get(node.id, 0.0) + density
-    assert {key: pytest.approx(value, rel=1e-3) for key, value in slowly.items()} == found
+        one_by_one[node.id] = one_by_one.get(node.id, 0.0) + density
+    assert {key: pytest.approx(value, rel=1e-3) for key, value in one_by_one.items()} == found
 
 
 def test_a_turn_that_was_read_ahead_returns_to_its_conversation():

@@ -8,7 +8,7 @@ another one runs, unless RAM has no room for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -289,19 +289,20 @@ class SimulatedCache:
         while self.tree.ram_bytes > most and n_left > 0:
             part = self._hand.part() if self._policy.learns else Part(list(self.tree.nodes()), is_whole=True)
             most = goal if part.is_whole else self._budget
-            entries = self._weigh(part.nodes)
+            entries = self._weigh(part)
             choice = self._policy.victims(entries, part.share(self.tree.ram_bytes - goal, entries), self._curves)
             n_left -= not choice.keys
             self._hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
             for key in choice.keys:
                 self._evict(part.nodes[key // 2], is_state=key % 2 == 0)
 
-    def _weigh(self, nodes: Iterable[Node]) -> list[state_policy.Entry]:
+    def _weigh(self, part: Part) -> list[state_policy.Entry]:
         resident = frozenset(id(node) for slot in self._slots for node in slot.node.lineage())
-        expected = self._returns.expected(self._running, anywhere=False) if self._policy.learns else {}
+        learns = self._policy.learns
+        expected = self._returns.expected(self._running, anywhere=False, among=part.among) if learns else {}
         seconds = self._curves.seconds_per_token
         scales = Scales(self._now, seconds, True, True, resident, expected, self._returns.worth_unvisited)
-        return weigh(list(nodes), scales)
+        return weigh(part.nodes, scales)
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
         if is_state and node.checkpoint is not None:

@@ -167,6 +167,11 @@ class Part:
     nodes: list[Node]
     is_whole: bool  # there are no others
 
+    @property
+    def among(self) -> set[Node] | None:
+        """None: all nodes."""
+        return None if self.is_whole else set(self.nodes)
+
     def share(self, n_bytes: int, entries: Iterable[Entry]) -> int:
         """How much of these bytes may be evicted from this part alone."""
         if self.is_whole:

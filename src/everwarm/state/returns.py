@@ -22,7 +22,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -490,47 +490,44 @@ class Returns:
         """Points of a prompt where returns are likely to leave it, learned from earlier ones."""
         return [n_items - distance for distance in self._unserved.places(n_items, spacing.every_n_tokens)]
 
-    def expected(self, running: Iterable[RunningVisit], *, anywhere: bool) -> dict[int, float]:
+    def expected(
+        self, running: Iterable[RunningVisit], *, anywhere: bool, among: Collection[Node] | None = None
+    ) -> dict[int, float]:
         """Returns per request that would resume from each node, by its id: from kept checkpoints, or ``anywhere`` on a
-        lineage."""
+        lineage. ``among``: whole branches of the tree; only their nodes are asked for. None: all are."""
         self._refresh()
-        return self._expected_anywhere(running) if anywhere else self._expected_at_kept(running)
+        sources = [source for source in self._sources(running) if among is None or source.end in among]
+        junctions = [
+            (node, self._junction_times.density(junction.kind, self._age(junction.at)))
+            for node, junction in self._junctions.items()
+            if among is None or node in among
+        ]
+        return self._expected_anywhere(sources, junctions) if anywhere else self._expected_at_kept(sources, junctions)
 
-    def _expected_at_kept(self, running: Iterable[RunningVisit]) -> dict[int, float]:
-        ladder = _Ladder(self.visits)
-        found = self._resuming(list(self._sources(running)), ladder)
-        for node, junction in self._junctions.items():
-            kept = node if node.checkpoint is not None else ladder.kept_above(node)
-            if kept is not None:
-                density = self._junction_times.density(junction.kind, self._age(junction.at))
-                found[kept.id] = found.get(kept.id, 0.0) + density
-        return found
+    def _expected_at_kept(self, sources: Sequence[_Source], junctions: _Densities) -> dict[int, float]:
+        """Of every lineage: the returns that resume no farther back than a checkpoint, less those that resume from one
+        below it; and of those that step back the ones that do so to turns that ended between the two."""
+        lineages = _KeptLineages(self.visits)
+        stepping, steps = self.outcomes.share(Outcome.STEP), self._steps.shares()
+        resumed = lineages.resumed_at(sources, self.resumed) * (1 - stepping)
+        extra: dict[int, float] = defaultdict(float)
+        for source in sources:
+            for n_turns, kept in enumerate(lineages.turns_above(source.end, MAX_STEPS - 1), 1):
+                if kept is not None:
+                    extra[kept.id] += stepping * steps[n_turns] * source.density
+        for node, density in junctions:
+            if (kept := lineages.kept_from(node)) is not None:
+                extra[kept.id] += density
+        for node, returns in zip(lineages.nodes, resumed.tolist(), strict=True):
+            extra[node.id] += returns
+        return extra
 
-    def _resuming(self, sources: Sequence[_Source], ladder: _Ladder) -> dict[int, float]:
-        """The returns that resume from kept checkpoints: of every lineage those that resume no farther back, less those
-        that resume from one farther down."""
-        steps, points = self._steps.shares(), _KeptPoints()
-        for i, source in enumerate(sources):
-            farthest = max(self.resumed.farthest, *source.habit) if source.habit else self.resumed.farthest
-            n_turns, stepped, distance = 0, 0.0, _IN_REPLY
-            node: Node | None = source.end
-            while node is not None and (distance < farthest or n_turns < MAX_STEPS):
-                if node is not source.end and node in self.visits:
-                    n_turns += 1
-                    stepped += steps[n_turns] if n_turns < MAX_STEPS else 0.0
-                if node.checkpoint is not None:
-                    distance = max(_IN_REPLY, source.n_prompt - node.n_items)
-                    points.add(node.id, i, distance, stepped)
-                    stepped = 0.0
-                node = ladder.above(node)
-        return points.summed(sources, self.resumed, self.outcomes.share(Outcome.STEP))
-
-    def _expected_anywhere(self, running: Iterable[RunningVisit]) -> dict[int, float]:
+    def _expected_anywhere(self, sources: Sequence[_Source], junctions: _Densities) -> dict[int, float]:
         """The returns that get beyond the beginning of each node. Far enough up that is all of them: those are added up
         once for all lineages."""
         found: dict[int, float] = defaultdict(float)
         whole: dict[Node, float] = defaultdict(float)
-        for source in self._sources(running):
+        for source in sources:
             node: Node | None = source.end
             while node is not None and node.parent is not None:
                 distance = max(_IN_REPLY, source.n_prompt - node.start - 1)
@@ -541,8 +538,8 @@ class Returns:
                 node = node.parent
         for node, density in _summed_up(whole).items():
             found[node.id] += density
-        for node, junction in self._junctions.items():
-            found[node.id] += self._junction_times.density(junction.kind, self._age(junction.at))
+        for node, density in junctions:
+            found[node.id] += density
         return found
 
     def _sources(self, running: Iterable[RunningVisit]) -> Iterator[_Source]:
@@ -579,58 +576,79 @@ class _Source(NamedTuple):
     density: float
 
 
-class _KeptPoints:
-    """Kept checkpoints on the lineages of sources; those of one source are added from its end upwards."""
-
-    def __init__(self) -> None:
-        self._index: dict[int, int] = {}  # of nodes, by their ids
-        self._rows: list[tuple[int, int, int, float]] = []
-
-    def add(self, node_id: int, source: int, distance: int, stepped: float) -> None:
-        """``stepped``: the share of turns that step back to the ends of requests between this point and the last."""
-        self._rows.append((self._index.setdefault(node_id, len(self._index)), source, distance, stepped))
-
-    def summed(self, sources: Sequence[_Source], resumed: ResumePoints, stepping: float) -> dict[int, float]:
-        """Returns per request to each node; ``stepping``: the share of returns that step back."""
-        if not self._rows:
-            return {}
-        at, source, distance, stepped = (np.array(column) for column in zip(*self._rows, strict=True))
-        habits = np.array([(*each.habit, *[np.inf] * MAX_HABIT)[:MAX_HABIT] for each in sources])
-        n_own = np.array([len(each.habit) for each in sources])
-        reached = resumed.shares_within(distance) * (2 / (n_own + 2))[source]
-        reached += (habits[source] <= distance[:, None]).sum(axis=1) / (n_own + 2)[source]  # beside that of all
-        before = np.concatenate([[0.0], reached[:-1]]) * np.concatenate([[False], source[1:] == source[:-1]])
-        shares = stepping * stepped + (1 - stepping) * np.maximum(0.0, reached - before)
-        densities = np.array([each.density for each in sources])
-        totals = np.bincount(at, densities[source] * shares, len(self._index))
-        return dict(zip(self._index, totals.tolist(), strict=True))
+_Densities = Sequence[tuple[Node, float]]
 
 
-class _Ladder:
-    """The kept checkpoints and the ends of requests above a node. Whatever asks, each edge is walked once."""
+class _KeptLineages:
+    """The kept checkpoints and the ends of requests above nodes. Whatever is asked, each edge is walked once."""
 
     def __init__(self, visits: Container[Node]) -> None:
+        self.nodes: list[Node] = []  # the kept ones that were found
         self._visits = visits
-        self._above: dict[Node, Node | None] = {}
+        self._kept: dict[Node, Node | None] = {}
+        self._ended: dict[Node, Node | None] = {}
+        self._lineages: dict[Node, NDArray[np.int64]] = {}
 
-    def above(self, node: Node) -> Node | None:
-        passed, known = [node], self._above
-        at = node.parent
-        while at is not None and at.checkpoint is None and at not in self._visits:
-            if at in known:
-                at = known[at]
-                break
+    def kept_from(self, node: Node) -> Node | None:
+        """The nearest node with a checkpoint, at or above this one."""
+        return _nearest(node, lambda at: at.checkpoint is not None, self._kept)
+
+    def turns_above(self, end: Node, most: int) -> Iterator[Node | None]:
+        """For each request that ended above this node, the latest first: the kept node that it would resume from."""
+        node = end.parent
+        for _ in range(most):
+            node = None if node is None else _nearest(node, lambda at: at in self._visits, self._ended)
+            if node is None:
+                return
+            yield self.kept_from(node)
+            node = node.parent
+
+    def resumed_at(self, sources: Sequence[_Source], resumed: ResumePoints) -> _Numbers:
+        """For each of ``nodes``, the kept ones on these lineages: the returns that resume there if none steps back."""
+        ends = [self.kept_from(source.end) for source in sources]
+        lineages = [_NOWHERE if end is None else self._lineage(end) for end in ends]
+        if not self.nodes:
+            return np.zeros(0)
+        at = np.concatenate(lineages)
+        source = np.repeat(np.arange(len(sources)), [len(lineage) for lineage in lineages])
+        n_prompt = np.array([each.n_prompt for each in sources])
+        distance = np.maximum(_IN_REPLY, n_prompt[source] - np.array([node.n_items for node in self.nodes])[at])
+        habits = np.array([(*each.habit, *[np.inf] * MAX_HABIT)[:MAX_HABIT] for each in sources])
+        n_own = np.array([len(each.habit) for each in sources])  # what its own habit counts, beside 2 for that of all
+        n_habits = (habits[source] <= distance[:, None]).sum(axis=1)
+        reached = (2 * resumed.shares_within(distance) + n_habits) / (n_own + 2)[source]
+        below = np.concatenate([[0.0], reached[:-1]]) * np.concatenate([[False], source[1:] == source[:-1]])
+        densities = np.array([each.density for each in sources])
+        return np.bincount(at, densities[source] * (reached - below), len(self.nodes)).astype(float)
+
+    def _lineage(self, kept: Node) -> NDArray[np.int64]:
+        """The indices of a kept node and of those above it."""
+        passed = []
+        at: Node | None = kept
+        while at is not None and at not in self._lineages:
             passed.append(at)
-            at = at.parent
-        for each in passed:
-            known[each] = at
-        return at
+            at = None if at.parent is None else self.kept_from(at.parent)
+        found = _NOWHERE if at is None else self._lineages[at]
+        for node in reversed(passed):
+            found = self._lineages[node] = np.concatenate([[len(self.nodes)], found])
+            self.nodes.append(node)
+        return found
 
-    def kept_above(self, node: Node) -> Node | None:
-        above = self.above(node)
-        while above is not None and above.checkpoint is None:
-            above = self.above(above)
-        return above
+
+_NOWHERE = np.zeros(0, np.int64)
+
+
+def _nearest(node: Node, is_it: Callable[[Node], bool], known: dict[Node, Node | None]) -> Node | None:
+    """The nearest node at or above this one of which it is true; ``known`` remembers the answers."""
+    passed = []
+    at: Node | None = node
+    while at is not None and at not in known and not is_it(at):
+        passed.append(at)
+        at = at.parent
+    found = known.get(at, at) if at is not None else None
+    for each in passed:
+        known[each] = found
+    return found
 
 
 def _summed_up(amounts: Mapping[Node, float]) -> dict[Node, float]:

@@ -15,7 +15,7 @@ from everwarm.engine.slots import Residents
 from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
-from everwarm.state.eviction import N_LEAST, Hand, Scales, weigh
+from everwarm.state.eviction import N_LEAST, Hand, Part, Scales, weigh
 from everwarm.state.returns import Returns, RunningVisit
 from everwarm.state.tree import Node, Tree
 
@@ -91,7 +91,7 @@ class RamBudget:
         while weight() > most and n_left > 0:
             part = self._hand.part(root)
             most = goal if part.is_whole else budget
-            entries = self._weigh(part.nodes)
+            entries = self._weigh(part)
             choice = policy.choose(entries, part.share(weight() - goal, entries), N_LEAST)
             n_left -= not choice.keys
             self._hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
@@ -119,7 +119,7 @@ class RamBudget:
         elif checkpoint is not None:
             self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
 
-    def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
+    def _weigh(self, part: Part) -> list[policy.Entry]:
         kind = self._kind
         resident = frozenset(id(n) for _, end in self._residents.ends() for n in end.lineage())
         running = [
@@ -133,8 +133,8 @@ class RamBudget:
             needs_checkpoints=kind.needs_checkpoints,
             needs_kv=kind.has_attention,
             resident=resident,
-            expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints),
+            expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints, among=part.among),
             unvisited=self._returns.worth_unvisited,
             awaited=frozenset(node.id for node in self.awaited.values()),
         )
-        return weigh(nodes, scales)
+        return weigh(part.nodes, scales)
