@@ -20,7 +20,7 @@ from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.replay import DEFAULT_NAMES, replay, size_text
 from everwarm.simulate.trace import TraceTurn
 
-TUNED, HELD_OUT = 1, (101, 102)
+TUNED, HELD_OUT = 1, (101, 102, 103)
 BUDGETS = (0.05, 0.1, 0.2, 0.4, 0.8)
 OTHERS = tuple(name for name in DEFAULT_NAMES if name != "ours")
 CLOSE, FAR = 1.05, 1.15

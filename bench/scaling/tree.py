@@ -9,8 +9,9 @@ import numpy as np
 from bench.measure import least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import Scales, weigh
-from everwarm.state.policy import CutKind, assumed_returns, victims
+from everwarm.state.eviction import N_LEAST, Hand, Scales, weigh
+from everwarm.state.policy import Choice, CutKind, choose
+from everwarm.state.returns import MAX_VISITS, Continuation, Returns
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
 N_CUTS, N_ITEMS, STATE_BYTES = 32, 2048, 64
@@ -21,8 +22,7 @@ WANTED: dict[str, tuple[Growth, str]] = {
     "match": ("constant", "one way down"),
     "keep one more": ("constant", "one way down"),
     "give one up": ("constant", "one node"),
-    "sweep: choose what to evict": ("linear", "everything is weighed"),
-    "sweep, per checkpoint there is": ("constant", "each is weighed once"),
+    "sweep: choose what to evict": ("constant", "of a large tree a part is weighed"),
 }
 
 
@@ -47,22 +47,37 @@ def _measure(n: int) -> dict[str, float]:
 
     keep_s = least_cpu_s(keep, 25, lambda: [give_up() for _ in grown[:]])
     drop_s = least_cpu_s(give_up, 25, lambda: None if grown else keep())
-    sweep_s = _sweep_s(tree, n)
+    returns = _returns(tree)
+    sweep_s = _sweep_s(tree, returns)
     names = iter(WANTED)
     match_s = least_cpu_s(lambda: tree.match("", again, 0), 25)
-    found = (match_s, keep_s, drop_s, sweep_s, sweep_s / n)
+    found = (match_s, keep_s, drop_s, sweep_s)
     return dict(zip(names, found, strict=True))
 
 
-def _sweep_s(tree: Tree, n: int) -> float:
-    nodes = list(tree.nodes())
-    scales = Scales(time.monotonic(), 1e-3, True, True, frozenset(), {}, assumed_returns)
-    to_free = max(1, int(SWEEP * tree.ram_bytes))
+def _returns(tree: Tree) -> Returns:
+    """The last conversations were just visited."""
+    returns = Returns(tree)
+    ends = [node for node in tree.nodes() if node.parent is not None and not node.children]
+    for end in ends[-MAX_VISITS:]:
+        returns.leave(end, end.n_items, Continuation())
+    return returns
 
-    def choose() -> list[int]:
-        return victims(weigh(nodes, scales), to_free)
 
-    return least_cpu_s(choose, 3 if n > 10_000 else 9)
+def _sweep_s(tree: Tree, returns: Returns) -> float:
+    """One part: what happens between two steps."""
+    hand, to_free = Hand(tree), max(1, int(SWEEP * tree.ram_bytes))
+
+    def sweep() -> Choice:
+        part = hand.part()
+        expected = returns.expected([], anywhere=False, among=part.among)
+        scales = Scales(time.monotonic(), 1e-3, True, True, frozenset(), expected, returns.worth_unvisited)
+        entries = weigh(part.nodes, scales)
+        choice = choose(entries, part.share(to_free, entries), N_LEAST)
+        hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
+        return choice
+
+    return least_cpu_s(sweep, 9)
 
 
 def _tree(n: int) -> tuple[Tree, Prompt]:

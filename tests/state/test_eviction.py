@@ -1,10 +1,14 @@
 """Weighing what is in RAM: what is stranded, what returns are expected, what a loss would cost."""
 
+import random
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import Scales, weigh
-from everwarm.state.policy import CutKind, Entry, assumed_returns, victims
+from everwarm.state.eviction import MAX_BRANCH, MAX_WEIGHED, N_LEAST, Hand, Scales, weigh
+from everwarm.state.policy import CutKind, Entry, assumed_returns, choose, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import START, SeqId
 
@@ -208,3 +212,111 @@ def test_weighing_changes_nothing():
     grove.weigh()
     grove.tree.check()
     assert grove.tree.ram_bytes == before
+
+
+# large trees
+
+
+def many(n_conversations: int, n_cuts: int = 8) -> Grove:
+    """Conversations of some checkpoints with KV, half of them with a beginning in common."""
+    grove = Grove()
+    for i in range(n_conversations):
+        first = 999 if i % 2 else 10_000_000 + i
+        items = [first, *(1000 * i + k for k in range(1, 2 * n_cuts))]
+        for n in range(2, 2 * n_cuts + 1, 2):
+            grove.kv(*items[:n], n_bytes=10)
+            grove.state(*items[:n], n_bytes=10, used_at=float(i % 900))
+    return grove
+
+
+def plain_scales(**more) -> Scales:
+    return Scales(1000.0, 0.5, True, True, frozenset(), more.pop("expected", {}), assumed_returns, **more)
+
+
+def test_a_small_tree_is_weighed_as_a_whole():
+    grove = many(10)
+    part = Hand(grove.tree).part()
+    assert part.is_whole and part.nodes == list(grove.tree.nodes()) and part.share(10**9, []) == 10**9
+
+
+@pytest.mark.parametrize("n_conversations", [200, 1500])
+def test_a_sweep_of_a_large_tree_looks_at_as_many_nodes_whatever_its_size(monkeypatch, n_conversations):
+    grove = many(n_conversations)
+    hand, n_looked, below = Hand(grove.tree), 0, Node.below
+
+    def counted(node: Node) -> Iterator[Node]:
+        nonlocal n_looked
+        for each in below(node):
+            n_looked += 1
+            yield each
+
+    monkeypatch.setattr(Node, "below", counted)
+    for _ in range(5):
+        before = n_looked
+        part = hand.part()
+        entries = weigh(part.nodes, plain_scales())
+        choice = choose(entries, part.share(10**9, entries), N_LEAST)
+        hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
+        assert not part.is_whole and MAX_WEIGHED <= len(part.nodes) < MAX_WEIGHED + MAX_BRANCH
+        assert n_looked - before < 16 * MAX_WEIGHED and 0 < len(choice.keys) < MAX_WEIGHED / 4
+
+
+def test_a_part_is_weighed_as_it_is_within_the_whole():
+    grove = many(300)
+    whole = grove.weigh()
+    part = Hand(grove.tree).part()
+    entries = weigh(part.nodes, plain_scales())
+    assert len(entries) > MAX_WEIGHED / 2
+    for entry in entries:
+        other = grove.of(part.nodes[entry.key // 2], whole, segment=entry.key % 2 == 1)
+        assert entry._replace(key=0, above=None) == other._replace(key=0, above=None)
+
+
+def test_rounds_reach_every_node_that_may_be_evicted():
+    grove = many(200)
+    hand, seen = Hand(grove.tree), set()
+    for _ in range(2 * hand.n_parts + 2):
+        seen.update(map(id, hand.part().nodes))
+    assert seen >= {id(node) for node in grove.tree.nodes() if node.checkpoint is not None}
+
+
+def test_rounds_go_on_while_nodes_come_and_go():
+    grove, rng = many(200), random.Random(1)
+    hand = Hand(grove.tree)
+    for i in range(60):
+        part = hand.part(grove.tree.root("") if i % 3 == 0 else None)
+        assert part.nodes and all(map(grove.tree.has, part.nodes))
+        for node in [node for node in part.nodes if node.checkpoint is not None and rng.random() < 0.1]:
+            grove.tree.drop_checkpoint(node)
+        grove.state(7, i, i + 1)
+        hand.note_least(part.nodes[:N_LEAST])
+    grove.tree.check()
+
+
+def test_parts_give_up_what_is_worth_least_in_the_whole():
+    """A tenth of the conversations is expected to come back: nearly all of them survive when half of everything goes."""
+    grove = many(200)
+    ends = [node for node in grove.tree.nodes() if node.checkpoint is not None and not node.children]
+    awaited = ends[::10]
+    expected = {node.id: 100.0 for node in awaited}
+    hand, goal = Hand(grove.tree), grove.tree.ram_bytes // 2
+    while grove.tree.ram_bytes > goal:
+        part = hand.part()
+        entries = weigh(part.nodes, plain_scales(expected=expected))
+        choice = choose(entries, part.share(grove.tree.ram_bytes - goal, entries), N_LEAST)
+        hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
+        for key in choice.keys:
+            node = part.nodes[key // 2]
+            if key % 2 == 0 and node.checkpoint is not None:
+                grove.tree.drop_checkpoint(node)
+            elif key % 2 and node.segment is not None:
+                grove.tree.drop_segment(node)
+    assert sum(node.checkpoint is not None for node in awaited) >= 0.95 * len(awaited)
+    assert sum(node.checkpoint is not None for node in ends) < 0.8 * len(ends), "the control: much is gone"
+
+
+def test_a_choice_says_what_everything_was_worth_and_what_would_follow():
+    entries = [Entry(key, 10, float(key), 1.0) for key in (3, 1, 2, 4)]
+    choice = choose(entries, 20, 2)
+    assert (choice.keys, choice.worths, choice.next_keys) == ((1, 2), (0.1, 0.2), (3, 4)) and choice.least_kept == 0.3
+    assert choose(entries, 100).least_kept is None

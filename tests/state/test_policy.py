@@ -287,6 +287,9 @@ entries = st.lists(
         age_s=st.floats(0, 10_000),
         stranded=st.booleans(),
         pinned=st.booleans(),
+        is_ahead=st.just(False),  # the rest as by default
+        above=st.none(),
+        kv_bytes=st.just(0),
     ),
     max_size=30,
     unique_by=lambda e: e.key,

@@ -10,7 +10,7 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import returns as module
 from everwarm.state.policy import CutKind, Spacing
-from everwarm.state.returns import GUARD, MAX_VISITS, Continuation, Returns, ReturnTimes
+from everwarm.state.returns import GUARD, MAX_VISITS, Continuation, Outcome, Returns, ReturnTimes
 from everwarm.state.tree import Checkpoint, Node, Tree
 
 SPACING = Spacing(32, 2000, 0, 0)
@@ -24,13 +24,13 @@ class Grove:
         self.returns = Returns(self.tree)
         self.now = 0.0
 
-    def request(self, prompt: list[int], reply: list[int], *, keeps: tuple[int, ...] = ()) -> Node:
+    def request(self, prompt: list[int], reply: list[int], *, keeps: tuple[int, ...] = (), namespace: str = "") -> Node:
         """Reads a prompt, writes a reply, and keeps states after so many items."""
         self.now += 1.0
         path = Prompt.of_tokens([*prompt, *reply])
-        match = self.tree.match("", Prompt.of_tokens(prompt), 0)
+        match = self.tree.match(namespace, Prompt.of_tokens(prompt), 0)
         continuation = self.returns.arrive(match, self.now)
-        node = self.tree.root("")
+        node = self.tree.root(namespace)
         for n_items in sorted({*keeps, len(path)}):
             node = self.tree.grow(node, path, n_items)
             if n_items in keeps and node.checkpoint is None:
@@ -212,3 +212,174 @@ def test_what_is_remembered_is_bounded_and_can_be_forgotten(monkeypatch):
     ends = [grove.request(conversation(i, 1), []) for i in range(20)]
     assert sum(end in grove.returns.visits for end in ends) == 10
     grove.tree.check()
+
+
+def test_how_many_turns_step_back_is_counted_among_all_returns():
+    """Half of the turns go on after the reply, half of them from the end of the turn before: none leaves elsewhere."""
+    grove = Grove()
+    history: list[list[int]] = [[]]
+    for turn in range(60):
+        if turn % 2:
+            history.pop()
+        prompt = [*history[-1], *(turn * 1000 + i for i in range(100))]
+        reply = [turn * 1000 + 500 + i for i in range(50)]
+        grove.request(prompt, reply, keeps=(len(prompt) + len(reply),))
+        history.append([*prompt, *reply])
+    assert grove.returns.outcomes.share(Outcome.STEP) == pytest.approx(0.5, abs=0.1)
+    end = grove.request([*history[-1], 7, 8, 9], [10], keeps=(len(history[-1]) + 4,))
+    back = next(n for n in reversed(end.lineage()) if n.n_items == len(history[-1]))
+    expected = grove.expected()
+    assert expected[back.id] > 0.25 * expected[end.id], "the end of the turn before serves those that step back"
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.2, 0.5])
+def test_a_density_is_the_chance_per_request_whatever_the_age(chance):
+    """What comes back with the same chance at every request has that density at every age."""
+    times, rng = ReturnTimes((0.1,)), random.Random(3)
+    for _ in range(20_000):
+        age = 1
+        while rng.random() >= chance:
+            age += 1
+        times.note(0, age, returned=True)
+    times.refresh(1, [])
+    ages = [age for age in (1, 2, 3, 4, 5, 8, 13) if (1 - chance) ** age > 0.02]
+    assert [times.density(0, age) for age in ages] == pytest.approx([chance] * len(ages), rel=0.15)
+
+
+def test_every_age_has_a_class_of_its_own_or_shares_one():
+    classes = [module._age_class(age) for age in range(1, 8192)]
+    assert sorted(set(classes)) == list(range(module.N_AGES)), "no class is without an age"
+    assert [classes.count(kind) for kind in range(module.N_AGES)] == module._WIDTHS.tolist()
+
+
+def test_junctions_that_are_given_up_count_as_not_returned():
+    def part_at(grove: Grove, number: int) -> Node:
+        ends = [grove.request([*conversation(number, 1), i], [], keeps=(100,)) for i in range(2)]
+        return next(n for n in ends[0].lineage() if n.n_items == 100)
+
+    def worth_of_another(grove: Grove) -> float:
+        junction = part_at(grove, 99)
+        grove.returns.forget(list(grove.returns.visits))  # only what parts there counts
+        return grove.expected()[junction.id]
+
+    fresh, tried = Grove(), Grove()
+    for number in range(20):
+        gone = part_at(tried, number)
+        tried.tree.drop_checkpoint(gone)
+        tried.returns.forget(list(tried.returns.visits))
+    assert worth_of_another(tried) < 0.6 * worth_of_another(fresh)
+
+
+def test_many_requests_of_one_namespace_do_not_push_out_anothers(monkeypatch):
+    grove = Grove()
+    few = [grove.request(conversation(i, 1), [], namespace="few") for i in range(5)]
+    for i in range(600):
+        grove.request([i, 1, 2], [], namespace="many")
+    assert all(end in grove.returns.visits for end in few) and len(grove.returns.visits) == MAX_VISITS
+    monkeypatch.setattr(module, "MAX_ITEMS", grove.returns.n_items + 900)
+    for i in range(5):
+        grove.request(conversation(i, 5), [], namespace="large")
+    assert sum(visit.root is grove.tree.root("few") for visit in grove.returns.visits.values()) == 5
+    grove.tree.check()
+
+
+def test_what_all_returns_resume_from_is_found_in_one_walk_of_the_tree(monkeypatch):
+    """A conversation of 400 turns whose replies are rendered anew: every visit ends on a branch of its own."""
+    grove, history, ends = Grove(), [], []
+    for turn in range(400):
+        prompt = [*history, *(turn * 100 + i for i in range(10))]
+        keeps = (len(prompt) - 1,) if turn % 16 == 0 else ()
+        ends.append(grove.request(prompt, [turn * 100 + 50], keeps=keeps))
+        history = prompt
+    walked, nearest = [], module._nearest
+
+    def counted(node: Node, is_it, known) -> Node | None:
+        before = len(known)
+        found = nearest(node, is_it, known)
+        walked.append(1 + len(known) - before)
+        return found
+
+    monkeypatch.setattr(module, "_nearest", counted)
+    assert grove.expected()
+    assert sum(walked) < 8 * len(grove.tree.census.by_id), "each edge once for checkpoints, once for ends"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_returns_to_kept_checkpoints_are_added_up_as_if_one_by_one(seed):
+    grove, rng = Grove(), random.Random(seed)
+    histories: list[list[int]] = [[]]
+    for turn in range(60):
+        history = rng.choice(histories)
+        kept = rng.randint(0, len(history)) if rng.random() < 0.4 else len(history)
+        prompt = [*history[:kept], *(turn * 1000 + i for i in range(rng.randint(1, 900)))]
+        keeps = tuple(rng.sample(range(1, len(prompt) + 2), k=min(3, len(prompt))))
+        grove.request(prompt, [turn * 1000 + 999], keeps=keeps)
+        histories.append([*prompt, turn * 1000 + 999])
+    assert grove.expected() == {key: pytest.approx(value) for key, value in slowly(grove.returns).items()}
+    branch = set(rng.choice([node for node in grove.tree.nodes() if node.parent is not None]).below())
+    part = grove.returns.expected([], anywhere=False, among=branch)
+    whole = grove.expected()
+    assert {node.id: part.get(node.id, 0.0) for node in branch} == {
+        node.id: pytest.approx(whole.get(node.id, 0.0)) for node in branch
+    }
+
+
+def slowly(returns: Returns) -> dict[int, float]:
+    """Every lineage from its end up, one node after the other."""
+    found: dict[int, float] = {}
+
+    def add(node: Node, amount: float) -> None:
+        found[node.id] = found.get(node.id, 0.0) + amount
+
+    stepping, steps = returns.outcomes.share(Outcome.STEP), returns._steps.shares()
+    for source in returns._sources([]):
+        n_turns, stepped, served = 0, 0.0, 0.0
+        for node in reversed(source.end.lineage()):
+            if node is not source.end and node in returns.visits:
+                n_turns += 1
+                stepped += steps[n_turns] if n_turns < module.MAX_STEPS else 0.0
+            if node.checkpoint is not None:
+                distance, habit = max(-1, source.n_prompt - node.n_items), source.habit
+                reached = (2 * returns.resumed.within(distance) + sum(d <= distance for d in habit)) / (2 + len(habit))
+                add(node, source.density * (stepping * stepped + (1 - stepping) * (reached - served)))
+                stepped, served = 0.0, reached
+    for node, junction in returns._junctions.items():
+        kept = next((n for n in reversed(node.lineage()) if n.checkpoint is not None), None)
+        if kept is not None:
+            add(kept, returns._junction_times.density(junction.kind, returns._age(junction.at)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_returns_to_plain_attention_are_added_up_as_if_one_by_one(seed):
+    grove, rng = Grove(), random.Random(seed)
+    histories: list[list[int]] = [[]]
+    for turn in range(80):
+        history = rng.choice(histories)
+        prompt = [*history[: rng.randint(0, len(history))], *(turn * 1000 + i for i in range(rng.randint(1, 900)))]
+        grove.request(prompt, [turn * 1000 + 999])
+        histories.append([*prompt, turn * 1000 + 999])
+    returns, one_by_one = grove.returns, dict[int, float]()
+    found = grove.expected(anywhere=True)
+    for node, n_prompt, _, density in returns._sources([]):
+        for at in node.lineage():
+            share = returns.resumed.within(max(-1, n_prompt - at.start - 1))
+            one_by_one[at.id] = one_by_one.get(at.id, 0.0) + density * share
+    for node, junction in returns._junctions.items():
+        density = returns._junction_times.density(junction.kind, returns._age(junction.at))
+        one_by_one[node.id] = one_by_one.get(node.id, 0.0) + density
+    assert {key: pytest.approx(value, rel=1e-3) for key, value in one_by_one.items()} == found
+
+
+def test_a_turn_that_was_read_ahead_returns_to_its_conversation():
+    """The next turn as it will be rendered was read ahead: nothing has ended there, but the conversation comes back."""
+    grove = Grove()
+    prompt = conversation(0, 1)
+    grove.request(prompt, [1, 2, 3], keeps=(100,))
+    ahead = grove.tree.grow(grove.tree.root(""), Prompt.of_tokens([*prompt, 4, 5, 6]), 103)
+    kept = Checkpoint(CutKind.PREWARM, True, (), state=np.zeros(8, np.uint8))
+    grove.tree.set_checkpoint(ahead, kept)
+    end = grove.request([*prompt, 4, 5, 6, 7, 8], [9])
+    assert grove.returns.visits[end].hits == 1
+    other = grove.request(conversation(1, 1), [])
+    assert grove.returns.visits[other].hits == 0, "the control: another conversation"

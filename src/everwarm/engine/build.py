@@ -132,7 +132,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
     checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats, state_bytes)
     budget.enforce()
-    tier_writer = _tier_writer(opened, checkpointer, writer, speed)
+    tier_writer = _tier_writer(opened, returns, writer, speed)
     budget.leaving = partial(tier_writer.save_leaving, residents.slots)
     tier_writer.note_adopted()
     loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
@@ -185,7 +185,7 @@ def _residents(opened: _Opened) -> Residents:
     return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
-def _tier_writer(opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWriter, speed: Speed) -> TierWriter:
+def _tier_writer(opened: _Opened, returns: Returns, ram_writer: RamWriter, speed: Speed) -> TierWriter:
     settings = opened.settings
     return TierWriter(
         settings.store,
@@ -195,7 +195,7 @@ def _tier_writer(opened: _Opened, checkpointer: Checkpointer, ram_writer: RamWri
         ram_writer,
         opened.ram,
         speed,
-        checkpointer.reply_use,
+        returns,
         words=partial(words_of, opened.model.vocab),
         remote=settings.remote,
         namespace_share=settings.namespace_share,

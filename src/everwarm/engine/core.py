@@ -589,8 +589,10 @@ class Core:
         request.ended_at = time.monotonic()
         if request.ask.ahead:
             return self._finish_ahead(slot, request, finish, events)
-        if slot.n_fed != request.n_prompt:
-            self.keep_end(slot, CutKind.REPLY if slot.n_fed > request.n_prompt else CutKind.CANCEL)
+        if slot.n_fed < request.n_prompt:
+            self.keep_end(slot, CutKind.CANCEL)
+        elif slot.n_fed > request.n_prompt and self.returns.keeps_replies:
+            self.keep_end(slot, CutKind.REPLY)
         elif slot.n_fed:
             self.checkpointer.mark_end(slot)
         self.returns.leave(slot.node, request.n_prompt, request.continuation)

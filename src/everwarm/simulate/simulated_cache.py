@@ -8,7 +8,7 @@ another one runs, unless RAM has no room for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from everwarm.simulate.curves import Curves
 from everwarm.simulate.policies import Policy, TurnReading
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
-from everwarm.state.eviction import Scales, weigh
+from everwarm.state.eviction import Hand, Part, Scales, weigh
 from everwarm.state.policy import CutKind, KeptCheckpoint, Seat
 from everwarm.state.returns import Continuation, Returns, RunningVisit
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree
@@ -74,6 +74,7 @@ class SimulatedCache:
         self._device = device
         self._spacing = policy.spacing(curves)
         self._returns = Returns(self.tree)
+        self._hand = Hand(self.tree)
         self._slots = [_Slot(self.tree.root("")) for _ in range(device.n_slots)]
         self._parked: list[Node] = []  # whose states lie in spares, the oldest first
         self._running: list[RunningVisit] = []
@@ -203,8 +204,8 @@ class SimulatedCache:
                     cut.kind,
                     RunningVisit(slot.node, n_prompt, continuation),
                 )
-        if n_end != n_prompt and n_end > slot.node.n_items and self._keeps_ends():
-            kind = CutKind.CANCEL if turn.stop_at is not None else CutKind.REPLY
+        kind = CutKind.REPLY if turn.stop_at is None else CutKind.CANCEL
+        if n_end != n_prompt and n_end > slot.node.n_items and self._keeps_end(kind):
             self._take(slot, path, n_end, kind, RunningVisit(slot.node, n_prompt, continuation))
         else:
             self._mark(slot, path, n_end)
@@ -213,8 +214,9 @@ class SimulatedCache:
         if self._policy.learns:
             self._returns.leave(slot.node, n_prompt, continuation)
 
-    def _keeps_ends(self) -> bool:
-        return self._policy.keeps_ends and (not self._policy.learns or self._returns.keeps_replies())
+    def _keeps_end(self, kind: CutKind) -> bool:
+        learned = kind is CutKind.REPLY and self._policy.learns
+        return self._policy.keeps_ends and (not learned or self._returns.keeps_replies)
 
     def _mark(self, slot: _Slot, path: Prompt, n_items: int) -> Node:
         node = self.tree.grow(slot.node, path, n_items) if n_items > slot.node.n_items else slot.node
@@ -281,23 +283,26 @@ class SimulatedCache:
                 self.held.written += blob.nbytes
 
     def _enforce_budget(self) -> None:
-        if self.tree.ram_bytes <= self._budget:
-            return
-        goal = int(self._budget * LOW_WATER)
-        while self.tree.ram_bytes > goal:
-            nodes = list(self.tree.nodes())
-            chosen = self._policy.victims(self._weigh(nodes), self.tree.ram_bytes - goal, self._curves)
-            if not chosen:
-                return
-            for key in chosen:
-                self._evict(nodes[key // 2], is_state=key % 2 == 0)
+        """As the engine does. Other policies weigh everything at once."""
+        goal, most = int(self._budget * LOW_WATER), self._budget
+        n_left = 1 + self._hand.n_parts  # parts with nothing to evict
+        while self.tree.ram_bytes > most and n_left > 0:
+            part = self._hand.part() if self._policy.learns else Part(list(self.tree.nodes()), is_whole=True)
+            most = goal if part.is_whole else self._budget
+            entries = self._weigh(part)
+            choice = self._policy.victims(entries, part.share(self.tree.ram_bytes - goal, entries), self._curves)
+            n_left -= not choice.keys
+            self._hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
+            for key in choice.keys:
+                self._evict(part.nodes[key // 2], is_state=key % 2 == 0)
 
-    def _weigh(self, nodes: Iterable[Node]) -> list[state_policy.Entry]:
+    def _weigh(self, part: Part) -> list[state_policy.Entry]:
         resident = frozenset(id(node) for slot in self._slots for node in slot.node.lineage())
-        expected = self._returns.expected(self._running, anywhere=False) if self._policy.learns else {}
+        learns = self._policy.learns
+        expected = self._returns.expected(self._running, anywhere=False, among=part.among) if learns else {}
         seconds = self._curves.seconds_per_token
         scales = Scales(self._now, seconds, True, True, resident, expected, self._returns.worth_unvisited)
-        return weigh(list(nodes), scales)
+        return weigh(part.nodes, scales)
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
         if is_state and node.checkpoint is not None:

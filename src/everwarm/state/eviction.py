@@ -1,17 +1,25 @@
-"""What may be evicted, and what it is worth: in RAM one pass down the tree and one pass up; on disk one over the index.
-``policy`` then chooses what is evicted. Pure: reads the tree and the index, changes nothing.
+"""What may be evicted, and what it is worth: in RAM one pass up the tree, or a part of it, and one pass down; on disk one
+over the index. ``policy`` then chooses what is evicted. Pure: reads the tree and the index, changes nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from typing import NamedTuple
 
 from everwarm.state.lineage import Point, point_of
 from everwarm.state.policy import CutKind, Entry, assumed_returns, victims
 from everwarm.state.store.index import IndexedObject
-from everwarm.state.tree import Node, Segment
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+
+MAX_WEIGHED = 384  # nodes at once; a larger tree is swept in parts
+MAX_BRANCH = 64  # nodes that are weighed together at least
+PART_SHARE = 0.125  # of the bytes of a part, at most, that one sweep evicts from it
+N_LEAST = 64  # of the least valuable nodes that the next sweep weighs again
+MAX_ROUNDS = 16  # namespaces whose rounds are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,67 +39,88 @@ class Scales:
 def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
     """Entries for all states and segments that may be evicted. Keys are 2·index for a state, 2·index + 1 for a segment.
 
-    ``nodes`` come parents first.
+    ``nodes`` are all nodes of a tree, or whole branches of it; parents come first.
     """
     index = {id(node): i for i, node in enumerate(nodes)}
-    above, has_kv = _from_above(nodes, index, scales)
-    wanted, followed, covered = _from_below(nodes, index)
-    leans = _leans(nodes, index, wanted)
+    parents = [-1 if node.parent is None else index.get(id(node.parent), -1) for node in nodes]
+    below = _from_below(nodes, parents)
+    may_go = below.wanted if scales.needs_checkpoints else below.covered  # where this says False
+    above: list[_Above] = []
     entries = []
-    for i, node in enumerate(nodes):
+    for i, (node, p) in enumerate(zip(nodes, parents, strict=True)):
+        found = _above_branch(node, scales) if p < 0 else _next_above(p, node, above[p], below.n_wanted[p], scales)
+        above.append(found)
         if node.pins:
             continue
         if node.checkpoint is not None and node.checkpoint.size_bytes:
-            entries.append(_state_entry(i, node, scales, above[i], has_kv[i], not followed[i], leans[i]))
-        may_go = wanted if scales.needs_checkpoints else covered  # where this says False
-        if node.segment is not None and not may_go[i] and (_is_first(node) or may_go[index[id(node.parent)]]):
+            entries.append(_state_entry(i, node, node.checkpoint, scales, found, is_newest=not below.followed[i]))
+        if node.segment is not None and not may_go[i] and (_is_first(node) or (p >= 0 and may_go[p])):
             entries.append(_segment_entry(i, node, node.segment, scales))
     return entries
 
 
-def _from_above(nodes: Sequence[Node], index: dict[int, int], scales: Scales) -> tuple[list[int], list[bool]]:
-    """For each node: where the nearest checkpoint above it ends, and whether its KV lineage is whole."""
-    above, has_kv = [0] * len(nodes), [True] * len(nodes)
-    for i, node in enumerate(nodes):
-        if node.parent is None:
-            continue
-        p = index[id(node.parent)]
-        above[i] = node.parent.n_items if node.parent.checkpoint is not None else above[p]
-        own = node.segment is not None or id(node) in scales.resident
-        has_kv[i] = not scales.needs_kv or (has_kv[p] and own)
-    return above, has_kv
+class _Above(NamedTuple):
+    """What a node has above it."""
+
+    n_items: int  # where the nearest checkpoint ends
+    has_kv: bool  # whether its KV lineage is whole, its own included
+    key: int | None  # the entry of the nearest checkpoint
+    kv_bytes: int  # of KV from there to its end that is kept for it alone
 
 
-def _leans(nodes: Sequence[Node], index: dict[int, int], wanted: Sequence[bool]) -> list[tuple[int | None, int]]:
-    """For each node: the entry of the nearest checkpoint above it, and the KV that is kept for it alone."""
-    found: list[tuple[int | None, int]] = [(None, 0)] * len(nodes)
-    n_wanted = Counter(index[id(node.parent)] for node in nodes if node.parent is not None and wanted[index[id(node)]])
-    for i, node in enumerate(nodes):
-        if node.parent is None:
-            continue
-        p = index[id(node.parent)]
-        key, n_bytes = found[p]
-        if node.parent.checkpoint is not None:
-            key, n_bytes = 2 * p, 0
-        elif n_wanted[p] > 1:
-            n_bytes = 0
-        found[i] = key, n_bytes + (node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0)
-    return found
+def _next_above(p: int, node: Node, above: _Above, n_wanted: int, scales: Scales) -> _Above:
+    """``p``: the index of its parent; ``above`` and ``n_wanted``: of the parent."""
+    parent = node.parent
+    assert parent is not None
+    n_items, has_kv, key, n_bytes = above
+    if parent.checkpoint is not None:
+        n_items, key, n_bytes = parent.n_items, 2 * p, 0
+    elif n_wanted > 1:
+        n_bytes = 0
+    return _Above(n_items, has_kv and _has_kv(node, scales), key, n_bytes + _kv_bytes(node))
 
 
-def _from_below(nodes: Sequence[Node], index: dict[int, int]) -> tuple[list[bool], list[bool], list[bool]]:
-    """For each node: a RAM state at or below it; any checkpoint below it; any segment that begins below it."""
+def _above_branch(top: Node, scales: Scales) -> _Above:
+    """The same for the first node of a branch: what is above it is not weighed."""
+    kept, n_bytes, is_alone = top.parent, _kv_bytes(top), True
+    while kept is not None and kept.checkpoint is None:
+        is_alone = is_alone and not kept.is_junction
+        n_bytes += _kv_bytes(kept) if is_alone else 0
+        kept = kept.parent
+    has_kv = all(_has_kv(node, scales) for node in top.lineage())
+    return _Above(0 if kept is None else kept.n_items, has_kv, None, n_bytes)
+
+
+def _has_kv(node: Node, scales: Scales) -> bool:
+    return not scales.needs_kv or node.segment is not None or id(node) in scales.resident
+
+
+def _kv_bytes(node: Node) -> int:
+    return node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0
+
+
+class _Below(NamedTuple):
+    """For each node, what is at or below it."""
+
+    wanted: list[bool]  # a RAM state at or below it
+    followed: list[bool]  # a checkpoint below it
+    covered: list[bool]  # a segment that begins below it
+    n_wanted: list[int]  # children of which the first is true
+
+
+def _from_below(nodes: Sequence[Node], parents: Sequence[int]) -> _Below:
     wanted, followed, covered = ([False] * len(nodes) for _ in range(3))
+    n_wanted = [0] * len(nodes)
     for i in range(len(nodes) - 1, -1, -1):
-        node = nodes[i]
+        node, p = nodes[i], parents[i]
         checkpoint = node.checkpoint
         wanted[i] |= checkpoint is not None and checkpoint.state is not None
-        if node.parent is not None:
-            p = index[id(node.parent)]
+        if p >= 0:
             wanted[p] |= wanted[i]
+            n_wanted[p] += wanted[i]
             followed[p] |= followed[i] or checkpoint is not None
             covered[p] |= covered[i] or (node.segment is not None and _is_first(node))
-    return wanted, followed, covered
+    return _Below(wanted, followed, covered, n_wanted)
 
 
 def _is_first(node: Node) -> bool:
@@ -108,10 +137,8 @@ def _segment_entry(i: int, node: Node, segment: Segment, scales: Scales) -> Entr
 
 
 def _state_entry(
-    i: int, node: Node, scales: Scales, above: int, has_kv: bool, is_newest: bool, leans: tuple[int | None, int]
+    i: int, node: Node, checkpoint: Checkpoint, scales: Scales, above: _Above, *, is_newest: bool
 ) -> Entry:
-    checkpoint = node.checkpoint
-    assert checkpoint is not None
     age_s = scales.now - checkpoint.used_at
     returns = scales.expected.get(node.id, 0.0)
     if not returns and (is_newest or node.is_junction or checkpoint.hits):
@@ -119,15 +146,103 @@ def _state_entry(
     return Entry(
         2 * i,
         checkpoint.size_bytes,
-        (node.n_items - above) * scales.seconds_per_token,
+        (node.n_items - above.n_items) * scales.seconds_per_token,
         returns,
         age_s,
-        stranded=not has_kv,
+        stranded=not above.has_kv,
         is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
         pinned=node.n_pinned > 0 or node.id in scales.awaited,
-        above=leans[0],
-        kv_bytes=leans[1],
+        above=above.key,
+        kv_bytes=above.kv_bytes,
     )
+
+
+# which nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The nodes that one sweep weighs, parents first."""
+
+    nodes: list[Node]
+    is_whole: bool  # there are no others
+
+    @property
+    def among(self) -> set[Node] | None:
+        """None: all nodes."""
+        return None if self.is_whole else set(self.nodes)
+
+    def share(self, n_bytes: int, entries: Iterable[Entry]) -> int:
+        """How much of these bytes may be evicted from this part alone."""
+        if self.is_whole:
+            return n_bytes
+        return min(n_bytes, 1 + int(PART_SHARE * sum(entry.size_bytes for entry in entries)))
+
+
+class Hand:
+    """Chooses what the next sweep weighs. A small tree is weighed as a whole. Of a large one only some branches are, so
+    that a sweep takes as long whatever the size: those of the least valuable nodes of the last sweep, and the next ones
+    of a round through all nodes."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._rounds: OrderedDict[Node | None, Iterator[Node]] = OrderedDict()
+        self._least: list[Node] = []
+
+    @property
+    def n_parts(self) -> int:
+        """How many further parts a round has."""
+        return len(self._tree.census.by_id) // MAX_WEIGHED
+
+    def part(self, root: Node | None = None) -> Part:
+        """``root``: of the namespace that is swept; None: all of them are."""
+        nodes = list(islice(self._all(root), MAX_WEIGHED + 1))
+        if len(nodes) <= MAX_WEIGHED:
+            return Part(nodes, is_whole=True)
+        found: dict[Node, None] = {}
+        least = [node for node in self._least if root is None or node.root() is root]
+        for start in islice(chain(least, self._next(root)), 4 * MAX_WEIGHED):
+            if start not in found and self._tree.has(start):
+                found.update(dict.fromkeys(branch_around(start)))
+            if len(found) >= MAX_WEIGHED:
+                break
+        return Part(list(found), is_whole=False)
+
+    def note_least(self, nodes: Iterable[Node]) -> None:
+        """What would have been evicted next."""
+        self._least = list(islice(nodes, N_LEAST))
+
+    def _all(self, root: Node | None) -> Iterator[Node]:
+        return chain.from_iterable(each.below() for each in ([root] if root else self._tree.roots()))
+
+    def _next(self, root: Node | None) -> Iterator[Node]:
+        """Goes on where the round was left; once it is over another one begins."""
+        going = self._rounds.pop(root, None) or iter(())
+        self._rounds[root] = going
+        while len(self._rounds) > MAX_ROUNDS:
+            self._rounds.popitem(last=False)
+        yield from going
+        self._rounds[root] = self._all(root)
+        yield from self._rounds[root]
+
+
+def branch_around(node: Node) -> list[Node]:
+    """The largest branch of few nodes that a node is part of; none if it has too many below it."""
+    n_nodes = _n_below(node, MAX_BRANCH)
+    if n_nodes > MAX_BRANCH:
+        return []
+    top = node
+    while top.parent is not None and len(top.parent.children) <= MAX_BRANCH - n_nodes:
+        n_nodes = _n_below(top.parent, MAX_BRANCH)
+        if n_nodes > MAX_BRANCH:
+            break
+        top = top.parent
+    return list(top.below())
+
+
+def _n_below(node: Node, most: int) -> int:
+    """How many nodes a branch has, up to one more than ``most``."""
+    return sum(1 for _ in islice(node.below(), most + 1))
 
 
 # on disk

@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from everwarm.config import require
 
@@ -261,8 +262,7 @@ def _hurt(kept: Sequence[KeptCheckpoint], i: int) -> float:
     return hole / (kept[-1].n_items - before + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """Something that can be evicted, as far as eviction cares."""
 
     key: int
@@ -277,7 +277,7 @@ class Entry:
     pinned: bool = False  # evicted only when nothing else can be
 
 
-def score(entry: Entry) -> float:
+def score(entry: Entry | _Kept) -> float:
     """Seconds of reading that a byte saves per unit of time."""
     return entry.seconds_saved * entry.returns / max(1, entry.size_bytes)
 
@@ -288,72 +288,111 @@ def assumed_returns(hits: int, age_s: float) -> float:
     return math.sqrt(1 + hits) / (1 + max(0.0, age_s) / HALF_LIFE_S)
 
 
-def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
-    """Picks the least valuable entries until ``bytes_to_free`` are free or none is left; returns their keys in that order.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to evict, in that order, and what would follow. A worth is a ``score`` at the time of the choice."""
+
+    keys: tuple[int, ...]
+    worths: tuple[float, ...] = ()
+    next_keys: tuple[int, ...] = ()
+    least_kept: float | None = None  # the worth of what would follow; None: nothing is left
+
+
+def choose(entries: Iterable[Entry], bytes_to_free: int, n_next: int = 1) -> Choice:
+    """Picks the least valuable entries until ``bytes_to_free`` are free or none is left.
 
     Evicting an entry makes those below it more valuable, because they would be read again from farther up; its returns
     then resume from the entry above, which may also lose the last one that needed its KV. So the values are updated
     after each eviction.
     """
     lot = _Lot(entries)
-    chosen, freed = [], 0
-    while freed < bytes_to_free:
-        entry = lot.pop()
-        if entry is None:
-            break
-        chosen.append(entry.key)
-        freed += entry.size_bytes
-    return chosen
+    chosen: list[_Popped] = []
+    freed = 0
+    while freed < bytes_to_free and (popped := lot.pop()) is not None:
+        chosen.append(popped)
+        freed += popped.size_bytes
+    following = [popped for _ in range(n_next) if (popped := lot.pop()) is not None]
+    return Choice(
+        tuple(each.key for each in chosen),
+        tuple(each.worth for each in chosen),
+        tuple(each.key for each in following),
+        following[0].worth if following else None,
+    )
 
 
-_Rank = tuple[bool, bool, bool, float, float, int]
+def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
+    """The keys of what ``choose`` picks, in that order."""
+    return list(choose(entries, bytes_to_free, 0).keys)
+
+
+_Rank = tuple[tuple[bool, bool, bool], float, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Popped:
+    key: int
+    size_bytes: int  # that evicting it frees
+    worth: float
+
+
+class _Kept:
+    """An entry that was not evicted yet, as those that were have left it."""
+
+    __slots__ = ("above", "below", "entry", "kv_bytes", "order", "returns", "seconds_saved")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.seconds_saved, self.returns, self.kv_bytes = entry.seconds_saved, entry.returns, entry.kv_bytes
+        self.above: _Kept | None = None
+        self.below: set[_Kept] = set()
+        self.order = (not entry.stranded, entry.pinned, not entry.is_ahead)  # a stranded one is useless, pinned or not
+
+    @property
+    def size_bytes(self) -> int:
+        """What evicting it frees now."""
+        return self.entry.size_bytes + (0 if self.below else self.kv_bytes)
+
+    @property
+    def rank(self) -> _Rank:
+        """The smallest is evicted first."""
+        return self.order, score(self), -self.entry.age_s, self.entry.key
 
 
 class _Lot:
-    """Entries in the order of eviction. ``size_bytes`` of one that is popped is what evicting it frees now."""
+    """Entries in the order of eviction."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries = {entry.key: entry for entry in entries}
-        self._below: dict[int, set[int]] = {key: set() for key in self._entries}
-        for entry in self._entries.values():
-            if entry.above in self._below:
-                self._below[entry.above].add(entry.key)
-        self._heap = [self._rank(key) for key in self._entries]
+        self._kept = {entry.key: _Kept(entry) for entry in entries}
+        for kept in self._kept.values():
+            if kept.entry.above is not None and (above := self._kept.get(kept.entry.above)) is not None:
+                kept.above = above
+                above.below.add(kept)
+        self._heap = [kept.rank for kept in self._kept.values()]
         heapq.heapify(self._heap)
 
-    def _now(self, key: int) -> Entry:
-        entry = self._entries[key]
-        if not entry.kv_bytes or self._below[key]:
-            return entry
-        return replace(entry, size_bytes=entry.size_bytes + entry.kv_bytes)
-
-    def _rank(self, key: int) -> _Rank:
-        """The smallest is evicted first. A stranded entry is useless, pinned or not."""
-        entry = self._now(key)
-        return not entry.stranded, entry.pinned, not entry.is_ahead, score(entry), -entry.age_s, key
-
-    def pop(self) -> Entry | None:
+    def pop(self) -> _Popped | None:
         while self._heap:
             rank = heapq.heappop(self._heap)
-            if rank[-1] in self._entries and rank == self._rank(rank[-1]):
-                return self._take(rank[-1])
+            kept = self._kept.get(rank[-1])
+            if kept is not None and rank == kept.rank:
+                popped = _Popped(rank[-1], kept.size_bytes, rank[1])
+                self._take(kept)
+                return popped
         return None
 
-    def _take(self, key: int) -> Entry:
-        gone = self._now(key)
-        entry, below = self._entries.pop(key), self._below.pop(key)
-        above = entry.above if entry.above in self._below else None
-        for k in below:
-            other = self._entries[k]
-            seconds, kv_bytes = other.seconds_saved + entry.seconds_saved, other.kv_bytes + entry.kv_bytes
-            self._entries[k] = replace(other, seconds_saved=seconds, kv_bytes=kv_bytes, above=above)
+    def _take(self, gone: _Kept) -> None:
+        del self._kept[gone.entry.key]
+        above = gone.above
+        for kept in gone.below:
+            kept.seconds_saved += gone.seconds_saved
+            kept.kv_bytes += gone.kv_bytes
+            kept.above = above
         if above is not None:
-            self._below[above] = (self._below[above] | below) - {key}
-            upper = self._entries[above]
-            self._entries[above] = replace(upper, returns=upper.returns + entry.returns)
-        for k in (*below, *(() if above is None else (above,))):
-            heapq.heappush(self._heap, self._rank(k))
-        return gone
+            above.below.remove(gone)
+            above.below |= gone.below
+            above.returns += gone.returns
+        for kept in (*gone.below, *(() if above is None else (above,))):
+            heapq.heappush(self._heap, kept.rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,34 +17,39 @@ Evicting a checkpoint sends its share to the next one above, which is what ``pol
 from __future__ import annotations
 
 import bisect
+import enum
+import heapq
 import itertools
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everwarm.state.policy import GUARD, Spacing
+from everwarm.state.policy import GUARD, CutKind, Spacing
 from everwarm.state.tree import Match, Node, Tree
 
-MAX_VISITS = 256  # and as many junctions
+MAX_VISITS = 256  # and as many junctions; the namespace that has most of them forgets first
 MAX_ITEMS = 1 << 22  # of the lineages of all visits together: four bytes each
 MAX_SEARCHED = 300  # nodes, when looking for the visit that a prompt returns to
-N_AGES = 26  # half octaves of requests
 N_KEPT = 128  # resume points
 MAX_STEPS = 12  # turns back
 MAX_PLACES = 3  # learned cuts of one prompt
 MIN_GAIN = 32  # items that a learned cut must save per return
 MAX_HABIT = 4  # of the last returns of one conversation
-REPLY_SHARE = 0.03  # of returns: below it the end of a reply is not worth a checkpoint
+
+REPLY_SHARE = 0.05  # of returns: below it the end of a reply is not worth a checkpoint
 
 _Numbers = NDArray[np.float64]
-_LOWER = 2 ** (np.arange(N_AGES + 1) / 2)  # the age at which each half octave begins
+_AGES = sorted({math.ceil(2 ** (k / 2)) for k in range(26)})  # half octaves of requests begin at 1, 2, 3, 4, 6, 8, 12 …
+N_AGES = len(_AGES)
 _FOLLOWS = np.triu(np.ones((N_AGES, N_AGES), bool))  # rows: where waiting starts
-_WIDTHS = np.diff(_LOWER) * np.where(np.eye(N_AGES, dtype=bool), 0.5, 1.0)  # it starts in the middle of its half octave
-_LEAST = 1e-12
+_IS_START = np.eye(N_AGES, dtype=bool)
+_WIDTHS = np.diff([*_AGES, math.ceil(2**13)]).astype(float)  # requests of each
+_LEFT_OVER = (_WIDTHS + 1) / 2  # of the half octave in which waiting starts: it starts at any of its ages
 _SURE = 0.98  # no return is certain
 _FEW = 4  # cases that say nothing by themselves
 _GRID = [int(2 ** (k / 2)) for k in range(9, 28)]  # distances to place cuts at
@@ -59,7 +64,6 @@ _APART = np.abs(np.subtract.outer(np.arange(N_AGES), np.arange(N_AGES)))
 _AROUND = np.where(
     _APART <= 4, 0.5**_APART, 0.0
 )  # half octaves around one that its chance is taken from, and their weights
-_ALL = 0.9999  # of the returns
 _IN_REPLY = -1  # the distance of a return that resumes after the whole reply
 _FAR = tuple((2**k, 0.12) for k in range(5, 15))
 _FAR_SHARE = sum(share for _, share in _FAR)
@@ -99,7 +103,7 @@ class ReturnTimes:
 
 
 def _age_class(age: float) -> int:
-    return min(N_AGES - 1, int(2 * math.log2(max(1.0, age))))
+    return bisect.bisect_right(_AGES, max(1.0, age)) - 1
 
 
 def _chances(returned: _Numbers, exposed: _Numbers, priors: _Numbers) -> _Numbers:
@@ -114,14 +118,44 @@ def _chances(returned: _Numbers, exposed: _Numbers, priors: _Numbers) -> _Number
 
 
 def _best_densities(chances: _Numbers) -> _Numbers:
-    """For a start in each half octave: the best ratio of the chance to return to the expected wait, if waiting ends after
-    one of those that follow."""
-    missed = np.where(_FOLLOWS, 1 - chances, 1.0)
+    """For a start in each half octave: the best ratio of the chance to return to the expected wait in requests, if
+    waiting ends after one of those that follow. What returns in a half octave may do so at any of its ages."""
+    at_start = 1 - (1 - chances) ** (_LEFT_OVER / _WIDTHS)
+    chance = np.where(_FOLLOWS, np.where(_IS_START, at_start, chances), 0.0)
+    width = np.where(_IS_START, _LEFT_OVER, _WIDTHS)
+    missed = 1 - chance
     waiting = np.cumprod(missed, axis=1) / missed * _FOLLOWS  # the share that still waits at the beginning of each
-    hits = waiting * chances
-    waited = np.cumsum((waiting - hits / 2) * _WIDTHS, axis=1)
-    best: _Numbers = np.max(np.cumsum(hits, axis=1) / np.maximum(waited, _LEAST), axis=1)
+    waited = np.cumsum(waiting * (missed * width + chance * (width + 1) / 2), axis=1)
+    hits = np.cumsum(waiting * chance, axis=1)
+    best: _Numbers = np.max(hits / np.where(_FOLLOWS, waited, 1.0), axis=1)
     return best
+
+
+class Outcome(enum.Enum):
+    """Where a return leaves the lineage of its visit."""
+
+    REPLY = "after the whole reply"
+    STEP = "at the end of an earlier turn"
+    ELSEWHERE = "at any other point"
+
+
+_OUTCOMES = {Outcome.REPLY: 1.0, Outcome.STEP: 0.5, Outcome.ELSEWHERE: 1.5}  # assumed beside the last ones
+
+
+class Outcomes:
+    """Where the last returns left their visits."""
+
+    def __init__(self) -> None:
+        self._last: deque[Outcome] = deque(maxlen=N_KEPT)
+
+    def note(self, outcome: Outcome) -> None:
+        self._last.append(outcome)
+
+    def count(self, outcome: Outcome) -> int:
+        return self._last.count(outcome)
+
+    def share(self, outcome: Outcome) -> float:
+        return (self.count(outcome) + _OUTCOMES[outcome]) / (len(self._last) + sum(_OUTCOMES.values()))
 
 
 class ResumePoints:
@@ -139,12 +173,25 @@ class ResumePoints:
 
     def within(self, distance: int) -> float:
         """The share of returns that resume at most so far before the end."""
-        if not self._points and (self._last or self._assumed):
-            self._sum_up()
+        self._sum_up()
         at = bisect.bisect_right(self._points, distance)
         return self._shares[at - 1] if at else 0.0
 
+    def shares_within(self, distances: NDArray[np.int64]) -> _Numbers:
+        """``within`` for many distances."""
+        self._sum_up()
+        found: _Numbers = np.array([0.0, *self._shares])[np.searchsorted(self._points, distances, "right")]
+        return found
+
+    @property
+    def farthest(self) -> int:
+        """No return is known or assumed to resume farther back."""
+        self._sum_up()
+        return self._points[-1] if self._points else _IN_REPLY
+
     def _sum_up(self) -> None:
+        if self._points or not (self._last or self._assumed):
+            return
         weight = max(_SURPRISE * len(self._last) / _FAR_SHARE, 1 - len(self._last) / 64)
         assumed = [(at, weight * share) for at, share in self._assumed]
         weighed = sorted([*((at, 1.0) for at in self._last), *assumed])
@@ -206,6 +253,7 @@ class Visit:
     """The end of one request."""
 
     node: Node
+    root: Node  # of its namespace
     n_prompt: int
     at: int  # when: the number of the request
     hits: int  # how often its conversation came back before
@@ -239,6 +287,7 @@ class RunningVisit:
 
 @dataclass(slots=True)
 class _Junction:
+    root: Node  # of its namespace
     at: int
     n_arrivals: int
 
@@ -259,8 +308,7 @@ class Returns:
     resumed: ResumePoints = field(default_factory=lambda: ResumePoints(_DISTANCE_PRIORS))
     _unserved: ResumePoints = field(default_factory=ResumePoints)  # where no earlier turn ended
     _steps: StepsBack = field(default_factory=StepsBack)
-    _n_stepped: float = 0.5  # returns to the end of an earlier turn
-    _n_elsewhere: float = 1.5  # other returns that left their visit
+    outcomes: Outcomes = field(default_factory=Outcomes)
     _seconds: float = 0.0  # between two requests, smoothed
     _last_at: float | None = None
 
@@ -278,12 +326,18 @@ class Returns:
             if junction is not None:
                 self._junction_times.note(junction.kind, self.n_requests - junction.at, returned=True)
             return Continuation(match.n_shared)
-        visit = self._visit_below(node)
+        visit, n_left = self._visit_below(node), match.n_shared
+        if visit is None and _is_read_ahead(node) and node.parent is not None:
+            visit, n_left = self._visit_below(node.parent), node.start
+        return self._return_to(visit, n_left, match.n_shared)
+
+    def _return_to(self, visit: Visit | None, n_left: int, n_shared: int) -> Continuation:
+        """``n_left``: where the prompt leaves the visit's lineage; more of it may have been read ahead."""
         if visit is None:
-            return Continuation(match.n_shared)
+            return Continuation(n_shared)
         self._visit_times.note(visit.kind, self.n_requests - visit.at, returned=True)
-        distance = self._note_resumed(visit, match.n_shared)
-        return Continuation(match.n_shared, visit.hits + 1, (*visit.habit, distance)[-MAX_HABIT:])
+        distance = self._note_resumed(visit, n_left)
+        return Continuation(n_shared, visit.hits + 1, (*visit.habit, distance)[-MAX_HABIT:])
 
     def leave(self, node: Node, n_prompt: int, continuation: Continuation) -> None:
         """A request has ended at this node."""
@@ -295,14 +349,14 @@ class Returns:
         self.tree.shorten_path(node)
         n_above = max((n.n_items for n in node.lineage() if n in self.visits), default=0)
         n_own = node.n_items - n_above
-        n_prompt = min(n_prompt, node.n_items)
-        self.visits[node] = Visit(node, n_prompt, self.n_requests, continuation.hits, continuation.habit, n_own)
+        n_prompt, root = min(n_prompt, node.n_items), node.root()
+        self.visits[node] = Visit(node, root, n_prompt, self.n_requests, continuation.hits, continuation.habit, n_own)
         self.n_items += n_own
         parted = next((n for n in node.lineage() if n.n_items == continuation.n_shared and n.is_junction), None)
         if parted is not None:
             known = self._junctions.pop(parted, None)
             n_arrivals = 0 if known is None else known.n_arrivals
-            self._junctions[parted] = _Junction(self.n_requests, n_arrivals + (continuation.hits == 0))
+            self._junctions[parted] = _Junction(root, self.n_requests, n_arrivals + (continuation.hits == 0))
         self._forget_oldest()
 
     def forget(self, nodes: Iterable[Node]) -> None:
@@ -340,6 +394,7 @@ class Returns:
     def _note_resumed(self, visit: Visit, n_shared: int) -> int:
         if n_shared >= visit.node.n_items:
             visit.is_extended = True
+            self.outcomes.note(Outcome.REPLY)
             self.resumed.note(_IN_REPLY)
             self._unserved.note(_IN_REPLY)
             return _IN_REPLY
@@ -347,11 +402,11 @@ class Returns:
         distance = max(0, visit.n_prompt - n_shared)
         n_turns = self._n_turns_back(visit, n_shared)
         if n_turns:
-            self._n_stepped += 1
+            self.outcomes.note(Outcome.STEP)
             self._steps.note(n_turns)
             self._unserved.note(_IN_REPLY)
         else:
-            self._n_elsewhere += 1
+            self.outcomes.note(Outcome.ELSEWHERE)
             self.resumed.note(distance)
             self._unserved.note(distance)
         return distance
@@ -368,19 +423,35 @@ class Returns:
         return 0
 
     def _forget_oldest(self) -> None:
-        while len(self.visits) > MAX_VISITS or self.n_items > MAX_ITEMS:
-            visit = min(self.visits.values(), key=lambda visit: (not visit.is_extended, visit.at))
-            if not visit.is_extended:
-                self._visit_times.note(visit.kind, self.n_requests - visit.at, returned=False)
-            self._drop(visit)
+        """Nobody's many requests make the few of another namespace forgotten."""
+        while len(self.visits) > MAX_VISITS:
+            self._give_up(_most(Counter(visit.root for visit in self.visits.values())))
+        while self.n_items > MAX_ITEMS:
+            n_items = Counter[Node]()
+            for visit in self.visits.values():
+                n_items[visit.root] += visit.n_own
+            self._give_up(_most(n_items))
         self.forget_pruned()
         while len(self._junctions) > MAX_VISITS:
-            del self._junctions[next(iter(self._junctions))]
+            root = _most(Counter(junction.root for junction in self._junctions.values()))
+            self._give_up_junction(next(node for node, junction in self._junctions.items() if junction.root is root))
+
+    def _give_up(self, root: Node) -> None:
+        """Forgets the oldest visit of a namespace; one whose conversation went on from its end first."""
+        own = (visit for visit in self.visits.values() if visit.root is root)
+        visit = min(own, key=lambda visit: (not visit.is_extended, visit.at))
+        if not visit.is_extended:
+            self._visit_times.note(visit.kind, self.n_requests - visit.at, returned=False)
+        self._drop(visit)
+
+    def _give_up_junction(self, node: Node) -> None:
+        junction = self._junctions.pop(node)
+        self._junction_times.note(junction.kind, self.n_requests - junction.at, returned=False)
 
     def forget_pruned(self) -> None:
-        """Forgets junctions that are not in the tree any more."""
+        """Gives up junctions that are not in the tree any more."""
         for node in [node for node in self._junctions if not self.tree.has(node)]:
-            del self._junctions[node]
+            self._give_up_junction(node)
 
     def _drop(self, visit: Visit) -> None:
         del self.visits[visit.node]
@@ -404,65 +475,81 @@ class Returns:
         age = age_s / self._seconds if self._seconds else 1.0
         return self._visit_times.density(_class_of(hits), age)
 
+    @property
     def keeps_replies(self) -> bool:
-        """Whether the end of a reply is worth a checkpoint: some returns resume there."""
-        return self.resumed.within(_IN_REPLY) > REPLY_SHARE
+        """Whether the end of a reply is worth a checkpoint: some returns resume from one, of this turn or an earlier."""
+        return self.outcomes.share(Outcome.REPLY) + self.outcomes.share(Outcome.STEP) > REPLY_SHARE
+
+    @property
+    def continues_replies(self) -> bool:
+        """Whether a next turn is likely to continue from a reply's end. Without evidence it is not: the stable point
+        before it serves both, and only the reply is read again."""
+        return self.outcomes.count(Outcome.REPLY) > self.outcomes.count(Outcome.ELSEWHERE)
 
     def places(self, n_items: int, spacing: Spacing) -> list[int]:
         """Points of a prompt where returns are likely to leave it, learned from earlier ones."""
         return [n_items - distance for distance in self._unserved.places(n_items, spacing.every_n_tokens)]
 
-    def expected(self, running: Iterable[RunningVisit], *, anywhere: bool) -> dict[int, float]:
+    def expected(
+        self, running: Iterable[RunningVisit], *, anywhere: bool, among: Collection[Node] | None = None
+    ) -> dict[int, float]:
         """Returns per request that would resume from each node, by its id: from kept checkpoints, or ``anywhere`` on a
-        lineage."""
+        lineage. ``among``: whole branches of the tree; only their nodes are asked for. None: all are."""
         self._refresh()
-        found: dict[int, float] = {}
-        steps = self._steps.shares()
-        for node, n_prompt, habit, density in self._sources(running):
-            shares = self._through(node, n_prompt) if anywhere else self._resuming(node, n_prompt, habit, steps)
-            for at, share in shares:
-                found[at.id] = found.get(at.id, 0.0) + density * share
-        for node, junction in self._junctions.items():
-            kept = node if anywhere else _kept_above(node)
-            if kept is not None:
-                density = self._junction_times.density(junction.kind, self._age(junction.at))
-                found[kept.id] = found.get(kept.id, 0.0) + density
+        sources = [source for source in self._sources(running) if among is None or source.end in among]
+        junctions = [
+            (node, self._junction_times.density(junction.kind, self._age(junction.at)))
+            for node, junction in self._junctions.items()
+            if among is None or node in among
+        ]
+        return self._expected_anywhere(sources, junctions) if anywhere else self._expected_at_kept(sources, junctions)
+
+    def _expected_at_kept(self, sources: Sequence[_Source], junctions: _Densities) -> dict[int, float]:
+        """Of every lineage: the returns that resume no farther back than a checkpoint, less those that resume from one
+        below it; and of those that step back the ones that do so to turns that ended between the two."""
+        lineages = _KeptLineages(self.visits)
+        stepping, steps = self.outcomes.share(Outcome.STEP), self._steps.shares()
+        resumed = lineages.resumed_at(sources, self.resumed) * (1 - stepping)
+        extra: dict[int, float] = defaultdict(float)
+        for source in sources:
+            for n_turns, kept in enumerate(lineages.turns_above(source.end, MAX_STEPS - 1), 1):
+                if kept is not None:
+                    extra[kept.id] += stepping * steps[n_turns] * source.density
+        for node, density in junctions:
+            if (kept := lineages.kept_from(node)) is not None:
+                extra[kept.id] += density
+        for node, returns in zip(lineages.nodes, resumed.tolist(), strict=True):
+            extra[node.id] += returns
+        return extra
+
+    def _expected_anywhere(self, sources: Sequence[_Source], junctions: _Densities) -> dict[int, float]:
+        """The returns that get beyond the beginning of each node. Far enough up that is all of them: those are added up
+        once for all lineages."""
+        found: dict[int, float] = defaultdict(float)
+        whole: dict[Node, float] = defaultdict(float)
+        for source in sources:
+            node: Node | None = source.end
+            while node is not None and node.parent is not None:
+                distance = max(_IN_REPLY, source.n_prompt - node.start - 1)
+                if distance >= self.resumed.farthest:
+                    whole[node] += source.density
+                    break
+                found[node.id] += source.density * self.resumed.within(distance)
+                node = node.parent
+        for node, density in _summed_up(whole).items():
+            found[node.id] += density
+        for node, density in junctions:
+            found[node.id] += density
         return found
 
-    def _sources(self, running: Iterable[RunningVisit]) -> Iterator[tuple[Node, int, Habit, float]]:
-        """Where returns come from: the end of a lineage, the items of its prompt, the habit, and the density."""
+    def _sources(self, running: Iterable[RunningVisit]) -> Iterator[_Source]:
         for visit in self.visits.values():
             if not visit.is_extended:
                 density = self._visit_times.density(visit.kind, self._age(visit.at))
-                yield visit.node, visit.n_prompt, visit.habit, density
+                yield _Source(visit.node, visit.n_prompt, visit.habit, density)
         for each in running:
             density = self._visit_times.density(_class_of(each.continuation.hits), 1)
-            yield each.node, each.n_prompt, each.continuation.habit, density
-
-    def _resuming(self, end: Node, n_prompt: int, habit: Habit, steps: Sequence[float]) -> Iterator[tuple[Node, float]]:
-        """The kept checkpoints of a lineage, each with the share of returns that resume from it."""
-        within = self.resumed.within
-        stepping = (1 - within(_IN_REPLY)) * self._n_stepped / (self._n_stepped + self._n_elsewhere)
-        own = len(habit) / (len(habit) + 2)  # what its own habit counts beside that of all
-        n_turns, stepped, served = 0, 0.0, 0.0
-        node: Node | None = end
-        while node is not None and (served < _ALL or n_turns < MAX_STEPS):
-            if node is not end and node in self.visits:
-                n_turns += 1
-                stepped += steps[n_turns] if n_turns < MAX_STEPS else 0.0
-            if node.checkpoint is not None:
-                distance = max(_IN_REPLY, n_prompt - node.n_items)
-                reached = (1 - own) * within(distance)
-                if habit:
-                    reached += sum(d <= distance for d in habit) * own / len(habit)
-                yield node, stepping * stepped + (1 - stepping) * max(0.0, reached - served)
-                stepped, served = 0.0, max(served, reached)
-            node = node.parent
-
-    def _through(self, end: Node, n_prompt: int) -> Iterator[tuple[Node, float]]:
-        """The nodes of a lineage, each with the share of returns that get beyond its beginning."""
-        for node in end.lineage():
-            yield node, self.resumed.within(max(_IN_REPLY, n_prompt - node.start - 1))
+            yield _Source(each.node, each.n_prompt, each.continuation.habit, density)
 
     def _age(self, at: int) -> int:
         return self.n_requests - at + 1
@@ -480,9 +567,108 @@ def _some_below(node: Node) -> Iterator[Node]:
         yield found
 
 
-def _kept_above(node: Node) -> Node | None:
-    """The deepest node with a checkpoint at or above this one."""
-    above: Node | None = node
-    while above is not None and above.checkpoint is None:
-        above = above.parent
-    return above
+class _Source(NamedTuple):
+    """Where returns come from."""
+
+    end: Node  # of a lineage
+    n_prompt: int
+    habit: Habit
+    density: float
+
+
+_Densities = Sequence[tuple[Node, float]]
+
+
+class _KeptLineages:
+    """The kept checkpoints and the ends of requests above nodes. Whatever is asked, each edge is walked once."""
+
+    def __init__(self, visits: Container[Node]) -> None:
+        self.nodes: list[Node] = []  # the kept ones that were found
+        self._visits = visits
+        self._kept: dict[Node, Node | None] = {}
+        self._ended: dict[Node, Node | None] = {}
+        self._lineages: dict[Node, NDArray[np.int64]] = {}
+
+    def kept_from(self, node: Node) -> Node | None:
+        """The nearest node with a checkpoint, at or above this one."""
+        return _nearest(node, lambda at: at.checkpoint is not None, self._kept)
+
+    def turns_above(self, end: Node, most: int) -> Iterator[Node | None]:
+        """For each request that ended above this node, the latest first: the kept node that it would resume from."""
+        node = end.parent
+        for _ in range(most):
+            node = None if node is None else _nearest(node, lambda at: at in self._visits, self._ended)
+            if node is None:
+                return
+            yield self.kept_from(node)
+            node = node.parent
+
+    def resumed_at(self, sources: Sequence[_Source], resumed: ResumePoints) -> _Numbers:
+        """For each of ``nodes``, the kept ones on these lineages: the returns that resume there if none steps back."""
+        ends = [self.kept_from(source.end) for source in sources]
+        lineages = [_NOWHERE if end is None else self._lineage(end) for end in ends]
+        if not self.nodes:
+            return np.zeros(0)
+        at = np.concatenate(lineages)
+        source = np.repeat(np.arange(len(sources)), [len(lineage) for lineage in lineages])
+        n_prompt = np.array([each.n_prompt for each in sources])
+        distance = np.maximum(_IN_REPLY, n_prompt[source] - np.array([node.n_items for node in self.nodes])[at])
+        habits = np.array([(*each.habit, *[np.inf] * MAX_HABIT)[:MAX_HABIT] for each in sources])
+        n_own = np.array([len(each.habit) for each in sources])  # what its own habit counts, beside 2 for that of all
+        n_habits = (habits[source] <= distance[:, None]).sum(axis=1)
+        reached = (2 * resumed.shares_within(distance) + n_habits) / (n_own + 2)[source]
+        below = np.concatenate([[0.0], reached[:-1]]) * np.concatenate([[False], source[1:] == source[:-1]])
+        densities = np.array([each.density for each in sources])
+        return np.bincount(at, densities[source] * (reached - below), len(self.nodes)).astype(float)
+
+    def _lineage(self, kept: Node) -> NDArray[np.int64]:
+        """The indices of a kept node and of those above it."""
+        passed = []
+        at: Node | None = kept
+        while at is not None and at not in self._lineages:
+            passed.append(at)
+            at = None if at.parent is None else self.kept_from(at.parent)
+        found = _NOWHERE if at is None else self._lineages[at]
+        for node in reversed(passed):
+            found = self._lineages[node] = np.concatenate([[len(self.nodes)], found])
+            self.nodes.append(node)
+        return found
+
+
+_NOWHERE = np.zeros(0, np.int64)
+
+
+def _nearest(node: Node, is_it: Callable[[Node], bool], known: dict[Node, Node | None]) -> Node | None:
+    """The nearest node at or above this one of which it is true; ``known`` remembers the answers."""
+    passed = []
+    at: Node | None = node
+    while at is not None and at not in known and not is_it(at):
+        passed.append(at)
+        at = at.parent
+    found = known.get(at, at) if at is not None else None
+    for each in passed:
+        known[each] = found
+    return found
+
+
+def _summed_up(amounts: Mapping[Node, float]) -> dict[Node, float]:
+    """For the nodes and everything above them: the amounts at or below."""
+    sums: dict[Node, float] = defaultdict(float, amounts)
+    waiting = [(-node.n_items, node.id, node) for node in amounts]
+    heapq.heapify(waiting)
+    while waiting:
+        _, _, node = heapq.heappop(waiting)
+        above = node.parent
+        if above is not None and above.parent is not None:
+            if above not in sums:
+                heapq.heappush(waiting, (-above.n_items, above.id, above))
+            sums[above] += sums[node]
+    return sums
+
+
+def _most(counts: Counter[Node]) -> Node:
+    return counts.most_common(1)[0][0]
+
+
+def _is_read_ahead(node: Node) -> bool:
+    return node.checkpoint is not None and node.checkpoint.kind is CutKind.PREWARM

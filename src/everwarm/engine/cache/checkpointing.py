@@ -6,7 +6,6 @@ The effects between a context and a tree; where a checkpoint is taken and which 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -26,24 +25,8 @@ from everwarm.state.tree import Checkpoint, Node, Tree
 from everwarm.types import Blob, SeqId
 
 MAX_REPLY_NODES = 16  # of replies that are left aside together: more are conversations of their own
-MAX_REPLIES = 8  # branches after one point
 _OF_REPLIES = {CutKind.REPLY, CutKind.END, CutKind.CANCEL}
 _OPTIONAL = (CutKind.EVERY, CutKind.LEARNED, CutKind.GUESS, CutKind.BOUNDARY, CutKind.BRANCH, CutKind.NEAR_END)
-
-
-@dataclass(slots=True)
-class ReplyUse:
-    """How turns went on after replies, as far as it was seen: from the end of the reply, or from before it, because the
-    template renders it in another way."""
-
-    n_continued: int = 0
-    n_left: int = 0
-
-    @property
-    def is_likely(self) -> bool:
-        """Whether a next turn is likely to continue from a reply's end. Without evidence it is not: the stable point
-        before it serves both, and only the reply is read again."""
-        return self.n_continued > self.n_left
 
 
 class Checkpointer:
@@ -67,7 +50,6 @@ class Checkpointer:
         self._budget = budget
         self._journal = journal
         self.spacing = spacing
-        self.reply_use = ReplyUse()
 
     # taking
 
@@ -172,10 +154,7 @@ class Checkpointer:
 
     def note_continued(self, node: Node) -> None:
         """A request continues from here. If the node was prewarmed, the guess was right."""
-        kind = None if node.checkpoint is None else node.checkpoint.kind
-        self.reply_use.n_continued += kind is CutKind.REPLY
-        self.reply_use.n_left += kind is CutKind.STABLE and _is_followed_by_reply(node)
-        if node.checkpoint is not None and kind is CutKind.PREWARM:
+        if node.checkpoint is not None and node.checkpoint.kind is CutKind.PREWARM:
             node.checkpoint.kind = CutKind.STABLE
             self._journal.n_prewarms_used += 1
 
@@ -193,7 +172,6 @@ class Checkpointer:
         for node in passed[passed.index(stable) :]:
             for child in list(node.children.values()):
                 if child not in passed and _is_reply(child):
-                    self.reply_use.n_left += 1
                     self._drop_reply(child)
 
     def _drop_reply(self, first: Node) -> None:
@@ -266,10 +244,6 @@ def _is_reply(first: Node) -> bool:
     kinds = {node.checkpoint.kind for node in below if node.checkpoint is not None}
     is_short = len(below) <= MAX_REPLY_NODES
     return not first.n_pinned and is_short and CutKind.REPLY in kinds and kinds <= _OF_REPLIES
-
-
-def _is_followed_by_reply(node: Node) -> bool:
-    return len(node.children) <= MAX_REPLIES and any(map(_is_reply, node.children.values()))
 
 
 def _has_states(first: Node) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.slots import Residents
 from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
-from everwarm.state.eviction import Scales, weigh
+from everwarm.state.eviction import N_LEAST, Hand, Part, Scales, weigh
 from everwarm.state.returns import Returns, RunningVisit
 from everwarm.state.tree import Node, Tree
 
@@ -47,6 +47,7 @@ class RamBudget:
         self._speed = speed
         self._journal = journal
         self._n_lifted = 0
+        self._hand = Hand(tree)
         self.awaited: dict[int, Node] = {}  # where suspended requests will continue, by their ids: evicted last
         self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
 
@@ -87,21 +88,23 @@ class RamBudget:
             return
         most = int(self.n_bytes * self.namespace_share)
         for root in self._tree.roots() if most < self.n_bytes else ():
-            self._shrink(root.below, lambda root=root: root.ram_bytes, most)  # type: ignore[misc]
-        self._shrink(self._tree.nodes, lambda: self._tree.ram_bytes, self.n_bytes)
+            self._shrink(root, lambda root=root: root.ram_bytes, most)  # type: ignore[misc]
+        self._shrink(None, lambda: self._tree.ram_bytes, self.n_bytes)
 
-    def _shrink(self, members: Callable[[], Iterable[Node]], weight: Callable[[], int], budget: int) -> None:
-        if weight() <= budget:
-            return
-        goal = int(budget * LOW_WATER)
-        while weight() > goal:
-            nodes = list(members())
-            chosen = policy.victims(self._weigh(nodes), weight() - goal)
-            if not chosen:
-                break
-            self._tell_of([nodes[key // 2] for key in chosen])
-            for key in chosen:
-                self._evict(nodes[key // 2], is_state=key % 2 == 0)
+    def _shrink(self, root: Node | None, weight: Callable[[], int], budget: int) -> None:
+        """Evicts below a root, or anywhere. Of a large tree no more is evicted than must be, part by part."""
+        goal, most = int(budget * LOW_WATER), budget
+        n_left = 1 + self._hand.n_parts  # parts with nothing to evict
+        while weight() > most and n_left > 0:
+            part = self._hand.part(root)
+            most = goal if part.is_whole else budget
+            entries = self._weigh(part)
+            choice = policy.choose(entries, part.share(weight() - goal, entries), N_LEAST)
+            n_left -= not choice.keys
+            self._hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
+            self._tell_of([part.nodes[key // 2] for key in choice.keys])
+            for key in choice.keys:
+                self._evict(part.nodes[key // 2], is_state=key % 2 == 0)
 
     def _tell_of(self, nodes: Sequence[Node]) -> None:
         """What is copied meanwhile evicts nothing: the next round does."""
@@ -123,7 +126,7 @@ class RamBudget:
         elif checkpoint is not None:
             self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
 
-    def _weigh(self, nodes: list[Node]) -> list[policy.Entry]:
+    def _weigh(self, part: Part) -> list[policy.Entry]:
         kind = self._kind
         resident = frozenset(id(n) for _, end in self._residents.ends() for n in end.lineage())
         running = [
@@ -137,8 +140,8 @@ class RamBudget:
             needs_checkpoints=kind.needs_checkpoints,
             needs_kv=kind.has_attention,
             resident=resident,
-            expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints),
+            expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints, among=part.among),
             unvisited=self._returns.worth_unvisited,
             awaited=frozenset(node.id for node in self.awaited.values()),
         )
-        return weigh(nodes, scales)
+        return weigh(part.nodes, scales)

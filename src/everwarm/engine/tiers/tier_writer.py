@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everwarm.engine.cache.checkpointing import ReplyUse
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.settings import RemoteSettings, StoreSettings
@@ -35,6 +34,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.null_tiers import DiskTier, NullDisk, SharedTier
 from everwarm.state.policy import CutKind
+from everwarm.state.returns import Returns
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
 from everwarm.state.store.index import IndexedObject
@@ -81,7 +81,7 @@ class TierWriter:
         writer: RamWriter,
         ram: Ram,
         speed: Speed,
-        reply_use: ReplyUse,
+        returns: Returns,
         *,
         words: Callable[[Prompt], str] = lambda _: "",
         remote: RemoteSettings | None = None,
@@ -97,7 +97,7 @@ class TierWriter:
         self._writer = writer
         self._ram = ram
         self._speed = speed
-        self._reply_use = reply_use
+        self._returns = returns
         self._is_right = is_right
         self._packing = Packing(context, tree, words)
         self.pins = PinBoard(tree, ram, self)
@@ -290,7 +290,7 @@ class TierWriter:
         """Whether a next turn may continue from here and would have to read again what follows an earlier point: a
         stable point, what was read ahead, and the end of a reply where turns continue from those."""
         kind = None if node.checkpoint is None or node.root().is_volatile else node.checkpoint.kind
-        return kind in (CutKind.STABLE, CutKind.PREWARM) or (kind is CutKind.REPLY and self._reply_use.is_likely)
+        return kind in (CutKind.STABLE, CutKind.PREWARM) or (kind is CutKind.REPLY and self._returns.continues_replies)
 
     def _let_catch_up(self) -> None:
         """Gives a disk that is behind a moment before RAM evicts what it has not taken yet: a tenth of the time at
