@@ -166,7 +166,9 @@ def test_no_draft_is_longer_than_what_is_left_of_the_reply(arch, n):
 @pytest.mark.parametrize("arch", ["qwen35", "mamba2", "llama"])
 def test_an_end_of_generation_inside_a_draft_ends_the_reply_there(arch):
     prompt = text(1, 60)
-    alone = plain(arch, prompt, 30)
+    with open_core(arch, n_slots=1, speculate="off") as core:
+        core.model.vocab.eog = frozenset()
+        alone = run(core, prompt, 30)
     end = alone.tokens[7]
     at = alone.tokens.index(end)
     with open_core(arch, n_slots=1) as core:
