@@ -4,12 +4,13 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from bench.workload import memory
 
 from everwarm.errors import BadRequest
 from everwarm.simulate.oracle import fewest_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import NAMES, replay
-from everwarm.simulate.simulated_cache import DeviceSize
+from everwarm.simulate.simulated_cache import LOW_WATER, DeviceSize
 from everwarm.state.policy import Cut, CutKind
 from support.small_traces import SMALL, STATE, random_turns, turn
 
@@ -71,3 +72,30 @@ def test_more_states_never_hurt_the_optimum():
 def test_too_many_requests_are_refused_with_a_number():
     with pytest.raises(BadRequest, match="at most 12"):
         fewest_tokens([turn([i]) for i in range(13)], 1)
+
+
+SHORT = {  # conversations of a few short turns, each kind with so few requests that the optimum can be found
+    "in turn": lambda seed: memory.in_turn(seed, 0.01, n_talks=3, n_requests=12),
+    "popular": lambda seed: memory.popular(seed, 0.05, n_talks=4, n_requests=12),
+    "documents": lambda seed: memory.documents(seed, 0.01, n_documents=3, n_requests=11),
+    "one-offs": lambda seed: memory.one_offs(seed, 0.01)[:12],
+    "sub-agents": lambda seed: memory.subagents(seed, 0.01)[:10],
+    "agents": lambda seed: memory.agents(seed, 0.01, n_agents=3)[:12],
+    "branches": lambda seed: memory.branches(seed, 0.02, n_talks=2, n_requests=10),
+}
+
+
+def test_on_short_conversations_ours_is_within_a_tenth_of_the_optimum():
+    """From three states on, which is one for each conversation. The optimum knows the future: no policy can, and with
+    fewer states that is most of the difference."""
+    totals = {"ours": 0, "spread": 0, "optimum": 0}
+    device = DeviceSize(n_slots=1, n_spares=0)
+    for make in SHORT.values():
+        for seed in range(2):
+            turns = make(seed)
+            for n_states in (3, 6, 9):
+                budget = 1 + int(n_states * STATE / LOW_WATER)  # a sweep leaves so many
+                totals["optimum"] += fewest_tokens(turns, n_states + 1)
+                for name in ("ours", "spread"):
+                    totals[name] += replay(turns, name, SMALL, budget, device).n_read
+    assert totals["ours"] <= 1.1 * totals["optimum"] < totals["spread"], totals

@@ -15,6 +15,7 @@ from everwarm.simulate.oracle import fewest_tokens, shares
 from everwarm.simulate.plot import Axis, Series, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
 from everwarm.simulate.simulated_cache import DeviceSize
+from everwarm.simulate.simulated_disk import DiskSize
 from everwarm.simulate.trace import TraceTurn, parse
 
 MAX_SLOTS = 256
@@ -30,6 +31,8 @@ def simulate(
     slots: int = 2,
     spares: int = 4,
     ctx_size: int = 131_072,
+    disk_cache: str = "0",
+    disk_gbps: float = 2.0,
     most: int | None = None,
     svg: Path | None = None,
     optimum: Annotated[bool, Parameter(negative=())] = False,
@@ -48,6 +51,10 @@ def simulate(
         How many states the device can hold beside them.
     ctx_size
         How many tokens of KV the device holds.
+    disk_cache
+        Disk for what RAM cannot hold, like 100GiB; 0: none. fifo-32 has none.
+    disk_gbps
+        How fast that disk is read, in 10^9 bytes per second.
     most
         Replay only the first so many requests.
     svg
@@ -55,14 +62,14 @@ def simulate(
     optimum
         Also show the fewest tokens that any policy could read with that many states; for traces of few requests.
     """
-    device = _device(slots, spares, ctx_size)
+    device, disk = _device(slots, spares, ctx_size), _disk(disk_cache, disk_gbps)
     require(most is None or most > 0, f"most is {most}; give 1 or more")
     budgets = [parse_bytes(text) for text in budget.split(",")]
     names = [name.strip() for name in policy.split(",")]
     model = KNOWN[curves] if curves in KNOWN else parse_curves(Path(curves).read_bytes())
     turns = _read(trace, most)
     started = time.process_time()
-    costs = sweep(turns, names, model, budgets, device)
+    costs = sweep(turns, names, model, budgets, device, disk)
     rate = len(costs) * len(turns) / max(1e-9, time.process_time() - started)
     optima = {size: size // model.state_bytes + slots for size in budgets if optimum}
     _print(turns, costs, optima, rate)
@@ -87,6 +94,12 @@ def _device(slots: int, spares: int, ctx_size: int) -> DeviceSize:
     require(0 <= spares <= MAX_SLOTS, f"spares is {spares}; give 0 to {MAX_SLOTS}")
     require(0 < ctx_size <= MAX_CELLS, f"ctx-size is {ctx_size}; give 1 to {MAX_CELLS}")
     return DeviceSize(slots, spares, ctx_size)
+
+
+def _disk(disk_cache: str, disk_gbps: float) -> DiskSize | None:
+    require(1e-3 <= disk_gbps <= 1e4, f"disk-gbps is {disk_gbps}; give 0.001 to 10000")
+    n_bytes = parse_bytes(disk_cache)
+    return DiskSize(n_bytes, 1e9 * disk_gbps) if n_bytes else None
 
 
 def _read(path: Path, most: int | None) -> list[TraceTurn]:

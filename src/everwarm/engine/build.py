@@ -136,6 +136,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     budget.leaving = partial(tier_writer.save_leaving, residents.slots)
     tier_writer.note_adopted()
     loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
+    budget.load_s = loader.load_s
     room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, tier_writer)
     restorer = Restorer(context, tree, residents, checkpointer, writer, room, ram, stats)
     takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0

@@ -48,6 +48,10 @@ class FifoMemory:
         self._request = 0
 
     @property
+    def disk_written(self) -> int:
+        return 0  # llama-server keeps nothing on disk by itself
+
+    @property
     def held_bytes(self) -> int:
         """Cached prompts, and the checkpoints of those that have a slot."""
         return self._cached() + sum(len(slot.points) for slot in self._slots) * self._curves.state_bytes

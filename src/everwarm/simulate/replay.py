@@ -12,6 +12,7 @@ from everwarm.simulate.fifo_cache import FifoMemory
 from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.policies import POLICIES, Policy
 from everwarm.simulate.simulated_cache import DeviceSize, HeldState, Outcome, SimulatedCache
+from everwarm.simulate.simulated_disk import DiskSize
 from everwarm.simulate.trace import TraceTurn
 
 FIFO = "fifo-32"
@@ -24,6 +25,8 @@ class SimulatedStore(Protocol):
 
     @property
     def held_bytes(self) -> int: ...
+    @property
+    def disk_written(self) -> int: ...
     def serve(self, turn: TraceTurn) -> Outcome: ...
 
 
@@ -40,6 +43,8 @@ class Cost:
     seconds: float
     most_bytes: int
     written_bytes: int
+    disk_read_bytes: int
+    disk_written_bytes: int
     reads: tuple[int, ...]  # of each request
 
     @property
@@ -48,13 +53,15 @@ class Cost:
         return 1 - self.n_read / max(1, self.n_prompt)
 
 
-def store_for(policy: str | Policy, curves: Curves, budget: int, device: DeviceSize) -> SimulatedStore:
+def store_for(
+    policy: str | Policy, curves: Curves, budget: int, device: DeviceSize, disk: DiskSize | None = None
+) -> SimulatedStore:
     if isinstance(policy, Policy):
-        return SimulatedCache(policy, curves, budget, device)
+        return SimulatedCache(policy, curves, budget, device, disk)
     require(policy in NAMES, f"unknown policy {policy!r}; give any of: {', '.join(NAMES)}")
     if policy == FIFO:
         return FifoMemory(curves, budget, device.n_slots)
-    return SimulatedCache(POLICIES[policy], curves, budget, device)
+    return SimulatedCache(POLICIES[policy], curves, budget, device, disk)
 
 
 def replay(
@@ -64,16 +71,20 @@ def replay(
     budget: int,
     device: DeviceSize | None = None,
     known: Sequence[SharedPrefix] | None = None,
+    disk: DiskSize | None = None,
 ) -> Cost:
     """``known``: the result of ``shares`` for the same turns, to compute it once."""
-    store = store_for(policy, curves, budget, device or DeviceSize())
+    store = store_for(policy, curves, budget, device or DeviceSize(), disk)
     known = shares(turns) if known is None else known
     reads: list[int] = []
-    seconds = 0.0
+    seconds, disk_bytes = 0.0, 0
     for turn in turns:
         outcome = store.serve(turn)
         reads.append(outcome.n_to - outcome.n_from)
         seconds += curves.read_s(outcome.n_from, outcome.n_to) + curves.load_s(outcome.loaded_bytes)
+        if disk is not None:
+            seconds += outcome.disk_bytes / disk.bytes_per_s
+            disk_bytes += outcome.disk_bytes
     return Cost(
         policy=policy if isinstance(policy, str) else policy.name,
         budget_bytes=budget,
@@ -84,6 +95,8 @@ def replay(
         seconds=seconds,
         most_bytes=store.held.most,
         written_bytes=store.held.written,
+        disk_read_bytes=disk_bytes,
+        disk_written_bytes=store.disk_written,
         reads=tuple(reads),
     )
 
@@ -94,13 +107,14 @@ def sweep(
     curves: Curves,
     budgets: Iterable[int],
     device: DeviceSize | None = None,
+    disk: DiskSize | None = None,
 ) -> list[Cost]:
     known = shares(turns)
     sizes = list(budgets)
-    return [replay(turns, name, curves, size, device, known) for name in policies for size in sizes]
+    return [replay(turns, name, curves, size, device, known, disk) for name in policies for size in sizes]
 
 
-_HEAD = ("policy", "budget", "read", "regret", "hit rate", "seconds", "held", "written")
+_HEAD = ("policy", "budget", "read", "regret", "hit rate", "seconds", "held", "written", "from disk", "to disk")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -119,6 +133,8 @@ def _row(cost: Cost) -> tuple[str, ...]:
         f"{cost.seconds:,.1f}",
         size_text(cost.most_bytes),
         size_text(cost.written_bytes),
+        size_text(cost.disk_read_bytes),
+        size_text(cost.disk_written_bytes),
     )
 
 

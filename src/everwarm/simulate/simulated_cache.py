@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.policies import Policy, TurnReading
+from everwarm.simulate.simulated_disk import DiskSize, SimulatedDisk
 from everwarm.simulate.trace import TraceTurn
+from everwarm.simulate.weightless import weightless
 from everwarm.state import policy as state_policy
 from everwarm.state.eviction import Hand, Part, Scales, weigh
-from everwarm.state.policy import CutKind, KeptCheckpoint, Seat
+from everwarm.state.policy import GUARD, CutKind, KeptCheckpoint, Seat
 from everwarm.state.returns import Continuation, Returns, RunningVisit
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree
 from everwarm.types import Blob, SeqId
@@ -27,7 +27,6 @@ from everwarm.types import Blob, SeqId
 LOW_WATER = 0.97
 IDLE_CELLS = 256  # that other conversations may keep on the device while one runs
 _EMPTY = Prompt.of_tokens([])
-_BYTE = np.zeros(1, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,8 @@ class Outcome:
 
     n_from: int  # tokens it did not have to read
     n_to: int  # tokens of the prompt when it was over
-    loaded_bytes: int = 0
+    loaded_bytes: int = 0  # from RAM to the device
+    disk_bytes: int = 0  # from disk to RAM
 
 
 @dataclass(slots=True)
@@ -65,13 +65,16 @@ class _Slot:
 
 
 class SimulatedCache:
-    def __init__(self, policy: Policy, curves: Curves, budget: int, device: DeviceSize) -> None:
+    def __init__(
+        self, policy: Policy, curves: Curves, budget: int, device: DeviceSize, disk: DiskSize | None = None
+    ) -> None:
         self.held = HeldState()
         self.tree = Tree()
         self._policy = policy
         self._curves = curves
         self._budget = budget
         self._device = device
+        self._disk = None if disk is None else SimulatedDisk(disk, curves)
         self._spacing = policy.spacing(curves)
         self._returns = Returns(self.tree)
         self._hand = Hand(self.tree)
@@ -97,14 +100,22 @@ class SimulatedCache:
         number = state_policy.seat(seats, lambda i: self._worth(self._slots[i]))
         slot = self._slots[number]
         match = self.tree.match("", prompt, max(common))
+        disk_bytes = self._load(prompt, match)
+        if disk_bytes:
+            match = self.tree.match("", prompt, max(common))
         continuation = self._returns.arrive(match, self._now) if self._policy.learns else Continuation()
         n_items, loaded = self._bring(slot, prompt, match, common, number)
         self._limit_idle(slot, len(prompt))
         self._read(slot, turn, match, n_items, continuation)
         slot.used_at = self._now
+        self._write(slot, len(prompt))
         self._save(slot)
         self.held.most = max(self.held.most, self.tree.ram_bytes)
-        return Outcome(prompt.n_tokens(n_items), prompt.n_tokens(max(n_items, turn.n_stop)), loaded)
+        return Outcome(prompt.n_tokens(n_items), prompt.n_tokens(max(n_items, turn.n_stop)), loaded, disk_bytes)
+
+    @property
+    def disk_written(self) -> int:
+        return 0 if self._disk is None else self._disk.written_bytes
 
     # starting
 
@@ -138,6 +149,40 @@ class SimulatedCache:
         self.tree.hold(node)
         self.tree.release(slot.node)
         slot.node = node
+
+    # the disk
+
+    def _load(self, prompt: Prompt, match: Match) -> int:
+        """Loads the deepest state on disk if it is deeper than what RAM has and that is faster than reading: returns the
+        bytes."""
+        n_items = 0 if self._disk is None else self._disk.deepest(prompt, self._now)
+        n_have = next((node.n_items for node in match.usable if node.n_items < len(prompt)), 0)
+        if self._disk is None or n_items <= n_have + GUARD:
+            return 0
+        curves, first, last = self._curves, prompt.n_tokens(min(match.n_kv, n_items)), prompt.n_tokens(n_items)
+        n_bytes = curves.state_bytes + (last - first) * curves.kv_bytes_per_token
+        if n_bytes / self._disk.size.bytes_per_s > curves.read_s(prompt.n_tokens(n_have), last):
+            return 0
+        node = self.tree.grow(self.tree.root(""), prompt, n_items)
+        if node.checkpoint is None:
+            self.tree.set_checkpoint(node, Checkpoint(CutKind.STABLE, True, (), used_at=self._now))
+            self.tree.set_state(node, weightless(curves.state_bytes))
+        self._fill_kv(node.lineage())
+        self._disk.note_loaded(node)
+        return n_bytes
+
+    def _write(self, slot: _Slot, n_prompt: int) -> None:
+        """What the next turn needs of this one."""
+        if self._disk is None:
+            return
+        kept = [node for node in slot.node.lineage() if node.checkpoint is not None]
+        before = [node for node in kept if node.n_items < n_prompt][-1:]
+        after = [node for node in kept if node.n_items > n_prompt][-1:] if self._continues_replies() else []
+        for node in (*before, *after):
+            self._disk.write(node, self._now)
+
+    def _continues_replies(self) -> bool:
+        return not self._policy.learns or self._returns.continues_replies
 
     # the device
 
@@ -187,7 +232,7 @@ class SimulatedCache:
 
     def _new_state(self) -> Blob:
         self.held.written += self._curves.state_bytes
-        return _weightless(self._curves.state_bytes)
+        return weightless(self._curves.state_bytes)
 
     # reading
 
@@ -274,13 +319,19 @@ class SimulatedCache:
         lineage = slot.node.lineage()
         while lineage and not any(n.checkpoint is not None for n in lineage[-1].below()):
             lineage.pop()
+        self.held.written += self._fill_kv(lineage)
+
+    def _fill_kv(self, lineage: Sequence[Node]) -> int:
+        """Gives RAM the KV of a lineage that it does not have: returns its bytes."""
+        n_bytes = 0
         for node in lineage:
             if node.segment is None and node.parent is not None:
                 n_tokens = node.mark.n_tokens - node.parent.mark.n_tokens
-                blob = _weightless(n_tokens * self._curves.kv_bytes_per_token)
+                blob = weightless(n_tokens * self._curves.kv_bytes_per_token)
                 items = node.start, node.n_items
                 self.tree.set_segment(node, Segment(blob, node.parent.mark, node.mark, True, (), items=items))
-                self.held.written += blob.nbytes
+                n_bytes += blob.nbytes
+        return n_bytes
 
     def _enforce_budget(self) -> None:
         """As the engine does. Other policies weigh everything at once."""
@@ -302,6 +353,8 @@ class SimulatedCache:
         expected = self._returns.expected(self._running, anywhere=False, among=part.among) if learns else {}
         seconds = self._curves.seconds_per_token
         scales = Scales(self._now, seconds, True, True, resident, expected, self._returns.worth_unvisited)
+        if self._disk is not None:
+            scales = replace(scales, load_s=self._disk.load_s)
         return weigh(part.nodes, scales)
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
@@ -312,8 +365,3 @@ class SimulatedCache:
                 self.tree.drop_checkpoint(node)
         elif not is_state and node.segment is not None:
             self.tree.drop_segment(node)
-
-
-def _weightless(n_bytes: int) -> Blob:
-    """An array that claims a size in bytes and takes no memory."""
-    return np.broadcast_to(_BYTE, (n_bytes,))

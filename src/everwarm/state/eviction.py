@@ -4,6 +4,7 @@ over the index. ``policy`` then chooses what is evicted. Pure: reads the tree an
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Scales:
     expected: Mapping[int, float]  # returns to nodes, by their ids: see ``Returns.expected``
     unvisited: Callable[[int, float], float]  # returns to what no request is known to have ended at: hits, age
     awaited: frozenset[int] = frozenset()  # ids of nodes that suspended requests will continue from
+    load_s: Callable[[Node, int], float | None] = lambda _node, _n_bytes: None  # from the disk; None: it is not there
 
 
 def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
@@ -143,6 +145,7 @@ def _state_entry(
     returns = scales.expected.get(node.id, 0.0)
     if not returns and (is_newest or node.is_junction or checkpoint.hits):
         returns = scales.unvisited(checkpoint.hits, age_s)
+    load_s = scales.load_s(node, checkpoint.size_bytes + above.kv_bytes)
     return Entry(
         2 * i,
         checkpoint.size_bytes,
@@ -154,6 +157,7 @@ def _state_entry(
         pinned=node.n_pinned > 0 or node.id in scales.awaited,
         above=above.key,
         kv_bytes=above.kv_bytes,
+        load_s=math.inf if load_s is None else load_s,
     )
 
 

@@ -275,11 +275,12 @@ class Entry(NamedTuple):
     above: int | None = None  # the entry from whose end it would be read again
     kv_bytes: int = 0  # of KV that goes with it if no entry below it needs that
     pinned: bool = False  # evicted only when nothing else can be
+    load_s: float = math.inf  # what bringing it back from the disk takes; infinite: it is not there
 
 
 def score(entry: Entry | _Kept) -> float:
-    """Seconds of reading that a byte saves per unit of time."""
-    return entry.seconds_saved * entry.returns / max(1, entry.size_bytes)
+    """Seconds of reading, or of loading from the disk, that a byte saves per unit of time."""
+    return min(entry.seconds_saved, entry.load_s) * entry.returns / max(1, entry.size_bytes)
 
 
 def assumed_returns(hits: int, age_s: float) -> float:
@@ -338,11 +339,12 @@ class _Popped:
 class _Kept:
     """An entry that was not evicted yet, as those that were have left it."""
 
-    __slots__ = ("above", "below", "entry", "kv_bytes", "order", "returns", "seconds_saved")
+    __slots__ = ("above", "below", "entry", "kv_bytes", "load_s", "order", "returns", "seconds_saved")
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.seconds_saved, self.returns, self.kv_bytes = entry.seconds_saved, entry.returns, entry.kv_bytes
+        self.load_s = entry.load_s
         self.above: _Kept | None = None
         self.below: set[_Kept] = set()
         self.order = (not entry.stranded, entry.pinned, not entry.is_ahead)  # a stranded one is useless, pinned or not
@@ -390,7 +392,7 @@ class _Lot:
         if above is not None:
             above.below.remove(gone)
             above.below |= gone.below
-            above.returns += gone.returns
+            above.returns += gone.returns if gone.load_s == math.inf else 0.0  # others resume from the disk
         for kept in (*gone.below, *(() if above is None else (above,))):
             heapq.heappush(self._heap, kept.rank)
 

@@ -424,6 +424,16 @@ def test_the_end_of_a_reply_is_not_kept_where_no_turn_continues_from_one(leaves)
         assert run(core, [*told(0), *reply, *NEW]).n_cached == LENGTH + len(reply) - 1, "the slot still stands there"
 
 
+def test_eviction_knows_what_the_disk_has(tmp_path, memory):
+    with kept_core(tmp_path, "qwen35", memory=memory, n_slots=1) as core:
+        finish(core, told(0), 20, stable=STABLE)
+        put_away(core)
+        stable = next(n for n in core.tree.nodes() if n.checkpoint and n.checkpoint.kind is CutKind.STABLE)
+        assert core.loader.load_s(stable, 1 << 20) is not None
+        others = [n for n in core.tree.nodes() if n.checkpoint and n.n_items < STABLE]
+        assert all(core.loader.load_s(node, 1 << 20) is None for node in others), "the control: they were not written"
+
+
 def test_how_turns_go_on_after_replies_is_counted():
     with open_core(n_slots=1) as core:
         returns, prompt = core.returns, told(0)

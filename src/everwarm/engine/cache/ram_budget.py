@@ -20,6 +20,7 @@ from everwarm.state.returns import Returns, RunningVisit
 from everwarm.state.tree import Node, Tree
 
 Leaving = Callable[[Sequence[Node]], None]
+LoadS = Callable[[Node, int], float | None]
 
 ROOMY = 0.75  # at most so full: what is worth little may be kept
 LOW_WATER = 0.97  # evict a little more than needed, so that not every checkpoint has to evict
@@ -49,6 +50,7 @@ class RamBudget:
         self._n_lifted = 0
         self._hand = Hand(tree)
         self.awaited: dict[int, Node] = {}  # where suspended requests will continue, by their ids: evicted last
+        self.load_s: LoadS = lambda _node, _n_bytes: None  # what RAM loses, from the disk; None: it is not there
         self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
 
     @contextlib.contextmanager
@@ -143,5 +145,6 @@ class RamBudget:
             expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints, among=part.among),
             unvisited=self._returns.worth_unvisited,
             awaited=frozenset(node.id for node in self.awaited.values()),
+            load_s=self.load_s,
         )
         return weigh(part.nodes, scales)

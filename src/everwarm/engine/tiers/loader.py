@@ -33,7 +33,7 @@ from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
-from everwarm.state.tree import Checkpoint, Match, Segment, SegmentPiece, Tree
+from everwarm.state.tree import Checkpoint, Match, Node, Segment, SegmentPiece, Tree
 
 log = logging.getLogger("everwarm.archive")
 
@@ -251,6 +251,10 @@ class Loader:
         self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
         self._tier_writer.after_all(partial(self._tier_writer.disk.touch, loaded.names))
         self.n_brought += 1
+
+    def load_s(self, node: Node, n_bytes: int) -> float | None:
+        """Seconds to load what RAM would lose with a node; None: the disk does not have it."""
+        return n_bytes / self._read_rate if self._tier_writer.stores(node) else None
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
         load_s, read_s = n_bytes / rate, n_saved * self._speed.seconds_per_token

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ RETRY_S = (1.0, 30.0)  # the first and the longest wait before a degraded disk t
 OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, though other requests run
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_DUE = 4096  # turns that wait for the disk to catch up
+MAX_NAMES = 4096  # of nodes that were written
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 CATCH_UP_S = 0.02  # so long RAM waits for a disk that is behind, before it evicts what was not written
 FREE_SHARE = 0.8  # of the file system's free space, for any budget
@@ -104,6 +106,7 @@ class TierWriter:
         self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint: str = ""  # until the model's digest is known
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
+        self._names: OrderedDict[int, str] = OrderedDict()  # of objects, by the ids of the nodes whose states they are
         self._on_the_way: dict[str, Job] = {}  # what waits to be written, by name
         self._n_sent = self._n_done = 0  # bytes; each is counted by one thread
         self._due: dict[int, FinishedTurn] = {}  # not handed to the thread yet, by the id of their end, oldest first
@@ -376,6 +379,11 @@ class TierWriter:
     def _is_known(self, name: str) -> bool:
         return name in self._on_the_way or self.disk.has(name)
 
+    def stores(self, node: Node) -> bool:
+        """Whether the disk has a node's state, as far as this engine wrote it: one lookup, for eviction."""
+        name = self._names.get(node.id)
+        return name is not None and self._is_known(name)
+
     def keep_pinned(self, node: Node) -> None:
         """Stores the pin, and the point itself if its state is in RAM."""
         if node.root().is_volatile:
@@ -390,6 +398,9 @@ class TierWriter:
         for pinned in pinned_below(node):
             self._jobs.put(self.pins.note(pinned))  # this point is part of its lineage
         name = self._packing.state_name(node)
+        self._names[node.id] = name
+        while len(self._names) > MAX_NAMES:
+            self._names.popitem(last=False)
         if self._is_known(name):
             return name
         segments = self._packing.segments(node)

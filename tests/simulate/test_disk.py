@@ -1,0 +1,76 @@
+"""The disk of the simulated cache: what it holds is loaded where that is faster than reading. Token counts, no clocks."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+from bench.workload.memory import trace
+
+from everwarm.cli.simulate import simulate
+from everwarm.errors import BadRequest
+from everwarm.simulate.curves import LARGE
+from everwarm.simulate.policies import OURS
+from everwarm.simulate.replay import Cost, replay
+from everwarm.simulate.simulated_cache import DeviceSize, SimulatedCache
+from everwarm.simulate.simulated_disk import DiskSize
+from everwarm.state.policy import Entry, choose
+
+RAM = 2 << 30
+FAST, SLOW = 2e9, 1e7
+LARGE_DISK = 1 << 40
+
+
+@cache
+def cost(disk_bytes: int, bytes_per_s: float = FAST, ram: int = RAM) -> Cost:
+    turns = trace("in turn", "hinted", 1)[:60]
+    return replay(turns, "ours", LARGE, ram, disk=DiskSize(disk_bytes, bytes_per_s) if disk_bytes else None)
+
+
+def test_what_ram_cannot_hold_is_loaded_from_disk():
+    with_disk, without, enough = cost(LARGE_DISK), cost(0), cost(0, ram=LARGE_DISK)
+    assert with_disk.n_read <= enough.n_read + 16 * with_disk.n_requests < without.n_read
+    assert with_disk.disk_read_bytes > 0 and with_disk.disk_written_bytes > 0
+    assert enough.seconds < with_disk.seconds < without.seconds
+
+
+def test_a_disk_that_is_slower_than_reading_is_written_but_not_read():
+    slow = cost(LARGE_DISK, SLOW)
+    assert slow.disk_read_bytes == 0 and slow.disk_written_bytes > 0 and slow.n_read <= 1.1 * cost(0).n_read
+
+
+@pytest.mark.parametrize("n_bytes", [1 << 30, 4 << 30])
+def test_a_disk_never_holds_more_than_it_can(n_bytes):
+    store = SimulatedCache(OURS, LARGE, RAM, DeviceSize(), DiskSize(n_bytes, FAST))
+    for turn in trace("in turn", "hinted", 1)[:40]:
+        store.serve(turn)
+        assert store._disk is not None and store._disk._tree.ram_bytes <= n_bytes
+        store._disk._tree.check()
+        store.tree.check()
+    assert store.disk_written > n_bytes, "the control: it was full"
+
+
+def test_a_larger_disk_reads_less():
+    reads = [cost(n_bytes).n_read for n_bytes in (0, 4 << 30, LARGE_DISK)]
+    assert reads == sorted(reads, reverse=True) and reads[0] > reads[-1]
+
+
+def test_what_the_disk_holds_costs_only_its_loading_to_lose():
+    read, loaded = Entry(1, 1000, 10.0, 0.1), Entry(2, 1000, 20.0, 0.1, load_s=1.0)
+    assert choose([read, loaded], 1).keys == (2,), "it would take longer to read, but not to load"
+    assert choose([read, loaded._replace(load_s=math.inf)], 1).keys == (1,), "the control"
+    slow = loaded._replace(load_s=30.0)
+    assert choose([read, slow], 1).keys == (1,), "reading is faster than loading"
+
+
+def test_returns_to_what_the_disk_holds_do_not_flow_to_the_point_above():
+    upper, other = Entry(1, 1000, 1.0, 0.1), Entry(3, 1000, 2.0, 0.1)
+    for load_s, first in ((0.1, 1), (math.inf, 3)):
+        lower = Entry(2, 1000, 0.1, 0.9, above=1, load_s=load_s)
+        assert choose([upper, lower, other], 2000).keys == (2, first)
+
+
+def test_a_speed_that_makes_no_sense_is_refused(tmp_path):
+    with pytest.raises(BadRequest, match=r"disk-gbps is 0\.0; give 0\.001 to 10000"):
+        simulate(tmp_path / "none.jsonl", disk_gbps=0.0)
