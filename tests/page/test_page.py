@@ -224,7 +224,7 @@ def test_images_can_be_shown_to_a_model_that_sees(browser, tmp_path):
         tab.page.wait_for_selector("#attach")
         kind, data = data_url(1).split(",")
         file = {"name": "a.png", "mimeType": kind[5:].split(";")[0], "buffer": base64.b64decode(data)}
-        tab.page.set_input_files("input[type=file]", file)
+        tab.page.set_input_files(".composer input[type=file]", file)
         tab.page.wait_for_selector(".attached img")
         tab.ask("What is this?")
         assert tab.questions().last.locator(".pictures img").count() == 1
