@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everwarm.gateway.admin.markdown import MAX_CHARS, MAX_CODE_CHARS, is_quick, is_safe_link, render
+from everwarm.gateway.admin.markdown import MAX_CHARS, MAX_CODE_CHARS, _parser, is_quick, is_safe_link, render
 
 SAFE = {
     *("p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "em", "strong", "s", "a", "br", "hr", "code", "pre"),
@@ -126,7 +126,10 @@ def test_what_is_too_long_or_has_too_many_parts_is_left_to_the_page():
     assert render(">" * 5000 + " a") is not None and render("- " * 5000) is not None
 
 
-def test_only_short_texts_without_code_are_quick():
+def test_only_short_texts_without_code_are_quick_and_only_after_the_first():
+    _parser.cache_clear()
+    assert not is_quick("**a**"), "the parser is not loaded yet"
+    render("a")
     assert (
         is_quick("**a**")
         and not is_quick("a" * 501)

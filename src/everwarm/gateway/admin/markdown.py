@@ -66,8 +66,9 @@ def render(text: str) -> Tree | None:
 
 
 def is_quick(text: str) -> bool:
-    """Whether it takes about a millisecond: short, and without code or formulas, whose parsers may have to be imported."""
-    return len(text) <= 500 and not any(mark in text for mark in ("```", "~~~", "$", "\\(", "\\["))
+    """Whether it takes about a millisecond: short, and nothing has to be imported for it."""
+    is_loaded = _parser.cache_info().currsize > 0
+    return is_loaded and len(text) <= 500 and not any(mark in text for mark in ("```", "~~~", "$", "\\(", "\\["))
 
 
 @cache
