@@ -15,6 +15,7 @@ DIALECTS = {
 
 ROUTES = {
     "GET /": "name and version",
+    "POST /render": "[Markdown as a tree of elements](../page.md), for the page",
     "GET /health": "the gateway is alive; how its parts are",
     "GET /ready": "200 if the engine can answer, else 503 with the reason",
     "GET /metrics": "[numbers for Prometheus](metrics.md); `?model=` with several models",

@@ -14,7 +14,7 @@ REPLY = f"""## Title
 |---|--:|
 | 1 | {EVIL} |
 
-See [this](https://example.org/x).
+See [this](https://example.org/x), where $x^2$ is.
 
 ```python
 def f(x):
@@ -44,6 +44,7 @@ def test_a_reply_has_tables_links_and_highlighted_code_and_nothing_else(browser,
         link = said.get_by_role("link", name="this")
         assert link.get_attribute("href") == "https://example.org/x" and "noopener" in link.get_attribute("rel")
         assert link.get_attribute("target") == "_blank"
+        assert said.locator("math msup").evaluate("(each) => each.getBoundingClientRect().width") > 5, "it is drawn"
         assert said.locator("script, img, iframe, [onerror], a[href^=javascript]").count() == 0
         assert "<script>boom()</script>" in said.inner_text()
         said.locator(".code .copy").click()
@@ -61,6 +62,7 @@ def test_the_page_builds_no_element_that_it_does_not_know(browser, server):
         ["a", {"href": "javascript:boom()"}, "go"],
     ]
     evil.append(["p", {"onclick": "boom()", "class": "top"}, "words"])
+    evil.append(["math", {"onclick": "boom()", "href": "javascript:boom()"}, ["maction", {}, "x"], ["mi", {}, "y"]])
 
     def answer(route: Any) -> None:
         n = len(route.request.post_data_json["texts"])
@@ -72,7 +74,10 @@ def test_the_page_builds_no_element_that_it_does_not_know(browser, server):
             await fetchRendered(['**bold**']);
             const box = document.createElement('div'); box.append(...rendered('**bold**')); document.body.append(box);
             return box.outerHTML }""")
-        assert found == "<div><span>boom()</span><span></span><span>go</span><p>words</p></div>"
+        assert (
+            found
+            == "<div><span>boom()</span><span></span><span>go</span><p>words</p><math><span>x</span><mi>y</mi></math></div>"
+        )
 
 
 def test_a_reply_that_the_server_does_not_render_is_shown_all_the_same(browser, server):

@@ -156,6 +156,15 @@ def test_the_open_conversation_is_the_trunk_and_messages_are_linked_to_it(tab, s
     page.mouse.move(spot["x"], spot["y"])
     page.wait_for_function("() => document.querySelectorAll('.message[data-marked]').length === 2")
     assert "France" in page.locator(".message[data-marked]").first.inner_text()
+    page.evaluate(
+        "everwarm.tree.select(everwarm.tree.picture.rows[everwarm.tree.picture.labels.find((l) => l.talk).row][0])"
+    )
+    page.click("#node-open")
+    assert "Rome" in tab.replies().inner_text(), "its row opens the other conversation"
+    page.evaluate("everwarm.tree.select(null)")
+    page.wait_for_function("() => everwarm.tree.picture.turns?.length === 1")
+    page.locator(".talk-list .title").first.click()
+    page.wait_for_function("() => everwarm.tree.picture.turns?.length === 3")
     n_rows = page.evaluate("everwarm.tree.picture.rows.length")
     page.click("#every-node")
     page.wait_for_function(f"() => !everwarm.tree.picture.labels && everwarm.tree.picture.rows.length > {n_rows}")

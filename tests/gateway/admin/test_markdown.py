@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from everwarm.gateway.admin.markdown import MAX_CHARS, MAX_CODE_CHARS, is_quick, is_safe_link, render
+from everwarm.gateway.admin.markdown import MAX_CHARS, MAX_CODE_CHARS, _parser, is_quick, is_safe_link, render
 
 SAFE = {
     *("p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "em", "strong", "s", "a", "br", "hr", "code", "pre"),
@@ -80,6 +81,40 @@ def test_hostile_markdown_becomes_nothing_but_safe_elements(text):
         assert attributes.get("class", "right") == "right"
 
 
+def test_formulas_become_mathml_and_prices_do_not():
+    tree = render(r"$a_1*b*$ and \(x^2\) cost $5 or $6, `$y$`" + "\n\n$$\n\\frac{1}{2}\n$$\n\n\\[z\\]")
+    assert tree is not None
+    shown = [(each[1]["display"], text_of([each])) for each in elements(tree) if each[0] == "math"]
+    assert shown == [("inline", "a1*b*"), ("inline", "x2"), ("block", "12"), ("block", "z")]
+    assert "cost $5 or $6, $y$" in text_of(tree) and not any(each[0] == "em" for each in elements(tree))
+
+
+@pytest.mark.parametrize(
+    "latex",
+    [
+        r"\href{javascript:boom()}{x}",
+        r"\style{color: red}{x}",
+        r"\class{top}{x}",
+        r"\text{<script>boom()</script>}",
+        r"\color{red}x",
+        "{" * 400,
+        r"\frac",
+        r"\left(",
+        r"\sqrt{" * 80,
+        r"\def\a{\a\a}\a",
+        "x^" * 200,
+        "a" * 501,
+    ],
+)
+def test_hostile_formulas_are_nothing_but_maths(latex):
+    text = f"before $${latex}$$ after"
+    tree = render(text)
+    assert tree is not None and text_of(tree).startswith("before ") and text_of(tree).endswith(" after")
+    for tag, attributes, *_ in elements(tree):
+        assert re.fullmatch(r"p|math|m[a-z]+", tag) and not attributes.keys() & {"href", "style", "class", "id"}
+        assert not any("(" in value or ":" in value for value in attributes.values())
+
+
 def test_html_is_shown_as_it_was_written():
     for text in HOSTILE[:2]:
         assert text_of(render(text) or []) == text
@@ -91,5 +126,14 @@ def test_what_is_too_long_or_has_too_many_parts_is_left_to_the_page():
     assert render(">" * 5000 + " a") is not None and render("- " * 5000) is not None
 
 
-def test_only_short_texts_without_code_are_quick():
-    assert is_quick("**a**") and not is_quick("a" * 501) and not is_quick("```\na\n```") and not is_quick("~~~\na\n~~~")
+def test_only_short_texts_without_code_are_quick_and_only_after_the_first():
+    _parser.cache_clear()
+    assert not is_quick("**a**"), "the parser is not loaded yet"
+    render("a")
+    assert (
+        is_quick("**a**")
+        and not is_quick("a" * 501)
+        and not is_quick("```\na\n```")
+        and not is_quick("~~~\na\n~~~")
+        and not is_quick("$a$")
+    )

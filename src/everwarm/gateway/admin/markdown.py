@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from everwarm.gateway.admin import maths
+
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
+    from markdown_it.rules_inline import StateInline
     from markdown_it.token import Token
 
 Tree = list[Any]  # of texts and elements
@@ -24,6 +27,11 @@ _MAX_NESTING = 20
 _WILD = re.compile(r"[^\n]{201}|\s{65}")  # lines and gaps that no program has, and on which lexers take seconds
 
 _LINK = re.compile(r"(?:https?://|mailto:)[^\s\x00-\x20\x7f]{1,2000}", re.IGNORECASE)
+_FORMULA = re.compile(
+    r"\$\$(?P<dollars>.{1,500}?)\$\$|\\\[(?P<brackets>.{1,500}?)\\\]|\\\((?P<parens>.{1,500}?)\\\)"
+    r"|\$(?P<dollar>[^\s$`](?:[^$\n`]{0,498}[^\s$\\`])?)\$(?!\d)",  # not the prices in "$5 or $6"
+    re.DOTALL,
+)
 _BARE_LINK = re.compile(r"(https?://[^\s<>()\[\]{}\"'`|\\^\x00-\x20\x7f]{3,2000}(?<![.,;:!?*_]))", re.IGNORECASE)
 _TAGS = {
     **{f"h{level}": f"h{min(6, level + 2)}" for level in range(1, 7)},  # the page has its own first two levels
@@ -58,8 +66,9 @@ def render(text: str) -> Tree | None:
 
 
 def is_quick(text: str) -> bool:
-    """Whether it takes about a millisecond: short, and without code, whose lexer may have to be imported."""
-    return len(text) <= 500 and "```" not in text and "~~~" not in text
+    """Whether it takes about a millisecond: short, and nothing has to be imported for it."""
+    is_loaded = _parser.cache_info().currsize > 0
+    return is_loaded and len(text) <= 500 and not any(mark in text for mark in ("```", "~~~", "$", "\\(", "\\["))
 
 
 @cache
@@ -69,7 +78,20 @@ def _parser() -> MarkdownIt:
     options = {"html": False, "maxNesting": _MAX_NESTING}
     parser = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
     parser.validateLink = is_safe_link  # type: ignore[method-assign]
+    parser.inline.ruler.before("escape", "formula", _formula_rule)
     return parser
+
+
+def _formula_rule(state: StateInline, silent: bool) -> bool:
+    """Takes a formula between dollars or escaped brackets as one token, so that nothing in it is read as Markdown."""
+    found = _FORMULA.match(state.src, state.pos, state.posMax)
+    if found is None:
+        return False
+    if not silent:
+        token = state.push("formula", "", 0)
+        token.content, token.markup, token.info = found[found.lastgroup or 0], found[0], found.lastgroup or ""
+    state.pos = found.end()
+    return True
 
 
 def is_safe_link(url: str) -> bool:
@@ -121,6 +143,9 @@ def _leaf(token: Token) -> Tree:
             language = (token.info.split() or [""])[0].lower()[:24]
             code = token.content.removesuffix("\n")
             return [["pre", {"language": language}, ["code", {}, *_highlighted(code, language)]]]
+        case "formula":
+            made = maths.formula(token.content, is_block=token.info in ("dollars", "brackets"))
+            return [token.markup if made is None else made]
         case "code_inline":
             return [["code", {}, token.content]]
         case "softbreak":

@@ -139,13 +139,14 @@ export class Chat extends EventTarget {
     if (!message.error && message.timings) say(`Reply: ${message.content.slice(0, 300)}`);
   }
 
-  /** What reading the whole prompt would have taken, at the speed that the server has measured. */
+  /** What reading the reused tokens, too, would have taken, at the speed that the server has measured. */
   async compare(message) {
     if (!message.timings) return;
     await this.feed.refresh();
+    const { prompt_ms, restore_ms, cache_n } = message.timings;
     const seconds = this.feed.overview?.seconds_per_token;
     message.at = Date.now();
-    if (seconds) message.cold_ms = 1000 * seconds * (message.timings.cache_n + message.timings.prompt_n);
+    if (seconds) message.cold_ms = prompt_ms - restore_ms + 1000 * seconds * cache_n;
   }
 
   /** The next of the three actions that prove the promise. */

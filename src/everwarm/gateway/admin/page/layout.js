@@ -28,23 +28,24 @@ export function layout(nodes) {
   return { places, rows, n_tokens: most, axis };
 }
 
-/** From tokens to places along x, and back. Straight between two stops. */
+/** From tokens to places along x, and back. Straight between two stops; `power` of 1 would space tokens evenly, 0 stops. */
 export class Axis {
-  constructor(ends) {
+  constructor(ends, power = 0.5) {
+    this.power = power;
     this.stops = [...new Set([0, ...ends])].sort((a, b) => a - b);
     this.places = [0];
-    for (let nth = 1; nth < this.stops.length; nth += 1) this.places.push(this.places[nth - 1] + Math.sqrt(this.stops[nth] - this.stops[nth - 1]));
+    for (let nth = 1; nth < this.stops.length; nth += 1) this.places.push(this.places[nth - 1] + (this.stops[nth] - this.stops[nth - 1]) ** power);
     this.length = Math.max(1, this.places.at(-1));
   }
 
   at(token) {
     const beyond = token - this.stops.at(-1); // a reply that is being written
-    return beyond > 0 ? this.places.at(-1) + Math.sqrt(beyond) : between(this.stops, this.places, token);
+    return beyond > 0 ? this.places.at(-1) + beyond ** this.power : between(this.stops, this.places, token);
   }
 
   token(place) {
     const beyond = place - this.places.at(-1);
-    return beyond > 0 ? this.stops.at(-1) + beyond ** 2 : between(this.places, this.stops, place);
+    return beyond > 0 ? this.stops.at(-1) + beyond ** (1 / this.power) : between(this.places, this.stops, place);
   }
 }
 

@@ -179,6 +179,7 @@ link.addEventListener("found", () => { setLost(false); models.refresh(); });
 find("theme").addEventListener("click", toggleTheme);
 find("beside").addEventListener("click", () => setBeside(!("beside" in document.body.dataset)));
 tree.follow(() => ({ talks: chat.talks, open: chat.talk }));
+tree.wanted = (talk) => { location.hash = "chat"; chat.open(talk); };
 tree.pointed = (ids) => chat.mark(ids);
 chat.addEventListener("point", ({ detail }) => tree.point(detail));
 chat.addEventListener("change", () => tree.rearrange());

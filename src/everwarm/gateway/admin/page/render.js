@@ -4,6 +4,9 @@ import { json } from "./api.js";
 import { button, h, say } from "./dom.js";
 
 const TAGS = new Set(["p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "em", "strong", "s", "a", "br", "hr", "code", "pre", "span", "table", "thead", "tbody", "tr", "th", "td"]);
+const MATHS = new Set(["math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "ms", "mfrac", "msqrt", "mroot", "mstyle", "mpadded", "mphantom", "msub", "msup", "msubsup", "munder", "mover", "munderover", "mtable", "mtr", "mtd"]);
+const MATHS_ATTRIBUTES = new Set(["display", "stretchy", "fence", "form", "accent", "accentunder", "linethickness", "mathvariant", "columnalign", "lspace", "rspace", "width", "displaystyle", "scriptlevel", "minsize", "maxsize", "movablelimits", "largeop"]);
+const MATHML = "http://www.w3.org/1998/Math/MathML"; // the name of a namespace
 const CLASSES = new Set(["comment", "keyword", "string", "number", "name", "right"]);
 const PLAIN = /^[^`*_#[\]|~$\\<>:+=-]*$/; // a text without any of these needs no rendering
 const NUMBERED = /^\s*\d+[.)]\s/m;
@@ -49,11 +52,19 @@ function built(node) {
   if (typeof node === "string") return node;
   const [tag, given, ...children] = node;
   const inner = children.map(built);
+  if (MATHS.has(tag)) return mathElement(tag, given, inner);
   if (!TAGS.has(tag)) return h("span", {}, inner);
   if (tag === "a") return link(given.href, inner);
   if (tag === "pre") return codeBlock(given.language, inner);
   if (tag === "table") return h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, h("table", {}, inner));
   return h(tag, { class: CLASSES.has(given.class) ? given.class : null, start: Number.isInteger(given.start) ? given.start : null }, inner);
+}
+
+function mathElement(tag, given, inner) {
+  const element = document.createElementNS(MATHML, tag);
+  for (const [name, value] of Object.entries(given)) if (MATHS_ATTRIBUTES.has(name)) element.setAttribute(name, String(value));
+  element.append(...inner);
+  return element;
 }
 
 function link(href, inner) {

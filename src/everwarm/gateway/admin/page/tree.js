@@ -20,6 +20,7 @@ export class Tree {
     this.selected = null; // an id: it may move when the tree changes
     this.span = null; // the part of the trunk that a message is
     this.around = null; // () => {talks, open}: the conversations of this browser
+    this.wanted = () => {}; // called with a conversation that shall be opened
     this.pointed = () => {}; // called with the ids of the messages under the pointer
     this._at = new Map(); // where running requests are shown, in tokens
     this._frame = 0;
@@ -292,9 +293,11 @@ export class Tree {
   }
 
   _showCard() {
-    const node = this.picture.places.get(this.selected)?.node;
+    const place = this.picture.places.get(this.selected);
+    const node = place?.node;
+    const talk = this.picture.labels?.find((label) => label.row === place?.row)?.talk;
     this.card.hidden = !node;
-    const shown = JSON.stringify(node ?? null);
+    const shown = JSON.stringify([node ?? null, talk?.id]);
     if (!node || shown === this._shownNode) return;
     this._shownNode = shown;
     const at = this.card.contains(document.activeElement) ? document.activeElement.id : "";
@@ -304,6 +307,7 @@ export class Tree {
       button("×", { class: "plain close", "aria-label": "Close" }, () => this.select(null)),
       node.words ? h("div", { class: "words" }, node.words) : "",
       h("dl", { class: "facts" }, facts(node).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+      talk ? h("p", {}, button(`Open “${talk.title}”`, { class: "plain", id: "node-open" }, () => this.wanted(talk))) : "",
       h("div", { class: "row-end" }, button(node.pinned ? "Unpin" : "Pin", { id: "node-pin" }, () => this._pin()), drop));
     if (at) find(at)?.focus();
   }

@@ -7,6 +7,7 @@
 import { Axis, countEnds, layout, lineage } from "./layout.js";
 import { path, titleOf } from "./talk.js";
 
+const FLAT = 0.3; // of the axis: a turn of twenty tokens is a third as wide as one of a thousand
 const NEAR = 48; // tokens that a template may put around a reply
 
 /** The turns of messages that the server has counted: which tokens each covers, and its messages. */
@@ -109,7 +110,8 @@ function isLeftBehind(branch, turns) {
 }
 
 function placed(picture, trunk, ticks, others, about) {
-  const axis = new Axis([...trunk.map((place) => place.node.end), ...others.map((branch) => branch.end)]);
+  const ends = about.turns.map((turn) => turn.prompt);
+  const axis = new Axis([...ends, trunk.at(-1).node.end, ...others.map((branch) => branch.end)], FLAT);
   const rows = [trunk, ...others.map((branch) => branch.places.sort((a, b) => a.node.end - b.node.end))];
   rows.forEach((row, nth) => row.forEach((place, at) => Object.assign(place, { row: nth, nth: at, isTick: false })));
   for (const branch of ticks) for (const place of branch.places) Object.assign(place, { row: 0, isTick: true });
