@@ -11,14 +11,13 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import cyclopts
 from cyclopts import Parameter
 from rich.console import Console
 
 from everwarm import __version__
-from everwarm.cli.downloads import downloads
 from everwarm.cli.serve_options import DEFAULTS, ServeOptions
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
@@ -59,7 +58,7 @@ for _name, _function in _OF_MODELS.items():
 app.register_install_completion_command()
 
 VARIABLES = "EVERWARM_SERVE_"
-SECRET = ("api_key", "admin_key", "keys")
+SECRET = ("api_key", "admin_key")
 
 
 @app.command
@@ -101,6 +100,8 @@ def serve(
     if models is None:
         catalog = _single(model, options, engine, console)
         return run(lambda: catalog, PoolLimits(), options.server(), console)
+    from everwarm.cli.models import downloads
+
     source = models
     default = options.models_default
     state_dir = options.state_dir
@@ -150,6 +151,8 @@ def _serve_cluster(config: Path, *, is_alone: bool) -> int:
 
 def _single(model: str | None, options: ServeOptions, engine: EngineSettings, console: Console) -> Catalog:
     if model is not None and model.startswith(hub.PREFIX):
+        from everwarm.cli.models import downloads
+
         with downloads(console) as resolve:
             there = resolve(model)
         return only(there.path, engine, options.alias or there.id, mmproj=there.mmproj)
@@ -164,33 +167,23 @@ def config(
 ) -> None:
     """Check and show the settings that `serve` would use, from its flags, environment and file.
 
+    What is printed is a file for `EVERWARM_CONFIG` that gives the same settings. Keys are left out.
+
     Parameters
     ----------
     show
         Print the settings; with --no-show they are only checked.
     """
+    from everwarm.cli.config_file import as_toml
+
     _require_known_variables()
     _, bound, *_ = app.parse_args(["serve", *tokens], exit_on_error=True)
     options: ServeOptions = bound.arguments.get("options", DEFAULTS)
-    engine = options.engine()
-    server = options.server()
-    for title, settings in (("engine", engine), ("server", server)) if show else ():
-        print(f"[{title}]")
-        for name, value in dataclasses.asdict(settings).items():
-            print(f"{name} = {'(hidden)' if name in SECRET and value else _toml(value)}")
-        print()
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return '"auto"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return repr(value) if not isinstance(value, str) else f'"{value}"'
+    options.engine()
+    options.server()
+    if show:
+        given = {name: value for name, value in bound.arguments.items() if name != "options"}
+        print(as_toml("serve", given | dataclasses.asdict(options), SECRET), end="")
 
 
 @app.command
@@ -274,6 +267,10 @@ def main() -> None:
         for name in (*_LATER, *_OF_MODELS):
             app[name]  # loads it: the list of commands shows its help
     try:
+        if os.environ.get("EVERWARM_CONFIG"):
+            from everwarm.cli.config_file import require_known_keys
+
+            require_known_keys(app, Path(os.environ["EVERWARM_CONFIG"]))
         sys.exit(app())
     except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)
