@@ -95,7 +95,8 @@ def serve_page() -> str:
         "1. on the command line: `--ctx-size 65536`;\n"
         "2. in the environment: `EVERWARM_SERVE_CTX_SIZE=65536`;\n"
         "3. in the TOML file that `EVERWARM_CONFIG` names: `ctx-size = 65536` in the table `[serve]`.\n",
-        "`everwarm config` prints what holds. Sizes are numbers like `8GiB` or `500MB`. An empty default means: not set, and the "
+        "`everwarm config` prints what holds, as such a file; unknown tables and keys are errors. "
+        "Sizes are numbers like `8GiB` or `500MB`. An empty default means: not set, and the "
         "text says what happens then. Other variables are [below](#other-variables). What to change for which model is in the "
         "[tuning guide](../tuning.md).\n",
     ]

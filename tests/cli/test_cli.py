@@ -8,7 +8,7 @@ import pytest
 
 import everwarm
 from everwarm.demo import EMBEDDED_MODEL
-from support.server import run_cli, serving
+from support.server import run_cli, serving, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked")  # it sees argv all the same
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked")  
 def settings_in(done: CompletedProcess[str]) -> dict[str, str]:
     """What `everwarm config` says, by name."""
     assert done.returncode == 0, done.stderr
-    return dict(re.findall(r"^(\w+) = (.*)$", done.stdout, re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+) = (.*)$", done.stdout, re.MULTILINE))
 
 
 def shown(*flags: str, **env: str) -> dict[str, str]:
@@ -66,17 +66,17 @@ def test_the_version_is_the_packages_own(here):
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(toml):
     env = {"EVERWARM_CONFIG": str(toml), "EVERWARM_SERVE_CTX_SIZE": "2222"}
-    assert shown()["n_ctx"] == "16384"
-    assert shown(EVERWARM_CONFIG=str(toml))["n_ctx"] == "1111"
-    assert shown(**env)["n_ctx"] == "2222" and shown(**env)["n_slots"] == "3"
-    assert shown("-c", "3333", **env)["n_ctx"] == "3333"
+    assert shown()["ctx-size"] == "16384"
+    assert shown(EVERWARM_CONFIG=str(toml))["ctx-size"] == "1111"
+    assert shown(**env)["ctx-size"] == "2222" and shown(**env)["slots"] == "3"
+    assert shown("-c", "3333", **env)["ctx-size"] == "3333"
 
 
 def test_config_shows_what_serve_would_run_with(tmp_path):
     path = tmp_path / "serve.toml"
     path.write_text("[serve]\nctx-size = 1111\n")
-    assert shown(EVERWARM_CONFIG=str(path))["n_ctx"] == "1111"
-    assert shown(EVERWARM_SERVE_CTX_SIZE="2222")["n_ctx"] == "2222"
+    assert shown(EVERWARM_CONFIG=str(path))["ctx-size"] == "1111"
+    assert shown(EVERWARM_SERVE_CTX_SIZE="2222")["ctx-size"] == "2222"
 
 
 @pytest.mark.parametrize(
@@ -96,27 +96,46 @@ def test_a_misspelt_variable_is_an_error_that_says_what_would_be_right(here, mon
 def test_short_names_are_llama_servers(here):
     flags = ["-c", "512", "-np", "3", "-b", "64", "-ub", "32", "-t", "2", "-fa", "off", "-ctk", "q8_0"]
     found = settings_in(here("config", *flags))
-    assert (found["n_ctx"], found["n_slots"], found["n_batch"], found["n_ubatch"]) == ("512", "3", "64", "32")
-    assert (found["n_threads"], found["flash_attention"], found["cache_type_k"]) == ("2", '"off"', '"q8_0"')
+    assert (found["ctx-size"], found["slots"], found["batch-size"], found["ubatch-size"]) == ("512", "3", "64", "32")
+    assert (found["threads"], found["flash-attn"], found["cache-type-k"]) == ("2", '"off"', '"q8_0"')
 
 
-def test_sizes_have_units(here):
-    for size, n_bytes in {"2GiB": 2 << 30, "500MB": 500_000_000, "0": 0}.items():
-        assert settings_in(here("config", "--cache-ram", size))["ram_bytes"] == str(n_bytes)
+def test_what_is_printed_gives_the_same_settings(tmp_path):
+    flags = ["m.gguf", "--ctx-size", "2048", "-ts", "3", "-ts", "1.5", "--allowed-host", 'a"b', "--no-prewarm"]
+    flags += ["--cache-ram", "2GiB", "--api-key", "very-secret", "--request-timeout", "1e-3"]
+    first = run_cli("config", *flags)
+    path = tmp_path / "printed.toml"
+    path.write_text(first.stdout)
+    assert (
+        first.returncode == 0 and 'cache-ram = "2GiB"' in first.stdout and "tensor-split = [3.0, 1.5]" in first.stdout
+    )
+    again = run_cli("config", EVERWARM_CONFIG=str(path))
+    assert again.stdout == first.stdout.replace("# api-key is set, and not shown\n", "")
 
 
 def test_a_key_is_not_shown(here):
     found = here("config", "--api-key", "very-secret")
-    assert "very-secret" not in found.stdout + found.stderr and "api_key = (hidden)" in found.stdout
+    assert "very-secret" not in found.stdout + found.stderr and "# api-key is set" in found.stdout
 
 
 # mistakes
 
 
-def test_an_unknown_key_in_the_file_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[serve]\nctx-sise = 5\n", "has ctx-sise in [serve], which is nothing known; did you mean ctx-size?"),
+        ("[srve]\nctx-size = 5\n", "has a table [srve], which is nothing known; did you mean serve?"),
+        ("ctx-size = 5\n", "has ctx-size in no table, which is nothing known; give a table per command, like [serve]"),
+        ("[chat]\nsistem = 'x'\n", "has sistem in [chat], which is nothing known; did you mean system?"),
+        ("[cache.prune]\nkeeb = 1\n", "has keeb in [cache.prune], which is nothing known; did you mean keep?"),
+    ],
+)
+def test_an_unknown_table_or_key_in_the_file_is_an_error(here, monkeypatch, tmp_path, text, said):
     path = tmp_path / "wrong.toml"
-    path.write_text("[config]\nctx-sise = 5\n")
-    assert "ctx-sise" in usage_error(run_cli("config", EVERWARM_CONFIG=str(path)))
+    path.write_text(text)
+    monkeypatch.setenv("EVERWARM_CONFIG", str(path))
+    assert said in sentence(here("config"))
 
 
 @pytest.mark.parametrize("text", ["[config\n", "ctx-size = = 1\n"])
@@ -162,8 +181,18 @@ def test_a_model_file_that_is_missing_or_none_is_said_at_once(tmp_path):
     missing, broken = tmp_path / "missing.gguf", tmp_path / "broken.gguf"
     broken.write_bytes(b"not a model")
     for path in (missing, broken):
-        said = sentence(run_cli("serve", str(path), "--port", "0")).splitlines()[-1]
-        assert said.startswith("everwarm: ") and path.name in said
+        said = sentence(run_cli("serve", str(path), "--port", "0"))
+        assert said.startswith("everwarm: ") and path.name in said and "\n" not in said
+
+
+def test_the_summary_at_the_start_says_what_was_loaded_and_what_the_disk_may_take(tmp_path):
+    with serving("--disk-cache", "900TiB", "--state-dir", str(tmp_path)) as server:
+        until(lambda: "page at /" in server.log, "it has said everything")
+    said = " ".join(server.log.split())
+    assert "(qwen35 " in said and "?B" not in said
+    assert re.search(
+        r"disk: about [\d,]+ MiB more in \S+; 943,718,400 were given, but the disk has not that much", said
+    )
 
 
 def test_a_port_that_is_taken_is_said():

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import cyclopts
 from cyclopts import Parameter
 from rich.console import Console
 
 from everwarm import __version__
-from everwarm.cli.downloads import downloads
 from everwarm.cli.flags.llama_line import from_environment, our_line, unknown_variables
 from everwarm.cli.flags.option_groups import HELP_ALL
 from everwarm.cli.serve_options import DEFAULTS, ServeOptions
@@ -81,7 +79,7 @@ for _name, _function in _OF_MODELS.items():
 app.register_install_completion_command()
 
 VARIABLES = "EVERWARM_SERVE_"
-SECRET = ("api_key", "more_api_keys", "admin_key", "keys")
+SECRET = ("api_key", "admin_key")
 
 
 @app.command
@@ -129,6 +127,7 @@ def serve(
 
 
 def _serve_many(source: str, options: ServeOptions, console: Console) -> int:
+    from everwarm.cli.models import downloads
     from everwarm.gateway.server import serve as run
 
     require(options.template() is None, "a chat template is for one model; with --models give each its own")
@@ -189,6 +188,8 @@ def _serve_cluster(config: Path, *, is_alone: bool) -> int:
 def _single(model: str | None, options: ServeOptions, console: Console) -> Catalog:
     mmproj: Path | None
     if model is not None and model.startswith(hub.PREFIX):
+        from everwarm.cli.models import downloads
+
         with downloads(console) as resolve:
             there = resolve(model)
         path, name, mmproj = there.path, there.id, there.mmproj
@@ -216,33 +217,23 @@ def config(
 ) -> None:
     """Check and show the settings that `serve` would use, from its flags, environment and file.
 
+    What is printed is a file for `EVERWARM_CONFIG` that gives the same settings. Keys are left out.
+
     Parameters
     ----------
     show
         Print the settings; with --no-show they are only checked.
     """
+    from everwarm.cli.config_file import as_toml
+
     _require_known_variables()
     _, bound, *_ = app.parse_args(["serve", *our_line(tokens, ServeOptions)], exit_on_error=True)
     options: ServeOptions = bound.arguments.get("options", DEFAULTS)
-    engine = options.engine()
-    server = options.server()
-    for title, settings in (("engine", engine), ("server", server)) if show else ():
-        print(f"[{title}]")
-        for name, value in dataclasses.asdict(settings).items():
-            print(f"{name} = {'(hidden)' if name in SECRET and value else _toml(value)}")
-        print()
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return '"auto"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    options.engine()
+    options.server()
+    if show:
+        given = {name: value for name, value in bound.arguments.items() if name != "options"}
+        print(as_toml("serve", given | dataclasses.asdict(options), SECRET), end="")
 
 
 @app.command
@@ -333,6 +324,10 @@ def main() -> None:
         for name in (*_LATER, *_OF_MODELS):
             app[name]  # loads it: the list of commands shows its help
     try:
+        if os.environ.get("EVERWARM_CONFIG"):
+            from everwarm.cli.config_file import require_known_keys
+
+            require_known_keys(app, Path(os.environ["EVERWARM_CONFIG"]))
         sys.exit(app(_our_tokens(sys.argv[1:])))
     except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)

@@ -5,7 +5,9 @@ Models of the Hub lie in the Hugging Face cache, which other programs share.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from everwarm.cli.cache_output import size_text
-from everwarm.cli.downloads import downloads
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import EverwarmError, ModelFileError
 from everwarm.gateway.client import Client
 from everwarm.gateway.ollama.model_list import size_text as count_text
 from everwarm.router.catalog import hub
+from everwarm.router.catalog.catalog import Resolve
 from everwarm.router.catalog.gguf_header import read_header
 from everwarm.types import Json
 
@@ -29,6 +31,22 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 HubModelName = Annotated[str, Parameter(help="`owner/repo` or `owner/repo:QUANT`, with or without `hf:` before it")]
 Url = Annotated[str, Parameter(help="the server's address")]
 ApiKey = Annotated[str | None, Parameter(help="the server's API key")]
+
+
+@contextlib.contextmanager
+def downloads(console: Console) -> Iterator[Resolve]:
+    """Finds models of the Hub in the local cache, and downloads those that are not there."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with shown as bar:
+
+        def resolve(name: str) -> hub.HubModel:
+            task = bar.add_task(name, total=None, visible=False)
+            return hub.resolve(name, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
+
+        yield resolve
 
 
 def pull(name: HubModelName) -> None:

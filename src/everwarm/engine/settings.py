@@ -29,6 +29,9 @@ PinRam = Literal["auto", "on", "off"]
 Speculate = Literal["auto", "off", "lookup"]
 
 
+DISK_FREE_SHARE = 0.8  # of the file system's free space, for any budget
+
+
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
     """The disk tier. ``auto`` reads a prompt again where that is measured to be faster than loading it."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -18,6 +19,7 @@ import uvicorn
 from rich.console import Console
 
 from everwarm import __version__
+from everwarm.engine.settings import DISK_FREE_SHARE
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.http.connection import Connection, ConnectionLimits, ConnectionTable
@@ -115,7 +117,7 @@ def _is_answered(path: str) -> bool:
 
 
 async def _serve(pool: Pool, settings: ServerSettings, console: Console, socks: list[socket.socket]) -> int:
-    with _loading_bars(console) as pool.on_loading:
+    with _loading_bars(console) as pool.on_loading, _failure_told_once(pool):
         gateway = build_gateway(pool, settings)
         limits = connection_limits(settings)
         config = uvicorn.Config(
@@ -184,6 +186,22 @@ def _loading_bars(console: Console) -> Iterator[Callable[[str, float], None] | N
         yield show
 
 
+@contextlib.contextmanager
+def _failure_told_once(pool: Pool) -> Iterator[None]:
+    """If the only model cannot be loaded, that is the last line before the end, and no line in the log before it."""
+    supervising = logging.getLogger("everwarm.router")
+    is_alone = len(pool.catalog.specs) == 1 and not pool.catalog.broken
+
+    def passes(record: logging.LogRecord) -> bool:
+        return not is_alone or record.levelno < logging.ERROR
+
+    supervising.addFilter(passes)
+    try:
+        yield
+    finally:
+        supervising.removeFilter(passes)
+
+
 def connection_limits(settings: ServerSettings) -> ConnectionLimits:
     """``max_connections``, or fewer if the system limits open files."""
     n_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -236,15 +254,30 @@ def _about(standing: Standing) -> str:
     if info is None or not standing.supervisor.is_running:
         reason = standing.supervisor.reason
         return f"· {spec.id}: {reason or f'about {spec.n_bytes / _MIB:,.0f} MiB, loaded on demand'}"
-    store = spec.settings.store
-    disk = f"up to {store.disk_bytes / _MIB:,.0f} MiB in {store.directory}" if store else "nothing on disk"
     return (
-        f"· {spec.id} ({info.description}, {info.n_params / 1e6:,.1f} M parameters, {info.memory_kind} memory)\n"
+        f"· {spec.id} ({info.description}, {info.memory_kind} memory)\n"
         f"  {info.n_slots} slots share {info.n_ctx:,} tokens of context; "
         f"{info.kv_bytes_per_token:,} bytes of KV per token, {info.state_bytes / _MIB:.1f} MiB per recurrent state\n"
         f"  checkpoints: up to {info.max_checkpoints} per conversation, every {info.every_n_tokens} tokens; "
-        f"{info.n_spares} on the device, {info.ram_bytes / _MIB:,.0f} MiB of RAM, {disk}"
+        f"{info.n_spares} on the device, {info.ram_bytes / _MIB:,.0f} MiB of RAM\n"
+        f"  disk: {_disk(standing)}"
     )
+
+
+def _disk(standing: Standing) -> str:
+    """What the disk tier may take and where; or why it takes nothing."""
+    store, load = standing.spec.settings.store, standing.supervisor.load
+    if store is None:
+        return "nothing is kept (--disk-cache 0)"
+    if load is not None and "disk" in load.degraded:
+        return f"nothing is kept for now: {load.degraded['disk']}"
+    place = Path(store.directory).expanduser()
+    there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    room = int(DISK_FREE_SHARE * shutil.disk_usage(there).free)
+    if room < store.disk_bytes:
+        wanted = f"{store.disk_bytes / _MIB:,.0f}"
+        return f"about {room / _MIB:,.0f} MiB more in {place}; {wanted} were given, but the disk has not that much room"
+    return f"up to {store.disk_bytes / _MIB:,.0f} MiB in {place}"
 
 
 def _stop_on_signals(server: uvicorn.Server, gateway: Gateway, settings: ServerSettings) -> None:

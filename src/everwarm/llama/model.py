@@ -163,7 +163,8 @@ class Model(Closing):
     def description(self) -> str:
         buffer = ctypes.create_string_buffer(256)
         self.lib.model_desc(self.ptr, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
+        text = buffer.value.decode("utf-8", "replace")
+        return text.replace("?B", _parameters(self.n_params))  # of shapes that libllama has no name for
 
     @functools.cached_property
     def chat_template(self) -> str | None:
@@ -310,3 +311,9 @@ def _reason(messages: tuple[str, ...]) -> str:
         if reason and not reason.startswith("failed to load model"):
             return reason
     return messages[0] if messages else "libllama gave no reason"
+
+
+def _parameters(n: int) -> str:
+    """A number of parameters as names have it: ``7.4M``, ``27B``."""
+    size, letter = (n / 1e9, "B") if n >= 1e9 else (n / 1e6, "M")
+    return f"{size:.1f}".removesuffix(".0") + letter

@@ -66,6 +66,9 @@ def test_nothing_known_is_new():
     assert why(tree_of(KNOWN), OTHER) == ReadReason(Reason.NEW, n_kv=0)  # not a word of what it shares nothing with
     few = [*KNOWN[:GUARD], *OTHER]
     assert why(tree_of(KNOWN), few).reason is Reason.NEW  # what all prompts begin with is no conversation
+    short = [*KNOWN[:3], *OTHER[:5]]
+    assert why(tree_of(KNOWN), short).reason is Reason.NEW  # also in a short prompt
+    assert why(tree_of(KNOWN[:3]), short).reason is Reason.EXTENDED  # but going on is going on
 
 
 def test_everything_known_is_a_hit():

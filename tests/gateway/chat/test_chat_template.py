@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.chat.chat_template import ChatTemplate, in_known_roles
 from everwarm.gateway.chat.jinja_template import Template
 
 STYLES = Path(__file__).parents[2] / "support" / "templates"
@@ -280,3 +280,14 @@ def test_content_comes_as_the_template_takes_it(source, content):
 def test_images_and_refusals_in_a_list_do_not_get_lost_as_text():
     content = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}, "b"]
     assert ChatTemplate(ONE_TEXT).render([{"role": "user", "content": content}]) == "<user>a\nno\nb"
+
+
+@pytest.mark.parametrize("role", ["wizard", "", 3, ["user"], "x" * 100])
+def test_a_role_that_the_template_would_leave_out_is_refused(role):
+    source = "{% for m in messages %}{% if m.role == 'observer' %}!{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    template = ChatTemplate(source)
+    messages = [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]
+    with pytest.raises(BadRequest, match=r"messages\[1\].role is .*; give system, user, assistant or tool"):
+        in_known_roles(messages, template)
+    known = [{"role": "observer", "content": "b"}]
+    assert in_known_roles(known, template) == known  # this template has a role of its own

@@ -84,10 +84,10 @@ def _main_reason(seen: ReadFacts, again: Reason | None, parting: Parting | None)
         return again
     if n_elsewhere > n_known + GUARD and n_elsewhere - n_known >= n_prompt - n_elsewhere:
         return Reason.FINGERPRINT
-    if n_known == 0 or n_known <= GUARD < n_prompt - n_known:
-        return Reason.NEW
     if n_known == n_prompt:
         return Reason.HIT
+    if n_known == 0 or (n_known <= GUARD and (parting is not None or n_prompt - n_known > GUARD)):
+        return Reason.NEW  # what all prompts of a template begin with is no conversation
     return Reason.EXTENDED if parting is None else Reason.EDITED
 
 

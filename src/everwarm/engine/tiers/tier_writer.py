@@ -21,7 +21,7 @@ from pathlib import Path
 
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
-from everwarm.engine.settings import RemoteSettings, StoreSettings
+from everwarm.engine.settings import DISK_FREE_SHARE, RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.disk_pins import PinBoard, pinned_below
@@ -53,7 +53,6 @@ MAX_DUE = 4096  # turns that wait for the disk to catch up
 MAX_NAMES = 4096  # of nodes that were written
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
 CATCH_UP_S = 0.02  # so long RAM waits for a disk that is behind, before it evicts what was not written
-FREE_SHARE = 0.8  # of the file system's free space, for any budget
 _MIB = 1 << 20
 
 Done = Callable[[], object]
@@ -572,7 +571,7 @@ class TierWriter:
         place = directory / folder_name(fingerprint)
         write_bytes = self._settings.write_bytes_per_day
         share = self._namespace_share
-        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share, free_share=FREE_SHARE)
+        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share, free_share=DISK_FREE_SHARE)
         shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
         log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
         self.foreign_prompts = find_foreign_prompts(directory, fingerprint)

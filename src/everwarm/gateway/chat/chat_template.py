@@ -173,10 +173,14 @@ class _Ask:
 
 _PROBE = "c51e7d"
 _INSTRUCTING = ("system", "developer")
+_ROLES = (*_INSTRUCTING, "user", "assistant", "tool", "function")
+_MAX_ROLE_CHARS = 64
 
 
 def in_known_roles(messages: Sequence[Json], template: ChatTemplate) -> list[Json]:
-    """The same messages as the template shows them."""
+    """The same messages as the template shows them; ``BadRequest`` for a role that it would leave out."""
+    for i, message in enumerate(messages):
+        _require_role(i, message.get("role"), template)
     named = list(messages) if template.keeps_developer else [_as_system(message) for message in messages]
     n_first = sum(1 for _ in takewhile(_instructs, named))
     first, rest = named[:n_first], named[n_first:]
@@ -185,6 +189,15 @@ def in_known_roles(messages: Sequence[Json], template: ChatTemplate) -> list[Jso
     if any(map(_instructs, rest)) and not _shows_late(template):
         rest = [{**message, "role": "user"} if _instructs(message) else message for message in rest]
     return [*first, *rest]
+
+
+def _require_role(i: int, role: Any, template: ChatTemplate) -> None:
+    """A role that this model's template names is fine, too."""
+    if role in _ROLES or role is None:
+        return
+    is_named = isinstance(role, str) and 0 < len(role) <= _MAX_ROLE_CHARS and role.isidentifier()
+    if not is_named or not any(f"{quote}{role}{quote}" in template.source for quote in "'\""):
+        raise BadRequest(f"messages[{i}].role is {str(role)[:_MAX_ROLE_CHARS]!r}; give system, user, assistant or tool")
 
 
 def _as_system(message: Json) -> Json:

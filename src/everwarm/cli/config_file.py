@@ -1,0 +1,72 @@
+"""Files of settings: one table per command. Unknown tables and keys are errors; what is printed can be read back."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App
+
+from everwarm.config import require
+
+
+def as_toml(table: str, values: Mapping[str, Any], secret: Collection[str]) -> str:
+    """The values of a command as its table; what is not set is left out, and so are secrets."""
+    lines = [f"[{table}]"]
+    for name, value in _flat(values):
+        key = name.replace("_", "-")
+        if name in secret and value is not None:
+            lines.append(f"# {key} is set, and not shown")
+        elif value is not None and value != ():
+            lines.append(f"{key} = {_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The options of a command, also those that are in groups."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield name, value
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return repr(value) if isinstance(value, float) else json.dumps(value if isinstance(value, int) else str(value))
+
+
+def require_known_keys(app: App, path: Path) -> None:
+    """Every table must be a command and every key one of its options. A file that cannot be read is refused elsewhere."""
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return
+    _check(app, tables, path.name, ())
+
+
+def _check(app: App, tables: Mapping[str, Any], file: str, above: tuple[str, ...]) -> None:
+    commands = [name for name in app if not name.startswith("-")]
+    options = _options(app) if above else set()
+    for name, value in tables.items():
+        if isinstance(value, dict) and name in commands:
+            _check(app[name], value, file, (*above, name))
+        else:
+            place = f"[{'.'.join(above)}]" if above else "no table"
+            known = commands if isinstance(value, dict) else options
+            near = difflib.get_close_matches(name, known, 1)
+            what = f"a table [{'.'.join((*above, name))}]" if isinstance(value, dict) else f"{name} in {place}"
+            hint = f"did you mean {near[0]}?" if near else "give a table per command, like [serve], with its options"
+            require(name.replace("_", "-") in options, f"{file} has {what}, which is nothing known; {hint}")
+
+
+def _options(app: App) -> set[str]:
+    if app.default_command is None:
+        return set()
+    arguments = app.assemble_argument_collection()
+    return {name.lstrip("-") for argument in arguments for name in argument.names}
