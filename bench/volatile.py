@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.volatile", description=__doc__)
     parser.add_argument("--set", choices=SETS, default="held-out", help="of formats and seeds")
     parser.add_argument("--before", type=Path, help="the src folder of another checkout")
+    parser.add_argument("--seeds", type=int, nargs="*", help="default: those of the set")
     parser.add_argument("--alone", action="store_true", help="without llama-server")
     parser.add_argument("--ram-mib", type=int, help="what states may take; default: 8 GiB")
     return parser
@@ -48,7 +50,7 @@ def _run(given: argparse.Namespace) -> None:
         runners.append(Everwarm(setup, "Everwarm before", given.before))
     if not given.alone:
         runners.append(LlamaServer(setup))
-    kinds = SETS[given.set]
+    kinds = SETS[given.set] if given.seeds is None else replace(SETS[given.set], seeds=tuple(given.seeds))
     played = conversations(kinds)
     result = play([step for steps in played.values() for step in steps], runners)
     seeds = ", ".join(map(str, kinds.seeds))

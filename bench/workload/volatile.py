@@ -43,7 +43,7 @@ Block = Callable[[Moment], str]
 
 
 def _environment(m: Moment) -> str:
-    path = f"/home/{m.word()}/{m.word()}"
+    path = f"/workspace/{m.word()}/{m.word()}"
     return (
         f"<env>\nWorking directory: {path}\nIs directory a git repo: Yes\nPlatform: linux\n"
         f"Today's date: {m.at:%Y-%m-%d}\n</env>"

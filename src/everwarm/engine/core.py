@@ -260,7 +260,8 @@ class Core:
     def begin_prewarm(self) -> bool:
         """Start to read ahead the newest that is worth it. False: there is none."""
         for waiting in self.prewarm.take_newest():
-            self.checkpointer.drop_left_aside(waiting.ask.prompt, waiting.ask.namespace)
+            following = waiting.ask.prompt
+            self.checkpointer.drop_left_aside(following, self.tree.match(waiting.ask.namespace, following, 0))
             if not is_worth_prewarming(waiting.ask, self.restorer, self.context):
                 continue
             try:
@@ -720,6 +721,8 @@ class Core:
             restored = self.restorer.start_cold(slot, goal)
         if not is_as_before(slot, request, is_clean=self.context.is_clean(slot.seq)):
             restored = self.restorer.start_cold(slot, goal)  # its suspended state was lost: it is read again
+        if is_first and not request.ask.ahead:
+            self.checkpointer.drop_left_aside(prompt, match)
         slot.seat(request, self._plan_cuts(request, match, restored))
         self._is_status_old = True
         if not request.ask.ahead:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
+from everwarm.config import Sampling
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 from everwarm.state.policy import CheckpointParams, CutKind
-from support.drive import checkpoints, open_core, run, text
+from support.drive import check, checkpoints, open_core, run, text, tidy
 from support.kept_cores import kept_core, put_away
 
 PROMPT, BOUNDARIES, STABLE = text(1, 800), (100, 250, 430), 780
@@ -79,3 +81,65 @@ def test_where_ram_holds_nothing_spares_are_for_what_the_next_turn_needs(tmp_pat
         put_away(core)
     with kept_core(tmp_path) as core:
         assert run(core, [*PROMPT[:STABLE], *text(3, 20)]).n_cached == STABLE
+
+
+# what a turn leaves behind
+
+OPENS, ENDS = [250, 1], [250, 2]
+
+
+def talk(core: Core, n_turns: int, *, strips: int) -> Counter[CutKind]:
+    """A chat whose template leaves out the first ``strips`` tokens of earlier replies; the kinds of all states in RAM."""
+    history = [*text(3, 60), *ENDS]
+    ends = [len(history)]
+    for turn in range(n_turns):
+        asked = [*history, *OPENS, *text(10 + turn, 70), *ENDS]
+        ends.append(len(asked))
+        said = run(core, [*asked, *OPENS], max_tokens=20, stable=len(asked), boundaries=tuple(ends)).tokens
+        tidy(core)
+        history = [*asked, *OPENS, *said[strips:], *ENDS]
+        ends.append(len(history))
+    return kinds_in_ram(core)
+
+
+def kinds_in_ram(core: Core) -> Counter[CutKind]:
+    kept = (node.checkpoint for node in core.tree.nodes())
+    return Counter(each.kind for each in kept if each is not None and each.state is not None)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("strips", [0, 10])
+@pytest.mark.parametrize("arch", ["qwen35", "mamba2"])
+def test_the_end_of_a_reply_goes_when_the_next_turn_does_not_need_it(arch, strips, is_known, monkeypatch):
+    if not is_known:  # the control
+        monkeypatch.setattr(Checkpointer, "_drop_superseded", lambda _self, _node: None)
+        monkeypatch.setattr(Checkpointer, "drop_left_aside", lambda _self, _following, _match: None)
+    with open_core(arch) as core:
+        kinds = talk(core, 5, strips=strips)
+        check(core)
+    assert kinds[CutKind.STABLE] == kinds[CutKind.BOUNDARY] == 5
+    assert kinds[CutKind.REPLY] == (1 if is_known else 5)
+
+
+def test_replies_that_may_be_continued_stay():
+    """Two conversations begin alike and get other replies: each goes on from its own."""
+    with open_core() as core:
+        asked = [*text(3, 80), *ENDS]
+        said = [
+            run(core, [*asked, *OPENS], max_tokens=8, stable=len(asked), sampling=Sampling(temperature=9.0, seed=seed))
+            for seed in (1, 2)
+        ]
+        tidy(core)
+        assert kinds_in_ram(core)[CutKind.REPLY] == 2
+        for reply in said:
+            following = [*asked, *OPENS, *reply.tokens, *ENDS, *text(4, 30)]
+            assert run(core, following, max_tokens=0).n_cached >= len(asked) + len(OPENS) + len(reply.tokens) - 1
+            tidy(core)
+            assert kinds_in_ram(core)[CutKind.REPLY] == 2
+
+
+def test_where_replies_are_never_continued_their_ends_are_not_kept(monkeypatch):
+    with open_core() as core:
+        monkeypatch.setattr(type(core.returns), "keeps_replies", lambda _self: False)
+        assert talk(core, 3, strips=10)[CutKind.REPLY] == 0
+        check(core)

@@ -21,7 +21,7 @@ from everwarm.llama.state_types import is_packed, unpack
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, CutKind, Spacing
-from everwarm.state.tree import Checkpoint, Node, Tree
+from everwarm.state.tree import Checkpoint, Match, Node, Tree
 from everwarm.types import Blob, SeqId
 
 MAX_REPLY_NODES = 16  # of replies that are left aside together: more are conversations of their own
@@ -79,6 +79,7 @@ class Checkpointer:
             checkpoint.logits = None if logits is None else logits.copy()
         self._tree.set_checkpoint(node, checkpoint)
         if kind is not CutKind.PREWARM:  # a guess must not displace another checkpoint
+            self._drop_superseded(node)
             self._thin(node)
         self._journal.created(node, checkpoint)
         self._budget.enforce()
@@ -130,6 +131,16 @@ class Checkpointer:
         """Whether RAM cannot hold it, and it is of a kind that gives way to others."""
         return checkpoint.kind in _OPTIONAL and not self._budget.can_hold(self._state_bytes)
 
+    def _drop_superseded(self, node: Node) -> None:
+        """The end of a reply is of no use once the next turn has a checkpoint a few items behind it, at the end of that
+        message."""
+        above = node.parent
+        while above is not None and node.n_items - above.n_items <= GUARD and len(above.children) == 1:
+            is_reply = above.checkpoint is not None and above.checkpoint.kind is CutKind.REPLY
+            if is_reply and not above.is_pinned and not above.pins:
+                return self.drop(above, "superseded")
+            above = above.parent
+
     def _thin(self, node: Node) -> None:
         """No path may hold more than its number of checkpoints, neither to this node nor through it to a deeper one."""
         ends = [n for n in node.below() if n.checkpoint is not None and not n.children]
@@ -160,16 +171,18 @@ class Checkpointer:
 
     # giving up
 
-    def drop_left_aside(self, following: Prompt, namespace: str) -> None:
-        """``following`` is what the next turn of a conversation will begin with. If that is another text than the reply
-        was, because a template renders it anew, no turn will continue from the reply's end: it is dropped with its
-        KV. Call it when nothing runs."""
-        match = self._tree.match(namespace, following, 0)
-        passed = [node for node in match.path if node.n_items <= match.n_shared]
+    def drop_left_aside(self, following: Prompt, match: Match) -> None:
+        """``following`` is what the next turn of a conversation begins with, or will. If that is another text than the
+        reply was, because a template renders it anew, no turn will continue from the reply's end: it is dropped with its
+        KV."""
+        passed = [node for node in match.path if node.n_items <= match.n_shared and self._tree.has(node)]
         stable = next((node for node in reversed(passed) if _is_stable(node)), None)
         if stable is None or match.n_shared - stable.n_items > GUARD or match.n_shared == len(following):
             return
-        for node in passed[passed.index(stable) :]:
+        after = passed[passed.index(stable) :]
+        if any(node.checkpoint is not None and node.checkpoint.kind is CutKind.REPLY for node in after):
+            return  # it goes on from a reply, and others may have got another one
+        for node in after:
             for child in list(node.children.values()):
                 if child not in passed and _is_reply(child):
                     self._drop_reply(child)
