@@ -233,7 +233,7 @@ class ServeOptions:
             group=_COMPUTE,
             help="tokens that are guessed at once, at most",
         ),
-    ] = 16
+    ] = 32
 
     max_checkpoints: Annotated[int, Parameter(group=_CHECKPOINTS, help="checkpoints per conversation; 0: off")] = 32
     checkpoint_every: Annotated[

@@ -264,8 +264,15 @@ def _conclude(console: Console, warm: DemoClient, speed_up: float) -> None:
     console.print(
         f"\nregret: {regret} of {n_prompt:,} prompt tokens were read again ({100 * regret / n_prompt:.2f} %)"
         f" · the returning conversation answered {speed_up:.1f}× sooner than without checkpoints"
+        f" · {_tokens_per_decode(warm.turns):.2f} reply tokens per decode"
         f" · bit-exact: {_verdict(report)}\n"
     )
+
+
+def _tokens_per_decode(turns: Iterable[Turn]) -> float:
+    """An accepted draft saves the decode of a token."""
+    n_written = sum(len(turn.result.tokens) for turn in turns)
+    return n_written / max(1, n_written - sum(turn.result.n_draft_accepted for turn in turns))
 
 
 def _verdict(report: ExactReport) -> str:

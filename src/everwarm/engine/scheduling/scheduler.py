@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_AGAIN = 32  # tokens of a reply that are decoded again in one step, beside others
+MAX_AGAIN = 64  # tokens of a reply that are decoded again in one step, beside others
 
 
 class Lane(NamedTuple):
