@@ -14,6 +14,7 @@ from everwarm.llama import abi
 NAMES = (
     "loop",
     "throughput",
+    "speculation",
     "residency",
     "restore",
     "match",

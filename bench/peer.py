@@ -29,6 +29,7 @@ class PeerOptions:
     slot_prompt_similarity: float = 0.1
     n_cache_reuse: int = 0
     cache_idle_slots: bool = True
+    speculative: str | None = None  # one of its drafters, like NGRAM_SIMPLE
 
 
 class Peer:
@@ -86,6 +87,9 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     params.kv_unified = True
     params.port = 0
     params.verbosity = -1
+    if options.speculative is not None:
+        kinds = xllamacpp.common_speculative_type
+        params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{options.speculative}")]
     if options.mmproj is not None:
         params.mmproj.path = str(options.mmproj)
     if options.slot_save_path:

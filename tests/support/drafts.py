@@ -32,7 +32,7 @@ class Scripted:
         self._n_vocab = n_vocab
         self.n_made = 0
 
-    def propose(self, history: Tokens, n: int) -> Proposal | None:
+    def propose(self, history: Tokens, n: int, namespace: str) -> Proposal | None:  # noqa: ARG002
         known = next((text for text in self._texts if text[: len(history)] == history.tolist()), None)
         if known is None:
             return None
@@ -42,6 +42,9 @@ class Scripted:
         if at < len(tokens):
             tokens[at] = (tokens[at] + 1) % self._n_vocab
         return Proposal(np.array(tokens, np.int32), 0.9, "scripted") if tokens else None
+
+    def forget(self) -> None:
+        """It is told what it knows."""
 
 
 def always_draft(core: Core, *drafters: Scripted) -> Core:

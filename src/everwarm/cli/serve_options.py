@@ -312,7 +312,7 @@ class ServeOptions:
             group=COMPUTE,
             help="tokens that are guessed at once, at most",
         ),
-    ] = 16
+    ] = 32
 
     max_checkpoints: Annotated[int, Parameter(group=CHECKPOINTS, help="checkpoints per conversation; 0: off")] = 32
     checkpoint_every: Annotated[

@@ -281,12 +281,19 @@ def _conclude(console: Console, warm: DemoClient, speed_up: float) -> None:
     console.print(
         f"\nregret:    {regret} of {n_prompt:,} prompt tokens were read again ({100 * regret / n_prompt:.2f} %)"
         f"\nbit-exact: {_verdict(report)}"
-        f"\nreturning: the conversation that lost its slot was answered {speed_up:.1f}× sooner\n"
+        f"\nreturning: the conversation that lost its slot was answered {speed_up:.1f}× sooner"
+        f"\ndrafts:    {_tokens_per_decode(warm.turns):.2f} tokens of a reply per decode\n"
     )
     console.print(
         f"[bold]A server that keeps nothing would have read {n_prompt:,} tokens.\n"
         f"Everwarm read {n_read:,}, and all but {regret} of them for the first time.[/]\n"
     )
+
+
+def _tokens_per_decode(turns: Iterable[Turn]) -> float:
+    """An accepted draft saves the decode of a token."""
+    n_written = sum(len(turn.result.tokens) for turn in turns)
+    return n_written / max(1, n_written - sum(turn.result.n_draft_accepted for turn in turns))
 
 
 def _verdict(report: ExactReport) -> str:

@@ -28,9 +28,11 @@ from everwarm.engine.scheduling.scheduler import Budget
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
+from everwarm.engine.speculation.drafter import Drafter
 from everwarm.engine.speculation.rollback import Rollback
 from everwarm.engine.speculation.speculator import Speculator
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
+from everwarm.engine.speculation.tree_lookup import TreeLookup
 from everwarm.engine.speed import FIRST_GUESS_S, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
@@ -176,7 +178,7 @@ def _speculator(opened: _Opened) -> Speculator:
     settings, sizes = opened.settings, opened.sizes
     first = settings.n_slots + sizes.n_spares
     rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
-    drafters = [] if settings.speculate == "off" else [SuffixLookup()]
+    drafters: list[Drafter] = [] if settings.speculate == "off" else [SuffixLookup(), TreeLookup(opened.tree)]
     return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft)
 
 

@@ -233,8 +233,9 @@ class Core:
 
     def forget_ahead(self, namespace: str) -> None:
         """Cancels prewarming and loading for namespaces with this prefix, so that nothing of them enters the tree
-        later, and forgets where their prompts parted."""
+        later, and forgets where their prompts parted and what replies may be drafted from."""
         self.partings.forget(namespace)
+        self.speculator.forget()
         ahead = self.prewarm.drop(namespace)
         if ahead is not None:
             self.cancel(ahead.id)
@@ -346,14 +347,9 @@ class Core:
                 self.speculator.end()
                 self._start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return True
-            if any(feed.wants_logits for feed in feeds):
-                self.context.logits(0)  # a GPU has not computed them before
-            seconds, only_writes = time.monotonic() - started, self._only_writes(grants)
+            seconds = self._seconds_since(started, grants, feeds)
             self._commit(feeds, drafts, events)
-            n_rows = sum(len(feed.tokens) for feed in feeds)
-            self.speed.learn(n_rows - self.speculator.n_rejected, seconds)
-            if only_writes:
-                self.speculator.pacing.cost.learn(n_rows, seconds)
+            self.speed.learn(sum(len(feed.tokens) for feed in feeds) - self.speculator.n_rejected, seconds)
             return True
         return False
 
@@ -365,9 +361,20 @@ class Core:
             n_left = min(n_left, self.context.cells.free - n_rows)
         return self.speculator.draft(grants, self.slots, n_left)
 
-    def _only_writes(self, grants: list[Grant]) -> bool:
-        slots = [self.slots[grant.slot] for grant in grants]
-        return all(slot.request is not None and slot.n_fed >= slot.request.n_prompt for slot in slots)
+    def _seconds_since(self, started: float, grants: list[Grant], feeds: list[Feed]) -> float:
+        """How long a decode has taken. What a step that only writes costs by its rows decides which drafts pay."""
+        if not self.speculator.is_on or not all(map(self._is_writing, grants)):
+            return time.monotonic() - started
+        self.context.logits(0)  # a GPU has not computed them before
+        seconds = time.monotonic() - started
+        self.speculator.pacing.cost.learn(sum(len(feed.tokens) for feed in feeds), seconds)
+        return seconds
+
+    def _is_writing(self, grant: Grant) -> bool:
+        """Whether the step brings this reply up to date."""
+        slot = self.slots[grant.slot]
+        request = slot.request
+        return request is not None and request.n_prompt <= slot.n_fed == request.n_items - grant.n_tokens
 
     def plan(self) -> list[Grant]:
         order = self.oldest_first()

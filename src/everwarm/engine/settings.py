@@ -20,7 +20,7 @@ from everwarm.engine.fingerprint import state_fingerprint
 from everwarm.state.policy import CheckpointParams
 
 MAX_SLOTS = 64
-MAX_DRAFT = 32
+MAX_DRAFT = 64
 MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
 
 
@@ -99,7 +99,7 @@ class EngineSettings:
     kv_offload: bool = True
     op_offload: bool = True
     speculate: Speculate = "auto"  # where drafts of replies come from; they change speed, never which tokens are likely
-    max_draft: int = 16  # tokens that are drafted in one step
+    max_draft: int = 32  # tokens that are drafted in one step
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:

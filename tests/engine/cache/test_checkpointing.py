@@ -140,6 +140,6 @@ def test_replies_that_may_be_continued_stay():
 
 def test_where_replies_are_never_continued_their_ends_are_not_kept(monkeypatch):
     with open_core() as core:
-        monkeypatch.setattr(type(core.returns), "keeps_replies", lambda _self: False)
+        monkeypatch.setattr(type(core.returns), "keeps_replies", False)
         assert talk(core, 3, strips=10)[CutKind.REPLY] == 0
         check(core)

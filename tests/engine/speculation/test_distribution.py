@@ -23,8 +23,8 @@ class Stubborn:
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
 
-    def propose(self, history, n):
-        return Scripted([[*history.tolist(), *self._tokens]], [99], 2).propose(history, n)
+    def propose(self, history, n, namespace):
+        return Scripted([[*history.tolist(), *self._tokens]], [99], 2).propose(history, n, namespace)
 
 
 def sampling(seed: int) -> Sampling:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MIN_BESIDE = 8  # tokens of prompts beside replies, however slow they are read
-MAX_AGAIN = 32  # tokens of a reply that are decoded again in one step, beside others
+MAX_AGAIN = 64  # tokens of a reply that are decoded again in one step, beside others
 
 
 class Lane(NamedTuple):

@@ -19,6 +19,10 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    def propose(self, history: Tokens, n: int) -> Proposal | None:
-        """At most ``n`` tokens that may follow ``history``; None: nothing is known."""
+    def propose(self, history: Tokens, n: int, namespace: str) -> Proposal | None:
+        """At most ``n`` tokens that may follow ``history``, from what this namespace may see; None: nothing is known."""
+        ...
+
+    def forget(self) -> None:
+        """Texts were erased: nothing of them may be proposed any more."""
         ...

@@ -1,6 +1,6 @@
 """When drafts are looked for, and how many of their tokens are verified, from what this engine has measured.
 
-Speculation must never cost: looking takes at most a hundredth of a step's time, and a draft that does not promise to pay is
+Speculation must never cost: looking takes at most half a percent of the time, and a draft that does not promise to pay is
 passed over. Once in a while one is verified all the same, because texts and machines change.
 """
 
@@ -10,7 +10,7 @@ from everwarm.engine.speculation.draft_length import Record, StepShape, best_len
 from everwarm.engine.speculation.drafter import Proposal
 from everwarm.engine.speculation.step_cost import StepCost
 
-LOOK_SHARE = 0.01  # of a step's time, for looking for drafts
+LOOK_SHARE = 0.005  # of a step's time, for looking for drafts
 TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
 N_TRIED = 2
 _MEMORY = 0.9

@@ -90,7 +90,7 @@ class Speculator:
     def _proposed(self, request: Request, n: int) -> Proposal | None:
         """The proposal that promises most, as far as the reply may be so."""
         history = request.tokens(0, request.n_items)
-        found = (drafter.propose(history, n) for drafter in self.drafters)
+        found = (drafter.propose(history, n, request.ask.namespace) for drafter in self.drafters)
         best = max((p for p in found if p is not None), key=_promise, default=None)
         if best is None:
             return None
@@ -110,6 +110,11 @@ class Speculator:
         request.n_drafted += n
         request.n_draft_accepted += n_accepted
         self.pacing.judge(draft.proposal, request.draft_record, n, n_accepted)
+
+    def forget(self) -> None:
+        """Texts were erased: no draft may come from them."""
+        for drafter in self.drafters:
+            drafter.forget()
 
     def end(self) -> None:
         """The step is over, however it went."""

@@ -1,0 +1,89 @@
+"""Drafts from other conversations of the same namespace, and of no other."""
+
+import numpy as np
+import pytest
+
+from everwarm.engine.speculation import tree_lookup
+from everwarm.engine.speculation.tree_lookup import GATHER_EVERY, MOST_NAMESPACES, TreeLookup
+from everwarm.prompt.prompt import Prompt
+from everwarm.state.tree import Tree
+from support.drafts import always_draft
+from support.drive import open_core, run, text
+
+HERE, END = "mine", [900, 901, 902, 903, 904]
+
+
+def tree_with(*texts: list[int], namespace: str = HERE) -> Tree:
+    tree = Tree()
+    for codes in texts:
+        add(tree, codes, namespace)
+    return tree
+
+
+def add(tree: Tree, codes: list[int], namespace: str = HERE) -> None:
+    node = tree.grow(tree.root(namespace), Prompt.of_tokens(codes), len(codes))
+    tree.hold(node)  # as a slot does
+
+
+def proposed(lookup: TreeLookup, n: int = 3, namespace: str = HERE) -> list[int] | None:
+    found = lookup.propose(np.array([1, 2, *END], np.int32), n, namespace)
+    return None if found is None else found.tokens.tolist()
+
+
+def test_what_followed_in_another_conversation_is_proposed():
+    assert proposed(TreeLookup(tree_with([7, 8, *END, 11, 12, 13, 14]))) == [11, 12, 13]
+
+
+def test_the_latest_conversation_wins():
+    assert proposed(TreeLookup(tree_with([7, *END, 11, 12, 13], [8, *END, 21, 22, 23]))) == [21, 22, 23]
+
+
+def test_nothing_is_proposed_from_another_namespace():
+    tree = tree_with([7, *END, 11, 12, 13], namespace="theirs")
+    assert proposed(TreeLookup(tree)) is None
+    assert proposed(TreeLookup(tree), namespace="theirs") == [11, 12, 13]  # the control
+
+
+def test_a_match_across_the_ends_of_two_texts_is_none():
+    assert proposed(TreeLookup(tree_with([7, *END[:2]], [*END[2:], 11, 12]))) is None
+
+
+def test_texts_are_gathered_again_when_the_tree_has_changed_but_not_at_every_look():
+    tree = tree_with([7, 8, 9])
+    lookup = TreeLookup(tree)
+    assert proposed(lookup) is None
+    add(tree, [8, *END, 21, 22, 23])
+    found = [proposed(lookup) for _ in range(GATHER_EVERY)]
+    assert found[0] is None and found[-1] == [21, 22, 23]
+
+
+def test_what_was_erased_is_not_proposed():
+    tree = tree_with([7, *END, 11, 12, 13])
+    lookup = TreeLookup(tree)
+    assert proposed(lookup) == [11, 12, 13]
+    node = next(node for node in tree.nodes() if node.parent is not None)
+    tree.release(node)  # nothing holds it: it is pruned
+    lookup.forget()
+    assert proposed(lookup) is None
+
+
+def test_the_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tree_lookup, "MOST_TOKENS", 50)
+    tree = tree_with(*([i, *range(100, 120)] for i in range(20)))
+    lookup = TreeLookup(tree)
+    for i in range(2 * MOST_NAMESPACES):
+        proposed(lookup, namespace=f"namespace {i}")
+    proposed(lookup)
+    assert len(lookup._texts) == MOST_NAMESPACES and len(lookup._texts[HERE].tokens) <= 52
+
+
+def test_a_reply_that_another_conversation_had_is_drafted_from_it():
+    prompt = text(1, 60)
+    with open_core(n_slots=2) as core:
+        first = run(core, prompt, 40)
+        always_draft(core)
+        core.speculator.drafters = core.speculator.drafters[1:]  # without the reply's own text
+        again = run(core, prompt, 40)
+        assert again.tokens == first.tokens and again.n_draft_accepted > 10
+        others = run(core, prompt, 40, namespace="others")
+        assert others.tokens == first.tokens and others.n_drafted == 0
