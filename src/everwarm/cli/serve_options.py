@@ -256,6 +256,14 @@ class ServeOptions:
     batch_size: Annotated[int, Parameter(name=["--batch-size", "-b"], group=COMPUTE, help="tokens per decode call")] = (
         2048
     )
+    finish_prefill: Annotated[
+        float,
+        Parameter(
+            group=COMPUTE,
+            help="for so many seconds a long prompt whose client went away while it was read is read on in idle time, for "
+            "when the same is sent again; 0: never",
+        ),
+    ] = 0.0
     max_step_ms: Annotated[
         float,
         Parameter(
@@ -339,6 +347,7 @@ class ServeOptions:
             n_batch=self.batch_size,
             n_ubatch=min(self.ubatch_size, self.batch_size),
             max_step_ms=self.max_step_ms,
+            finish_prefill_s=self.finish_prefill,
             n_threads=self.threads,
             n_threads_batch=self.placement.threads_batch,
             cache_type_k=self.cache_type_k,

@@ -24,7 +24,7 @@ from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.partings import Partings
-from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming
+from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming, unread_rest
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
@@ -174,11 +174,11 @@ class Core:
 
     def put_away(self) -> None:
         """Before stopping: makes everything worth keeping durable, also of running requests."""
-        self.prewarm.waiting.clear()
         self.tier_writer.wait_open(OPEN_WAIT_S)
         for slot in self.slots:
             if slot.request is not None:
                 self.finish(slot, slot.request, Finish.CANCELLED, [])
+        self.prewarm.waiting.clear()
         while self.tidy() or self.tier_writer.catch_up():
             pass
         self.ram.flush()
@@ -260,7 +260,7 @@ class Core:
 
     def begin_prewarm(self) -> bool:
         """Start to read ahead the newest that is worth it. False: there is none."""
-        for waiting in self.prewarm.take_newest():
+        for waiting in self.prewarm.take_newest(time.monotonic()):
             following = waiting.ask.prompt
             self.checkpointer.drop_left_aside(following, self.tree.match(waiting.ask.namespace, following, 0))
             if not is_worth_prewarming(waiting.ask, self.restorer, self.context):
@@ -597,6 +597,10 @@ class Core:
         request.ended_at = time.monotonic()
         if request.ask.ahead:
             return self._finish_ahead(slot, request, finish, events)
+        if finish is Finish.CANCELLED and self.settings.finish_prefill_s:
+            rest = unread_rest(request, slot.n_fed)
+            if rest is not None:
+                self.prewarm.offer(rest, request.ended_at + self.settings.finish_prefill_s)
         if slot.n_fed < request.n_prompt:
             self.keep_end(slot, CutKind.CANCEL)
         elif slot.n_fed > request.n_prompt and self.returns.keeps_replies:

@@ -219,6 +219,7 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
     "n_spares": CONTEXT_PARAMS["n_seq_max"],
     "checkpoints": ParameterRow(_BITS, "where a prompt is cut into chunks; the chunks of a state are recorded in it"),
     "prefill_beside_decode": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others"),
+    "finish_prefill_s": ParameterRow(_NONE, "what is read in idle time"),
     "max_step_ms": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others, by their speed"),
     "speculate": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),
     "max_draft": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),

@@ -93,6 +93,7 @@ class EngineSettings:
     store: StoreSettings | None = None  # None: nothing is written to disk
     remote: RemoteSettings | None = None  # None: nothing is shared with other servers
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written
+    finish_prefill_s: float = 0.0  # for so long a prompt whose client went away is read on in idle time; 0: never
     max_step_ms: float = 0.0  # how long such a step should take: their number follows from it; 0: as many as above
     n_threads_batch: int | None = None  # for prompts; None: as many as n_threads
     rope: RopeOptions = field(default_factory=RopeOptions)
@@ -111,6 +112,10 @@ class EngineSettings:
         share = self.namespace_share
         require(0.0 < share <= 1.0, f"namespace_share is {share}; give more than 0 and at most 1")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
+        require(
+            0 <= self.finish_prefill_s <= 86_400,
+            f"finish_prefill_s is {self.finish_prefill_s}; give 0 (never) to 86400",
+        )
         require(0 <= self.max_step_ms <= 60_000, f"max_step_ms is {self.max_step_ms}; give 0 (none) to 60000")
         require(self.speculate in get_args(Speculate), f"speculate is {self.speculate!r}; give auto, off or lookup")
         require(1 <= self.max_draft <= MAX_DRAFT, f"max_draft is {self.max_draft}; give 1 to {MAX_DRAFT}")

@@ -248,3 +248,66 @@ def test_of_another_conversation_nothing_goes():
         idle(core)
         assert before <= kinds_in_ram(core)
         assert run(core, [*prompt, *reply, *NEW]).n_processed <= len(NEW) + 1
+
+
+# a client that goes away
+
+
+def leave(core: Core, tokens: list[int], n_steps: int = 1, **more) -> int:
+    """Asks, and goes away after so many steps; returns how much was read."""
+    request = submit(core, tokens, **more)
+    for _ in range(n_steps):
+        core.step()
+    slot = next(slot for slot in core.slots if slot.request is request)
+    core.cancel(request.id)
+    n_fed = slot.n_fed
+    core.step()
+    assert not any(slot.request for slot in core.slots)
+    return n_fed
+
+
+ABANDONED = text(77, 1800)
+
+
+def test_a_prompt_that_was_abandoned_is_read_on_in_idle_time():
+    with open_core(n_ctx=4096, finish_prefill_s=60.0) as core:
+        n_fed = leave(core, ABANDONED)
+        assert 0 < n_fed < 600
+        idle(core)
+        assert run(core, ABANDONED).n_processed <= GUARD
+
+
+def test_the_same_request_again_goes_on_from_where_it_is():
+    with open_core(n_ctx=4096, finish_prefill_s=60.0, prefill_beside_decode=64) as core:
+        n_fed = leave(core, ABANDONED)
+        begin(core)
+        for _ in range(4):
+            core.step()
+        again = run(core, ABANDONED)
+        assert n_fed < again.n_cached < len(ABANDONED), "what was read in between is kept"
+
+
+@pytest.mark.parametrize(
+    "more", [{"finish_prefill_s": 0.0}, {"use_cache": False}, {"n_left": 100}], ids=["off", "no cache", "little left"]
+)
+def test_others_are_not_read_on(more):
+    seconds, n_left = more.pop("finish_prefill_s", 60.0), more.pop("n_left", 0)
+    with open_core(n_ctx=4096, finish_prefill_s=seconds) as core:
+        leave(core, ABANDONED[: 512 + n_left] if n_left else ABANDONED, **more)
+        idle(core)
+        assert core.counts.n_prewarm_tokens == 0
+
+
+def test_after_its_time_it_is_not_begun():
+    with open_core(n_ctx=4096, finish_prefill_s=60.0) as core:
+        leave(core, ABANDONED)
+        (waiting,) = core.prewarm.waiting
+        assert list(core.prewarm.take_newest(waiting.until + 1)) == [] and not core.prewarm.waiting
+
+
+def test_a_stop_reads_nothing_on():
+    with open_core(n_ctx=4096, finish_prefill_s=60.0) as core:
+        submit(core, ABANDONED)
+        core.step()
+        core.put_away()
+        assert core.counts.n_prewarm_tokens == 0 and not core.prewarm.waiting

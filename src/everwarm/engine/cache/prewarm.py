@@ -3,12 +3,16 @@
 Templates strip thinking and write tool calls anew, so what a model wrote is rarely what comes back. The gateway knows
 the template and offers that text; it waits here until the engine is idle. It is read in small steps, which stop at once
 when a request comes. Its end is kept as a checkpoint that is the first to be evicted until a request uses it.
+
+A long prompt whose client went away while it was read can wait here, too: clients give up after a minute or two, and send
+the same again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.request import Ask, Request
@@ -18,12 +22,14 @@ from everwarm.state.tree import Node
 
 MAX_WAITING = 8  # conversations; the one that waits longest is forgotten
 MAX_TRIES = 4  # how often one may be interrupted
+MIN_UNREAD = 256  # tokens; less is not worth reading for nobody
 
 
 @dataclass(slots=True)
 class Waiting:
     ask: Ask
     n_tries: int = 0
+    until: float = math.inf  # on the monotonic clock: later it is not worth beginning
 
 
 @dataclass(slots=True)
@@ -33,15 +39,17 @@ class PrewarmQueue:
     waiting: list[Waiting] = field(default_factory=list)
     running: tuple[Request, Waiting] | None = None
 
-    def offer(self, ask: Ask) -> None:
+    def offer(self, ask: Ask, until: float = math.inf) -> None:
         """Queues a prompt. Each conversation has one: a newer text replaces the one it continues."""
         self.waiting = [other for other in self.waiting if not _are_kin(other.ask, ask)][1 - MAX_WAITING :]
-        self.waiting.append(Waiting(ask))
+        self.waiting.append(Waiting(ask, until=until))
 
-    def take_newest(self) -> Iterator[Waiting]:
-        """Yields the waiting prompts, the newest first, and removes each."""
+    def take_newest(self, now: float) -> Iterator[Waiting]:
+        """Yields the waiting prompts that are still worth it, the newest first, and removes each."""
         while self.waiting:
-            yield self.waiting.pop()
+            found = self.waiting.pop()
+            if now <= found.until:
+                yield found
 
     def started(self, request: Request, waiting: Waiting) -> None:
         waiting.n_tries += 1
@@ -76,6 +84,16 @@ class PrewarmQueue:
     def drop_waiting(self, namespace: str) -> None:
         """Drops what waits in exactly this namespace."""
         self.waiting = [w for w in self.waiting if w.ask.namespace != namespace]
+
+
+def unread_rest(request: Request, n_fed: int) -> Ask | None:
+    """The prompt of a request that was cancelled while it was read, to be read in idle time; None: little is left of it,
+    or nobody could use it."""
+    ask = request.ask
+    is_reusable = ask.use_cache and not ask.deterministic and not ask.prompt.media
+    if not is_reusable or request.n_prompt - n_fed < MIN_UNREAD:
+        return None
+    return replace(ask, max_tokens=0, n_probs=None, slot=None, constraint=None, ahead=True)
 
 
 def is_worth_prewarming(ask: Ask, restorer: Restorer, context: Context) -> bool:
