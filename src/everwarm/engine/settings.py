@@ -11,6 +11,7 @@ from everwarm.config import (
     ContextOptions,
     FlashAttention,
     ModelOptions,
+    Pooling,
     RopeOptions,
     default_threads,
     require,
@@ -90,6 +91,7 @@ class EngineSettings:
     rope: RopeOptions = field(default_factory=RopeOptions)
     kv_offload: bool = True
     op_offload: bool = True
+    embedding: Pooling | None = None  # how the model's vectors are made of its tokens; None: it writes text
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:
@@ -102,6 +104,7 @@ class EngineSettings:
         require(0.0 < share <= 1.0, f"namespace_share is {share}; give more than 0 and at most 1")
         require(self.prefill_beside_decode >= 1, "prefill_beside_decode must be at least 1")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
+        require(self.embedding is None or self.embedding in get_args(Pooling), f"embedding is {self.embedding!r}")
         self.context(0)  # the same limits as the context's own
 
     def fingerprint(self, model: str, rope_limit: int | None) -> str:

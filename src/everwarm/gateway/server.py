@@ -236,6 +236,9 @@ def _about(standing: Standing) -> str:
     if info is None or not standing.supervisor.is_running:
         reason = standing.supervisor.reason
         return f"· {spec.id}: {reason or f'about {spec.n_bytes / _MIB:,.0f} MiB, loaded on demand'}"
+    if info.pooling is not None:
+        about = f"{info.description}, {info.n_params / 1e6:,.1f} M parameters"
+        return f"· {spec.id} ({about}): embeddings, pooling {info.pooling}, texts of up to {info.n_ctx:,} tokens"
     store = spec.settings.store
     disk = f"up to {store.disk_bytes / _MIB:,.0f} MiB in {store.directory}" if store else "nothing on disk"
     return (
