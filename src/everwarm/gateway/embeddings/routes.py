@@ -18,8 +18,6 @@ from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
 
-EUCLIDEAN = 2
-
 
 class Embeddings:
     def __init__(self, pool: Pool, gate: RequestGate, normalize: int) -> None:
