@@ -30,6 +30,7 @@ class PeerOptions:
     n_cache_reuse: int = 0
     cache_idle_slots: bool = True
     speculative: str | None = None  # one of its drafters, like NGRAM_SIMPLE
+    pooling: int | None = None  # of an embedding model; -1: as its file says
 
 
 class Peer:
@@ -85,6 +86,9 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     params.n_cache_reuse = options.n_cache_reuse
     params.cache_idle_slots = options.cache_idle_slots
     params.kv_unified = True
+    if options.pooling is not None:
+        params.embedding = True
+        params.pooling_type = xllamacpp.llama_pooling_type(options.pooling)
     params.port = 0
     params.verbosity = -1
     if options.speculative is not None:

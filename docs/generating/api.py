@@ -68,7 +68,8 @@ def page() -> str:
     parts = [
         written_by("the routes and bodies of src/everwarm/gateway"),
         "# Routes and fields\n",
-        "Every route of the server, and every field that it looks at. Other fields are ignored. A value of the wrong type or out of "
+        "Every route of the server, and every field that it looks at. Other fields change nothing and are named in "
+        "the header `x-everwarm-ignored`. A value of the wrong type or out of "
         "bounds is a 400 that names the field. `POST` needs `Content-Type: application/json`. With `--api-key` everything needs the key "
         f"but {', '.join(code(path) for path in sorted(OPEN_PATHS))}. Who may call depends on the [role](../operating.md#keys-and-roles): "
         "users reach what is of their own namespace.\n",
@@ -96,6 +97,7 @@ _SECTIONS = {
     "anthropic": "Anthropic",
     "ollama": "Ollama",
     "llamaserver": "llama-server",
+    "embeddings": "Embeddings",
     "admin.models": "Models",
     "admin.cache_api": "Cache",
     "admin.status": "Status",

@@ -23,6 +23,7 @@ _ONE = {
     "template": "a file with another chat template",
     "pinned": "never put to sleep to make room",
     "load-on-start": "loaded before anybody asks",
+    "pooling": "serves it for embeddings instead of text, pooled so: `auto`, `none`, `mean`, `cls`, `last` or `rank`",
     "ttl": "idle for so long: put to sleep, with everything kept; seconds or a time like `10m`; 0: never",
 }
 

@@ -23,6 +23,22 @@ FlashAttention = Literal["auto", "on", "off"]
 log = logging.getLogger("everwarm.config")
 
 MAX_CTX = 1 << 26
+EMBEDDING_ARCHITECTURES = frozenset(
+    {
+        "bert",
+        "modern-bert",
+        "nomic-bert",
+        "nomic-bert-moe",
+        "neo-bert",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "eurobert",
+        "gemma-embedding",
+        "gemma-embedding2",
+        "llama-embed",
+        "t5encoder",
+    }
+)
 CELLS_STEP = 256  # a context has a multiple of this
 MAX_CONSTRAINT_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
@@ -111,6 +127,7 @@ def default_threads() -> int:
 
 LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"]
 SplitMode = Literal["none", "layer", "row", "tensor"]
+Pooling = Literal["auto", "none", "mean", "cls", "last", "rank"]  # auto: as the model's file says
 RopeScaling = Literal["none", "linear", "yarn"]
 
 

@@ -15,6 +15,7 @@ from everwarm.config import (
     FlashAttention,
     LoadMode,
     ModelOptions,
+    Pooling,
     StateType,
     cache_directory,
     default_threads,
@@ -321,6 +322,16 @@ class ServeOptions:
             help="tokens that are guessed at once, at most",
         ),
     ] = 32
+    embeddings: Annotated[
+        bool, Parameter(group=COMPUTE, negative=(), help="serve an embedding model: vectors instead of text")
+    ] = False
+    reranking: Annotated[bool, Parameter(group=COMPUTE, negative=(), help="serve a model that ranks texts")] = False
+    pooling: Annotated[
+        Pooling | None, Parameter(group=COMPUTE, help="how an embedding model makes one vector; default: the model's")
+    ] = None
+    embd_normalize: Annotated[
+        int, Parameter(group=COMPUTE, help="how vectors are scaled: 2 euclidean, 1 taxicab, 0 to 32,760, -1 not")
+    ] = 2
 
     max_checkpoints: Annotated[int, Parameter(group=CHECKPOINTS, help="checkpoints per conversation; 0: off")] = 32
     checkpoint_every: Annotated[
@@ -367,6 +378,7 @@ class ServeOptions:
             namespace_share=self.namespace_share,
             n_spares=self.spares,
             ram_bytes=None if self.cache_ram is None else parse_mib(self.cache_ram),
+            embedding=self._pooling(),
             pin_ram=self.pin_ram,
             speculate=self.speculate,
             max_draft=self.draft_max,
@@ -393,6 +405,12 @@ class ServeOptions:
     def _adapters(self) -> tuple[tuple[str, float], ...]:
         given = map(parse_scaled, self.lora)
         return tuple((path, 0.0 if self.lora_init_without_apply else scale) for path, scale in given)
+
+    def _pooling(self) -> Pooling | None:
+        require(not self.reranking or self.pooling in (None, "rank"), f"--reranking pools by rank, not {self.pooling}")
+        is_on = self.embeddings or self.reranking
+        require(is_on or self.pooling is None, "--pooling is for embedding models; give --embeddings, too")
+        return ("rank" if self.reranking else self.pooling or "auto") if is_on else None
 
     def _load_mode(self) -> LoadMode:
         if self.placement.load_mode is not None:
@@ -474,6 +492,7 @@ class ServeOptions:
             cache_text=self.cache_text,
             log_format=self.log_format,
             defaults=self.request.defaults(),
+            embd_normalize=self.embd_normalize,
             strict=self.strict,
             web_ui=self.ui,
             shows_slots=self.slots_endpoint,

@@ -227,6 +227,7 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
     "ram_bytes": ParameterRow(_NONE, "how much is kept"),
     "pin_ram": ParameterRow(_NONE, "how fast it is copied"),
     "namespace_share": ParameterRow(_NONE, "how much is kept, of whom"),
+    "embedding": ParameterRow(_NONE, "such an engine keeps no states"),
     "store": ParameterRow(_NONE, "where it is kept"),
     "remote": ParameterRow(_NONE, "where it is kept"),
 }

@@ -11,6 +11,7 @@ from everwarm.config import (
     ContextOptions,
     FlashAttention,
     ModelOptions,
+    Pooling,
     RopeOptions,
     StateType,
     default_threads,
@@ -101,6 +102,7 @@ class EngineSettings:
     op_offload: bool = True
     speculate: Speculate = "auto"  # where drafts of replies come from; they change speed, never which tokens are likely
     max_draft: int = 32  # tokens that are drafted in one step
+    embedding: Pooling | None = None  # how the model's vectors are made of its tokens; None: it writes text
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:
@@ -120,6 +122,7 @@ class EngineSettings:
         require(self.speculate in get_args(Speculate), f"speculate is {self.speculate!r}; give auto, off or lookup")
         require(1 <= self.max_draft <= MAX_DRAFT, f"max_draft is {self.max_draft}; give 1 to {MAX_DRAFT}")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
+        require(self.embedding is None or self.embedding in get_args(Pooling), f"embedding is {self.embedding!r}")
         self.context(0)  # the same limits as the context's own
 
     def fingerprint(self, model: str, rope_limit: int | None) -> str:

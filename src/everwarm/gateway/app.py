@@ -27,6 +27,7 @@ from everwarm.gateway.admin.status import Status
 from everwarm.gateway.admin.traces import traces_to
 from everwarm.gateway.admin.web_ui import web_ui_routes
 from everwarm.gateway.anthropic.routes import Anthropic
+from everwarm.gateway.embeddings.routes import Embeddings
 from everwarm.gateway.http.loop_lag import LoopLag
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import ClientGone
@@ -87,6 +88,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Responses(pool, gate, replies, preparer, store).routes(),
         *Models(pool, gate).routes(),
         *LlamaServer(pool, gate, replies, preparer, settings).routes(),
+        *Embeddings(pool, gate, settings.embd_normalize).routes(),
         *AdapterRoutes(pool, gate, scales).routes(),
         *Ollama(pool, gate, replies).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),

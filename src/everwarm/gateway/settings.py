@@ -52,6 +52,7 @@ class ServerSettings:
     state_dir: str | None = None  # the folder of stored responses and remembered replies; None: in memory only
     log_format: LogFormat | None = None  # None: from the environment
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    embd_normalize: int = 2  # how vectors are scaled: 2 euclidean, -1 not at all; see ``gateway.embeddings.encode``
     strict: bool = False  # refuse bodies with unknown fields instead of naming those in a header
     web_ui: bool = True
     shows_slots: bool = True  # GET /slots
@@ -59,6 +60,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 1 << 16, f"port is {self.port}; give 0 (any free one) to {(1 << 16) - 1}")
+        require(-1 <= self.embd_normalize <= 64, f"embd_normalize is {self.embd_normalize}; give -1 to 64")
         require(self.max_body_bytes >= 1024, f"max_body_bytes is {self.max_body_bytes}; give at least 1024")
         require(self.max_requests >= 1, f"max_requests is {self.max_requests}; give at least 1")
         require(self.max_waiting_tokens >= 1, f"max_waiting_tokens is {self.max_waiting_tokens}; give at least 1")

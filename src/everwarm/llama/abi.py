@@ -29,6 +29,8 @@ LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap+mlock": 3, "di
 SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}
 DEVICE_CPU, DEVICE_GPU = 0, 1
+POOLING = {"auto": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
+POOLING_NAMES = {number: name for name, number in POOLING.items()}
 VOCAB_SPM = 1
 VOCAB_BPE = 2
 GGUF_UINT32 = 4
@@ -191,6 +193,7 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_model_n_ctx_train": (c.c_int32, (handle,)),
     "llama_model_n_layer": (c.c_int32, (handle,)),
     "llama_model_n_swa": (c.c_int32, (handle,)),
+    "llama_model_n_embd_out": (c.c_int32, (handle,)),
     "llama_model_n_embd_inp": (c.c_int32, (handle,)),
     "llama_model_is_recurrent": (c.c_bool, (handle,)),
     "llama_model_is_hybrid": (c.c_bool, (handle,)),
@@ -214,6 +217,8 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_vocab_is_eog": (c.c_bool, (handle, c.c_int32)),
     "llama_vocab_bos": (c.c_int32, (handle,)),
     "llama_vocab_eos": (c.c_int32, (handle,)),
+    "llama_vocab_sep": (c.c_int32, (handle,)),
+    "llama_vocab_get_add_sep": (c.c_bool, (handle,)),
     "llama_vocab_get_add_bos": (c.c_bool, (handle,)),
     "llama_vocab_get_add_eos": (c.c_bool, (handle,)),
     "llama_vocab_get_suppress_tokens": (i32p, (handle, i32p)),
@@ -231,6 +236,9 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_get_model": (handle, (handle,)),
     "llama_set_causal_attn": (None, (handle, c.c_bool)),
     "llama_decode": (c.c_int32, (handle, Batch)),
+    "llama_get_embeddings_ith": (f32p, (handle, c.c_int32)),
+    "llama_get_embeddings_seq": (f32p, (handle, c.c_int32)),
+    "llama_pooling_type": (c.c_int32, (handle,)),
     "llama_get_logits_ith": (handle, (handle, c.c_int32)),
     # memory
     "llama_memory_clear": (None, (handle, c.c_bool)),

@@ -90,6 +90,10 @@ class BatchArrays:
         self._seq[at] = feed.seq
         self._wants[at] = feed.wants_logits
 
+    def want_all(self, n: int) -> None:
+        """Outputs for every one of the first tokens."""
+        self._wants[:n] = 1
+
     def struct(self, n: int) -> abi.Batch:
         self._struct.n_tokens = n
         return self._struct

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from everwarm.config import ModelOptions
+from everwarm.config import EMBEDDING_ARCHITECTURES, ModelOptions
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.lib import Closing, Lib, lib
@@ -116,9 +116,10 @@ class Model(Closing):
         progress: Progress | None = None,
         *,
         vocab_only: bool = False,
+        embeds: bool = False,
         on_same: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_same`` is called when its files were touched and are the same."""
+        """``on_same`` is called when its files were touched and are the same. ``embeds``: it is to write no text."""
         self.path = path
         self.lib: Lib = lib()
         self.options = options or ModelOptions()
@@ -128,6 +129,8 @@ class Model(Closing):
         self.ptr: int | None = None
         try:
             self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only)
+            if not embeds:
+                self._require_writer()
             self._read_facts()
             self.rope_limit = None if vocab_only else rope_limit_of(path)
             self.adapters = [(self._open_adapter(Path(file)), scale) for file, scale in self.options.lora]
@@ -136,13 +139,20 @@ class Model(Closing):
             self.close()
             raise
 
-    def _read_facts(self) -> None:
+    def _require_writer(self) -> None:
+        arch = self.metadata("general.architecture") or ""
+        if arch in EMBEDDING_ARCHITECTURES or self.metadata(f"{arch}.attention.causal") == "false":
+            raise ModelFileError(
+                f"{self.path.name} makes embeddings and writes no text ({arch}); start it with --embeddings"
+            )
         if self.lib.model_has_encoder(self.ptr) or not self.lib.model_has_decoder(self.ptr):
             raise ModelFileError(
                 f"{self.path.name} is not a decoder-only model; Everwarm serves causal language models"
             )
         if self.lib.model_is_diffusion(self.ptr):
             raise ModelFileError(f"{self.path.name} is a diffusion model; Everwarm serves causal language models")
+
+    def _read_facts(self) -> None:
         assert self.ptr is not None
         self.vocab = Vocab(self.lib, self.ptr)
         self.n_ctx_train = int(self.lib.model_n_ctx_train(self.ptr))
@@ -168,7 +178,10 @@ class Model(Closing):
 
     @functools.cached_property
     def chat_template(self) -> str | None:
-        text = self.lib.model_chat_template(self.ptr, None)
+        return self.template(None)
+
+    def template(self, name: str | None) -> str | None:
+        text = self.lib.model_chat_template(self.ptr, None if name is None else name.encode())
         return None if text is None else bytes(text).decode("utf-8", "replace")
 
     def metadata(self, key: str) -> str | None:

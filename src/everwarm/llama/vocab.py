@@ -30,6 +30,8 @@ class Vocab:
         self.adds_bos = bool(lib.vocab_get_add_bos(self._ptr)) and self.bos is not None
         self.adds_eos = bool(lib.vocab_get_add_eos(self._ptr)) and self.eos is not None
         self._pieces: dict[int, bytes] = {}
+        self.sep = token_or_none(lib.vocab_sep(self._ptr))
+        self.adds_sep = bool(lib.vocab_get_add_sep(self._ptr)) and self.sep is not None
 
     @functools.cached_property
     def eog(self) -> frozenset[int]:

@@ -101,7 +101,6 @@ _AFFINITY = "start it under taskset (which CPUs), nice or chrt (priority), or nu
 _SPECULATION = "speculation of that kind is not offered; leave it out"
 _NO_TOOLS = "Everwarm runs no tools and proxies nothing; leave it out, and let the client run them"
 _REMOTE = "only Hugging Face models can be downloaded: give hf:owner/repo[:quant], or download the file yourself"
-_EMBEDDING = "Everwarm serves models that write text; run an embedding model elsewhere"
 _VIDEO = "Everwarm reads no video; leave it out"
 
 
@@ -325,7 +324,7 @@ ROWS: tuple[Row, ...] = (
     _refused(
         "--spm-infill", "/infill is not offered; render the prompt yourself and send it to /completion", n_values=0
     ),
-    _refused("--pooling", _EMBEDDING, "POOLING"),
+    _same("--pooling", "POOLING"),
     _same("-np --parallel", "N_PARALLEL", "--parallel", convert=_auto("4", "-1")),
     _holds(
         "-cb --cont-batching | -nocb --no-cont-batching",
@@ -351,7 +350,7 @@ ROWS: tuple[Row, ...] = (
     _refused("--video-ffmpeg-dir", _VIDEO, "VIDEO_FFMPEG_DIR"),
     _same("-a --alias", "ALIAS"),
     _refused("--tags", "models have no tags; give names: `--alias a,b`", "TAGS"),
-    _refused("--embd-normalize", _EMBEDDING),
+    _same("--embd-normalize"),
     _same("--host", "HOST"),
     _same("--port", "PORT"),
     _switch("--reuse-port", "REUSE_PORT"),
@@ -382,8 +381,8 @@ ROWS: tuple[Row, ...] = (
     _refused("--mcp-servers-json", _NO_TOOLS, "MCP_SERVERS_JSON"),
     _refused("-ag --agent | -no-ag --no-agent", _NO_TOOLS, "AGENT", n_values=0),
     _switch("--ui --webui | --no-ui --no-webui", "UI", "--ui"),
-    _refused("--embedding --embeddings", _EMBEDDING, "EMBEDDINGS", n_values=0),
-    _refused("--rerank --reranking", _EMBEDDING, "RERANKING", n_values=0),
+    _switch("--embedding --embeddings", "EMBEDDINGS", "--embeddings"),
+    _switch("--rerank --reranking", "RERANKING", "--reranking"),
     Row(("--api-key",), env="LLAMA_API_KEY", to="--api-key"),
     _same("--api-key-file", "API_KEY_FILE"),
     _same("--ssl-key-file", "SSL_KEY_FILE"),

@@ -138,6 +138,21 @@ class Tokenize(Message, frozen=True, tag=True):
     with_pieces: bool = True
 
 
+class Embed(Message, frozen=True, tag=True):
+    """Texts or tokens to vectors. With a ``query`` each is ranked by how well it answers it."""
+
+    id: int
+    inputs: list[str | list[int]]
+    query: str | None = None
+
+
+class Embedded(msgspec.Struct, frozen=True):
+    """For each input its rows, as packed floats, and how many tokens it had."""
+
+    rows: list[list[bytes]]
+    n_tokens: list[int]
+
+
 class Tokenized(msgspec.Struct, frozen=True):
     """Tokens in few values, so that a million of them are decoded at once: ids and the pieces' sizes are packed, four
     bytes each, and the pieces stand one after the other."""
@@ -270,6 +285,7 @@ class ModelInfo(Message, frozen=True, tag=True):
     adds_bos: bool
     build: str
     sees: bool = False  # images
+    pooling: str | None = None  # of an embedding model, which writes no text
 
 
 class Fatal(Message, frozen=True, tag=True):
@@ -453,7 +469,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
 
 
 CacheQuestion = AskTree | CacheOrder
-Question = Tokenize | Count | Detokenize | Inspect | CacheQuestion | SlotAction
+Question = Embed | Tokenize | Count | Detokenize | Inspect | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
 ToGateway = Loading | ModelInfo | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
 

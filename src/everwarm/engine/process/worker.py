@@ -19,8 +19,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -28,16 +30,21 @@ from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
+from everwarm.engine.process.embedding_worker import EmbeddingHandler, info, open_embedder
 from everwarm.engine.process.request_handler import RequestHandler
+from everwarm.engine.settings import EngineSettings
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
+from everwarm.llama.model import Progress
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.system.process import collect_rarely, die_with_parent
 from everwarm.logs import log_to_stderr
 from everwarm.memory_limits import tightest_limit
 
 log = logging.getLogger("everwarm.worker")
+
+T = TypeVar("T")
 
 BEAT_S = 0.25
 EXIT_FATAL = 2
@@ -191,14 +198,31 @@ def main() -> None:
     if not isinstance(first, m.Open):
         os._exit(1)
     pulse = Pulse(wire)
-    core = _open(first, wire, memory)
+    if first.settings.embedding is not None:
+        return _serve_embeddings(first, wire)
+    core = _open(partial(assemble, memory=memory), first, wire)
     _call_test_hook(core)
     collect_rarely()
     wire.send(_info(core))
     _serve(core, wire, pulse)
 
 
-def _open(message: m.Open, wire: Wire, memory: int) -> Core:
+def _serve_embeddings(first: m.Open, wire: Wire) -> None:
+    embedder = _open(open_embedder, first, wire)
+    wire.send(info(embedder))
+    try:
+        EmbeddingHandler(embedder, wire.send).run(wire.read, gone=lambda: os._exit(1))
+    except ModelChanged as error:
+        wire.send(m.Fatal(str(error), "model_changed"))
+        wire.flush()
+        embedder.model.files.wait_still(STILL_S)
+        os._exit(EXIT_CHANGED)
+    wire.flush()
+    embedder.close()
+
+
+def _open(open_model: Callable[[Path, EngineSettings, Progress], T], message: m.Open, wire: Wire) -> T:
+    """Opens it, and says how far that is; ends the process if it cannot be opened."""
     shown = [-1.0]
 
     def progress(fraction: float) -> None:
@@ -207,7 +231,7 @@ def _open(message: m.Open, wire: Wire, memory: int) -> Core:
             wire.send(m.Loading(fraction))
 
     try:
-        return assemble(Path(message.model), message.settings, progress, memory)
+        return open_model(Path(message.model), message.settings, progress)
     except ModelChanged as error:
         wire.send(m.Fatal(str(error), "model_changed"))
         wire.flush()

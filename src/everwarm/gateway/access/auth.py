@@ -83,6 +83,13 @@ _USER = (
     "GET /api/version",
     "POST /api/embed",
     "POST /api/embeddings",
+    "POST /v1/embeddings",
+    "POST /embeddings",
+    "POST /embedding",
+    "POST /v1/rerank",
+    "POST /rerank",
+    "POST /reranking",
+    "POST /v1/reranking",
     "GET /cache",
     "DELETE /cache",  # its own namespace; for an admin, all namespaces
     "GET /cache/tree",

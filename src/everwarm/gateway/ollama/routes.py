@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Iterator
 
 from starlette.requests import Request
@@ -22,8 +21,6 @@ from everwarm.gateway.serving.replies import GenerationBody, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
 from everwarm.types import Json
-
-log = logging.getLogger("everwarm.gateway")
 
 DIALECT = "0.12.0"  # the version of Ollama that we claim: clients check it before they use new features
 
@@ -49,7 +46,6 @@ class Ollama:
             Route("/api/show", self.show, methods=["POST"]),
             Route("/api/ps", self.ps, methods=["GET"]),
             Route("/api/version", self.version, methods=["GET"]),
-            *(Route(f"/api/{name}", self.refuse_embedding, methods=["POST"]) for name in ("embed", "embeddings")),
             *(
                 Route(f"/api/{name}", self.refuse, methods=[method])
                 for method, names in refused.items()
@@ -87,9 +83,6 @@ class Ollama:
 
     async def refuse(self, request: Request) -> Response:
         raise NotSupported(f"{request.url.path} is not offered here; models are files that the server finds")
-
-    async def refuse_embedding(self, _request: Request) -> Response:
-        raise NotSupported("embeddings are not offered here; this server writes text")
 
     async def _answer(self, request: Request, kind: type[OllamaRequest], reply_fields: ReplyFields) -> Response:
         body, n_bytes = await self._gate.read(request, kind)

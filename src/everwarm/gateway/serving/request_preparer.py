@@ -22,7 +22,7 @@ from starlette.requests import Request
 from everwarm.config import Constraint, Sampling
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import CutHints
-from everwarm.errors import BadRequest
+from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.access.limits import estimated_tokens
 from everwarm.gateway.admin.metrics import Metrics
@@ -104,6 +104,10 @@ class RequestPreparer:
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
         info = await served.supervisor.wait_ready()
         body = self._settings.defaults.applied(body)
+        if info.pooling is not None:
+            raise NotSupported(
+                "this model makes embeddings and writes no text; name another one, or use /v1/embeddings"
+            )
         lora = self._scales.of_request(served.spec, body.lora)
         if isinstance(body, ChatBody):
             prepared = await self._chat(request, body, self._template(served, info), info)

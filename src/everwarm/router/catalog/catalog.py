@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from everwarm.config import cache_directory, require
+from everwarm.config import EMBEDDING_ARCHITECTURES, cache_directory, require
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, ModelFileError
 from everwarm.router.catalog import hub, scan
-from everwarm.router.catalog.gguf_header import read_header
+from everwarm.router.catalog.gguf_header import GgufHeader, read_header
 from everwarm.router.catalog.gguf_names import LATEST
 from everwarm.router.catalog.memory_estimate import loaded_bytes
 from everwarm.router.catalog.models_file import ModelTable, below, did_you_mean, place, read_models_file, speaking_of
@@ -83,6 +83,12 @@ class Catalog:
             if found is not None:
                 return found
         return None
+
+
+def makes_embeddings(header: GgufHeader) -> bool:
+    """Whether a model writes no text: its vectors are all it has."""
+    is_causal = header.values.get(f"{header.architecture}.attention.causal")
+    return header.architecture in EMBEDDING_ARCHITECTURES or is_causal is False
 
 
 def projector_beside(path: Path) -> Path | None:
@@ -174,6 +180,8 @@ def _hub_file(model: hub.HubModel) -> ModelFile:
 
 
 def _spec(file: ModelFile, settings: EngineSettings, source: Source) -> ModelSpec:
+    if settings.embedding is None and makes_embeddings(file.header):
+        settings = replace(settings, embedding="auto")
     beside = [Path(adapter) for adapter, _ in settings.model.lora] + ([file.mmproj] if file.mmproj else [])
     n_bytes = loaded_bytes(file.header, file.n_bytes, settings) + sum(map(scan.size_bytes, beside))
     return ModelSpec(

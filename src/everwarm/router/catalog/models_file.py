@@ -16,7 +16,16 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from everwarm.config import CacheType, FlashAttention, parse_bytes, parse_duration, parse_mib, parse_scaled, require
+from everwarm.config import (
+    CacheType,
+    FlashAttention,
+    Pooling,
+    parse_bytes,
+    parse_duration,
+    parse_mib,
+    parse_scaled,
+    require,
+)
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest
 
@@ -78,6 +87,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     cache_type_v: CacheType | None = None
     flash_attn: FlashAttention | None = None
     lora: tuple[Text, ...] | None = None
+    pooling: Pooling | None = None
     max_checkpoints: int | None = None
     checkpoint_every: int | None = None
     checkpoint_min_tokens: int | None = None
@@ -116,6 +126,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
                 min_gap=_or(self.checkpoint_min_gap, defaults.checkpoints.min_gap),
             ),
             ram_bytes=defaults.ram_bytes if self.cache_ram is None else _size("cache-ram", self.cache_ram, parse_mib),
+            embedding=_or(self.pooling, defaults.embedding),
             namespace_share=_or(self.namespace_share, defaults.namespace_share),
             store=self._store(defaults.store, state_dir),
         )
