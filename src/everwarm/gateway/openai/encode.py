@@ -150,7 +150,7 @@ class ChatEncoder(CompletionEncoder):
         deltas = [delta for delta in map(_delta, event.pieces) if delta is not None]
         match event.message:
             case m.Begun():
-                return [(_chat_choice(event.index, {"role": "assistant", "content": ""}), {})]
+                return [(_chat_choice(event.index, {"role": "assistant", "content": None}), {})]
             case m.PromptRead() as read_so_far:
                 return [(None, {"prompt_progress": progress(read_so_far)})]
             case m.TextPiece(probs=given):

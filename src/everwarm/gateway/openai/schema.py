@@ -21,6 +21,7 @@ Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Count = Annotated[int, Meta(ge=0, le=1 << 26)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Name = Annotated[str, Meta(max_length=512)]
+PromptItem = TokenId | str | list[TokenId | str] | dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -136,23 +137,33 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """``prompt``: text, tokens, or (OpenAI) a list holding one of these."""
+    """``prompt``: text, tokens, both mixed, llama-server's object with ``prompt_string``, or a list of these."""
 
-    prompt: str | list[TokenId | str | list[TokenId]]
+    prompt: str | dict[str, Any] | Annotated[list[PromptItem], Meta(max_length=1 << 24)]
+    response_fields: Annotated[list[Name], Meta(max_length=256)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | bool | None = None
     n_probs: Annotated[int, Meta(ge=0, le=100)] | None = None
     return_tokens: bool | None = None
     echo: bool | None = None
 
     def text_or_tokens(self) -> tuple[str | None, list[int] | None]:
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return prompt, None
-        if set(map(type, prompt)) <= {int}:
-            return None, prompt
+        prompts = self.prompts()
+        if len(prompts) == 1:
+            (prompt,) = prompts
+            if isinstance(prompt, str):
+                return prompt, None
+            if set(map(type, prompt)) <= {int}:
+                return None, prompt  # type: ignore[return-value]
         raise BadRequest("prompt must be one text or one list of token ids; send several prompts as several requests")
+
+    def prompts(self) -> list[str | list[int | str]]:
+        """Every prompt, as text, as tokens, or as tokens and texts in one list."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and any(isinstance(item, list | dict) for item in prompt):
+            return [_one_prompt(item) for item in prompt]
+        if isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        return [_one_prompt(prompt)]
 
     @property
     def wanted_probs(self) -> int | None:
@@ -161,6 +172,19 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         if self.logprobs is None or self.logprobs is False:
             return None
         return int(self.logprobs)
+
+
+def _one_prompt(given: Any) -> str | list[int | str]:
+    if isinstance(given, dict):
+        text, media = given.get("prompt_string"), given.get("multimodal_data")
+        if media:
+            raise BadRequest("multimodal_data is not read here: send images in a chat")
+        if not isinstance(text, str):
+            raise BadRequest("a prompt that is an object needs prompt_string")
+        return text
+    if not isinstance(given, str | list):
+        raise BadRequest("a prompt is a text, a list of token ids, or an object with prompt_string")
+    return given
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
