@@ -1,4 +1,4 @@
-"""Starts a server with the flags of llama-server's own tests: ``python -m bench.compat.launch SERVER FLAGS``.
+"""Starts a server with the flags of llama-server's tests: ``python -m bench.compat.launch everwarm|llama-server FLAGS``.
 
 The tests name models by where they can be downloaded; tiny models of the same kind are used instead. Flags that a server
 does not have are left out and named on standard error.

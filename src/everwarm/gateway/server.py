@@ -255,7 +255,7 @@ def _about(standing: Standing) -> str:
         reason = standing.supervisor.reason
         return f"· {spec.id}: {reason or f'about {spec.n_bytes / _MIB:,.0f} MiB, loaded on demand'}"
     if info.pooling is not None:
-                return f"· {spec.id} ({info.description}): embeddings, pooling {info.pooling}, texts of up to {info.n_ctx:,} tokens"
+        return f"· {spec.id} ({info.description}): embeddings, pooling {info.pooling}, texts of up to {info.n_ctx:,} tokens"
     return (
         f"· {spec.id} ({info.description}, {info.memory_kind} memory)\n"
         f"  {info.n_slots} slots share {info.n_ctx:,} tokens of context; "

@@ -119,11 +119,86 @@ def test_a_slot_that_does_not_exist_is_refused(server):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [[]], ["a", "b"], [[1], [2]], [1, "a"], [-1], [99999], [1 << 31], [1 << 40]]
+    "prompt", ["", [], [[]], [[1], {}], {"prompt_string": 1}, [-1], [99999], [1 << 31], [1 << 40], ["a"] * 65, [[1], 2]]
 )
 def test_a_prompt_that_cannot_be_used_is_refused(server, prompt):
     assert server.post("/completion", {"prompt": prompt, "n_predict": 1}).status == 400
     assert complete(server)
+
+
+def test_several_prompts_get_a_list_of_replies_in_their_order(server):
+    tokens = server.ask("/tokenize", {"content": PROMPT})["tokens"]
+    body = {"prompt": [tokens, PROMPT, {"prompt_string": PROMPT}], "temperature": 0, "n_predict": 4}
+    answers = server.ask("/completion", body)
+    assert [answer["index"] for answer in answers] == [0, 1, 2]
+    assert {answer["content"] for answer in answers} == {complete(server, n_predict=4)["content"]}
+    assert [answer.get("prompt") for answer in answers] == [None, PROMPT, PROMPT]
+    assert len(server.ask("/completion", body | {"prompt": PROMPT, "n": 2})) == 2
+    assert server.post("/completion", body | {"stream": True}).status == 400
+
+
+def test_texts_among_tokens_are_one_prompt(server):
+    tokens = server.ask("/tokenize", {"content": PROMPT})["tokens"]
+    cut = "<|im_start|>user\nWho are"
+    rest = server.ask("/tokenize", {"content": PROMPT.removeprefix(cut)})["tokens"]
+    mixed = complete(server, [*server.ask("/tokenize", {"content": "<|im_start|>"})["tokens"], "user\nWho are", *rest])
+    assert mixed["tokens_evaluated"] == len(tokens) and mixed["content"] == complete(server)["content"]
+
+
+def test_a_completion_repeats_how_it_was_made(server):
+    answer = complete(server, n_predict=3, seed=7, top_k=5, stop=["x"])
+    settings = answer["generation_settings"]
+    assert (settings["n_predict"], settings["seed"], settings["top_k"], settings["stop"]) == (3, 7, 5, ["x"])
+    assert answer["prompt"] == PROMPT and answer["has_new_line"] is False and answer["truncated"] is False
+    assert stream(server, n_predict=3, top_k=5)[-1]["generation_settings"]["top_k"] == 5
+    assert server.get("/props").json["default_generation_settings"]["params"]["top_k"] == 40
+
+
+def test_only_the_fields_that_are_asked_for_come(server):
+    fields = ["content", "generation_settings/n_predict", "prompt", "no/such"]
+    answer = server.ask("/completion", {"prompt": PROMPT, "n_predict": 2, "response_fields": fields})
+    assert set(answer) == set(fields[:3]) and answer["generation_settings/n_predict"] == 2
+
+
+def test_errors_have_numbers_for_codes(server):
+    error = server.post("/completion", {"prompt": words(5000, 1)}).json["error"]
+    assert error["code"] == 400 and error["type"] == "exceed_context_size_error" and error["n_prompt_tokens"] > 4096
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"role": 1, "content": "a"}, {"role": "user", "content": 1}, {"role": "user"}, {"role": "assistant"}],
+)
+def test_a_message_that_cannot_be_shown_is_refused(server, message):
+    for messages in ([message], [*MESSAGES, message]):
+        assert server.post("/apply-template", {"messages": messages}).status == 400
+
+
+def test_a_reply_is_continued_and_only_one(server):
+    begun = {"role": "assistant", "content": "My name is"}
+    text = server.rendered([*MESSAGES, begun])
+    assert text.endswith("</think>\n\nMy name is")
+    body = {"messages": [*MESSAGES, begun], "temperature": 0, "max_tokens": 8}
+    answer = server.ask("/v1/chat/completions", body)["choices"][0]["message"]
+    assert answer["content"] == complete(server, text, n_predict=8)["content"]
+    assert server.post("/v1/chat/completions", body | {"messages": [*MESSAGES, begun, begun]}).status == 400
+    assert server.post("/v1/chat/completions", body | {"continue_final_message": True}).status == 400
+    calling = begun | {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    assert server.post("/v1/chat/completions", body | {"messages": [*MESSAGES, calling]}).status == 400
+
+
+def test_thinking_that_stays_text_keeps_its_opening(server):
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+    apart = server.ask("/v1/chat/completions", body)["choices"][0]["message"]
+    within = server.ask("/v1/chat/completions", body | {"reasoning_format": "none"})["choices"][0]["message"]
+    assert within["content"].startswith("<think>\n" + apart["reasoning_content"]) and "reasoning_content" not in within
+    off = server.ask("/v1/chat/completions", body | {"reasoning_effort": "none"})["choices"][0]["message"]
+    assert "reasoning_content" not in off
+
+
+def test_the_tokens_of_a_chat_can_be_counted(server):
+    n_tokens = server.ask("/v1/chat/completions/input_tokens", {"messages": MESSAGES})["input_tokens"]
+    assert n_tokens == server.n_tokens(server.rendered(MESSAGES))
 
 
 def test_no_tokens_wanted_reads_the_prompt_and_writes_nothing(server):
@@ -135,7 +210,7 @@ def test_no_tokens_wanted_reads_the_prompt_and_writes_nothing(server):
 def test_a_reply_that_fills_the_context_ends_there(server):
     prompt = words(1100, 10)
     answer = complete(server, prompt, n_predict=-1, ignore_eos=True)
-    assert answer["stop_type"] == "limit"
+    assert answer["stop_type"] == "limit" and answer["truncated"] is True
     assert answer["tokens_evaluated"] + answer["tokens_predicted"] == 4096
 
 

@@ -65,6 +65,8 @@ _USER = (
     "GET /v1/models",
     "GET /v1/models/{id:path}",
     "GET /models",  # ?reload= needs an admin
+    "POST /v1/chat/completions/input_tokens",
+    "POST /chat/completions/input_tokens",
     "POST /completion",
     "POST /completions",
     "POST /tokenize",

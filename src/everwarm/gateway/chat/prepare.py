@@ -55,6 +55,7 @@ def prepare_chat(
     """Renders the prompt of a chat; ``BadRequest`` if the template or the content is not usable. ``adds_bos``: the model's
     tokenizer does; ``canonicalise``: known noise at the head of system text is left out; ``remembered``: what the model
     wrote in earlier turns takes the place of what the client made of it."""
+    _require_sound(body.messages)
     written = restored(body.messages, remembered)
     if written.n_replies:
         try:
@@ -81,6 +82,19 @@ def _prepared(
     bos = template.bos if adds_bos and rendered.text.startswith(template.bos) else ""
     add_special = adds_bos and not bos
     return PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, cleaned.removed)
+
+
+def _require_sound(messages: list[Json]) -> None:
+    """Refuses messages that no template could show."""
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            raise BadRequest(f"message {i} has no role: give system, user, assistant or tool")
+        if not isinstance(content, str | list | None):
+            raise BadRequest(f"the content of message {i} is a {type(content).__name__}: give text or a list of parts")
+        is_reply = role == "assistant" and ("tool_calls" in message or "reasoning_content" in message)
+        if "content" not in message and not is_reply:
+            raise BadRequest(f"message {i} has no content")
 
 
 def continued_part(body: ChatBody) -> Continues:

@@ -36,6 +36,7 @@ _TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 
 def answer_schema(schema: Any, *, strict: bool) -> str:
     """For an answer in JSON. Unless ``strict``, keywords that cannot be enforced are ignored."""
+    _require_known_type(schema.get("type") if isinstance(schema, dict) else None)
     return json.dumps(_bound(schema, _LOOSE | {"lenient": not strict}))
 
 
@@ -105,12 +106,22 @@ def _inside(value: Json | list[Any]) -> list[Any]:
     return value if isinstance(value, list) else list(value.values())
 
 
+def _require_known_type(named: Any) -> None:
+    for name in named if isinstance(named, list) else [] if named is None else [named]:
+        if name not in _TYPE_NAMES:
+            known = ", ".join(sorted(_TYPE_NAMES))
+            raise BadRequest(f"the schema names the type {str(name)[:40]!r}; JSON has {known}")
+
+
 def _closed(schema: Any) -> Any:
     """Objects with named properties take no others unless the schema allows them. Parts of ``allOf`` must
     not be closed one by one."""
     if not isinstance(schema, dict):
         return [_closed(part) for part in schema] if isinstance(schema, list) else schema
     closed = dict(schema)
+    if isinstance(schema.get("items"), list):  # the older way to write what each item is
+        schema = {**{k: v for k, v in schema.items() if k != "items"}, "prefixItems": schema["items"]}
+        closed = dict(schema)
     for key in _OBJECTS_OF_SCHEMAS:
         if isinstance(schema.get(key), dict):
             closed[key] = {name: _closed(part) for name, part in schema[key].items()}

@@ -7,6 +7,7 @@ from everwarm.types import Json
 
 OLLAMA = "/api/"
 ANTHROPIC = "/v1/messages"
+LLAMA_SERVER = ("/completion", "/tokenize", "/detokenize", "/apply-template", "/props", "/slots")  # codes are numbers
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -31,7 +32,10 @@ def error_body(error: EverwarmError, request_id: str, path: str) -> Json:
         return {"error": str(error)}
     if path.startswith(ANTHROPIC):
         return _anthropic(error, request_id)
-    return _openai(error, request_id)
+    about = _openai(error, request_id)
+    if path.startswith(LLAMA_SERVER):
+        about["error"]["code"] = error.status
+    return about
 
 
 def _openai(error: EverwarmError, request_id: str) -> Json:
@@ -43,6 +47,8 @@ def _openai(error: EverwarmError, request_id: str) -> Json:
         "code": error.code,
         "request_id": request_id,
     }
+    if error.code == PromptTooLong.code:
+        about["type"] = error.code
     if isinstance(error, Refused) and error.n_prompt is not None:
         about |= {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_context}
     return {"error": about}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -12,14 +13,66 @@ import msgspec
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
 from everwarm.gateway.openai.encode import logprobs, progress, timings
+from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
 
+@dataclass(frozen=True, slots=True)
+class CompletionAbout:
+    """What an answer of ``/completion`` says besides the reply. ``prompt``: None if it came as tokens."""
+
+    model: str
+    body: CompletionBody
+    prompt: str | None = None
+
+    def shown(self, answer: Json) -> Json:
+        """Only the fields that were asked for; a slash leads into an object."""
+        wanted = self.body.response_fields
+        if not wanted:
+            return answer
+        found = {path: _at(answer, path.split("/")) for path in wanted}
+        return {path: value for path, value in found.items() if value is not _MISSING}
+
+
+_MISSING = object()
+
+
+def _at(answer: Any, path: list[str]) -> Any:
+    for step in path:
+        answer = answer.get(step, _MISSING) if isinstance(answer, dict) else _MISSING
+    return answer
+
+
+def generation_settings(body: Body) -> Json:
+    """How a reply is sampled, under llama-server's names."""
+    sampling = asdict(body.sampling())
+    bias = sampling.pop("logit_bias")
+    sampling["repeat_last_n"] = sampling.pop("penalty_last_n")
+    sampling["seed"] = _RANDOM_SEED if sampling["seed"] is None else sampling["seed"]
+    n_predict = body.reply_tokens(-1)
+    return {
+        **sampling,
+        "n_predict": n_predict,
+        "max_tokens": n_predict,
+        "stop": list(body.stops()),
+        "stream": bool(body.stream),
+        "ignore_eos": bool(body.ignore_eos),
+        "grammar": body.grammar or "",
+        "logit_bias": [{"token": token, "bias": value} for token, value in bias.items() if value != float("-inf")],
+        "timings_per_token": bool(body.timings_per_token),
+        "lora": [],
+    }
+
+
+_RANDOM_SEED = (1 << 32) - 1
+
+
 class LlamaEncoder(Dialect):
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, about: CompletionAbout) -> None:
+        self._about = about
+        self._has_new_line = False
         self._slot = 0
         self._n_prompt = 0
         self._n_reply = 0
@@ -35,37 +88,45 @@ class LlamaEncoder(Dialect):
                 chunk["prompt_progress"] = progress(read_so_far)
             case m.TextPiece() as piece:
                 self._n_reply += len(piece.tokens)
+                self._has_new_line |= "\n" in piece.text
                 chunk = {"index": 0, "content": piece.text, "tokens": piece.tokens, "stop": False}
                 chunk |= {"id_slot": self._slot, "tokens_predicted": self._n_reply, "tokens_evaluated": self._n_prompt}
                 if piece.probs:
                     chunk["completion_probabilities"] = logprobs(piece.probs)["content"]
             case m.Done() as done:
-                chunk = {"index": 0, "content": done.text, "tokens": [], **_end(self._model, done)}
+                has_new_line = self._has_new_line or "\n" in done.text
+                whole = {"index": 0, "content": done.text, "tokens": [], **_end(self._about, done, has_new_line)}
+                chunk = self._about.shown(whole)
         return [sse(chunk)]
 
 
-def completion(model: str, choice: Choice, *, with_tokens: bool, with_probs: bool) -> Json:
+def completion(about: CompletionAbout, choice: Choice, *, index: int = 0) -> Json:
     answer = {
-        "index": 0,
+        "index": index,
         "content": choice.text,
-        "tokens": choice.tokens if with_tokens else [],
-        **_end(model, choice.done),
+        "tokens": choice.tokens if about.body.return_tokens else [],
+        **_end(about, choice.done, "\n" in choice.text),
     }
-    if with_probs:
+    if about.body.wanted_probs is not None:
         answer["completion_probabilities"] = logprobs(choice.probs)["content"]
-    return answer
+    return about.shown(answer)
 
 
-def _end(model: str, done: m.Done) -> Json:
+def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
+    body = about.body
+    was_cut = done.finish == "length" and done.n_reply < body.reply_tokens(done.n_reply + 1)
     stop_type = "eos" if done.finish == "stop" else "limit"
     return {
         "id_slot": done.slot,
         "stop": True,
-        "model": model,
+        "model": about.model,
         "tokens_predicted": done.n_reply,
         "tokens_evaluated": done.n_prompt,
         "tokens_cached": done.n_cached,
-        "truncated": False,
+        "generation_settings": generation_settings(body),
+        **({"prompt": about.prompt} if about.prompt is not None else {}),
+        "has_new_line": has_new_line,
+        "truncated": was_cut,  # by the end of the context
         "stop_type": stop_type if done.stop_text is None else "word",
         "stopping_word": done.stop_text or "",
         "timings": timings(done),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import struct
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from everwarm import __version__
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EngineStopped, Forbidden, NotSupported
 from everwarm.gateway.access.auth import namespace_of, own_namespace, principal_of
 from everwarm.gateway.http.sse import json_response
-from everwarm.gateway.llamaserver.encode import LlamaEncoder, completion, tokenized
-from everwarm.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
+from everwarm.gateway.llamaserver.encode import (
+    CompletionAbout,
+    LlamaEncoder,
+    completion,
+    generation_settings,
+    tokenized,
+)
+from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
+from everwarm.gateway.serving.generate import Choice
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
@@ -30,6 +41,7 @@ from everwarm.types import Json
 
 IMAGE_MARKER = "<__media__>"  # llama.cpp's own, in the answer of /apply-template
 _TEXT_ONLY = {"vision": False, "audio": False, "video": False}
+_DEFAULT_PARAMS = generation_settings(Body())
 MAX_FILES_OF_A_USER = 64  # in each of its namespaces
 
 
@@ -47,6 +59,8 @@ class LlamaServer:
         return [
             Route("/completion", self.completion, methods=["POST"]),
             Route("/completions", self.completion, methods=["POST"]),
+            Route("/v1/chat/completions/input_tokens", self.input_tokens, methods=["POST"]),
+            Route("/chat/completions/input_tokens", self.input_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/apply-template", self.apply_template, methods=["POST"]),
@@ -57,15 +71,66 @@ class LlamaServer:
 
     async def completion(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
-        body = msgspec.structs.replace(body, n=None)  # this dialect has one choice
-        body.text_or_tokens()  # and one prompt
         model = body.model or self._pool.find(body.model).id
+        prompts = body.prompts()
+        one = CompletionAbout(model, body, prompts[0] if isinstance(prompts[0], str) else None)
         if body.stream:
-            return self._replies.stream(request, n_bytes, body, LlamaEncoder(model))
+            if len(prompts) > 1 or (body.n or 1) > 1:
+                raise BadRequest("only one reply can be streamed: send several prompts as several requests")
+            source = partial(self._with_prompt, request, body, prompts[0])
+            return self._replies.stream(request, n_bytes, source, LlamaEncoder(one))
         with self._gate.admitted(request, n_bytes):
-            (choice,) = await self._gate.within_time(request, self._replies.collect(request, body))
-        with_probs = body.wanted_probs is not None
-        return json_response(completion(model, choice, with_tokens=bool(body.return_tokens), with_probs=with_probs))
+            found = await self._gate.within_time(request, self._all_completed(request, body, prompts))
+        abouts = [replace(one, prompt=prompt if isinstance(prompt, str) else None) for prompt in prompts]
+        n = len(found) // len(prompts)
+        answers = [completion(abouts[i // n], choice, index=i) for i, choice in enumerate(found)]
+        return json_response(answers[0] if len(answers) == 1 else answers)
+
+    async def _all_completed(
+        self, request: Request, body: CompletionBody, prompts: list[str | list[int | str]]
+    ) -> list[Choice]:
+        """The replies to all prompts, which run at once; the error of one ends them all."""
+        tasks = [asyncio.create_task(self._completed(request, body, prompt)) for prompt in prompts]
+        try:
+            return [choice for choices in await asyncio.gather(*tasks) for choice in choices]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _completed(self, request: Request, body: CompletionBody, prompt: str | list[int | str]) -> list[Choice]:
+        return await self._replies.collect(request, await self._with_prompt(request, body, prompt))
+
+    async def _with_prompt(
+        self, request: Request, body: CompletionBody, prompt: str | list[int | str]
+    ) -> CompletionBody:
+        """The body with this prompt alone; texts among tokens are tokenized."""
+        if isinstance(prompt, list) and any(isinstance(item, str) for item in prompt):
+            tokens: list[int] = []
+            for item in prompt:
+                tokens += [item] if isinstance(item, int) else await self._tokens(request, body, item, not tokens)
+            prompt = list(tokens)
+        return msgspec.structs.replace(body, prompt=prompt)
+
+    async def _tokens(self, request: Request, body: CompletionBody, text: str, add_special: bool) -> list[int]:
+        fields = {"text": text, "add_special": add_special, "parse_special": True, "with_pieces": False}
+        answer = await self._ask(request, body.model, m.Tokenize, **fields)
+        ids = msgspec.convert(answer, m.Tokenized).ids
+        return list(struct.unpack(f"<{len(ids) // 4}i", ids))
+
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of a chat has."""
+        body, n_bytes = await self._gate.read(request, ChatBody)
+        with self._gate.admitted(request, n_bytes):
+            return await self._gate.within_time(request, self._counted(request, body))
+
+    async def _counted(self, request: Request, body: ChatBody) -> Response:
+        with self._pool.lease(body.model) as lease:
+            served = await lease.ready()
+            submit = (await self._preparer.prepare(request, body, served)).submits[0]
+            fields = {name: getattr(submit, name) for name in ("text", "add_special", "marker", "images", "namespace")}
+            n_tokens = await served.supervisor.ask(m.Count, **fields)
+        return json_response({"input_tokens": n_tokens})
 
     async def tokenize(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, TokenizeBody)
@@ -99,13 +164,15 @@ class LlamaServer:
         served = self._pool.look(name)
         if not served.supervisor.is_running:
             return json_response(_asleep(served))
-        return await self._gate.within_time(request, self._props(served))
+        shows_path = principal_of(request).is_admin
+        return await self._gate.within_time(request, self._props(served, shows_path=shows_path))
 
-    async def _props(self, served: Served) -> Response:
+    async def _props(self, served: Served, *, shows_path: bool) -> Response:
         info = await served.supervisor.wait_ready()
         return json_response(
             {
-                "default_generation_settings": {"n_ctx": info.n_ctx, "params": {}},
+                "default_generation_settings": {"id": 0, "n_ctx": info.n_ctx, "params": _DEFAULT_PARAMS},
+                "model_path": str(served.spec.path) if shows_path else served.spec.path.name,
                 "total_slots": info.n_slots,
                 "model_alias": served.id,
                 "model_description": info.description,
@@ -120,7 +187,7 @@ class LlamaServer:
                 "adds_bos": info.adds_bos,
                 "bos_token": info.bos,
                 "eos_token": info.eos,
-                "build_info": f"everwarm, libllama {info.build}",
+                "build_info": f"{info.build}-everwarm-{__version__}",
                 "is_sleeping": False,
             }
         )

@@ -158,7 +158,7 @@ class ChatEncoder(CompletionEncoder):
         if event.index in self._has_role or not any(choice for choice, _ in chunks):
             return chunks
         self._has_role.add(event.index)
-        return [(_chat_choice(event.index, {"role": "assistant", "content": ""}), {}), *chunks]
+        return [(_chat_choice(event.index, {"role": "assistant", "content": None}), {}), *chunks]
 
     def _content_chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
         deltas = [delta for delta in map(_delta, event.pieces) if delta is not None]
@@ -210,7 +210,7 @@ class TextEncoder(CompletionEncoder):
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         body, n = self._body, self._body.n or 1
-        echoed = body.prompts() if isinstance(body, CompletionBody) and body.echo else []
+        echoed = body.texts_or_tokens() if isinstance(body, CompletionBody) and body.echo else []
         listed = [
             {
                 "index": i,

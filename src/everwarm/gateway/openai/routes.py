@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from everwarm import __version__
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import ChatEncoder, CompletionEncoder, TextEncoder
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody
@@ -61,5 +62,5 @@ class OpenAI:
             "id": f"{id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": body.model or served.id,
-            "system_fingerprint": f"everwarm-{info.build if info else ''}",
+            "system_fingerprint": f"{info.build if info else ''}-everwarm-{__version__}",
         }

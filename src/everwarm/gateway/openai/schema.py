@@ -24,6 +24,7 @@ Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Count = Annotated[int, Meta(ge=0, le=1 << 26)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Name = Annotated[str, Meta(max_length=512)]
+PromptItem = TokenId | str | list[TokenId | str] | dict[str, Any]
 
 DEFAULT_SAMPLING = Sampling()
 # Fields of a body that are fields of ``Sampling`` as they are.
@@ -194,33 +195,45 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """``prompt``: text, tokens, or (OpenAI) a list of these."""
+    """``prompt``: text, tokens, both mixed, llama-server's object with ``prompt_string``, or a list of these."""
 
-    prompt: str | list[TokenId | str | list[TokenId]]
+    prompt: str | dict[str, Any] | Annotated[list[PromptItem], Meta(max_length=1 << 24)]
+    response_fields: Annotated[list[Name], Meta(max_length=256)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | bool | None = None
     n_probs: Annotated[int, Meta(ge=0, le=100)] | None = None
     return_tokens: bool | None = None
     echo: bool | None = None
 
-    def prompts(self) -> list[tuple[str | None, list[int] | None]]:
-        """Each is a text or a list of tokens."""
-        given: Any = self.prompt
-        if isinstance(given, str) or all(isinstance(part, int) for part in given):
-            given = [given]
-        if not all(isinstance(one, str | list) for one in given):
-            raise BadRequest("prompt must be a text, a list of token ids, or a list of these")
+    def text_or_tokens(self) -> tuple[str | None, list[int] | None]:
+        """The only prompt."""
+        first, *others = self.texts_or_tokens()
+        if others:
+            raise BadRequest("prompt must be one text or one list of token ids here; /v1/completions takes several")
+        return first
+
+    def texts_or_tokens(self) -> list[tuple[str | None, list[int] | None]]:
+        """Every prompt is a text or a list of tokens."""
+        found: list[tuple[str | None, list[int] | None]] = []
+        for prompt in self.prompts():
+            if isinstance(prompt, str):
+                found.append((prompt, None))
+            elif set(map(type, prompt)) <= {int}:
+                found.append((None, prompt))  # type: ignore[arg-type]
+            else:
+                raise BadRequest("prompt must be a text, a list of token ids, or a list of these")
+        return found
+
+    def prompts(self) -> list[str | list[int | str]]:
+        """Every prompt, as text, as tokens, or as tokens and texts in one list."""
+        prompt: Any = self.prompt
+        are_many = isinstance(prompt, list) and any(isinstance(item, list | dict) for item in prompt)
+        are_texts = isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt)
+        given = prompt if are_many or are_texts else [prompt]
         if len(given) * (self.n or 1) > MAX_PROMPTS:
             raise BadRequest(
                 f"there are {len(given)} prompts with {self.n or 1} choices each; at most {MAX_PROMPTS} in all"
             )
-        return [(one, None) if isinstance(one, str) else (None, one) for one in given]
-
-    def text_or_tokens(self) -> tuple[str | None, list[int] | None]:
-        """The only prompt."""
-        first, *others = self.prompts()
-        if others:
-            raise BadRequest("prompt must be one text or one list of token ids here; /v1/completions takes several")
-        return first
+        return [_one_prompt(item) for item in given]
 
     @property
     def wanted_probs(self) -> int | None:
@@ -229,6 +242,19 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         if self.logprobs is None or self.logprobs is False:
             return None
         return int(self.logprobs)
+
+
+def _one_prompt(given: Any) -> str | list[int | str]:
+    if isinstance(given, dict):
+        text, media = given.get("prompt_string"), given.get("multimodal_data")
+        if media:
+            raise BadRequest("multimodal_data is not read here: send images in a chat")
+        if not isinstance(text, str):
+            raise BadRequest("a prompt that is an object needs prompt_string")
+        return text
+    if not isinstance(given, str | list):
+        raise BadRequest("a prompt is a text, a list of token ids, or an object with prompt_string")
+    return given
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):

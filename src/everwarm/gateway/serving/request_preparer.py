@@ -217,7 +217,7 @@ class RequestPreparer:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
         submits: list[m.Submit] = []
         n_tokens = 0
-        for text, tokens in body.prompts():
+        for text, tokens in body.texts_or_tokens():
             if text is not None and len(text) > MAX_PROMPT_CHARS:
                 raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
             given: Any = {"text": text, "tokens": tokens, "n_probs": body.wanted_probs, "constraint": constraint}
