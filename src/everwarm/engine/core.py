@@ -770,6 +770,8 @@ class Core:
             has_attention=self.context.kind.has_attention,
             needs_checkpoints=self.context.kind.needs_checkpoints,
             max_checkpoints=self.checkpointer.spacing.max_checkpoints,
+            eviction=partial(self.tree.forgotten.eviction, ask.namespace, ask.prompt),
+            now=time.monotonic(),
         )
         return explain(facts, partial(items_text, self.model.vocab))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from everwarm.engine.process.messages import N_SHOWN, ReadReason, Reason
 from everwarm.engine.process.reply_text import items_text
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
-from everwarm.state.ghosts import MAX_ITEMS, MAX_LINEAGES, Ghosts, Parting
+from everwarm.state.ghosts import MAX_EVICTIONS, MAX_ITEMS, MAX_LINEAGES, Eviction, Ghosts, Parting
 from everwarm.state.policy import CheckpointParams, CutKind
 from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Segment, Tree
@@ -124,6 +126,35 @@ def test_what_the_tree_forgot_altogether_is_evicted():
     assert (found.reason, found.n_shared) == (Reason.EVICTED, 80)
     assert found.diverged is not None and found.diverged.known == listed(KNOWN[80:96])
     assert why(Tree(), KNOWN, forgotten=Parting(100, Prompt.of_tokens(KNOWN))).diverged is None
+
+
+def test_why_it_was_evicted_is_said_with_figures():
+    ghosts, prompt, gib = Ghosts(), Prompt.of_tokens(KNOWN), 1 << 30
+    for n_items, worth in ((40, 0.1), (90, 0.2)):
+        ghosts.note_eviction("", prompt, Eviction(n_items, 100.0, worth / gib, 1.1 / gib, 8 * gib))
+    parting = Parting(100, prompt)
+    more = {"eviction": partial(ghosts.eviction, "", prompt), "now": 280.0, "forgotten": parting}
+    found = why(Tree(), KNOWN, **more).evicted
+    assert found is not None and (found.at, found.ago_s, found.budget_bytes) == (90, 180.0, 8 * gib)
+    assert found.words == (
+        "evicted 3 min ago: worth 0.2 s per GiB, the budget of 8 GiB was full, the least kept was worth 1.1"
+    )
+    other = {**more, "eviction": partial(ghosts.eviction, "other", prompt)}
+    assert why(Tree(), KNOWN, **other).evicted is None, "another namespace learns nothing of it"
+    assert why(tree_of(KNOWN, at=(90,)), KNOWN, 90, **more).evicted is None, "the control: nothing was read again"
+    counted_too = counted(why(Tree(), KNOWN, **more), lambda n: 2 * n)
+    assert counted_too.evicted is not None and counted_too.evicted.at == 180
+    ghosts.clear("")
+    assert why(Tree(), KNOWN, **more).evicted is None
+
+
+def test_reasons_of_evictions_are_bounded():
+    ghosts = Ghosts()
+    for i in range(MAX_EVICTIONS + 5):
+        ghosts.note_eviction("", Prompt.of_tokens([i, i + 1]), Eviction(2, 0.0, 0.0, None, 1))
+    assert ghosts.eviction("", Prompt.of_tokens([4, 5]), 0) is None
+    found = ghosts.eviction("", Prompt.of_tokens([5, 6]), 0)
+    assert found is not None and ghosts.eviction("", Prompt.of_tokens([5, 6]), 2) is None
 
 
 def test_attention_that_lost_its_kv_is_evicted_and_needs_no_checkpoints():
@@ -246,6 +277,23 @@ def test_far_apart_checkpoints_are_named():
     with open_core(n_slots=1, checkpoints=CheckpointParams(every_n_tokens=-1)) as core:
         run(core, HISTORY)
         assert reason(core, [*HISTORY[:400], *text(9, 20)]) is Reason.NO_CHECKPOINT
+
+
+def test_the_engine_says_what_it_gave_up_and_for_what():
+    with open_core(n_slots=1, n_spares=0) as core:
+        run(core, HISTORY)
+        tidy(core)
+        core.ram_budget.n_bytes = core.tree.ram_bytes  # full
+        asked = [text(seed, 400) for seed in (9, 8, 7)]
+        reasons = []
+        for prompt in [*asked, *asked]:
+            reasons.append(run(core, prompt).why)
+            tidy(core)
+        again = [each for each in reasons if each is not None and each.again is Reason.EVICTED]
+        assert again and all(each.evicted is not None for each in again)
+        evicted = again[0].evicted
+        assert 0 < evicted.at <= 400 and evicted.budget_bytes == core.ram_budget.n_bytes
+        assert evicted.worth >= 0 and evicted.least_kept is not None and 0 <= evicted.ago_s < 600
 
 
 def test_little_ram_is_named():

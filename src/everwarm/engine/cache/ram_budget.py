@@ -16,6 +16,7 @@ from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.eviction import N_LEAST, Hand, Part, Scales, weigh
+from everwarm.state.ghosts import Eviction
 from everwarm.state.returns import Returns, RunningVisit
 from everwarm.state.tree import Node, Tree
 
@@ -105,8 +106,11 @@ class RamBudget:
             n_left -= not choice.keys
             self._hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
             self._tell_of([part.nodes[key // 2] for key in choice.keys])
-            for key in choice.keys:
-                self._evict(part.nodes[key // 2], is_state=key % 2 == 0)
+            for key, worth in zip(choice.keys, choice.worths, strict=True):
+                node = part.nodes[key // 2]
+                why = Eviction(node.n_items, time.monotonic(), worth, choice.least_kept, budget)
+                self._tree.forgotten.note_eviction(self._tree.namespace(node), node.path, why)
+                self._evict(node, is_state=key % 2 == 0)
 
     def _tell_of(self, nodes: Sequence[Node]) -> None:
         """What is copied meanwhile evicts nothing: the next round does."""

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from everwarm.engine.process.messages import N_SHOWN, Diverged, ReadReason, Reason
+from everwarm.engine.process.messages import N_SHOWN, Diverged, Evicted, ReadReason, Reason
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.ghosts import Parting
+from everwarm.state.ghosts import Eviction, Parting
 from everwarm.state.policy import GUARD
 from everwarm.state.tree import Match
+
+_GIB = 1 << 30
 
 TextOf = Callable[[Prompt], str]
 
@@ -37,6 +39,8 @@ class ReadFacts:
     has_attention: bool = True
     needs_checkpoints: bool = True
     max_checkpoints: int = 1
+    eviction: Callable[[int], Eviction | None] = lambda _beyond: None  # of a point after so many items
+    now: float = 0.0
 
     @property
     def n_forgotten(self) -> int:
@@ -60,18 +64,29 @@ def explain(seen: ReadFacts, text_of: TextOf) -> ReadReason:
         min(seen.match.n_kv, len(seen.prompt)) if seen.has_attention else None,
         max((*kept, *(node.n_items for node in seen.match.usable)), default=0),
         diverged=None if parting is None else _diverged(seen.prompt, parting, text_of),
+        evicted=_evicted(seen) if again is Reason.EVICTED else None,
     )
+
+
+def _evicted(seen: ReadFacts) -> Evicted | None:
+    found = seen.eviction(seen.n_cached)
+    if found is None:
+        return None
+    least = None if found.least_kept is None else found.least_kept * _GIB
+    ago_s = round(max(0.0, seen.now - found.at), 3)
+    return Evicted(found.n_items, ago_s, found.worth * _GIB, least, found.budget_bytes)
 
 
 def counted(why: ReadReason, n_tokens: Callable[[int], int]) -> ReadReason:
     """The same with every number of items as tokens."""
-    diverged = why.diverged
+    diverged, evicted = why.diverged, why.evicted
     return msgspec.structs.replace(
         why,
         n_shared=n_tokens(why.n_shared),
         n_kv=None if why.n_kv is None else n_tokens(why.n_kv),
         n_checkpoint=n_tokens(why.n_checkpoint),
         diverged=None if diverged is None else msgspec.structs.replace(diverged, at=n_tokens(diverged.at)),
+        evicted=None if evicted is None else msgspec.structs.replace(evicted, at=n_tokens(evicted.at)),
     )
 
 

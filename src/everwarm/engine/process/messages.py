@@ -408,6 +408,30 @@ _REASON_WORDS = {
 }
 
 
+class Evicted(msgspec.Struct, frozen=True):
+    """What RAM evicted of a prompt, the deepest point of it, and why. A worth is the seconds of reading that a GiB was
+    expected to save per request."""
+
+    at: int  # its tokens
+    ago_s: float
+    worth: float
+    least_kept: float | None  # the worth of what would have been evicted next; None: nothing was left
+    budget_bytes: int
+
+    @property
+    def words(self) -> str:
+        least = (
+            "nothing else was left" if self.least_kept is None else f"the least kept was worth {self.least_kept:.2g}"
+        )
+        budget = f"the budget of {self.budget_bytes / (1 << 30):.3g} GiB was full"
+        return f"evicted {_ago(self.ago_s)} ago: worth {self.worth:.2g} s per GiB, {budget}, {least}"
+
+
+def _ago(seconds: float) -> str:
+    unit, size = next(((u, n) for u, n in (("h", 3600), ("min", 60)) if seconds >= 2 * n), ("s", 1))
+    return f"{seconds / size:.0f} {unit}"
+
+
 class ReadReason(msgspec.Struct, frozen=True):
     """Why the prompt was read as far as it was."""
 
@@ -418,6 +442,7 @@ class ReadReason(msgspec.Struct, frozen=True):
     n_checkpoint: int = 0  # up to its deepest kept state, usable or not
     restored: CheckpointUse | None = None
     diverged: Diverged | None = None
+    evicted: Evicted | None = None  # None: nothing of it was read again for that, or it is too long ago
 
 
 class Done(Message, frozen=True, tag=True):

@@ -266,6 +266,7 @@ def cache(done: m.Done) -> Json:
         "restored": None if why.restored is None else msgspec.structs.asdict(why.restored),
         "diverged": _diverged(why),
         "restored_replies": done.n_restored,
+        "evicted": _evicted(why),
     }
 
 
@@ -280,13 +281,22 @@ def diagnostics(done: m.Done) -> Json:
     return {
         "status": _status(done),
         "reason": why.reason,
-        "explanation": why.reason.words,
+        "explanation": _explanation(why),
         "cached_tokens": done.n_cached,
         "read_tokens": done.n_prompt - done.n_cached,
         "known_tokens": max(done.n_shared, why.n_shared),
         "diverged": _diverged(why),
         "restored_replies": done.n_restored,
+        "evicted": _evicted(why),
     }
+
+
+def _explanation(why: m.ReadReason) -> str:
+    return why.reason.words if why.evicted is None else f"{why.reason.words} ({why.evicted.words})"
+
+
+def _evicted(why: m.ReadReason) -> Json | None:
+    return None if why.evicted is None else {**msgspec.structs.asdict(why.evicted), "words": why.evicted.words}
 
 
 def _status(done: m.Done) -> str:
