@@ -1,8 +1,8 @@
 """llama-server's own tests against Everwarm, beside the same run on llama-server: ``make compat``.
 
 The tests come out of the source archive of the libllama wheel and are never part of this repository. With names of files
-(``python -m bench.compat.suite test_completion``) only those are run; with ``--only=everwarm`` the outcomes of llama-server
-are those of the last run.
+(``python -m bench.compat.suite test_completion``) only those are run, and with ``-k=EXPRESSION`` only some of their tests;
+with ``--only=everwarm`` the outcomes of llama-server are those of the last run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def main() -> None:
     files = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
     known = FOLDER / "results.json"
     results = json.loads(known.read_text()) if known.exists() else {side: {} for side in SIDES}
+    chosen = [arg for arg in sys.argv[1:] if arg.startswith("-k=")]
     for side in only or SIDES:
-        results[side] |= run(side, [f"unit/{file}.py" for file in files] or ["unit"])
+        results[side] |= run(side, [f"unit/{file}.py" for file in files] or ["unit"], chosen)
     known.write_text(json.dumps(results, indent=1))
     report({side: {k: v for k, v in found.items() if _is_of(k, files)} for side, found in results.items()})
 
@@ -36,7 +37,7 @@ def _is_of(name: str, files: list[str]) -> bool:
     return not files or name.split("::")[0] in files
 
 
-def run(side: str, names: list[str]) -> dict[str, str]:
+def run(side: str, names: list[str], chosen: list[str]) -> dict[str, str]:
     """The outcome of every test."""
     launcher, report = FOLDER / f"run-{side}", FOLDER / f"{side}.xml"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m bench.compat.launch {side} "$@"\n')
@@ -49,7 +50,7 @@ def run(side: str, names: list[str]) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.compat.plugin", "-p", "no:cacheprovider", "-n", "2"]
-    command += ["--timeout", "180", f"--junitxml={report}", "-m", "not slow", *names]
+    command += ["--timeout", "180", f"--junitxml={report}", "-m", "not slow", *chosen, *names]
     print(f"{side} …", flush=True)
     with (FOLDER / f"{side}.log").open("w") as log:
         subprocess.run(command, cwd=TESTS, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
