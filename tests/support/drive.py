@@ -197,8 +197,10 @@ def slot_holding(core: Core, tokens: Sequence[int]) -> Slot:
 
 
 def regrets(core: Core, prompt: Sequence[int], reply: Sequence[int]) -> np.ndarray:
-    """How far each token of a greedy reply is from the best one when a fresh context reads it cold; 0 is the best."""
+    """How far each token of a greedy reply is from the best one when a fresh context reads it cold; 0 is the best. Tokens
+    that end a reply do not count: requests ignore them."""
     tokens = np.array([*prompt, *reply], np.int32)
+    counted = [token for token in range(core.model.vocab.n_tokens) if token not in core.model.vocab.eog]
     found = []
     with Context(core.model, core.settings.context(0)) as context:
         for i, token in enumerate(reply):
@@ -206,7 +208,7 @@ def regrets(core: Core, prompt: Sequence[int], reply: Sequence[int]) -> np.ndarr
             stop = len(prompt) + i
             context.decode([Feed(0, tokens[start:stop], context.end(0), wants_logits=True)])
             logits = context.logits(0)
-            found.append(float(logits.max() - logits[token]))
+            found.append(float(logits[counted].max() - logits[token]))
     return np.array(found)
 
 
