@@ -198,18 +198,17 @@ def slot_holding(core: Core, tokens: Sequence[int]) -> Slot:
 
 def regrets(core: Core, prompt: Sequence[int], reply: Sequence[int]) -> np.ndarray:
     """How far each token of a greedy reply is from the best one when a fresh context reads it cold; 0 is the best. Tokens
-    that end a reply do not count: most tests forbid them."""
-    banned = [token for token in core.model.vocab.eog if token not in reply]
+    that end a reply do not count: requests ignore them."""
     tokens = np.array([*prompt, *reply], np.int32)
+    counted = [token for token in range(core.model.vocab.n_tokens) if token not in core.model.vocab.eog]
     found = []
     with Context(core.model, core.settings.context(0)) as context:
         for i, token in enumerate(reply):
             start = 0 if i == 0 else len(prompt) + i - 1
             stop = len(prompt) + i
             context.decode([Feed(0, tokens[start:stop], context.end(0), wants_logits=True)])
-            logits = context.logits(0).copy()
-            logits[banned] = -np.inf
-            found.append(float(logits.max() - logits[token]))
+            logits = context.logits(0)
+            found.append(float(logits[counted].max() - logits[token]))
     return np.array(found)
 
 

@@ -27,6 +27,8 @@ TO_ENGINE = [
     m.Submit(4, text="", constraint=Constraint("lark", "start: tag_0", ("<a>",), Thought("</b>"))),
     m.Cancel(4),
     m.Tokenize(5, "x", True),
+    m.Embed(5, ["x", [1, 2]], "query"),
+    m.Submit(5, text="x", lora=(0.5, -1.0)),
     m.Count(5, "x <p>", True, "<p>", (m.SentImage(b"d" * 32, 2, 2, b""),)),
     m.Prewarm("x", namespace="n", session="s"),
     m.Detokenize(6, [1, 2]),
