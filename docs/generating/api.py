@@ -98,6 +98,7 @@ _SECTIONS = {
     "llamaserver": "llama-server",
     "admin.models": "Models",
     "admin.cache_api": "Cache",
+    "admin.cache_plan": "Planning",
     "admin.status": "Status",
     "admin.web_ui": "home",
 }

@@ -83,6 +83,8 @@ _USER = (
     "POST /api/embeddings",
     "GET /cache",
     "DELETE /cache",  # its own namespace; for an admin, all namespaces
+    "POST /cache/plan",
+    "POST /cache/prefetch",
     "GET /cache/tree",
     "GET /cache/requests",
     "GET /cache/events",
