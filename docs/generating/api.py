@@ -100,6 +100,7 @@ _SECTIONS = {
     "embeddings": "Embeddings",
     "admin.models": "Models",
     "admin.cache_api": "Cache",
+    "admin.cache_plan": "Planning",
     "admin.status": "Status",
     "admin.web_ui": "home",
 }

@@ -20,6 +20,7 @@ from everwarm.gateway.access.auth import with_roles
 from everwarm.gateway.access.limits import AdmissionLimits
 from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.admin.cache_api import CacheApi
+from everwarm.gateway.admin.cache_plan import CachePlanner
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.admin.models import Models
 from everwarm.gateway.admin.request_log import RequestLog, log_request
@@ -93,6 +94,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Ollama(pool, gate, replies).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),
+        *CachePlanner(pool, gate, preparer, replies).routes(),
     ]
 
     def reload_keys() -> None:

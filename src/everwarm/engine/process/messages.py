@@ -173,6 +173,20 @@ class Count(Message, frozen=True, tag=True):
     namespace: str = ""
 
 
+class AskCost(Message, frozen=True, tag=True):
+    """What a prompt would cost now; nothing is read. The answer is a ``PromptCost``."""
+
+    id: int
+    submit: Submit
+
+
+class PromptCost(msgspec.Struct, frozen=True):
+    n_prompt: int
+    n_cached: int
+    read_s: float  # for the others, at the speed that was measured
+    fits: bool = True  # into the context
+
+
 class Detokenize(Message, frozen=True, tag=True):
     id: int
     tokens: list[int]
@@ -494,7 +508,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
 
 
 CacheQuestion = AskTree | CacheOrder
-Question = Embed | Tokenize | Count | Detokenize | Inspect | CacheQuestion | SlotAction
+Question = Embed | Tokenize | Count | AskCost | Detokenize | Inspect | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
 ToGateway = Loading | ModelInfo | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
 

@@ -21,6 +21,7 @@ from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
 from everwarm.engine.images import image_prompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
+from everwarm.engine.inspect.prompt_cost import prompt_cost
 from everwarm.engine.inspect.report import report
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
@@ -114,6 +115,8 @@ class RequestHandler:
                     loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Count() | m.Detokenize():
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
+            case m.AskCost():
+                self._aside.submit(self._plan_cost, message, loop)
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
             case m.AskTree() | m.CacheOrder():
@@ -178,6 +181,14 @@ class RequestHandler:
             self._send(m.Answer(question.id, m.Tokenized(tokens.astype("<i4").tobytes(), sizes, b"".join(pieces))))
         except EverwarmError as error:
             self._send(m.failed(question.id, error))
+
+    def _plan_cost(self, question: m.AskCost, loop: Loop) -> None:
+        try:
+            self._check_length(question.submit.text or "", self._n_ctx)
+            ask = self._ask(msgspec.structs.replace(question.submit, constraint=None))
+        except EverwarmError as error:
+            return self._send(m.failed(question.id, error))
+        loop.post(lambda core: self._send(m.Answer(question.id, prompt_cost(core, ask.prompt, ask.namespace))))
 
     def _count(self, question: m.Count) -> int:
         fields = {name: getattr(question, name) for name in question.__struct_fields__}

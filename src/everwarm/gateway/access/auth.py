@@ -94,6 +94,8 @@ _USER = (
     "POST /v1/reranking",
     "GET /cache",
     "DELETE /cache",  # its own namespace; for an admin, all namespaces
+    "POST /cache/plan",
+    "POST /cache/prefetch",
     "GET /cache/tree",
     "GET /cache/requests",
     "GET /cache/events",
