@@ -14,10 +14,10 @@ def draw() -> str:
         drawing,
         60,
         [
-            ("system, tools", 20, 260, WARM),
-            ("question", 260, 380, WARM),
+            ("system, tools", 20, 260, COOL),
+            ("question", 260, 380, COOL),
             ("<think>…</think>", 380, 560, LINE),
-            ("answer", 560, 700, WARM),
+            ("answer", 560, 700, COOL),
         ],
     )
     drawing.text(20, 125, "second prompt, without the thinking", bold=True)
@@ -25,19 +25,17 @@ def draw() -> str:
         drawing,
         155,
         [
-            ("system, tools", 20, 260, WARM),
-            ("question", 260, 380, WARM),
-            ("answer", 380, 520, COOL),
-            ("next question", 520, 660, COOL),
+            ("system, tools", 20, 260, COOL),
+            ("question", 260, 380, COOL),
+            ("answer", 380, 520, WARM),
+            ("next question", 520, 660, WARM),
         ],
     )
     drawing.dot(380, 60)
     drawing.dot(380, 155)
     drawing.line((380, 66), (380, 149), width=1.2)
     drawing.text(392, 92, "stable point: a checkpoint is there")
-    drawing.text(
-        20, 205, "Orange is warm: reused. Blue is cold: read. Idle pre-warm reads the answer before it is asked for."
-    )
+    drawing.text(20, 205, "Blue is reused, orange is read. Idle pre-warm reads the answer before it is asked for.")
     return drawing.svg()
 
 

@@ -152,12 +152,12 @@ def test_a_file_that_is_missing_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--slots", "0"], "n_slots is 0; give 1 to 64"),
-        (["-c", "0"], "n_ctx is 0; give 1 to 67108864 cells"),
-        (["--port", "70000"], "port is 70000; give 0 (any free one) to 65535"),
+        (["--slots", "0"], "--slots is 0; give 1 to 64"),
+        (["-c", "0"], "--ctx-size is 0; give 1 to 67108864 cells"),
+        (["--port", "70000"], "--port is 70000; give 0 (any free one) to 65535"),
         (["--cache-ram", "much"], "'much' is not a size; give a number like 8GiB or 500MB"),
-        (["--max-requests", "0"], "max_requests is 0; give at least 1"),
-        (["--threads", "0"], "n_threads is 0; give 1 to 1024"),
+        (["--max-requests", "0"], "--max-requests is 0; give at least 1"),
+        (["--threads", "0"], "--threads is 0; give 1 to 1024"),
         (["--api-key", ""], "the API key is empty; leave it out or give one"),
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines: give --api-key, or bind to 127.0.0.1"),
     ],
