@@ -332,7 +332,14 @@ def main() -> None:
     except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)
     except (EverwarmError, ValueError, OSError) as error:
-        Console(stderr=True).print(f"everwarm: {error}", style="red", markup=False, highlight=False)
+        Console(stderr=True).print(f"everwarm: {_in_words(error)}", style="red", markup=False, highlight=False)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _in_words(error: Exception) -> str:
+    from everwarm.cli.config_file import in_words_of_flags
+
+    is_of_serve = isinstance(error, BadRequest) and sys.argv[1:2] in (["serve"], ["config"])
+    return in_words_of_flags(str(error), app["serve"]) if is_of_serve else str(error)

@@ -1,9 +1,11 @@
-"""Files of settings: one table per command. Unknown tables and keys are errors; what is printed can be read back."""
+"""Files of settings: one table per command. Unknown tables and keys are errors; what is printed can be read back. And what
+is wrong with a setting, in the words of its flag."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +14,33 @@ from typing import Any
 from cyclopts import App
 
 from everwarm.config import require
+
+# Settings that have another name than their flag.
+_FLAGS = {
+    "n_ctx": "--ctx-size",
+    "n_slots": "--slots",
+    "n_batch": "--batch-size",
+    "n_ubatch": "--ubatch-size",
+    "n_threads": "--threads",
+    "n_spares": "--spares",
+    "ram_bytes": "--cache-ram",
+    "disk_bytes": "--disk-cache",
+    "write_bytes_per_day": "--disk-write-budget",
+    "max_body_bytes": "--max-body",
+    "client_timeout_s": "--client-timeout",
+    "request_timeout_s": "--request-timeout",
+    "grace_s": "--grace",
+}
+
+
+def in_words_of_flags(message: str, command: App) -> str:
+    """``n_ctx is 0; …`` as ``--ctx-size is 0; …``; a message about something else stays as it is."""
+    found = re.match(r"([a-z][a-z_-]*) (is|has) ", message)
+    if found is None:
+        return message
+    flag = _FLAGS.get(found[1], f"--{found[1].replace('_', '-')}")
+    is_flag = flag.removeprefix("--") in _options(command)
+    return flag + message[found.end(1) :] if is_flag else message
 
 
 def as_toml(table: str, values: Mapping[str, Any], secret: Collection[str]) -> str:
