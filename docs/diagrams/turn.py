@@ -14,17 +14,10 @@ def draw() -> str:
         drawing,
         60,
         [
-<<<<<<< HEAD
             ("system, tools", 20, 260, COLD),
             ("question", 260, 380, COLD),
             ("<think>…</think>", 380, 560, LINE),
             ("answer", 560, 700, LINE),
-=======
-            ("system, tools", 20, 260, COOL),
-            ("question", 260, 380, COOL),
-            ("<think>…</think>", 380, 560, LINE),
-            ("answer", 560, 700, COOL),
->>>>>>> r2-first
         ],
     )
     drawing.text(20, 125, "second prompt, without the thinking", bold=True)
@@ -32,32 +25,21 @@ def draw() -> str:
         drawing,
         155,
         [
-<<<<<<< HEAD
             ("system, tools", 20, 260, WARM),
             ("question", 260, 380, WARM),
             ("answer", 380, 520, COLD),
             ("next question", 520, 660, COLD),
-=======
-            ("system, tools", 20, 260, COOL),
-            ("question", 260, 380, COOL),
-            ("answer", 380, 520, WARM),
-            ("next question", 520, 660, WARM),
->>>>>>> r2-first
         ],
     )
     drawing.dot(380, 60)
     drawing.dot(380, 155)
     drawing.line((380, 66), (380, 149), width=1.2)
     drawing.text(392, 92, "stable point: a checkpoint is there")
-<<<<<<< HEAD
     drawing.text(
         20,
         205,
         "Blue is read, orange is reused, grey is written. Idle pre-warm reads the answer before it is asked for.",
     )
-=======
-    drawing.text(20, 205, "Blue is reused, orange is read. Idle pre-warm reads the answer before it is asked for.")
->>>>>>> r2-first
     return drawing.svg()
 
 

@@ -152,22 +152,13 @@ def test_a_file_that_is_missing_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-<<<<<<< HEAD
-        (["--slots", "0"], "n_slots is 0; give 1 to 64"),
-        (["-c", "-1"], "n_ctx is -1; give 1 to 67108864 cells"),
-        (["-c", "0"], "ctx-size is 0, which means the model's own; give a number where it is not one model"),
-        (["--port", "70000"], "port is 70000; give 0 (any free one) to 65535"),
-        (["--cache-ram", "much"], "'much' is not a size; give a number like 8GiB or 500MB"),
-        (["--max-requests", "0"], "max_requests is 0; give at least 1"),
-        (["--threads", "2000"], "n_threads is 2000; give 1 to 1024"),
-=======
         (["--slots", "0"], "--slots is 0; give 1 to 64"),
-        (["-c", "0"], "--ctx-size is 0; give 1 to 67108864 cells"),
+        (["-c", "-1"], "--ctx-size is -1; give 1 to 67108864 cells"),
+        (["-c", "0"], "--ctx-size is 0, which means the model's own; give a number where it is not one model"),
         (["--port", "70000"], "--port is 70000; give 0 (any free one) to 65535"),
         (["--cache-ram", "much"], "'much' is not a size; give a number like 8GiB or 500MB"),
         (["--max-requests", "0"], "--max-requests is 0; give at least 1"),
-        (["--threads", "0"], "--threads is 0; give 1 to 1024"),
->>>>>>> r2-first
+        (["--threads", "2000"], "--threads is 2000; give 1 to 1024"),
         (["--api-key", ""], "the API key is empty; leave it out or give one"),
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines: give --api-key, or bind to 127.0.0.1"),
     ],

@@ -349,7 +349,7 @@ class ServeOptions:
         """``n_ctx_trained``: what a context size of 0 means; None: it is not known."""
         n_ctx = self.ctx_size or n_ctx_trained
         require(
-            n_ctx is not None, "ctx-size is 0, which means the model's own; give a number where it is not one model"
+            n_ctx is not None, "--ctx-size is 0, which means the model's own; give a number where it is not one model"
         )
         assert n_ctx is not None
         return EngineSettings(

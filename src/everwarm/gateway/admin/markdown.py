@@ -22,7 +22,7 @@ Tree = list[Any]  # of texts and elements
 
 MAX_CHARS = 32_768  # of one text; the slowest one found of this length takes 0.8 s
 MAX_TOKENS = 20_000  # a table of empty cells has more of them than characters
-MAX_CODE_CHARS = 8_192  # of a block that is highlighted
+MAX_CODE_CHARS = 4_096  # of a block that is highlighted; the slowest one found of this length takes 0.5 s
 _MAX_NESTING = 20
 _WILD = re.compile(r"[^\n]{201}|\s{65}")  # lines and gaps that no program has, and on which lexers take seconds
 
