@@ -37,6 +37,8 @@ ALONE = (
     "policy",
     "volatile",
     "remote",
+    "state_types",
+    "packing",
     "ray",
 )  # these write reports or need more: only where they are named
 

@@ -131,14 +131,15 @@ class Tokenizer:
             at = end if word is None else word.start()
             start = _control_before(ends, at, shift)
             known = max(known, start) if known[0] <= at else start
-            piece = self._fragment(text[known[0] : at])
-            n_agree = int(Prompt(whole.codes[known[1] :]).common_prefix(Prompt(piece)))
-            count = known[1] + n_agree
-            if n_agree == len(piece):
-                known = (at, count)
-            elif known != start and left >= 0:
-                left -= at - start[0]
-                count = self._count_after(text, whole, *start, at)
+            if (safe := _last_word_end(text, known[0], at)) is not None:
+                piece = self._fragment(text[known[0] : safe])
+                n_tokens = known[1] + len(piece)
+                if np.array_equal(whole.codes[known[1] : n_tokens], piece):
+                    known = (safe, n_tokens)
+                else:
+                    left -= at - start[0]
+                    known = start
+            count = self._count_after(text, whole, *known, at) if left >= 0 else known[1]
             counts[offset] = max(_control_before(ends, end, shift)[1], count - (word is None and count > 0))
         return [counts[offset] for offset in offsets]
 
@@ -197,6 +198,12 @@ class Tokenizer:
         first = [vocab.bos] if vocab.adds_bos else []
         last = [vocab.eos] if vocab.adds_eos else []
         return np.concatenate([np.array(first, np.int32), tokens, np.array(last, np.int32)])
+
+
+def _last_word_end(text: str, start: int, stop: int) -> int | None:
+    """Where white space follows a letter or digit, as late as possible: no tokenizer joins these."""
+    low = max(start, stop - _MAX_WORD)
+    return next((at for at in range(stop, low, -1) if text[at : at + 1].isspace() and text[at - 1].isalnum()), None)
 
 
 def _control_before(ends: Sequence[tuple[int, int]], offset: int, shift: int) -> tuple[int, int]:

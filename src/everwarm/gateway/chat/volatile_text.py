@@ -9,7 +9,6 @@ Pure: texts in, characters out, in linear time, few for each text. A wrong guess
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,9 +18,9 @@ from everwarm.gateway.chat.jinja_template import Layout
 Message = Mapping[str, Any]
 
 MAX_HEAD = 1 << 16  # characters of system text and of a first message that are searched
-MAX_LONG = 1 << 19  # characters of messages that are searched for joints, the newest first
+MAX_LONG = 1 << 18  # characters of messages that are searched for joints, the newest first
 MIN_LONG = 1024  # characters: shorter messages have no joints
-MAX_JOINTS = 128  # of one message
+MAX_JOINTS = 128  # of one message, and of a prompt the newest
 MIN_STEP = 128  # characters between joints
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
@@ -43,21 +42,27 @@ _COUNTER = (
     r"(?i:\b(?:turn|step|message|request|iteration|attempt|run|day|build|tokens?|usage|used|left|remaining|count|budget)\b"
     r"[:=#]? {0,2})(?=#?\d)|\b(?=\d{1,7}%? (?:\w{1,12} ){0,2}(?:left|used|remaining|tokens)\b)"
 )
-# Each with how many it may find in one text: a few false ones must not use up the places of others.
-_VALUES = (re.compile(f"{_DATE}|{_TIME}|{_ID}"), 6)
-_LABELS = ((re.compile(_LABEL), 4), (re.compile(_COUNTER), 3))
+_VALUES, _LABELS, _COUNTERS = re.compile(f"{_DATE}|{_TIME}|{_ID}"), re.compile(_LABEL), re.compile(_COUNTER)
+_HAS_VALUE, _HAS_LABEL = re.compile(r"\d|day,"), re.compile(r"[:=>]|branch|HEAD")  # quick: most lines have neither
+MAX_VALUES, MAX_LABELS, MAX_COUNTERS = 6, 4, 3  # of one text: a few false ones must not use up the places of others
 _FILES = re.compile(r"\n(?=(?:==> |=== |--- |\*\*\* |diff |# File|## |### |<file|<document|```))")
 _ELEMENTS = re.compile(r"\n\n|[}\]],\s?(?=[{\[\n])")
 
 
 def volatile_places(text: str) -> list[int]:
     """Where volatile text begins: at a value that shows what it is, or behind a label."""
-    head = text[:MAX_HEAD]
-    values, most = _VALUES
-    found = {match.start() for match in itertools.islice(values.finditer(head), most)}
-    for label, most in _LABELS:
-        found |= {match.end() for match in itertools.islice(label.finditer(head), most)}
-    return sorted(found)
+    values, labels, counters = list[int](), list[int](), list[int]()
+    at = 0
+    for line in text[:MAX_HEAD].splitlines(keepends=True):
+        if _HAS_VALUE.search(line):
+            if len(values) < MAX_VALUES:
+                values += [at + match.start() for match in _VALUES.finditer(line)]
+            if len(counters) < MAX_COUNTERS:
+                counters += [at + match.end() for match in _COUNTERS.finditer(line)]
+        if len(labels) < MAX_LABELS and _HAS_LABEL.search(line):
+            labels += [at + match.end() for match in _LABELS.finditer(line)]
+        at += len(line)
+    return sorted({*values[:MAX_VALUES], *labels[:MAX_LABELS], *counters[:MAX_COUNTERS]})
 
 
 def joints(text: str, start: int, stop: int) -> Iterator[int]:
@@ -79,11 +84,11 @@ def places_in(layout: Layout, messages: Sequence[Message]) -> tuple[tuple[int, .
     long: list[int] = []
     left = MAX_LONG
     for start, stop in reversed(list(_long_messages(layout, messages))):
-        if left <= 0:
+        if left <= 0 or len(long) >= MAX_JOINTS:
             break
         left -= stop - start
         long += joints(layout.text, start, stop)
-    return tuple(sorted(set(volatile))), tuple(sorted(set(long)))
+    return tuple(sorted(set(volatile))), tuple(sorted(set(long)))[-MAX_JOINTS:]
 
 
 def _heads(layout: Layout, messages: Sequence[Message]) -> Iterator[tuple[int, str]]:
