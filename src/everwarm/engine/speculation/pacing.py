@@ -1,7 +1,7 @@
 """When drafts are looked for, and how many of their tokens are verified, from what this engine has measured.
 
-Speculation must never cost: looking takes at most half a percent of the time, and a draft that does not promise to pay is
-passed over. Once in a while one is verified all the same, because texts and machines change.
+Speculation must never cost: looking takes at most a fifth of a percent of the time, and a draft that does not promise to
+pay is passed over. Once in a while one is verified all the same, because texts and machines change.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from everwarm.engine.speculation.draft_length import Record, StepShape, best_len
 from everwarm.engine.speculation.drafter import Proposal
 from everwarm.engine.speculation.step_cost import StepCost
 
-LOOK_SHARE = 0.005  # of a step's time, for looking for drafts
+LOOK_SHARE = 0.002  # of a step's time, for looking for drafts
 TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
 N_TRIED = 2
 _MEMORY = 0.9
@@ -28,10 +28,11 @@ class Pacing:
 
     def may_look(self, n_rows: int) -> bool:
         """Whether a step of so many rows may look for drafts. Where steps are very short, not every one does."""
-        step_s = self.cost.seconds(n_rows)
         self._n_skipped += 1
-        if step_s is not None and not self._is_paying and self._look_s > LOOK_SHARE * step_s * self._n_skipped:
-            return False
+        if not self._is_paying:
+            step_s = self.cost.seconds(n_rows)
+            if step_s is not None and self._look_s > LOOK_SHARE * step_s * self._n_skipped:
+                return False
         self._n_skipped = 0
         return True
 
