@@ -44,7 +44,7 @@ def summary(costs: list[ReplyCost]) -> str:
     n_written = sum(cost.n_written for cost in costs)
     mean_ms = 1e3 * sum(cost.first_s for cost in costs) / len(costs)
     return (
-        f"{len(costs)} replies: {n_reused:,} of {n_reused + n_read:,} prompt tokens reused ({warm:.0f} % warm), "
+        f"{len(costs)} {'reply' if len(costs) == 1 else 'replies'}: {n_reused:,} of {n_reused + n_read:,} prompt tokens reused ({warm:.0f} % warm), "
         f"{n_read:,} read, {n_written:,} written; first token after {mean_ms:,.0f} ms on average"
     )
 
