@@ -229,6 +229,16 @@ def test_a_build_that_fails_says_its_last_lines_and_leaves_what_was_there(path, 
     assert (before / "libllama.so").read_bytes() == b"12345"
 
 
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [("links to CUDA::cublas", "install all of it"), ("but no GPU was detected", "give its number with --cuda-arch")],
+)
+def test_what_cmake_leaves_unsaid_is_said(path, pinned, said, hint):
+    program(path, "cmake", f"echo '{said}'; exit 1")
+    with pytest.raises(EverwarmError, match=f"configuring failed .*{hint}"):
+        compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
+
+
 def test_a_library_that_cannot_be_loaded_is_not_put_in_place(path, pinned):
     program(path, "cmake", 'if test "$1" = --build; then mkdir -p "$2/bin"; echo no > "$2/bin/libllama.so"; fi')
     with pytest.raises(EverwarmError, match="what was built cannot be used"):

@@ -131,7 +131,17 @@ def _run(command: Sequence[str], work: Path, doing: str, progress: Progress) -> 
             if done is not None:
                 progress(doing, done)
     if process.returncode != 0:
-        raise EverwarmError(f"{doing} failed; the last lines of {work / 'build.log'}:\n{''.join(last).rstrip()}")
+        said = "".join(last).rstrip()
+        raise EverwarmError(f"{doing} failed{_hint(said)}; the last lines of {work / 'build.log'}:\n{said}")
+
+
+def _hint(said: str) -> str:
+    """What cmake means, where its own words do not say what to do. Pure."""
+    known = {
+        "CUDA::cublas": "the CUDA toolkit has no cuBLAS: install all of it",
+        "no GPU was detected": "no GPU is here to build for: give its number with --cuda-architectures",
+    }
+    return next((f" ({hint})" for words, hint in known.items() if words in said), "")
 
 
 def share_done(line: str) -> float | None:

@@ -212,6 +212,12 @@ def report_facts(report: Report) -> Facts:
     }
 
 
+def _spread_text(spread: float | None) -> str:
+    if spread is None:
+        return ""
+    return f": logits differ by up to {spread:.3g}" if spread else ": the same logits"
+
+
 def print_report(console: Console, report: Report) -> None:
     folder = report.folder
     n_good = len(folder.objects) + len(folder.broken) - len(report.broken)
@@ -220,7 +226,7 @@ def print_report(console: Console, report: Report) -> None:
     n_exact = sum(finding.verdict == "exact" for finding in report.findings)
     lines += [f"{n_exact} objects have the bytes of a cold reading"] if n_exact else []
     for finding in report.findings:
-        spread = "" if finding.spread is None else f": logits differ by up to {finding.spread:.3g}"
+        spread = _spread_text(finding.spread)
         if finding.verdict == "close":
             lines.append(f"{finding.why or 'not clean'}: {finding.name}{spread}")
         elif finding.verdict != "exact":

@@ -171,6 +171,7 @@ def test_a_file_that_is_no_chat_is_refused(tmp_path, text):
 
 
 def test_what_was_reused_is_added_up():
+    assert summary([ReplyCost(90, 10, 5, 0.1, 10.0)]).startswith("1 reply: 90 of 100")
     assert summary([ReplyCost(90, 10, 5, 0.1, 10.0), ReplyCost(99, 1, 5, 0.3, 10.0)]) == (
         "2 replies: 189 of 200 prompt tokens reused (94 % warm), 11 read, 10 written; first token after 200 ms on average"
     )

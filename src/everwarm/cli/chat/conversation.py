@@ -43,8 +43,9 @@ def summary(costs: list[ReplyCost]) -> str:
     warm = 100 * n_reused / max(1, n_reused + n_read)
     n_written = sum(cost.n_written for cost in costs)
     mean_ms = 1e3 * sum(cost.first_s for cost in costs) / len(costs)
+    n = "1 reply" if len(costs) == 1 else f"{len(costs)} replies"
     return (
-        f"{len(costs)} replies: {n_reused:,} of {n_reused + n_read:,} prompt tokens reused ({warm:.0f} % warm), "
+        f"{n}: {n_reused:,} of {n_reused + n_read:,} prompt tokens reused ({warm:.0f} % warm), "
         f"{n_read:,} read, {n_written:,} written; first token after {mean_ms:,.0f} ms on average"
     )
 
