@@ -105,10 +105,16 @@ def test_a_strange_file_is_refused_with_the_reason_and_a_hostile_one_does_nothin
         "toString": said("__proto__", "a", "user", "x"),
     }
     evil["chosen"] |= {"loop": "loop", "a": "bad", "toString": "valueOf"}
-    evil["title"] = ["a", "list"]
+    odd = {"toString": 1}  # what cannot become a text
+    evil["title"] = odd
+    numbers = dict.fromkeys(("cache_n", "prompt_n", "prompt_ms", "restore_ms", "queue_ms"), 1.0)
+    numbers |= dict.fromkeys(("predicted_n", "predicted_ms", "predicted_per_second"), 2.0)
+    evil["messages"]["a"] |= {"model": odd, "thinking": odd, "calls": [{"function": {"name": odd}}, odd], "error": odd}
+    evil["messages"]["a"] |= {"timings": numbers | {"cache": {"n_shared": 1, "reason": odd}}}
+    evil["messages"]["q"] |= {"pictures": [odd, "javascript:boom()"], "timings": odd, "at": odd}
     assert given(json.dumps({**head, "talks": [evil]})) == ""
-    assert titles(kept)[0] == "a,list" and page.locator(".messages img").count() == 0
-    assert page.evaluate("Object.keys(everwarm.chat.talk.messages)") == ["q", "a"]
+    assert titles(kept)[0] == "Conversation" and page.locator(".messages img").count() == 0
+    assert page.evaluate("Object.keys(everwarm.chat.talk.messages)") == ["q", "a", "odd"]
     assert page.evaluate("everwarm.chat.talk.chosen") == {"root": "q", "q": "a"}
 
 

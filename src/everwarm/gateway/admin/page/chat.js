@@ -131,12 +131,13 @@ export class Chat extends EventTarget {
     this.show();
     this.composer.isWriting = true;
     await reply(this.body(talk, to), message, stop.signal, () => this.changed(message));
-    await this.compare(message);
     if (this.writing?.message === message) this.writing = null;
     this.composer.isWriting = this.writing !== null;
+    message.at = Date.now();
     storeTalks(this.talks);
     this.show();
     if (!message.error && message.timings) say(`Reply: ${message.content.slice(0, 300)}`);
+    await this.compare(message);
   }
 
   /** What reading the reused tokens, too, would have taken, at the speed that the server has measured. */
@@ -145,8 +146,11 @@ export class Chat extends EventTarget {
     await this.feed.refresh();
     const { prompt_ms, restore_ms, cache_n } = message.timings;
     const seconds = this.feed.overview?.seconds_per_token;
-    message.at = Date.now();
-    if (seconds) message.cold_ms = prompt_ms - restore_ms + 1000 * seconds * cache_n;
+    if (!seconds) return;
+    message.cold_ms = prompt_ms - restore_ms + 1000 * seconds * cache_n;
+    storeTalks(this.talks);
+    const element = this.elementOf(message);
+    if (element && !element.querySelector(".edit")) refresh(element, message);
   }
 
   /** The next of the three actions that prove the promise. */

@@ -64,18 +64,46 @@ function readTalks(given) {
 
 function readTalk(talk) {
   const messages = {};
-  for (const message of Object.values(talk.messages).slice(0, MOST_MESSAGES)) if (isMessage(message)) messages[message.id] = { ...message, isWriting: false };
+  for (const message of Object.values(talk.messages).slice(0, MOST_MESSAGES)) if (isMessage(message)) messages[message.id] = readMessage(message);
   const isChild = ([parent, id]) => (parent === ROOT || Object.hasOwn(messages, parent)) && Object.hasOwn(messages, id) && messages[id].parent === parent;
   const chosen = Object.fromEntries(Object.entries(talk.chosen).filter(isChild));
-  return { ...talk, title: String(talk.title ?? "").slice(0, 200), at: Number(talk.at) || 0, messages, chosen, cut: null };
+  const tour = Number.isInteger(talk.tour) ? { tour: talk.tour } : {};
+  return { id: talk.id, title: isText(talk.title) ? talk.title.slice(0, 200) : "Conversation", at: Number(talk.at) || 0, messages, chosen, cut: null, ...tour };
 }
 
 const isId = (id) => typeof id === "string" && ID.test(id) && id !== "__proto__" && id !== "constructor";
+const isText = (value) => typeof value === "string";
+const isTextOrNone = (value) => value === undefined || value === null || isText(value);
+const areNumbers = (given, ...names) => names.every((name) => Number.isFinite(given?.[name]));
+const listed = (value) => (Array.isArray(value) && value.length ? value : undefined);
 
 function isMessage(message) {
-  return isId(message?.id) && isId(message.parent) && message.id !== message.parent && ROLES.includes(message.role) && typeof message.content === "string" && message.content.length <= MOST_CHARS
-    && (message.thinking === undefined || typeof message.thinking === "string") && (message.pictures === undefined || Array.isArray(message.pictures))
-    && (message.calls === undefined || (Array.isArray(message.calls) && message.calls.every((call) => typeof call?.function?.name === "string")));
+  return isId(message?.id) && isId(message.parent) && message.id !== message.parent && ROLES.includes(message.role) && isText(message.content) && message.content.length <= MOST_CHARS;
+}
+
+/** The fields that the page uses, those of the wrong type left out. */
+function readMessage(message) {
+  const { id, parent, role, content } = message;
+  const texts = ["thinking", "model", "call", "name", "finish"].filter((name) => isText(message[name])).map((name) => [name, message[name]]);
+  const numbers = ["at", "cold_ms"].filter((name) => Number.isFinite(message[name])).map((name) => [name, message[name]]);
+  const calls = listed(message.calls)?.filter((call) => isText(call?.function?.name) && isText(call.function.arguments))
+    .map((call) => ({ id: String(isText(call.id) ? call.id : ""), type: "function", function: { name: call.function.name, arguments: call.function.arguments } }));
+  const { status, code, n_prompt, n_ctx } = message.error ?? {};
+  const error = isText(message.error?.message) ? { error: { message: message.error.message, status: Number(status) || 0, code: isText(code) ? code : "", n_prompt: Number(n_prompt) || 0, n_ctx: Number(n_ctx) || 0 } } : {};
+  const more = { pictures: listed(message.pictures)?.filter(isText), calls: listed(calls), timings: readTimings(message.timings), isStopped: message.isStopped === true || undefined };
+  return { id, parent, role, content, ...Object.fromEntries([...texts, ...numbers]), ...error, ...more, isWriting: false };
+}
+
+function readTimings(timings) {
+  if (!areNumbers(timings, "cache_n", "prompt_n", "prompt_ms", "restore_ms", "queue_ms", "predicted_n", "predicted_ms", "predicted_per_second")) return undefined;
+  return { ...timings, cache: isCache(timings.cache) ? timings.cache : null };
+}
+
+function isCache(cache) {
+  if (!areNumbers(cache, "n_shared") || !isText(cache.reason) || !isTextOrNone(cache.again)) return false;
+  const { restored, diverged } = cache;
+  return (!restored || (areNumbers(restored, "n_tokens") && isText(restored.kind) && isText(restored.how)))
+    && (!diverged || (areNumbers(diverged, "at") && ["before", "known", "given"].every((name) => isTextOrNone(diverged[name]))));
 }
 
 export const loadSetup = () => ({ system: "", temperature: 0.7, max_tokens: 1024, words: true, sampling: {}, stop: "", tools: "", ...load(SETUP, {}) });

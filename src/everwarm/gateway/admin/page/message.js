@@ -16,11 +16,13 @@ export function messageElement(talk, message, acts, isBusy) {
   return element;
 }
 
-/** Updates only what changes while a reply is written. */
+/** Updates only what changes while a reply is written; what is folded or open stays so. */
 export function refresh(element, message) {
-  const isOpen = element.querySelector(".thinking")?.open;
   const fresh = body(message);
-  if (isOpen !== undefined && fresh.querySelector(".thinking")) fresh.querySelector(".thinking").open = isOpen;
+  for (const name of ["details.thinking", "details.turn"]) {
+    const [before, now] = [element.querySelector(name), fresh.querySelector(name)];
+    if (before && now) now.open = before.open;
+  }
   element.querySelector(".body").replaceWith(fresh);
 }
 
