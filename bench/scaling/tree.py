@@ -10,7 +10,7 @@ from bench.measure import least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.eviction import N_LEAST, Hand, Scales, weigh
-from everwarm.state.policy import Choice, CutKind, choose
+from everwarm.state.policy import CutKind, EvictionChoice, choose
 from everwarm.state.returns import MAX_VISITS, Continuation, Returns
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
@@ -68,7 +68,7 @@ def _sweep_s(tree: Tree, returns: Returns) -> float:
     """One part: what happens between two steps."""
     hand, to_free = Hand(tree), max(1, int(SWEEP * tree.ram_bytes))
 
-    def sweep() -> Choice:
+    def sweep() -> EvictionChoice:
         part = hand.part()
         expected = returns.expected([], anywhere=False, among=part.among)
         scales = Scales(time.monotonic(), 1e-3, True, True, frozenset(), expected, returns.worth_unvisited)

@@ -10,7 +10,7 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import returns as module
 from everwarm.state.policy import CutKind, Spacing
-from everwarm.state.returns import GUARD, MAX_VISITS, Continuation, Outcome, Returns, ReturnTimes
+from everwarm.state.returns import GUARD, MAX_VISITS, Continuation, ReturnOutcome, Returns, ReturnTimes
 from everwarm.state.tree import Checkpoint, Node, Tree
 
 SPACING = Spacing(32, 2000, 0, 0)
@@ -225,7 +225,7 @@ def test_how_many_turns_step_back_is_counted_among_all_returns():
         reply = [turn * 1000 + 500 + i for i in range(50)]
         grove.request(prompt, reply, keeps=(len(prompt) + len(reply),))
         history.append([*prompt, *reply])
-    assert grove.returns.outcomes.share(Outcome.STEP) == pytest.approx(0.5, abs=0.1)
+    assert grove.returns.outcomes.share(ReturnOutcome.STEP) == pytest.approx(0.5, abs=0.1)
     end = grove.request([*history[-1], 7, 8, 9], [10], keeps=(len(history[-1]) + 4,))
     back = next(n for n in reversed(end.lineage()) if n.n_items == len(history[-1]))
     expected = grove.expected()
@@ -331,7 +331,7 @@ def slowly(returns: Returns) -> dict[int, float]:
     def add(node: Node, amount: float) -> None:
         found[node.id] = found.get(node.id, 0.0) + amount
 
-    stepping, steps = returns.outcomes.share(Outcome.STEP), returns._steps.shares()
+    stepping, steps = returns.outcomes.share(ReturnOutcome.STEP), returns._steps.shares()
     for source in returns._sources([]):
         n_turns, stepped, served = 0, 0.0, 0.0
         for node in reversed(source.end.lineage()):

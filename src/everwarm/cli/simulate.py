@@ -63,13 +63,10 @@ def simulate(
         Also show the fewest tokens that any policy could read with that many states; for traces of few requests.
     """
     device, disk = _device(slots, spares, ctx_size), _disk(disk_cache, disk_gbps)
-    require(most is None or most > 0, f"most is {most}; give 1 or more")
     budgets = [parse_bytes(text) for text in budget.split(",")]
-    names = [name.strip() for name in policy.split(",")]
     model = KNOWN[curves] if curves in KNOWN else parse_curves(Path(curves).read_bytes())
-    turns = _read(trace, most)
-    started = time.process_time()
-    costs = sweep(turns, names, model, budgets, device, disk)
+    turns, started = _read(trace, most), time.process_time()
+    costs = sweep(turns, [name.strip() for name in policy.split(",")], model, budgets, device, disk)
     rate = len(costs) * len(turns) / max(1e-9, time.process_time() - started)
     optima = {size: size // model.state_bytes + slots for size in budgets if optimum}
     _print(turns, costs, optima, rate)
@@ -103,6 +100,7 @@ def _disk(disk_cache: str, disk_gbps: float) -> DiskSize | None:
 
 
 def _read(path: Path, most: int | None) -> list[TraceTurn]:
+    require(most is None or most > 0, f"most is {most}; give 1 or more")
     turns: list[TraceTurn] = []
     with path.open("rb") as lines:
         for turn in parse(lines):

@@ -12,7 +12,7 @@ from everwarm.simulate.curves import Curves
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy
 from everwarm.state.eviction import N_LEAST
-from everwarm.state.policy import GUARD, NEAR_END, CheckpointParams, Choice, Cut, CutKind, Entry, Spacing
+from everwarm.state.policy import GUARD, NEAR_END, CheckpointParams, Cut, CutKind, Entry, EvictionChoice, Spacing
 
 N_UBATCH = 512
 EVERY_N = 1024
@@ -31,7 +31,7 @@ class TurnReading:
 
 
 Cuts = Callable[[TurnReading, Spacing], Sequence[Cut]]
-Victims = Callable[[Sequence[Entry], int, Curves], Choice]
+Victims = Callable[[Sequence[Entry], int, Curves], EvictionChoice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +89,21 @@ def no_cuts(reading: TurnReading, spacing: Spacing) -> Sequence[Cut]:  # noqa: A
 # what goes
 
 
-def our_victims(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> Choice:  # noqa: ARG001
+def our_victims(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> EvictionChoice:  # noqa: ARG001
     return policy.choose(entries, bytes_to_free, N_LEAST)
 
 
-def oldest(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> Choice:  # noqa: ARG001
+def oldest(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> EvictionChoice:  # noqa: ARG001
     """Least recently used first."""
     return _first(sorted(entries, key=lambda e: (not e.stranded, -e.age_s, e.key)), bytes_to_free)
 
 
-def smallest_hole(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> Choice:  # noqa: ARG001
+def smallest_hole(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> EvictionChoice:  # noqa: ARG001
     """Evicts what leaves the smallest gap, so that the rest stays evenly spread."""
     return _first(sorted(entries, key=lambda e: (not e.stranded, e.seconds_saved, -e.age_s, e.key)), bytes_to_free)
 
 
-def least_work_per_byte(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> Choice:
+def least_work_per_byte(entries: Sequence[Entry], bytes_to_free: int, curves: Curves) -> EvictionChoice:
     """How lately used plus work saved per byte of state and KV, both scaled to 1."""
     oldest_s = max((e.age_s for e in entries), default=0.0) or 1.0
     worth = {e.key: e.seconds_saved / (e.size_bytes + _kv_bytes(e, curves)) for e in entries if e.size_bytes}
@@ -119,7 +119,7 @@ def _kv_bytes(entry: Entry, curves: Curves) -> float:
     return entry.seconds_saved / curves.seconds_per_token * curves.kv_bytes_per_token
 
 
-def _first(entries: Sequence[Entry], bytes_to_free: int) -> Choice:
+def _first(entries: Sequence[Entry], bytes_to_free: int) -> EvictionChoice:
     chosen = []
     freed = 0
     for entry in entries:
@@ -127,7 +127,7 @@ def _first(entries: Sequence[Entry], bytes_to_free: int) -> Choice:
             break
         chosen.append(entry.key)
         freed += entry.size_bytes
-    return Choice(tuple(chosen))
+    return EvictionChoice(tuple(chosen))
 
 
 OURS = Policy("ours", our_cuts, our_victims, learns=True)

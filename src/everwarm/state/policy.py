@@ -290,7 +290,7 @@ def assumed_returns(hits: int, age_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EvictionChoice:
     """What to evict, in that order, and what would follow. A worth is a ``score`` at the time of the choice."""
 
     keys: tuple[int, ...]
@@ -299,7 +299,7 @@ class Choice:
     least_kept: float | None = None  # the worth of what would follow; None: nothing is left
 
 
-def choose(entries: Iterable[Entry], bytes_to_free: int, n_next: int = 1) -> Choice:
+def choose(entries: Iterable[Entry], bytes_to_free: int, n_next: int = 1) -> EvictionChoice:
     """Picks the least valuable entries until ``bytes_to_free`` are free or none is left.
 
     Evicting an entry makes those below it more valuable, because they would be read again from farther up; its returns
@@ -313,7 +313,7 @@ def choose(entries: Iterable[Entry], bytes_to_free: int, n_next: int = 1) -> Cho
         chosen.append(popped)
         freed += popped.size_bytes
     following = [popped for _ in range(n_next) if (popped := lot.pop()) is not None]
-    return Choice(
+    return EvictionChoice(
         tuple(each.key for each in chosen),
         tuple(each.worth for each in chosen),
         tuple(each.key for each in following),

@@ -131,7 +131,7 @@ def _best_densities(chances: _Numbers) -> _Numbers:
     return best
 
 
-class Outcome(enum.Enum):
+class ReturnOutcome(enum.Enum):
     """Where a return leaves the lineage of its visit."""
 
     REPLY = "after the whole reply"
@@ -139,22 +139,26 @@ class Outcome(enum.Enum):
     ELSEWHERE = "at any other point"
 
 
-_OUTCOMES = {Outcome.REPLY: 1.0, Outcome.STEP: 0.5, Outcome.ELSEWHERE: 1.5}  # assumed beside the last ones
+_OUTCOMES = {
+    ReturnOutcome.REPLY: 1.0,
+    ReturnOutcome.STEP: 0.5,
+    ReturnOutcome.ELSEWHERE: 1.5,
+}  # assumed beside the last ones
 
 
-class Outcomes:
+class ReturnOutcomes:
     """Where the last returns left their visits."""
 
     def __init__(self) -> None:
-        self._last: deque[Outcome] = deque(maxlen=N_KEPT)
+        self._last: deque[ReturnOutcome] = deque(maxlen=N_KEPT)
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: ReturnOutcome) -> None:
         self._last.append(outcome)
 
-    def count(self, outcome: Outcome) -> int:
+    def count(self, outcome: ReturnOutcome) -> int:
         return self._last.count(outcome)
 
-    def share(self, outcome: Outcome) -> float:
+    def share(self, outcome: ReturnOutcome) -> float:
         return (self.count(outcome) + _OUTCOMES[outcome]) / (len(self._last) + sum(_OUTCOMES.values()))
 
 
@@ -308,7 +312,7 @@ class Returns:
     resumed: ResumePoints = field(default_factory=lambda: ResumePoints(_DISTANCE_PRIORS))
     _unserved: ResumePoints = field(default_factory=ResumePoints)  # where no earlier turn ended
     _steps: StepsBack = field(default_factory=StepsBack)
-    outcomes: Outcomes = field(default_factory=Outcomes)
+    outcomes: ReturnOutcomes = field(default_factory=ReturnOutcomes)
     _seconds: float = 0.0  # between two requests, smoothed
     _last_at: float | None = None
 
@@ -394,7 +398,7 @@ class Returns:
     def _note_resumed(self, visit: Visit, n_shared: int) -> int:
         if n_shared >= visit.node.n_items:
             visit.is_extended = True
-            self.outcomes.note(Outcome.REPLY)
+            self.outcomes.note(ReturnOutcome.REPLY)
             self.resumed.note(_IN_REPLY)
             self._unserved.note(_IN_REPLY)
             return _IN_REPLY
@@ -402,11 +406,11 @@ class Returns:
         distance = max(0, visit.n_prompt - n_shared)
         n_turns = self._n_turns_back(visit, n_shared)
         if n_turns:
-            self.outcomes.note(Outcome.STEP)
+            self.outcomes.note(ReturnOutcome.STEP)
             self._steps.note(n_turns)
             self._unserved.note(_IN_REPLY)
         else:
-            self.outcomes.note(Outcome.ELSEWHERE)
+            self.outcomes.note(ReturnOutcome.ELSEWHERE)
             self.resumed.note(distance)
             self._unserved.note(distance)
         return distance
@@ -478,13 +482,13 @@ class Returns:
     @property
     def keeps_replies(self) -> bool:
         """Whether the end of a reply is worth a checkpoint: some returns resume from one, of this turn or an earlier."""
-        return self.outcomes.share(Outcome.REPLY) + self.outcomes.share(Outcome.STEP) > REPLY_SHARE
+        return self.outcomes.share(ReturnOutcome.REPLY) + self.outcomes.share(ReturnOutcome.STEP) > REPLY_SHARE
 
     @property
     def continues_replies(self) -> bool:
         """Whether a next turn is likely to continue from a reply's end. Without evidence it is not: the stable point
         before it serves both, and only the reply is read again."""
-        return self.outcomes.count(Outcome.REPLY) > self.outcomes.count(Outcome.ELSEWHERE)
+        return self.outcomes.count(ReturnOutcome.REPLY) > self.outcomes.count(ReturnOutcome.ELSEWHERE)
 
     def places(self, n_items: int, spacing: Spacing) -> list[int]:
         """Points of a prompt where returns are likely to leave it, learned from earlier ones."""
@@ -508,7 +512,7 @@ class Returns:
         """Of every lineage: the returns that resume no farther back than a checkpoint, less those that resume from one
         below it; and of those that step back the ones that do so to turns that ended between the two."""
         lineages = _KeptLineages(self.visits)
-        stepping, steps = self.outcomes.share(Outcome.STEP), self._steps.shares()
+        stepping, steps = self.outcomes.share(ReturnOutcome.STEP), self._steps.shares()
         resumed = lineages.resumed_at(sources, self.resumed) * (1 - stepping)
         extra: dict[int, float] = defaultdict(float)
         for source in sources:

@@ -59,7 +59,7 @@ def in_full_ram(core: Core) -> int:
     run(core, PROMPT)
     core.room.clear()
     weigh, n_created = core.ram_budget._weigh, core.checkpoint_stats.n_created
-    core.ram_budget._weigh = lambda nodes: [e for e in weigh(nodes) if nodes[e.key // 2].path.codes[0] == 2]
+    core.ram_budget._weigh = lambda part: [e for e in weigh(part) if part.nodes[e.key // 2].path.codes[0] == 2]
     core.ram_budget.n_bytes = core.tree.ram_bytes
     run(core, text(2, 800))
     return core.checkpoint_stats.n_created - n_created

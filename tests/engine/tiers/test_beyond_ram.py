@@ -19,7 +19,7 @@ from everwarm.engine.tiers.packing import Job
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
-from everwarm.state.returns import Outcome
+from everwarm.state.returns import ReturnOutcome
 from everwarm.state.store.arena_file import memory_file
 from support.drive import EVERY_KIND, GUARD, check, finish, open_core, run, text, tidy
 from support.kept_cores import files, fingerprint_of_slot, kept_core, put_away
@@ -406,7 +406,7 @@ def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_if_turns_continue_fr
 ):
     with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core:
         if is_likely:
-            core.returns.outcomes.note(Outcome.REPLY)
+            core.returns.outcomes.note(ReturnOutcome.REPLY)
         reply = finish(core, told(0), 60, stable=STABLE).result.tokens
         evict_all(core)
         result = run(core, [*told(0), *reply, *NEW])
@@ -417,7 +417,7 @@ def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_if_turns_continue_fr
 def test_the_end_of_a_reply_is_not_kept_where_no_turn_continues_from_one(leaves):
     with open_core(n_slots=1) as core:
         for _ in range(60):
-            core.returns.outcomes.note(Outcome.ELSEWHERE if leaves else Outcome.REPLY)
+            core.returns.outcomes.note(ReturnOutcome.ELSEWHERE if leaves else ReturnOutcome.REPLY)
         reply = run(core, told(0), 20, stable=STABLE).tokens
         kinds = {node.checkpoint.kind for node in core.tree.nodes() if node.checkpoint is not None}
         assert (CutKind.REPLY in kinds) is not leaves and CutKind.STABLE in kinds
@@ -440,7 +440,7 @@ def test_how_turns_go_on_after_replies_is_counted():
         reply = run(core, prompt, 20, stable=STABLE).tokens
         assert not returns.continues_replies
         run(core, [*prompt, *reply, *NEW], 20, stable=LENGTH + 25)
-        assert returns.continues_replies and returns.outcomes.count(Outcome.REPLY) == 1
+        assert returns.continues_replies and returns.outcomes.count(ReturnOutcome.REPLY) == 1
         for _ in range(2):
             run(core, [*prompt, *reply, *NEW][: LENGTH + 25] + text(60, 30), 20, stable=LENGTH + 50)
-        assert returns.outcomes.count(Outcome.ELSEWHERE) >= 1 and not returns.continues_replies
+        assert returns.outcomes.count(ReturnOutcome.ELSEWHERE) >= 1 and not returns.continues_replies

@@ -95,8 +95,7 @@ class TierWriter:
         self._namespace_share = namespace_share
         self._tree = tree
         self._context = context
-        self._writer = writer
-        self._ram = ram
+        self._writer, self._ram = writer, ram
         self._speed = speed
         self._returns = returns
         self._is_right = is_right
