@@ -48,6 +48,7 @@ VALUES = {  # for flags that take something else than a number
     "--log-verbosity": "4",
     "--cors-origins": "https://a.example",
     "--dry-sequence-breaker": "x",
+    "--pooling": "mean",
 }
 
 
