@@ -27,6 +27,7 @@ TO_ENGINE = [
     m.Submit(4, text="", constraint=Constraint("lark", "start: tag_0", ("<a>",), Thought("</b>"))),
     m.Cancel(4),
     m.Tokenize(5, "x", True),
+    m.AskCost(5, m.Submit(0, text="a", namespace="n")),
     m.Count(5, "x <p>", True, "<p>", (m.SentImage(b"d" * 32, 2, 2, b""),)),
     m.Prewarm("x", namespace="n", session="s"),
     m.Detokenize(6, [1, 2]),
