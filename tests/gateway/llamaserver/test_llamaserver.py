@@ -160,9 +160,9 @@ def test_only_the_fields_that_are_asked_for_come(server):
     assert set(answer) == set(fields[:3]) and answer["generation_settings/n_predict"] == 2
 
 
-def test_errors_have_numbers_for_codes(server):
+def test_a_prompt_that_is_too_long_is_refused_with_its_size(server):
     error = server.post("/completion", {"prompt": words(5000, 1)}).json["error"]
-    assert error["code"] == 400 and error["type"] == "exceed_context_size_error" and error["n_prompt_tokens"] > 4096
+    assert error["n_ctx"] == 4096 and error["type"] == "exceed_context_size_error" and error["n_prompt_tokens"] > 4096
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from everwarm.types import Json
 
 OLLAMA = "/api/"
 ANTHROPIC = "/v1/messages"
-LLAMA_SERVER = ("/completion", "/tokenize", "/detokenize", "/apply-template", "/props", "/slots")  # codes are numbers
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -32,10 +31,7 @@ def error_body(error: EverwarmError, request_id: str, path: str) -> Json:
         return {"error": str(error)}
     if path.startswith(ANTHROPIC):
         return _anthropic(error, request_id)
-    about = _openai(error, request_id)
-    if path.startswith(LLAMA_SERVER):
-        about["error"]["code"] = error.status
-    return about
+    return _openai(error, request_id)
 
 
 def _openai(error: EverwarmError, request_id: str) -> Json:
