@@ -38,7 +38,7 @@ def test_every_curve_can_be_measured_and_reported(monkeypatch, tmp_path):
         "slots": slots.curves((1, 2)),
         "disk": disk.curves((400, 800)),
     }
-    assert [len(curves) for curves in found.values()] == [7, 1, 5, 2, 7]
+    assert [len(curves) for curves in found.values()] == [7, 1, 4, 2, 7]
     assert all(seconds > 0 for curves in found.values() for each in curves for _, seconds in each.points)
     measured = {name: report.Measured("a machine", curves) for name, curves in found.items()}
     files = report.files(measured)
