@@ -732,8 +732,6 @@ class Core:
             restored = self.restorer.start_cold(slot, goal)
         if not is_as_before(slot, request, is_clean=self.context.is_clean(slot.seq)):
             restored = self.restorer.start_cold(slot, goal)  # its suspended state was lost: it is read again
-        if is_first and not request.ask.ahead:
-            self.checkpointer.drop_left_aside(prompt, match)
         slot.seat(request, self._plan_cuts(request, match, restored))
         self._is_status_old = True
         if not request.ask.ahead:

@@ -192,16 +192,16 @@ def _steady_cuts(n_items: int, spacing: Spacing, boundaries: Iterable[int]) -> I
 
 def _guesses(taken: Collection[int], spacing: Spacing, volatile: Iterable[int], joints: Iterable[int]) -> Iterable[int]:
     """Of the points where the text may change, those that are far enough behind the cut before them. Joints only make
-    the spacing of cuts closer."""
+    the spacing of cuts closer, as long as thinning would leave them."""
     closer = max(2 * GUARD, spacing.every_n_tokens // 3)
     gaps = dict.fromkeys(joints, closer) | dict.fromkeys(volatile, 2 * GUARD)
-    last = 0
+    last, n_left = 0, spacing.max_checkpoints - len(taken)
     for at in sorted({*taken, *gaps}):
         if at in taken:
             last = at
-        elif at - last >= gaps[at] and _far_enough(at, last, spacing):
+        elif at - last >= gaps[at] and _far_enough(at, last, spacing) and (gaps[at] < closer or n_left > 0):
             yield at
-            last = at
+            last, n_left = at, n_left - 1
 
 
 def _far_enough(at: int, last: int, spacing: Spacing) -> bool:

@@ -108,14 +108,12 @@ def kinds_in_ram(core: Core) -> Counter[CutKind]:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-@pytest.mark.parametrize("strips", [0, 10])
 @pytest.mark.parametrize("arch", ["qwen35", "mamba2"])
-def test_the_end_of_a_reply_goes_when_the_next_turn_does_not_need_it(arch, strips, is_known, monkeypatch):
+def test_the_end_of_a_reply_goes_when_the_next_turn_has_a_checkpoint_behind_it(arch, is_known, monkeypatch):
     if not is_known:  # the control
         monkeypatch.setattr(Checkpointer, "_drop_superseded", lambda _self, _node: None)
-        monkeypatch.setattr(Checkpointer, "drop_left_aside", lambda _self, _following, _match: None)
     with open_core(arch) as core:
-        kinds = talk(core, 5, strips=strips)
+        kinds = talk(core, 5, strips=0)
         check(core)
     assert kinds[CutKind.STABLE] == kinds[CutKind.BOUNDARY] == 5
     assert kinds[CutKind.REPLY] == (1 if is_known else 5)

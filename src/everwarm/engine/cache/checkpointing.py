@@ -172,9 +172,9 @@ class Checkpointer:
     # giving up
 
     def drop_left_aside(self, following: Prompt, match: Match) -> None:
-        """``following`` is what the next turn of a conversation begins with, or will. If that is another text than the
-        reply was, because a template renders it anew, no turn will continue from the reply's end: it is dropped with its
-        KV."""
+        """``following`` is what the next turn of a conversation will begin with. If that is another text than the reply
+        was, because a template renders it anew, no turn will continue from the reply's end: it is dropped with its
+        KV. Call it when nothing runs."""
         passed = [node for node in match.path if node.n_items <= match.n_shared and self._tree.has(node)]
         stable = next((node for node in reversed(passed) if _is_stable(node)), None)
         if stable is None or match.n_shared - stable.n_items > GUARD or match.n_shared == len(following):
