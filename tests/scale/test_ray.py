@@ -20,6 +20,7 @@ CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_CONVERSATIONS, N_TURNS = 12, 200 if CAMPAIGN else 60
 GUARD = 16
 GREEDY = {"temperature": 0, "max_tokens": 12}
+SLOWLY = {"speculative.n_max": 0}  # a reply that repeats itself would be drafted, and over too soon
 SHARED_S = 5.0  # so long after its end a turn is in the store, whatever else runs (docs/remote.md)
 
 
@@ -146,7 +147,7 @@ def test_a_killed_replica_takes_no_conversation_with_it(cluster: Fleet) -> None:
         for _ in range(3):
             talk.turn(cluster)
     victim = talks[0].replicas[-1]
-    long = {"messages": [{"role": "user", "content": words(60, 5)}], "max_tokens": 7000, "ignore_eos": True}
+    long = {"messages": [{"role": "user", "content": words(60, 5)}], "max_tokens": 7000, "ignore_eos": True, **SLOWLY}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         unfinished = pool.submit(cluster.post, "/v1/chat/completions", long, x_everwarm_replica=victim)
         until(lambda: not cluster.is_idle_at(victim), "it is in the middle of a turn")
@@ -178,7 +179,7 @@ def test_a_turn_that_dies_with_its_replica_is_read_elsewhere(cluster: Fleet) -> 
     time.sleep(SHARED_S)
     long = {"messages": [*talk.messages, {"role": "user", "content": "All of it."}], "max_tokens": 1000}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        unfinished = pool.submit(cluster.post, "/v1/chat/completions", {**long, "ignore_eos": True})
+        unfinished = pool.submit(cluster.post, "/v1/chat/completions", {**long, **SLOWLY, "ignore_eos": True})
         until(lambda: not cluster.is_idle_at(victim), "its turn is being written")
         os.kill(pid, signal.SIGKILL)
         answer = unfinished.result()
@@ -210,7 +211,7 @@ def test_streams_pass_through_to_a_real_client(cluster: Fleet) -> None:
 
 def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Fleet) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
-    endless: dict[str, Any] = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}, "stream": True}
+    endless: dict[str, Any] = {"max_tokens": 7000, "extra_body": {"ignore_eos": True, **SLOWLY}, "stream": True}
     with client:
         answer = client.chat.completions.with_raw_response.create(
             model="tiny", messages=[{"role": "user", "content": "Once upon a time"}], **endless
@@ -225,7 +226,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Fleet) -> None:
 
 def test_hanging_up_frees_the_slot(cluster: Fleet) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
-    endless: dict[str, Any] = {"max_tokens": 7000, "extra_body": {"ignore_eos": True}, "stream": True}
+    endless: dict[str, Any] = {"max_tokens": 7000, "extra_body": {"ignore_eos": True, **SLOWLY}, "stream": True}
     with client:
         answer = client.chat.completions.with_raw_response.create(
             model="tiny", messages=[{"role": "user", "content": "Tell me everything."}], **endless

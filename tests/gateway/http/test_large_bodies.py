@@ -34,6 +34,8 @@ QUESTION = {"messages": [{"role": "user", "content": "Who are you?"}], "max_toke
 MESSAGES = {
     "/v1/chat/completions": "messages",
     "/chat/completions": "messages",
+    "/v1/chat/completions/input_tokens": "messages",
+    "/chat/completions/input_tokens": "messages",
     "/apply-template": "messages",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "messages",
@@ -55,12 +57,23 @@ TEXTS = {
     "/models/load": "model",
     "/models/unload": "model",
 }
+<<<<<<< HEAD
 COUNTS = (
     "/apply-template",
     "/v1/messages/count_tokens",
     "/v1/responses/input_tokens",
     "/tokenize",
 )  # of any length, if it can be parsed
+=======
+# of any length, if it can be parsed
+COUNTS = (
+    "/apply-template",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/input_tokens",
+    "/chat/completions/input_tokens",
+    "/tokenize",
+)
+>>>>>>> r2-tmpl
 REFUSED = (400, 404, 413)
 TAKEN = (200, *REFUSED)
 TAKES_TOOLS = [path for path in MESSAGES if "count" not in path and "template" not in path]
