@@ -57,23 +57,15 @@ TEXTS = {
     "/models/load": "model",
     "/models/unload": "model",
 }
-<<<<<<< HEAD
-COUNTS = (
-    "/apply-template",
-    "/v1/messages/count_tokens",
-    "/v1/responses/input_tokens",
-    "/tokenize",
-)  # of any length, if it can be parsed
-=======
 # of any length, if it can be parsed
 COUNTS = (
     "/apply-template",
     "/v1/messages/count_tokens",
     "/v1/chat/completions/input_tokens",
     "/chat/completions/input_tokens",
+    "/v1/responses/input_tokens",
     "/tokenize",
 )
->>>>>>> r2-tmpl
 REFUSED = (400, 404, 413)
 TAKEN = (200, *REFUSED)
 TAKES_TOOLS = [path for path in MESSAGES if "count" not in path and "template" not in path]
