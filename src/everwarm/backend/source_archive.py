@@ -65,7 +65,7 @@ def _download(folder: Path) -> None:
     command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder), "-r", str(wanted)]
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": str(stand_in.parent)},
+        env=os.environ | {"PYTHONPATH": str(stand_in.parent.resolve())},  # pip goes to other folders
         stdout=sys.stderr,
         stderr=subprocess.PIPE,
         text=True,
