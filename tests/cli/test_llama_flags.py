@@ -107,8 +107,10 @@ def test_every_flag_is_understood_or_refused_with_a_sentence() -> None:
     for row in ROWS:
         for name in (*row.names, *row.negatives):
             refusal = row.refusal if name in row.names else row.refuses_negatives
+            if refusal and name in declared(ServeOptions):
+                continue  # ours has it by now
             line = [name, *value_for(row, name)]
-            if refusal and name not in declared(ServeOptions):
+            if refusal:
                 with pytest.raises(BadRequest, match=re.escape(f"{name} of llama-server")) as refused:
                     our_line(line, ServeOptions)
                 assert refusal in str(refused.value)

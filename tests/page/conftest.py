@@ -1,4 +1,4 @@
-"""A browser for all tests of the page, and a server and a fresh tab for those that need no server of their own."""
+"""A browser for the tests of a module, and a server and a fresh tab for those that need no server of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.browser import Tab, launched, opened, setup
 from support.server import Server, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is there its thread has an event loop, which other tests cannot have
 def browser() -> Iterator[Any]:
     with launched() as browser:
         yield browser

@@ -216,8 +216,8 @@ def test_a_slot_saved_before_a_swap_is_warm_after_it(folder, tmp_path):
     prompt, more = list(_news(2, 0, 0)), list(_news(2, 0, 1))
     with serving_models(folder, "--slot-save-path", str(tmp_path)) as server:
         whole = [*prompt, *server.complete("qwen35", prompt, id_slot=0)["tokens"], *more]
-        golden = server.complete("qwen35", whole, id_slot=1, cache_prompt=False)["tokens"]
         saved = server.ask("/slots/0?action=save", {"filename": "a.bin", "model": "qwen35"})
+        golden = server.complete("qwen35", whole, id_slot=1, cache_prompt=False)["tokens"]
         assert server.ask("/slots/0?action=erase&model=qwen35", {})["n_erased"] == len(prompt) + 7
         server.ask("/slots/1?action=erase&model=qwen35", {})
         server.complete("mamba2", prompt)

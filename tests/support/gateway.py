@@ -10,6 +10,7 @@ import msgspec
 
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.process import messages as m
+from everwarm.engine.settings import EngineSettings
 from everwarm.gateway.app import build_gateway
 from everwarm.gateway.settings import ServerSettings
 from everwarm.llama.model import Model
@@ -51,7 +52,7 @@ class FakePool:
     """Of one model, which is loaded."""
 
     def __init__(self, supervisor: FakeSupervisor) -> None:
-        spec = SimpleNamespace(template=None, id="tiny")
+        spec = SimpleNamespace(template=None, id="tiny", settings=EngineSettings())
         self.served = SimpleNamespace(id="tiny", spec=spec, supervisor=supervisor)
         self.catalog = SimpleNamespace(specs={}, find=lambda _: spec)
 

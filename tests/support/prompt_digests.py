@@ -19,7 +19,7 @@ from everwarm.gateway.chat.prepare import prepare_chat
 from everwarm.gateway.openai.schema import ChatBody
 
 TEMPLATES = Path(__file__).parents[2] / "build" / "templates"
-RECORDED = Path(__file__).parent / "recorded" / "prompts.json"
+RECORDED = Path(__file__).parent / "prompt_digests.json"
 REFUSED = "refused"
 
 

@@ -791,7 +791,7 @@ class Core:
             media=request.ask.prompt.media,
             stables=request.ask.stables,
             breakpoints=request.ask.breakpoints,
-            learned=() if request.ask.deterministic else self._learned_places(request, restored.n_items, known),
+            learned=self._learned_places(request, restored.n_items, known),
             volatile=request.ask.volatile,
             joints=request.ask.joints if self._may_guess(request) else (),
         )
@@ -806,6 +806,8 @@ class Core:
 
     def _learned_places(self, request: Request, n_restored: int, branch: int | None) -> list[int]:
         ask = request.ask
+        if ask.deterministic or not ask.use_cache:
+            return []
         if branch is not None and not any(0 <= branch - end <= policy.GUARD for end in ask.boundaries):
             self.partings.note(ask.namespace, ask.prompt, branch)  # inside a message
         found = self.partings.places(ask.namespace, ask.prompt, n_restored)

@@ -216,7 +216,7 @@ def test_no_key_means_two_things():
 def test_settings_are_shown_without_keys(tmp_path):
     shown = run_cli("config", "--admin-key", "an-admin-key", "--key-file", str(key_file(tmp_path, file_text())))
     assert shown.returncode == 0, shown.stderr
-    assert "admin_key = (hidden)" in shown.stdout and "keys = (hidden)" in shown.stdout
+    assert "admin-key is set, and not shown" in shown.stdout and "key-file = " in shown.stdout
     assert not any(key in shown.stdout for key in ("an-admin-key", *KEYS.values()))
 
 

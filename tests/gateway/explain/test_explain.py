@@ -276,7 +276,7 @@ def test_explain_takes_completions_and_tokens(tmp_path):
         ({"messages": []}, "$.messages"),
         ({"messages": "a"}, "$.messages"),
         ({"prompt": ""}, "a prompt is empty"),
-        ({"prompt": [1, "a"]}, "one list of token ids"),
+        ({"prompt": [1, "a"]}, "a list of token ids"),
         ({"messages": [{"role": "user", "content": "a"}], "max_tokens": -5}, "$.max_tokens"),
     ],
 )

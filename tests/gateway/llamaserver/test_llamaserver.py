@@ -119,7 +119,8 @@ def test_a_slot_that_does_not_exist_is_refused(server):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [[]], [[1], {}], {"prompt_string": 1}, [-1], [99999], [1 << 31], [1 << 40], ["a"] * 65, [[1], 2]]
+    "prompt",
+    ["", [], [[]], [[1], {}], {"prompt_string": 1}, [-1], [99999], [1 << 31], [1 << 40], ["a"] * 129, [[1], 2]],
 )
 def test_a_prompt_that_cannot_be_used_is_refused(server, prompt):
     assert server.post("/completion", {"prompt": prompt, "n_predict": 1}).status == 400

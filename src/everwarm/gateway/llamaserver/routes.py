@@ -239,7 +239,7 @@ def _asleep(served: Served) -> Json:
     """What the catalog knows of a model that is not loaded. As in llama-server, this does not load it."""
     settings = served.spec.settings
     return {
-        "default_generation_settings": {"n_ctx": settings.n_ctx, "params": {}},
+        "default_generation_settings": {"id": 0, "n_ctx": settings.n_ctx, "params": _DEFAULT_PARAMS},
         "total_slots": settings.n_slots,
         "model_alias": served.id,
         "modalities": _TEXT_ONLY | {"vision": served.spec.mmproj is not None},

@@ -303,7 +303,7 @@ _Fields = dict[str, msgspec.Raw]
 def unknown_fields(data: bytes | bytearray, kind: type[Any]) -> list[str]:
     """The fields of a body that ``kind`` was parsed from and does not have."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    return [name for name in msgspec.json.decode(data, type=_Fields) if name not in known]
+    return [name for name in read(data, _Fields) if name not in known]
 
 
 def _shortened(reason: str) -> str:
