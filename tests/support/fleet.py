@@ -100,7 +100,7 @@ def fleet(folder: Path, store: str, *models: str, n_nodes: int = 3, server: str 
             running = Fleet("", process, logs=Path(short))
             assert process.stdout is not None
             process.stderr = process.stdout
-            listener = threading.Thread(target=_listen, args=(running,), daemon=True)
+            listener = threading.Thread(target=_listen, args=(running, "http"), daemon=True)
             listener.start()
             try:
                 ready = f"http://127.0.0.1:{port}/v1\n"

@@ -106,15 +106,13 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         cache.hub.close()
         await pool.stop(settings.grace_s)
         await images.close()
-        bodies.close()
-        store.close()
-        remembered.close()
+        for each in (bodies, store, remembered):
+            each.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
 
-    app = Starlette(
-        routes=with_roles(routes), lifespan=_lifespan(pool, settings, lag, drain), exception_handlers=_handlers()
-    )
+    lifespan = _lifespan(pool, settings, lag, drain)
+    app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=_handlers())
     return Gateway(Guard(app, settings, access), drain, request_log, reload_keys)
 
 
