@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 
 from everwarm.engine.core import Core
 from everwarm.engine.speculation.draft_length import Record, StepShape
 from everwarm.engine.speculation.drafter import Proposal, Tokens
 from everwarm.engine.speculation.pacing import Pacing
+from support.drive import open_core
+
+
+def drafting_core(arch: str = "qwen35", **settings) -> AbstractContextManager[Core]:
+    return open_core(arch, **{"speculate": "auto"} | settings)
 
 
 class EveryStep(Pacing):

@@ -38,8 +38,9 @@ class AtOnce:
 
 @contextmanager
 def open_core(arch: str = "qwen35", *, width: int = 64, path=None, memory=None, **settings) -> Iterator[Core]:
-    """``memory``: the file of the RAM tier, which stays open."""
-    wanted = {"n_slots": 2, "n_ctx": 2048, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20} | settings
+    """``memory``: the file of the RAM tier, which stays open. Without drafts, which depend on the clock."""
+    usual = {"n_slots": 2, "n_ctx": 2048, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20, "speculate": "off"}
+    wanted = usual | settings
     given = None if memory is None else os.dup(memory)
     core = assemble(path or tiny_model(arch, width=width), EngineSettings(**wanted), memory=given)
     try:

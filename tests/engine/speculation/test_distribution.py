@@ -8,8 +8,8 @@ from everwarm.config import Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Result
 from everwarm.llama.context import Context, Feed
-from support.drafts import Scripted, always_draft
-from support.drive import drain, open_core, submit, text
+from support.drafts import Scripted, always_draft, drafting_core
+from support.drive import drain, submit, text
 
 PROMPT = text(1, 40)
 TOP = 3
@@ -67,7 +67,7 @@ def sampled_pairs(core: Core) -> Counter:
 
 
 def test_a_sampled_reply_has_the_distribution_of_the_model():
-    with open_core(n_slots=1, n_spares=2) as core:
+    with drafting_core(n_slots=1, n_spares=2) as core:
         chances = expected(core)
         second = max(chances, key=chances.__getitem__)[1]
         always_draft(core, Stubborn([second, second]))
@@ -78,7 +78,7 @@ def test_a_sampled_reply_has_the_distribution_of_the_model():
 
 def test_a_draft_that_is_accepted_too_often_is_noticed():
     """The control: where drafts are taken unseen, the pairs have another distribution."""
-    with open_core(n_slots=1, n_spares=2) as core:
+    with drafting_core(n_slots=1, n_spares=2) as core:
         chances = expected(core)
         second = max(chances, key=chances.__getitem__)[1]
         always_draft(core, Stubborn([second, second]))

@@ -11,8 +11,8 @@ from everwarm.engine.core import Core
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.state.store.arena_file import memory_file
 from support.campaign import by_chance
-from support.drafts import Scripted, always_draft
-from support.drive import check, drain, memory_of, open_core, replay, run, submit, text, tidy
+from support.drafts import Scripted, always_draft, drafting_core
+from support.drive import check, drain, memory_of, replay, run, submit, text, tidy
 
 PROMPT = text(1, 50)
 N = 30
@@ -22,7 +22,7 @@ N = 30
 def replies() -> dict[str, tuple[int, ...]]:
     found = {}
     for arch in ("qwen35", "mamba2", "llama"):
-        with open_core(arch, n_slots=1, speculate="off") as core:
+        with drafting_core(arch, n_slots=1, speculate="off") as core:
             found[arch] = run(core, PROMPT, N).tokens
     return found
 
@@ -31,7 +31,7 @@ def replies() -> dict[str, tuple[int, ...]]:
 @by_chance(6, 200)
 @given(wrong=st.lists(st.integers(0, 9), min_size=1, max_size=8), n_tokens=st.integers(1, 8))
 def test_the_state_after_any_pattern_is_that_of_its_chunks(replies, arch, wrong, n_tokens):
-    with open_core(arch, n_slots=1, n_spares=1) as core:
+    with drafting_core(arch, n_slots=1, n_spares=1) as core:
         always_draft(core, Scripted([[*PROMPT, *replies[arch]]], wrong, n_tokens))
         assert run(core, PROMPT, N).tokens == replies[arch]
         slot = core.slots[0]
@@ -43,7 +43,7 @@ def test_the_state_after_any_pattern_is_that_of_its_chunks(replies, arch, wrong,
 @by_chance(4, 100)
 @given(wrong=st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_plain_attention_is_cut_to_what_was_accepted(replies, wrong):
-    with open_core("llama", n_slots=1) as core:
+    with drafting_core("llama", n_slots=1) as core:
         always_draft(core, Scripted([[*PROMPT, *replies["llama"]]], wrong, 4))
         assert run(core, PROMPT, N).tokens == replies["llama"]
         cold = np.frombuffer(replay(core, core.slots[0]), np.uint8)
@@ -72,7 +72,7 @@ def test_what_outlives_an_engine_killed_within_a_verification_is_exact(replies, 
     memory = memory_file()
     path = [*PROMPT, *replies["qwen35"]]
     try:
-        with open_core(n_slots=2, memory=memory) as core:
+        with drafting_core(n_slots=2, memory=memory) as core:
             always_draft(core, Scripted([path], [2, 0, 99], 4))
             run(core, PROMPT, 12)
             tidy(core)
@@ -81,7 +81,7 @@ def test_what_outlives_an_engine_killed_within_a_verification_is_exact(replies, 
             submit(core, PROMPT, N)
             with pytest.raises(Killed):
                 drain(core)
-        with open_core(n_slots=2, memory=memory) as core:
+        with drafting_core(n_slots=2, memory=memory) as core:
             check(core)
             kept = [node.path.codes[: node.n_items].tolist() for node in core.tree.nodes()]
             assert max(map(len, kept)) > len(PROMPT)

@@ -7,8 +7,8 @@ from everwarm.engine.speculation import tree_lookup
 from everwarm.engine.speculation.tree_lookup import GATHER_EVERY, MOST_NAMESPACES, TreeLookup
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.tree import Tree
-from support.drafts import always_draft
-from support.drive import open_core, run, text
+from support.drafts import always_draft, drafting_core
+from support.drive import run, text
 
 HERE, END = "mine", [900, 901, 902, 903, 904]
 
@@ -79,7 +79,7 @@ def test_the_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_reply_that_another_conversation_had_is_drafted_from_it():
     prompt = text(1, 60)
-    with open_core(n_slots=2) as core:
+    with drafting_core(n_slots=2) as core:
         first = run(core, prompt, 40)
         always_draft(core)
         core.speculator.drafters = core.speculator.drafters[1:]  # without the reply's own text

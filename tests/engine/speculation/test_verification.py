@@ -7,14 +7,13 @@ from everwarm.config import Constraint, Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken
 from everwarm.llama.constraints.matcher import ConstraintCompiler
-from support.drafts import Scripted, always_draft
+from support.drafts import Scripted, always_draft, drafting_core
 from support.drive import (
     NEAR_TIE,
     STATEFUL,
     check,
     drain,
     memory_of,
-    open_core,
     regrets,
     replay,
     run,
@@ -28,7 +27,7 @@ PATTERNS = {"right": [99], "wrong": [0], "mixed": [2, 0, 99, 1, 99, 3, 0]}
 
 
 def plain(arch: str, prompt: list[int], n: int, **more):
-    with open_core(arch, n_slots=1, speculate="off") as core:
+    with drafting_core(arch, n_slots=1, speculate="off") as core:
         return run(core, prompt, n, **more)
 
 
@@ -37,7 +36,7 @@ def plain(arch: str, prompt: list[int], n: int, **more):
 def test_a_greedy_reply_is_that_of_plain_decoding(arch, pattern):
     prompt, n = text(1, 60), 40
     alone = plain(arch, prompt, n)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], PATTERNS[pattern], 4))
         before = core.context.n_decodes
         drafted = run(core, prompt, n)
@@ -56,7 +55,7 @@ def test_a_greedy_reply_is_that_of_plain_decoding(arch, pattern):
 def test_the_state_after_a_reply_is_that_of_its_chunks_without_drafts(arch, pattern):
     prompt = text(1, 60)
     alone = plain(arch, prompt, 40)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], PATTERNS[pattern], 4))
         run(core, prompt, 40)
         slot = core.slots[0]
@@ -72,14 +71,14 @@ def test_nothing_of_a_wrong_draft_is_left_in_the_context(arch):
     """After every step the context holds the request's own tokens; the control leaves one wrong token in."""
     prompt = text(1, 60)
     alone = plain(arch, prompt, 24)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [1, 0, 2], 4))
         run(core, prompt, 24)
         slot = core.slots[0]
         assert slot.resident().codes.tolist() == [*prompt, *alone.tokens[:-1]]
         assert core.context.end(slot.seq).n_tokens == len(prompt) + 23
         assert core.context.cells.used == (len(prompt) + 23 if core.context.kind.has_attention else 0)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [1], 4))
         core.speculator.rollback.cut = lambda feed, n_kept: len(feed.tokens)  # the control: nothing is taken back
         with pytest.raises(AssertionError):
@@ -90,7 +89,7 @@ def test_nothing_of_a_wrong_draft_is_left_in_the_context(arch):
 def test_plain_attention_is_called_clean_only_where_chunks_tell_how_it_was_decoded(arch):
     prompt = text(1, 60)
     alone = plain(arch, prompt, 20)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [1, 0], 4))
         run(core, prompt, 20)
         assert core.context.is_clean(0) == (arch != "llama")
@@ -99,11 +98,11 @@ def test_plain_attention_is_called_clean_only_where_chunks_tell_how_it_was_decod
 @pytest.mark.parametrize("arch", DRAFTING)
 def test_the_next_turn_continues_from_the_same_point(arch):
     prompt = text(1, 60)
-    with open_core(arch, n_slots=1, speculate="off") as core:
+    with drafting_core(arch, n_slots=1, speculate="off") as core:
         reply = run(core, prompt, 30).tokens
         following = [*prompt, *reply, *text(2, 10)]
         expected = run(core, following, 4).n_cached
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *reply]], [1, 3, 0], 4))
         run(core, prompt, 30)
         assert run(core, following, 4).n_cached == expected == len(prompt) + 29
@@ -112,14 +111,14 @@ def test_the_next_turn_continues_from_the_same_point(arch):
 def test_deterministic_requests_do_not_speculate():
     prompt = text(1, 60)
     alone = plain("qwen35", prompt, 20)
-    with open_core(n_slots=1) as core:
+    with drafting_core(n_slots=1) as core:
         drafter = Scripted([[*prompt, *alone.tokens]], [99], 4)
         always_draft(core, drafter)
         assert run(core, prompt, 20, deterministic=True).n_drafted == 0 and drafter.n_made == 0
 
 
 def test_a_sliding_window_does_not_speculate():
-    with open_core("gemma3", n_slots=1) as core:
+    with drafting_core("gemma3", n_slots=1) as core:
         assert not core.speculator.is_on
         assert run(core, text(1, 60), 8).n_drafted == 0
 
@@ -128,7 +127,7 @@ def test_a_request_may_ask_for_no_drafts_or_fewer():
     prompt = text(1, 60)
     alone = plain("qwen35", prompt, 20)
     for most, n in ((0, 0), (2, 2)):
-        with open_core(n_slots=1) as core:
+        with drafting_core(n_slots=1) as core:
             always_draft(core, Scripted([[*prompt, *alone.tokens]], [99], 4))
             feeds = recorded_drafts(core)
             run(core, prompt, 20, max_draft=most)
@@ -156,7 +155,7 @@ def recorded_drafts(core: Core) -> list[int]:
 def test_no_draft_is_longer_than_what_is_left_of_the_reply(arch, n):
     prompt = text(1, 60)
     alone = plain(arch, prompt, 30)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [99], 4))
         result = run(core, prompt, n)
         assert result.tokens == alone.tokens[:n] and result.finish is Finish.LENGTH
@@ -166,12 +165,12 @@ def test_no_draft_is_longer_than_what_is_left_of_the_reply(arch, n):
 @pytest.mark.parametrize("arch", ["qwen35", "mamba2", "llama"])
 def test_an_end_of_generation_inside_a_draft_ends_the_reply_there(arch):
     prompt = text(1, 60)
-    with open_core(arch, n_slots=1, speculate="off") as core:
+    with drafting_core(arch, n_slots=1, speculate="off") as core:
         core.model.vocab.eog = frozenset()
         alone = run(core, prompt, 30)
     end = alone.tokens[7]
     at = alone.tokens.index(end)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         core.model.vocab.eog = frozenset({end})
         core.speculator.eog = frozenset()  # even of a drafter that proposes it
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [99], 16))
@@ -187,7 +186,7 @@ def test_an_end_of_generation_inside_a_draft_ends_the_reply_there(arch):
 def test_a_stop_string_inside_a_draft_ends_the_reply_there(arch):
     prompt = text(1, 60)
     alone = plain(arch, prompt, 30)
-    with open_core(arch, n_slots=1) as core:
+    with drafting_core(arch, n_slots=1) as core:
         vocab = core.model.vocab
         pieces = [vocab.piece(token) for token in alone.tokens[5:25]]
         stop = next(piece.decode() for piece in pieces if len(piece) == 1 and piece.isascii())
@@ -209,7 +208,7 @@ def test_a_stop_string_inside_a_draft_ends_the_reply_there(arch):
 def test_a_cancelled_reply_leaves_no_draft_behind():
     prompt = text(1, 60)
     alone = plain("qwen35", prompt, 30)
-    with open_core(n_slots=1) as core:
+    with drafting_core(n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [2], 4))
         request = submit(core, prompt, 30)
         for _ in range(4):
@@ -230,7 +229,7 @@ def test_many_requests_verify_their_drafts_in_one_batch(arch):
     prompts = [text(seed, 40) for seed in (1, 2, 3)]
     alone = [plain(arch, prompt, 24) for prompt in prompts]
     texts = [[*prompt, *result.tokens] for prompt, result in zip(prompts, alone, strict=True)]
-    with open_core(arch, n_slots=3) as core:
+    with drafting_core(arch, n_slots=3) as core:
         always_draft(core, Scripted(texts, [2, 99, 0, 1], 4))
         sizes = recorded_drafts(core)
         requests = [submit(core, prompt, 24) for prompt in prompts]
@@ -243,7 +242,7 @@ def test_many_requests_verify_their_drafts_in_one_batch(arch):
 def test_a_context_that_is_nearly_full_has_no_cells_for_drafts():
     prompt = text(1, 60)
     alone = plain("qwen35", prompt, 400)
-    with open_core(n_slots=1, n_ctx=256) as core:
+    with drafting_core(n_slots=1, n_ctx=256) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [99, 1], 16))
         result = run(core, prompt, 400)
         assert result.finish is Finish.LENGTH and result.tokens == alone.tokens[: len(result.tokens)]
@@ -256,7 +255,7 @@ def test_suspended_requests_continue_with_what_they_had_written():
     prompts = [text(seed, 60) for seed in (1, 2)]
     alone = [plain("qwen35", prompt, 120) for prompt in prompts]
     texts = [[*prompt, *result.tokens] for prompt, result in zip(prompts, alone, strict=True)]
-    with open_core(n_slots=2, n_ctx=256) as core:
+    with drafting_core(n_slots=2, n_ctx=256) as core:
         always_draft(core, Scripted(texts, [1, 99, 3, 0], 4))
         requests = [submit(core, prompt, 120) for prompt in prompts]
         results = drain(core)
@@ -271,7 +270,7 @@ def test_a_batch_that_libllama_refuses_is_decoded_without_its_drafts(monkeypatch
 
     prompt = text(1, 60)
     alone = plain("qwen35", prompt, 20)
-    with open_core(n_slots=1) as core:
+    with drafting_core(n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [99], 4))
         decode = core.context.decode
 
@@ -291,16 +290,16 @@ def test_a_sampled_reply_with_a_seed_is_that_of_plain_decoding():
     """One draw for each token, and each from its own row: so even the seed gives the same reply."""
     prompt, sampling = text(1, 60), Sampling(temperature=0.8, seed=7, repeat_penalty=1.3, logit_bias={5: 1.0})
     alone = plain("qwen35", prompt, 30, sampling=sampling)
-    with open_core(n_slots=1) as core:
+    with drafting_core(n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [2, 99, 0, 1], 4))
         assert run(core, prompt, 30, sampling=sampling).tokens == alone.tokens
 
 
 def test_probabilities_come_with_every_accepted_token():
     prompt = text(1, 60)
-    with open_core(n_slots=1, speculate="off") as core:
+    with drafting_core(n_slots=1, speculate="off") as core:
         expected = tokens_with_probs(core, prompt)
-    with open_core(n_slots=1) as core:
+    with drafting_core(n_slots=1) as core:
         always_draft(core, Scripted([[*prompt, *(token for token, _ in expected)]], [2, 99, 0], 4))
         found = tokens_with_probs(core, prompt)
     assert [token for token, _ in found] == [token for token, _ in expected]
@@ -319,10 +318,10 @@ def tokens_with_probs(core: Core, prompt: list[int]) -> list:
 def test_a_constraint_binds_drafts():
     """Only what the grammar allows is proposed, and the reply is that of plain decoding."""
     prompt = text(1, 60)
-    with open_core(n_slots=1, speculate="off") as core, ConstraintCompiler(core.model.vocab) as compiler:
+    with drafting_core(n_slots=1, speculate="off") as core, ConstraintCompiler(core.model.vocab) as compiler:
         digits = compiler.compile(Constraint(kind="regex", text="[0-9]{24}"))
         alone = run(core, prompt, 40, constraint=digits)
-    with open_core(n_slots=1) as core, ConstraintCompiler(core.model.vocab) as compiler:
+    with drafting_core(n_slots=1) as core, ConstraintCompiler(core.model.vocab) as compiler:
         digits = compiler.compile(Constraint(kind="regex", text="[0-9]{24}"))
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [2, 99, 0], 4, n_vocab=256))
         allowed = set(core.model.vocab.tokenize("0123456789", add_special=False, parse_special=False).tolist())

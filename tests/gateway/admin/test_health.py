@@ -156,6 +156,7 @@ def test_under_a_memory_limit_the_ram_tier_is_small_and_smaller_after_the_kernel
         with hog(group):
             until(lambda: first not in server.engine_pids, "the kernel has killed it")
         until(server.is_ready, "it is back")
+        until(lambda: b"everwarm_ram_budget_bytes " in server.get("/metrics").data, "it has said what it has")
         shown = server.get("/metrics").data.decode()
         assert metric(shown, 'everwarm_engine_deaths_total{cause="memory"}') >= 1
         assert metric(shown, "everwarm_ram_budget_bytes") <= budget / 2
