@@ -196,6 +196,18 @@ def test_of_a_changed_message_the_clients_words_stand():
     )
 
 
+def test_of_a_changed_message_the_calls_are_still_known_where_the_template_shows_their_text():
+    calls = '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments }}}\n</tool_call>'
+    shown = '<{{ m.role }}>{{ m.content or "" }}{% for c in m.tool_calls or [] %}' + calls + "{% endfor %}"
+    written = 'I write.\n\n<tool_call>\n{"name": "write", "arguments": {"path":  "a"}}\n</tool_call>'
+    client = Client(ChatTemplate("{% for m in messages %}" + shown + "{% endfor %}"), written)
+    sent = {**respelled(client.reply, **COMPACT), "content": "I read."}
+    text = client.after(sent)
+    assert "I read." in text and '{"path":  "a"}' in text and "I write" not in text
+    other = {**sent, "tool_calls": [{**sent["tool_calls"][0], "id": "call_of_another"}]}
+    assert '{"path":"a"}' in client.after(other), "a control: a call with another id is the client's"
+
+
 def test_thinking_that_was_left_out_stays_left_out():
     written = f"I must.\n</think>\n\n{XML_CALL}"
     client = Client(template_of("qwen35"), written)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from everwarm.config import parse_samplers
+
 Convert = Callable[[str], str]
 
 
@@ -61,8 +63,7 @@ def _auto(word: str, *others: str) -> Convert:
 
 
 def _letters(value: str) -> str:
-    names = dict(zip("edskypmxtiw", _SAMPLERS, strict=True))
-    return ";".join(names.get(letter, letter) for letter in value)
+    return ";".join(parse_samplers(value))
 
 
 def _levels(value: str) -> str:
@@ -84,19 +85,6 @@ def _reasoning_format(value: str) -> str:
     return "deepseek" if value == "deepseek-legacy" else value
 
 
-_SAMPLERS = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-    "infill",
-    "adaptive_p",
-)
 _AFFINITY = "start it under taskset (which CPUs), nice or chrt (priority), or numactl"
 _SPECULATION = "speculation of that kind is not offered; leave it out"
 _NO_TOOLS = "Everwarm runs no tools and proxies nothing; leave it out, and let the client run them"

@@ -126,10 +126,7 @@ class LlamaServer:
 
     async def _counted(self, request: Request, body: ChatBody) -> Response:
         with self._pool.lease(body.model) as lease:
-            served = await lease.ready()
-            submit = (await self._preparer.prepare(request, body, served)).submits[0]
-            fields = {name: getattr(submit, name) for name in ("text", "add_special", "marker", "images", "namespace")}
-            n_tokens = await served.supervisor.ask(m.Count, **fields)
+            n_tokens = await self._preparer.count(request, body, await lease.ready())
         return json_response({"input_tokens": n_tokens})
 
     async def tokenize(self, request: Request) -> Response:
