@@ -20,6 +20,7 @@ MIN_SPACING, MAX_SPACING = 256, 8192
 WINDOW_FLOOR = 64
 GUARD = 16  # an identical prompt reads at most this many items again
 NEAR_END = 4  # items before the end of a prompt: where the guard checkpoint is taken if no stable point is near
+SHORT = 64  # an identical prompt reads at most this many if it went on from a checkpoint: stopping takes as long
 HALF_LIFE_S = (
     30.0  # of the chance of reuse at first, where nothing was learned; each further halving takes twice as long
 )
@@ -140,13 +141,15 @@ def cuts(
     learned: Iterable[int] = (),
     volatile: Iterable[int] = (),
     joints: Iterable[int] = (),
+    kept: int = 0,
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
     ``stable`` is where all likely next turns differ from this prompt, ``stables`` where some of them do,
     ``breakpoints`` are what the caller demands, ``learned`` where earlier prompts were left, ``volatile`` where the text is
-    likely to change, and ``joints`` where it may. All other cuts, but the end cuts and the branch, depend only on what
-    lies before them, so extending a prompt never moves an earlier cut.
+    likely to change, and ``joints`` where it may. ``kept`` is where reading begins, with a checkpoint; 0: there is none.
+    All other cuts, but the end cuts and the branch, depend only on what lies before them, so extending a prompt never
+    moves an earlier cut.
     """
     if spacing.max_checkpoints == 0:
         return ()
@@ -160,7 +163,7 @@ def cuts(
             found.setdefault(at, Cut(at, CutKind.LEARNED))
     for at in sorted({at for at in breakpoints if 0 < at < n_items})[-MAX_BREAKPOINTS:]:
         found[at] = Cut(at, CutKind.BREAKPOINT)
-    for cut in _end_cuts(n_items, {at for at in (stable, *stables) if at is not None and 0 < at < n_items}):
+    for cut in _end_cuts(n_items, {at for at in (stable, *stables) if at is not None and 0 < at < n_items}, kept):
         found[cut.at] = cut
     for at in {at for index in media for at in (index, index + 1) if 0 < at < n_items} - found.keys():
         found[at] = Cut(at, CutKind.BOUNDARY)  # right before and right after an image, which is read as a whole
@@ -208,8 +211,9 @@ def _far_enough(at: int, last: int, spacing: Spacing) -> bool:
     return at >= spacing.min_tokens and at - last >= max(1, spacing.min_gap)
 
 
-def _end_cuts(n_items: int, stables: set[int]) -> Iterable[Cut]:
-    if n_items > 1 and n_items - max(stables, default=-GUARD) > GUARD:
+def _end_cuts(n_items: int, stables: set[int], kept: int) -> Iterable[Cut]:
+    is_short = kept > 0 and n_items - kept <= SHORT
+    if n_items > 1 and n_items - max(stables, default=-GUARD) > GUARD and not is_short:
         yield Cut(n_items - min(NEAR_END, n_items - 1), CutKind.NEAR_END)
     for stable in stables:
         yield Cut(stable, CutKind.STABLE)
