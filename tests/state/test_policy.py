@@ -178,8 +178,9 @@ def test_a_stable_point_close_to_the_end_guards_it_alone():
 
 
 def test_a_short_turn_is_read_in_one_go_from_the_checkpoint_before_it():
-    wide = {"spacing": Spacing(32, 8192, 0, 0), "n_ubatch": 512}
+    wide = {"spacing": Spacing(32, 8192, 0, 0, n_unguarded=SHORT), "n_ubatch": 512}
     assert cuts(400, **wide, kept=400 - SHORT) == ()
+    assert places(cuts(400, Spacing(32, 8192, 0, 0), n_ubatch=512, kept=399)) == [400 - NEAR_END], "not on a GPU"
     assert places(cuts(400, **wide, kept=400 - SHORT - 1)) == [400 - NEAR_END]
     assert places(cuts(40, **wide)) == [40 - NEAR_END], "without a checkpoint before it, it has a guard"
     assert places(cuts(400, **wide, kept=380, stable=390)) == [390], "where next turns differ is cut all the same"

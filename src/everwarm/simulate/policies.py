@@ -63,7 +63,6 @@ def our_cuts(reading: TurnReading, spacing: Spacing) -> Sequence[Cut]:
         branch=reading.n_shared if is_far else None,
         media=turn.prompt.media,
         learned=reading.places,
-        kept=reading.n_restored,
     )
 
 
