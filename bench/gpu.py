@@ -25,12 +25,19 @@ import numpy as np
 from bench.gpu_peer import about_machine, llama_server
 from bench.measure import EMBEDDED
 from bench.server import Server, ask, everwarm, post
+from bench.workload import memory
+from everwarm.config import ContextOptions
+from everwarm.llama.context import Context, Feed
+from everwarm.llama.model import Model
+from everwarm.types import SeqId
 
 N_LONG = 26_549
 N_NEW, N_REPLY = 60, 16
 N_CTX, N_SLOTS = 65_536, 8
 PAUSE_S = 1.5  # a person reads; idle work is done
 CACHE_GIB = 24
+N_WRITTEN = 192  # tokens of a stream that only writes
+AGENTS_SEED, N_AGENT_REQUESTS, AGENT_PAUSE_S = 103, 36, 0.3
 
 Row = dict[str, float]
 
@@ -173,6 +180,44 @@ def parallel(book: Book, server: Server, repeats: int) -> None:
         time.sleep(PAUSE_S)
 
 
+def writing(book: Book, server: Server, n_streams: int, n_prompt: int, repeats: int) -> None:
+    """Streams that only write: their prompts are cached."""
+    prompts = [tokens_of(700 + k, n_prompt) for k in range(n_streams)]
+    for prompt in prompts:
+        timed(server, prompt, 1)
+    time.sleep(PAUSE_S)
+    for _ in range(repeats):
+        began = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(n_streams) as pool:
+            rows = [row for row, _ in pool.map(lambda tokens: timed(server, tokens, N_WRITTEN), prompts)]
+        total = time.perf_counter() - began
+        last_first = max(row["first_ms"] for row in rows)
+        after = {"tokens_per_s": n_streams * N_WRITTEN / total, "last_first_ms": last_first, "total_ms": 1e3 * total}
+        after["ms_per_step"] = (1e3 * total - last_first) / (N_WRITTEN - 1)
+        book.add(f"{n_streams} streams that only write, after {n_prompt} cached tokens", server.name, after)
+        time.sleep(PAUSE_S)
+
+
+def agents(book: Book, server: Server, title: str) -> None:
+    """Agents in bursts, three shared beginnings of 20,000 tokens: what is read, and how long all of it takes."""
+    began, n_prompt, n_read = time.perf_counter(), 0, 0
+    firsts = []
+    for turn in memory.agents(AGENTS_SEED, 1.0, 250, n_requests=N_AGENT_REQUESTS):
+        row, _ = timed(server, turn.prompt.codes.tolist(), 1)
+        n_prompt, n_read = n_prompt + len(turn.prompt), n_read + int(row["read"])
+        firsts.append(row["first_ms"])
+        time.sleep(AGENT_PAUSE_S)
+    seconds = time.perf_counter() - began - N_AGENT_REQUESTS * AGENT_PAUSE_S
+    median, p95 = statistics.median(firsts), sorted(firsts)[int(0.95 * len(firsts))]
+    found = {
+        "cached_percent": 100 * (1 - n_read / n_prompt),
+        "first_ms": median,
+        "first_p95_ms": p95,
+        "seconds": seconds,
+    }
+    book.add(f"agents, 8 GiB: {title}", server.name, {"read": float(n_read), **found})
+
+
 # phases: which servers are up
 
 
@@ -187,8 +232,8 @@ class Run:
         flags = ("--cache-ram", f"{CACHE_GIB}GiB", "--disk-cache", "0", "--slot-save-path", str(self.folder), *more)
         return everwarm(str(self.model), *_shape(slots), *flags, log="INFO")
 
-    def theirs(self, slots: int = N_SLOTS) -> Any:
-        flags = ("--cache-ram", str(CACHE_GIB << 10), "--kv-unified", "--slot-save-path", str(self.folder))
+    def theirs(self, slots: int = N_SLOTS, cache_gib: int = CACHE_GIB) -> Any:
+        flags = ("--cache-ram", str(cache_gib << 10), "--kv-unified", "--slot-save-path", str(self.folder))
         return llama_server(self.llama_server, self.model, *_shape(slots), *flags)
 
 
@@ -219,9 +264,49 @@ def one_slot(run: Run) -> None:
 
 def eight(run: Run) -> None:
     """Eight sessions at once alone. Of ours so many rounds that the RAM tier is full for the last ones."""
-    for start, repeats in ((run.theirs, 3), (run.ours, 9)):
+    for start, repeats in ((run.theirs, 3), (run.ours, 6)):
         with start() as server:
             _try(lambda s=server, n=repeats: parallel(run.book, s, n))  # type: ignore[misc]
+
+
+def writers(run: Run) -> None:
+    """Beside the time that a step of so many rows takes by itself."""
+    for n_streams, n_prompt in ((8, 2000), (32, 1000)):
+        for start in (run.theirs, run.ours):
+            with start(slots=n_streams) as server:
+                _try(lambda s=server, n=n_streams, k=n_prompt: writing(run.book, s, n, k, 3))  # type: ignore[misc]
+        bound = step_ms(run.model, n_streams, n_prompt)
+        run.book.add(f"one step of {n_streams} rows after {n_prompt} tokens each", "libllama", {"ms_per_step": bound})
+
+
+def step_ms(model_path: Path, n_rows: int, depth: int) -> float:
+    """What libllama takes for a token of each of so many sequences."""
+    options = ContextOptions(n_ctx=N_CTX, n_seq_max=n_rows, flash_attention="on")
+    with Model(model_path) as model, Context(model, options) as context:
+        for seq in map(SeqId, range(n_rows)):
+            for at in range(0, depth, 512):
+                tokens = np.array(tokens_of(seq, depth)[at : at + 512], np.int32)
+                context.decode([Feed(seq, tokens, context.end(seq), wants_logits=False)])
+        times = []
+        for token in range(20, 60):
+            began = time.perf_counter()
+            row = np.array([token], np.int32)
+            context.decode([Feed(SeqId(i), row, context.end(SeqId(i)), wants_logits=True) for i in range(n_rows)])
+            context.logits(0)
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def short_of_ram(run: Run) -> None:
+    """Eight agents whose conversations do not fit into 8 GiB, without a disk and with one."""
+    small = ("--cache-ram", "8GiB")
+    with run.theirs(cache_gib=8) as server:
+        _try(lambda: agents(run.book, server, "RAM alone"))
+    with everwarm(str(run.model), *_shape(N_SLOTS), *small, "--disk-cache", "0", log="INFO") as server:
+        _try(lambda: agents(run.book, server, "RAM alone"))
+    disk = ("--disk-cache", "64GiB", "--state-dir", str(run.folder / "state"))
+    with everwarm(str(run.model), *_shape(N_SLOTS), *small, *disk, log="INFO") as server:
+        _try(lambda: agents(run.book, server, "RAM and disk"))
 
 
 def unpinned(run: Run) -> None:
@@ -268,6 +353,8 @@ PHASES: dict[str, Callable[[Run], None]] = {
     "side-by-side": side_by_side,
     "one-slot": one_slot,
     "eight": eight,
+    "writers": writers,
+    "short-of-ram": short_of_ram,
     "unpinned": unpinned,
     "swapped": swapped,
 }
@@ -296,7 +383,7 @@ def main() -> None:
 
 
 SHOWN = ("prompt_ms", "restore_ms", "first_ms", "read", "ms_per_token", "save_ms", "restore_file_ms", "tokens_per_s")
-SHOWN += ("keep_ms",)
+SHOWN += ("keep_ms", "ms_per_step", "cached_percent", "seconds")
 
 
 def markdown(book: Book) -> str:

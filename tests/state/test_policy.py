@@ -11,6 +11,7 @@ from everwarm.state.policy import (
     HALF_LIFE_S,
     MAX_BREAKPOINTS,
     NEAR_END,
+    SHORT,
     Cut,
     CutKind,
     Entry,
@@ -174,6 +175,15 @@ def test_a_stable_point_close_to_the_end_guards_it_alone():
     assert found == (Cut(400 - GUARD, CutKind.STABLE),)
     farther = cuts(400, Spacing(32, 8192, 0, 0), n_ubatch=512, stable=400 - GUARD - 1)
     assert places(farther) == [400 - GUARD - 1, 400 - NEAR_END]
+
+
+def test_a_short_turn_is_read_in_one_go_from_the_checkpoint_before_it():
+    wide = {"spacing": Spacing(32, 8192, 0, 0, n_unguarded=SHORT), "n_ubatch": 512}
+    assert cuts(400, **wide, kept=400 - SHORT) == ()
+    assert places(cuts(400, Spacing(32, 8192, 0, 0), n_ubatch=512, kept=399)) == [400 - NEAR_END], "not on a GPU"
+    assert places(cuts(400, **wide, kept=400 - SHORT - 1)) == [400 - NEAR_END]
+    assert places(cuts(40, **wide)) == [40 - NEAR_END], "without a checkpoint before it, it has a guard"
+    assert places(cuts(400, **wide, kept=380, stable=390)) == [390], "where next turns differ is cut all the same"
 
 
 @pytest.mark.parametrize("useless", [0, 400, -1, 401])

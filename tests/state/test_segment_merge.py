@@ -74,7 +74,7 @@ def test_a_run_ends_at_branches_and_pins_and_where_a_node_between_needs_nothing(
 def test_a_run_is_of_one_kind_of_reading_and_of_bounded_size():
     grove = Grove()
     nodes = [grove.node(n) for n in (10, 20, 5000, 5010, 9000, 9200)]
-    assert ends(runs(nodes, lambda n: n.n_items > 10)) == [[10], [20], [5000], [5010, 9000], [9200]]
+    assert ends(runs(nodes, lambda n: n.n_items > 10, 4096)) == [[10], [20], [5000], [5010, 9000], [9200]]
 
 
 # which sizes become one
@@ -128,11 +128,21 @@ def chain(grove: Grove, *stops: int, **more) -> Node:
 def test_neighbours_of_like_size_are_joined_as_far_as_they_are_settled():
     grove = Grove()
     end = chain(grove, 80, 160, 240, 320)
+    for n in (80, 160, 240):
+        grove.node(n, CutKind.STABLE)
     assert joins(end) == [[(0, 80), (80, 160), (160, 240), (240, 320)]]
     assert joins(end, 240) == [[(0, 80), (80, 160), (160, 240)]]
     assert joins(end, 239) == [[(0, 80), (80, 160)]]
     assert joins(end, 159) == []
     assert joins(chain(Grove(), 1000, 1080)) == [], "nor is a large one copied for a small one"
+
+
+def test_pieces_of_one_reading_are_joined_before_they_are_settled_but_not_across_an_end():
+    grove = Grove()
+    end = chain(grove, 80, 160, 240, 320)
+    grove.node(160, CutKind.STABLE)
+    grove.node(240, CutKind.EVERY)
+    assert joins(end, 0) == [[(0, 80), (80, 160)], [(160, 240), (240, 320)]]
 
 
 def test_readings_that_differ_stay_apart():

@@ -24,7 +24,7 @@ from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.scheduling.admission import Admission
-from everwarm.engine.scheduling.scheduler import Budget
+from everwarm.engine.scheduling.scheduler import GPU_STEP_S, Budget
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
@@ -168,7 +168,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         offload=Offload(context.kind, tree, writer, budget, ram, tier_writer) if outlives_us else None,
         admission=Admission(context, tree, residents.slots, restorer, loader, returns, speed, cuts=takes_cuts),
         unverified=Unverified(restorer),
-        step_budget=Budget(min(settings.n_ubatch, context.n_batch), settings.prefill_beside_decode),
+        step_budget=_step_budget(opened),
         speed=speed,
         speculator=_speculator(opened),
     )
@@ -204,6 +204,12 @@ def _tier_writer(opened: _Opened, returns: Returns, ram_writer: RamWriter, speed
         namespace_share=settings.namespace_share,
         is_right=opened.is_right,
     )
+
+
+def _step_budget(opened: _Opened) -> Budget:
+    settings, n_batch = opened.settings, opened.context.n_batch
+    gpu_s = GPU_STEP_S if is_on_gpu(opened.model) else 0.0
+    return Budget(min(settings.n_ubatch, n_batch), settings.prefill_beside_decode, gpu_s)
 
 
 def _loader(

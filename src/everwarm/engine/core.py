@@ -794,6 +794,7 @@ class Core:
             learned=self._learned_places(request, restored.n_items, known),
             volatile=request.ask.volatile,
             joints=request.ask.joints if self._may_guess(request) else (),
+            kept=0 if request.ask.deterministic else self._n_kept(match, restored),
         )
         needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
         if request.chunks:
@@ -803,6 +804,11 @@ class Core:
         n_passed = max(restored.n_items, n_items_of(request.chunks))
         ahead = [cut for cut in reversed(found) if needed and cut.at > n_passed]
         return [cut for cut in ahead if request.ask.deterministic or self.checkpointer.is_worth_a_cut(cut.kind)]
+
+    @staticmethod
+    def _n_kept(match: Match, restored: Restored) -> int:
+        """Where a request goes on, if another one could go on there as well; else 0."""
+        return restored.n_items if any(node.n_items == restored.n_items for node in match.usable) else 0
 
     def _learned_places(self, request: Request, n_restored: int, branch: int | None) -> list[int]:
         ask = request.ask

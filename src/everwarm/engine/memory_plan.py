@@ -41,8 +41,12 @@ def decide_sizes(model: Model, settings: EngineSettings, limited: int | None, n_
     process."""
     kind = model.memory_kind
     shape = measure(model, settings.context(0))
+    on_gpu = is_on_gpu(model)
     spacing = settings.checkpoints.fitted(
-        state_bytes=shape.state_bytes, kv_bytes_per_token=shape.kv_bytes_per_token, window=kind.has_window
+        state_bytes=shape.state_bytes,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        window=kind.has_window,
+        on_gpu=on_gpu,
     )
     require_fit(model, settings.context(0))
     free = free_bytes(model) - shape.context_bytes(settings.n_ctx, settings.n_slots + 1)
@@ -50,7 +54,6 @@ def decide_sizes(model: Model, settings: EngineSettings, limited: int | None, n_
     n_rollback = _rollbacks(settings, shape, free) if has_parked else 0
     n_spares = _spares(settings, shape, free - n_rollback * shape.state_bytes) if has_parked else 0
     require_fit(model, settings.context(n_spares + n_rollback))
-    on_gpu = is_on_gpu(model)
     beside = 0 if on_gpu else shape.context_bytes(settings.n_ctx, settings.n_slots + n_spares + n_rollback + 1)
     room = ram_room(limited, beside + mapped_bytes(model), n_left)
     on_host = host_free_bytes() if on_gpu else free

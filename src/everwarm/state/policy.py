@@ -20,6 +20,7 @@ MIN_SPACING, MAX_SPACING = 256, 8192
 WINDOW_FLOOR = 64
 GUARD = 16  # an identical prompt reads at most this many items again
 NEAR_END = 4  # items before the end of a prompt: where the guard checkpoint is taken if no stable point is near
+SHORT = 64  # the same on a GPU, for a prompt that goes on from a checkpoint: a stop would take as long as reading them
 HALF_LIFE_S = (
     30.0  # of the chance of reuse at first, where nothing was learned; each further halving takes twice as long
 )
@@ -61,7 +62,7 @@ class CheckpointParams:
     def with_min_gap(self, min_gap: int) -> CheckpointParams:
         return replace(self, min_gap=min_gap)
 
-    def fitted(self, *, state_bytes: int, kv_bytes_per_token: int, window: bool) -> Spacing:
+    def fitted(self, *, state_bytes: int, kv_bytes_per_token: int, window: bool, on_gpu: bool = False) -> Spacing:
         """The numbers for one model: a state then costs about what the KV it stands for costs."""
         natural = state_bytes // kv_bytes_per_token if kv_bytes_per_token else MAX_SPACING
         every = min(max(natural, MIN_SPACING), MAX_SPACING) if self.every_n_tokens is None else self.every_n_tokens
@@ -71,6 +72,7 @@ class CheckpointParams:
             every_n_tokens=every,
             min_tokens=floor if self.min_tokens is None else self.min_tokens,
             min_gap=floor if self.min_gap is None else self.min_gap,
+            n_unguarded=SHORT if on_gpu else 0,
         )
 
 
@@ -82,6 +84,7 @@ class Spacing:
     every_n_tokens: int
     min_tokens: int
     min_gap: int
+    n_unguarded: int = 0  # a prompt that goes on from a checkpoint no farther from its end has no guard
 
 
 def _bounded(name: str, value: int | None, low: int, high: int) -> None:
@@ -140,13 +143,15 @@ def cuts(
     learned: Iterable[int] = (),
     volatile: Iterable[int] = (),
     joints: Iterable[int] = (),
+    kept: int = 0,
 ) -> tuple[Cut, ...]:
     """Where prefill stops to take a checkpoint, ascending, all inside the prompt.
 
     ``stable`` is where all likely next turns differ from this prompt, ``stables`` where some of them do,
     ``breakpoints`` are what the caller demands, ``learned`` where earlier prompts were left, ``volatile`` where the text is
-    likely to change, and ``joints`` where it may. All other cuts, but the end cuts and the branch, depend only on what
-    lies before them, so extending a prompt never moves an earlier cut.
+    likely to change, and ``joints`` where it may. ``kept`` is where reading begins, with a checkpoint; 0: there is none.
+    All other cuts, but the end cuts and the branch, depend only on what lies before them, so extending a prompt never
+    moves an earlier cut.
     """
     if spacing.max_checkpoints == 0:
         return ()
@@ -160,7 +165,8 @@ def cuts(
             found.setdefault(at, Cut(at, CutKind.LEARNED))
     for at in sorted({at for at in breakpoints if 0 < at < n_items})[-MAX_BREAKPOINTS:]:
         found[at] = Cut(at, CutKind.BREAKPOINT)
-    for cut in _end_cuts(n_items, {at for at in (stable, *stables) if at is not None and 0 < at < n_items}):
+    is_guarded = kept <= 0 or n_items - kept > spacing.n_unguarded
+    for cut in _end_cuts(n_items, is_guarded, {at for at in (stable, *stables) if at is not None and 0 < at < n_items}):
         found[cut.at] = cut
     for at in {at for index in media for at in (index, index + 1) if 0 < at < n_items} - found.keys():
         found[at] = Cut(at, CutKind.BOUNDARY)  # right before and right after an image, which is read as a whole
@@ -208,8 +214,8 @@ def _far_enough(at: int, last: int, spacing: Spacing) -> bool:
     return at >= spacing.min_tokens and at - last >= max(1, spacing.min_gap)
 
 
-def _end_cuts(n_items: int, stables: set[int]) -> Iterable[Cut]:
-    if n_items > 1 and n_items - max(stables, default=-GUARD) > GUARD:
+def _end_cuts(n_items: int, is_guarded: bool, stables: set[int]) -> Iterable[Cut]:
+    if is_guarded and n_items > 1 and n_items - max(stables, default=-GUARD) > GUARD:
         yield Cut(n_items - min(NEAR_END, n_items - 1), CutKind.NEAR_END)
     for stable in stables:
         yield Cut(stable, CutKind.STABLE)

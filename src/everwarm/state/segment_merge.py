@@ -17,7 +17,7 @@ from everwarm.state.lineage import history_over
 from everwarm.state.policy import CutKind
 from everwarm.state.tree import Node, Segment, first_message_end
 
-MOST = 4096  # tokens of a segment that is made of several
+MOST = 32_768  # tokens of a segment that is made of several
 LIKE = 4  # a segment less than so many times as large as the next is joined with it
 FEW = 32  # tokens: all segments below that count as so large
 MOST_SHARE = 1 / 32  # of the budget: what is evicted goes as a whole
@@ -48,9 +48,13 @@ def _goes_on(run: Sequence[Node], node: Node, is_clean: Callable[[Node], bool], 
     last, first = run[-1], run[0].parent
     if node.parent is not last or first is None or is_clean(node) != is_clean(last):
         return False
-    is_end = last.is_pinned or last.is_junction
-    is_end = is_end or (last.checkpoint is not None and last.checkpoint.kind in _ENDS)
-    return not is_end and node.mark.n_tokens - first.mark.n_tokens <= most
+    return not _is_end(last) and node.mark.n_tokens - first.mark.n_tokens <= most
+
+
+def _is_end(node: Node) -> bool:
+    """Whether another turn may leave the lineage here."""
+    is_cut = node.checkpoint is not None and node.checkpoint.kind in _ENDS
+    return node.is_pinned or node.is_junction or is_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +79,15 @@ class SegmentRun:
 
 
 def to_join(end: Node, n_settled: int, most: int = MOST) -> list[list[SegmentRun]]:
-    """The groups of segments of a lineage to join. ``n_settled``: only items up to there, because a later turn
-    continued from there; newer ones may still be abandoned."""
+    """The groups of segments of a lineage to join. ``n_settled``: a later turn continued from there; what is newer may
+    still be abandoned, but only at an end, so the pieces of one reading are joined at once."""
     found = [SegmentRun(segment, tuple(users)) for segment, users in _stretches(end.lineage()) if segment is not None]
-    settled = [stretch for stretch in found if stretch.stop <= n_settled]
     first = first_message_end(end.lineage())
     chain: list[SegmentRun] = []
     chains = [chain]
-    for stretch in settled:
-        if chain and not _may_join(chain[-1], stretch, first):
+    for stretch in found:
+        is_settled = bool(chain) and (stretch.stop <= n_settled or not _is_end(chain[-1].users[-1]))
+        if not is_settled or not _may_join(chain[-1], stretch, first):
             chains.append(chain := [])
         chain.append(stretch)
     return [

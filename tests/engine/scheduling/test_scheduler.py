@@ -129,6 +129,13 @@ def test_a_step_beside_replies_takes_as_long_as_it_should(per_token_s, expected)
     assert Budget(512, 128).within(0.0, per_token_s) == Budget(512, 128)
 
 
+@pytest.mark.parametrize(("per_token_s", "expected"), [(0.0001, 512), (0.001, 250), (0.01, 128), (1.0, 128)])
+def test_a_gpu_reads_more_beside_replies_as_long_as_a_step_is_short(per_token_s, expected):
+    budget = Budget(512, 128, gpu_s=0.25)
+    assert budget.within(0.0, per_token_s).n_beside == expected
+    assert budget.within(0.05, per_token_s).n_beside == Budget(512, 128).within(0.05, per_token_s).n_beside
+
+
 @pytest.mark.parametrize(("n_reading", "expected"), [(1, 127), (2, 127)])
 def test_prompts_beside_a_reply_share_the_smaller_budget(n_reading, expected):
     found = [Lane(0, 1, True), *(Lane(i + 1, 5000, False, 5000, i) for i in range(n_reading))]

@@ -342,6 +342,18 @@ def test_what_passes_through_is_lent_of_the_held_part_or_not_of_the_arena_at_all
     arena.check()
 
 
+def test_room_is_looked_for_in_the_held_part_alone_if_some_is_held(memory):
+    arena = opened(memory, budget=4 * MIB)
+    inside = arena.place(3 * MIB)
+    assert arena.has_room(3 * MIB), "beyond the fence there is room"
+    arena.hold()
+    assert not arena.has_room(3 * MIB)
+    assert arena.has_room(1000)
+    del inside
+    gc.collect()
+    assert arena.has_room(3 * MIB)
+
+
 def test_in_the_held_part_small_arrays_leave_large_holes_large(memory):
     arena = opened(memory, budget=8 * MIB)
     large, between, small, last = (arena.place(n) for n in (2 * MIB, MIB, MIB, MIB))

@@ -25,6 +25,7 @@ log = logging.getLogger("everwarm.engine")
 
 
 STEP_BYTES = 16 << 20  # copied in one piece of idle work: a few milliseconds
+FEWER = 4  # where there is no room for a long segment, one of this part of its length is tried
 
 
 def join(context: Context, segments: Sequence[Segment]) -> Segment:
@@ -77,11 +78,19 @@ class Joiner:
         for slot in slots:
             is_saved = slot.is_idle and slot.is_tidy and slot.is_archived
             if is_saved and not slot.is_joined:
-                groups = to_join(slot.node, slot.n_settled, self.most_joined)
-                if groups:
-                    return self._try_to_join(slot, groups[-1])
+                group = self._group(slot)
+                if group:
+                    return self._try_to_join(slot, group)
                 slot.note_joined()
         return None
+
+    def _group(self, slot: Slot) -> Sequence[SegmentRun]:
+        """What to join next: as much as there is room for."""
+        for most in (self.most_joined, self.most_joined // FEWER):
+            groups = to_join(slot.node, slot.n_settled, most)
+            if groups and self._ram.arena.has_room(sum(stretch.segment.blob.nbytes for stretch in groups[-1])):
+                return groups[-1]
+        return ()
 
     def _try_to_join(self, slot: Slot, group: Sequence[SegmentRun]) -> Joining:
         try:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MIN_BESIDE = 8  # tokens of prompts beside replies, however slow they are read
+GPU_STEP_S = 0.25  # how long a step of a GPU may take while replies are being written
 MAX_AGAIN = 64  # tokens of a reply that are decoded again in one step, beside others
 
 
@@ -34,17 +35,19 @@ class Grant(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """``n_step`` tokens in a step; only ``n_beside`` of them for prompts while replies are being written."""
+    """``n_step`` tokens in a step; only ``n_beside`` of them for prompts while replies are being written. ``gpu_s``: a GPU
+    reads many tokens at once much faster than few, so there are more as long as a step takes no longer; 0: not there."""
 
     n_step: int
     n_beside: int
+    gpu_s: float = 0.0
 
     def within(self, most_s: float, seconds_per_token: float) -> Budget:
-        """With so many tokens of prompts beside replies that a step takes about ``most_s``; 0: as it is."""
-        if not most_s:
-            return self
-        n_beside = int(most_s / max(seconds_per_token, 1e-9))
-        return self._replace(n_beside=max(MIN_BESIDE, min(n_beside, self.n_step)))
+        """With so many tokens of prompts beside replies that a step takes about ``most_s``; 0: as it is, or as a GPU
+        reads well."""
+        fewest = MIN_BESIDE if most_s else self.n_beside
+        n_beside = int((most_s or self.gpu_s) / max(seconds_per_token, 1e-9))
+        return self._replace(n_beside=max(fewest, min(n_beside, self.n_step)))
 
 
 ELDEST_SHARE = 4  # one part in so many of what prompts get is for the one that was admitted first

@@ -132,8 +132,10 @@ def write(path: Path, saved: Saved, claim: Claim, files: Files | None = None) ->
     if path.parent.name.startswith(NAMESPACE):
         path.parent.mkdir(mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as both, ThreadPoolExecutor(1, "everwarm-main-file") as aside:
-        first = aside.submit(both.enter_context, files.aside(path, encode_main(saved.prompt.cells, saved.state)))
-        companion = both.enter_context(files.aside(companion_of(path), _encode_companion(saved, claim)))
+        pieces = encode_main(saved.prompt.cells, saved.state)
+        first = aside.submit(both.enter_context, files.aside(path, pieces, is_awaited=True))
+        checkpoints = _encode_companion(saved, claim)
+        companion = both.enter_context(files.aside(companion_of(path), checkpoints, is_awaited=True))
         main = first.result()
         publish(path, main, companion, claim, files)
     sweep(path.parent)

@@ -105,7 +105,7 @@ class LlamaServer:
         self, request: Request, body: CompletionBody, prompt: str | list[int | str]
     ) -> CompletionBody:
         """The body with this prompt alone; texts among tokens are tokenized."""
-        if isinstance(prompt, list) and any(isinstance(item, str) for item in prompt):
+        if isinstance(prompt, list) and str in set(map(type, prompt)):
             tokens: list[int] = []
             for item in prompt:
                 tokens += [item] if isinstance(item, int) else await self._tokens(request, body, item, not tokens)

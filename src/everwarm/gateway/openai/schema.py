@@ -226,9 +226,9 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     def prompts(self) -> list[str | list[int | str]]:
         """Every prompt, as text, as tokens, or as tokens and texts in one list."""
         prompt: Any = self.prompt
-        are_many = isinstance(prompt, list) and any(isinstance(item, list | dict) for item in prompt)
-        are_texts = isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt)
-        given = prompt if are_many or are_texts else [prompt]
+        kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()  # fast: a prompt may have 100,000 tokens
+        are_many = bool(kinds & {list, dict}) or kinds == {str}
+        given = prompt if are_many else [prompt]
         if len(given) * (self.n or 1) > MAX_PROMPTS:
             raise BadRequest(
                 f"there are {len(given)} prompts with {self.n or 1} choices each; at most {MAX_PROMPTS} in all"

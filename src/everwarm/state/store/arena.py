@@ -22,6 +22,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import blake3
@@ -33,6 +34,8 @@ from everwarm.types import Blob, heap
 ALIGN = 256
 MAX_ABOUT = 64 << 20  # bytes of an object's description: its items, mostly
 SLACK = 64 << 20  # extents do not lie tightly, and what is being written to disk outlives its eviction
+
+TOUCHED_BYTES, N_TOUCHING = 64 << 20, 8  # what is worth a thread, and how many threads
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEPT = 1
@@ -141,7 +144,16 @@ class Arena:
         with self._lock:
             self._reap()
             at = self._take(n_bytes, self._fence) if self._is_held else None
-        return heap(n_bytes) if at is None else self._hand_out(at, n_bytes)
+        if at is not None:
+            return self._hand_out(at, n_bytes)
+        return _touched(n_bytes) if self._is_held else heap(n_bytes)
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether an array of this size would get a place, and in the held part if some of the arena is held."""
+        with self._lock:
+            self._reap()
+            stop = self._fence if self._is_held else None
+            return self._hole(_room(n_bytes), stop) is not None
 
     def _hand_out(self, at: int, n_bytes: int) -> Blob:
         blob = np.frombuffer(self._map, np.uint8, n_bytes, at)
@@ -367,6 +379,15 @@ class Arena:
 
 def _size_for(budget_bytes: int) -> int:
     return _paged(FIRST_EXTENT + 2 * budget_bytes + SLACK)
+
+
+def _touched(n_bytes: int) -> Blob:
+    """Memory whose pages exist already, made on several threads: a device's copy to new pages waits for each of them."""
+    blob = heap(n_bytes)
+    share = max(TOUCHED_BYTES, -(-n_bytes // N_TOUCHING))
+    with ThreadPoolExecutor(N_TOUCHING, "everwarm-touch") as threads:
+        list(threads.map(lambda at: blob[at : at + share].fill(0), range(0, n_bytes, share)))
+    return blob
 
 
 def _name_of(owner: str) -> bytes:
