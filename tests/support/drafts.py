@@ -8,9 +8,11 @@ import numpy as np
 
 from everwarm.engine.core import Core
 from everwarm.engine.speculation.draft_length import Record, StepShape
-from everwarm.engine.speculation.drafter import Proposal, Tokens
+from everwarm.engine.speculation.drafter import ComputingDrafter, Proposal, Tokens
 from everwarm.engine.speculation.pacing import Pacing
 from support.drive import open_core
+
+N_COMPUTED = 3  # tokens of a draft by a head or a draft model
 
 
 def drafting_core(arch: str = "qwen35", **settings) -> AbstractContextManager[Core]:
@@ -26,6 +28,14 @@ class EveryStep(Pacing):
     def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:  # noqa: ARG002
         record.above = self.record
         return len(proposal.tokens)
+
+    def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:  # noqa: ARG002
+        record.above = self.record
+        return min(n_most, N_COMPUTED)
+
+    def prefers_computing(self, *_about: object) -> bool:
+        """What costs nothing comes first."""
+        return False
 
 
 class Scripted:
@@ -59,4 +69,5 @@ def always_draft(core: Core, *drafters: Scripted) -> Core:
     core.speculator.pacing = EveryStep()
     if drafters:
         core.speculator.drafters = list(drafters)
+        core.speculator.computing = None
     return core

@@ -312,7 +312,10 @@ class ServeOptions:
 
     speculate: Annotated[
         Speculate,
-        Parameter(group=COMPUTE, help="guess tokens of replies and verify several at once; auto: where that pays"),
+        Parameter(
+            group=COMPUTE,
+            help="guess tokens (by lookup, by the model's MTP head) and verify several at once; auto: where it pays",
+        ),
     ] = "auto"
     draft_max: Annotated[
         int,

@@ -29,6 +29,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speculation.drafter import Drafter
+from everwarm.engine.speculation.head_drafter import HeadDrafter
 from everwarm.engine.speculation.rollback import Rollback
 from everwarm.engine.speculation.speculator import Speculator
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
@@ -78,7 +79,10 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         left = _open_left(path, settings, fd)
         if left is not None:
             undo.callback(left.close)
-        model = undo.enter_context(Model(path, settings.model, progress, on_same=hand_over))
+        model = undo.enter_context(
+            Model(path, settings.model, progress, head_from=settings.head_from, on_same=hand_over)
+        )
+        _require_head(model, settings)
         images = None if settings.mmproj is None else _open_images(Path(settings.mmproj), model, settings)
         if images is not None:
             undo.callback(images.close)
@@ -101,6 +105,14 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
     opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right)
     return _core(opened, outlives_us=memory is not None)
+
+
+def _require_head(model: Model, settings: EngineSettings) -> None:
+    """``--speculate mtp`` insists on it; ``auto`` takes what there is."""
+    if settings.speculate == "mtp" and not model.has_head:
+        raise ModelFileError(
+            f"{model.path.name} has no MTP head that can be used, so --speculate mtp cannot be; give auto or lookup"
+        )
 
 
 def _are_right(watched: list[FileWatch]) -> bool:
@@ -178,8 +190,10 @@ def _speculator(opened: _Opened) -> Speculator:
     settings, sizes = opened.settings, opened.sizes
     first = settings.n_slots + sizes.n_spares
     rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
-    drafters: list[Drafter] = [] if settings.speculate == "off" else [SuffixLookup(), TreeLookup(opened.tree)]
-    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft)
+    looks_up = settings.speculate in ("auto", "lookup")
+    drafters: list[Drafter] = [SuffixLookup(), TreeLookup(opened.tree)] if looks_up else []
+    head = None if opened.context.head is None else HeadDrafter(opened.context)
+    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft, head)
 
 
 def _residents(opened: _Opened) -> Residents:

@@ -460,7 +460,7 @@ class Core:
         tokens = request.tokens(slot.n_fed, stop)
         start = self.context.end(slot.seq)
         if draft is None:
-            return Feed(slot.seq, tokens, start, stop == request.n_items)
+            return Feed(slot.seq, tokens, start, stop == request.n_items, is_for_head=request.may_draft)
         return Feed(slot.seq, np.concatenate([tokens, draft.tokens]), start, True, len(draft.tokens))
 
     # after decoding
@@ -583,7 +583,8 @@ class Core:
             return None
         tokens = request.tokens(slot.n_fed, n_items)
         try:
-            self.context.decode([Feed(slot.seq, tokens, self.context.end(slot.seq), wants_logits=False)])
+            feed = Feed(slot.seq, tokens, self.context.end(slot.seq), False, is_for_head=request.may_draft)
+            self.context.decode([feed])
         except ContextFull:
             return None  # what is decoded is kept
         except DecodeFailed as error:

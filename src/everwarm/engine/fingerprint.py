@@ -56,7 +56,7 @@ MODEL_PARAMS: Mapping[str, ParameterRow] = {
     "use_extra_bufts": ParameterRow(_BITS, "`--no-repack`: other kernels for the same sums"),
     "no_host": ParameterRow(_BITS, "which buffers, and so which kernels"),
     "no_alloc": _DEFAULT,
-    "load_mtp": _DEFAULT,
+    "load_mtp": ParameterRow(_NONE, "`--speculate`: the head only guesses, and what the model computes stays the same"),
 }
 
 CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
