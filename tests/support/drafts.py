@@ -12,11 +12,19 @@ from everwarm.engine.speculation.drafter import ComputingDrafter, Proposal, Toke
 from everwarm.engine.speculation.pacing import Pacing
 from support.drive import open_core
 
+ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+STORY = "Tell me a story about a blue cup."
+CODE = "My secret code is 48213. Say it again and again: 48213 48213 48213"
 N_COMPUTED = 3  # tokens of a draft by a head or a draft model
 
 
 def drafting_core(arch: str = "qwen35", **settings) -> AbstractContextManager[Core]:
     return open_core(arch, **{"speculate": "auto"} | settings)
+
+
+def tokens_of(core: Core, question: str) -> list[int]:
+    """A question as the embedded model's template writes it."""
+    return core.model.vocab.tokenize(ASK.format(question), add_special=False, parse_special=True).tolist()
 
 
 class EveryStep(Pacing):

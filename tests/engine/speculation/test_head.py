@@ -10,21 +10,13 @@ from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import ModelFileError
 from everwarm.llama.mtp import tail
-from support.drafts import always_draft, drafting_core
+from support.drafts import CODE, STORY, always_draft, drafting_core, tokens_of
 from support.drive import NEAR_TIE, check, drain, memory_of, regrets, replay, run, submit, tidy
 from support.models import EMBEDDED, tiny_model
-
-ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-STORY = "Tell me a story about a blue cup."
-CODE = "My secret code is 48213. Say it again and again: 48213 48213 48213"
 
 
 def embedded(**settings):
     return drafting_core(path=EMBEDDED, **{"speculate": "mtp", "n_slots": 1, "n_ctx": 1024} | settings)
-
-
-def tokens_of(core: Core, question: str) -> list[int]:
-    return core.model.vocab.tokenize(ASK.format(question), add_special=False, parse_special=True).tolist()
 
 
 def plain(question: str, n: int = 60):
