@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from everwarm.config import ModelOptions
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
@@ -30,6 +31,7 @@ from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speculation.drafter import Drafter
 from everwarm.engine.speculation.head_drafter import HeadDrafter
+from everwarm.engine.speculation.model_drafter import ModelDrafter, require_drafts_for
 from everwarm.engine.speculation.rollback import Rollback
 from everwarm.engine.speculation.speculator import Speculator
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
@@ -86,6 +88,9 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         images = None if settings.mmproj is None else _open_images(Path(settings.mmproj), model, settings)
         if images is not None:
             undo.callback(images.close)
+        small = _open_drafter(model, settings)
+        if small is not None:
+            undo.callback(small.close)
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
@@ -103,7 +108,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right)
+    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right, small)
     return _core(opened, outlives_us=memory is not None)
 
 
@@ -133,6 +138,7 @@ class _Opened:
     images: ImageCache | None
     files: list[FileWatch]
     is_right: IsRight
+    small: ModelDrafter | None
 
 
 def _core(opened: _Opened, *, outlives_us: bool) -> Core:
@@ -193,7 +199,21 @@ def _speculator(opened: _Opened) -> Speculator:
     looks_up = settings.speculate in ("auto", "lookup")
     drafters: list[Drafter] = [SuffixLookup(), TreeLookup(opened.tree)] if looks_up else []
     head = None if opened.context.head is None else HeadDrafter(opened.context)
-    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft, head)
+    computing = opened.small or head
+    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft, computing)
+
+
+def _open_drafter(model: Model, settings: EngineSettings) -> ModelDrafter | None:
+    """Before sizes are decided: its memory is taken then."""
+    if settings.draft_model is None or not settings.drafts_with_model:
+        return None
+    small = Model(Path(settings.draft_model), ModelOptions(n_gpu_layers=settings.model.n_gpu_layers))
+    try:
+        require_drafts_for(model, small)
+        return ModelDrafter(small, settings.context(0), settings.n_slots, model.vocab.n_tokens)
+    except BaseException:
+        small.close()
+        raise
 
 
 def _residents(opened: _Opened) -> Residents:

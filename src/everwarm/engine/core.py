@@ -152,7 +152,7 @@ class Core:
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
-        for part in (self.loader, self.tier_writer, self.ram, self.images, self.context, self.model):
+        for part in (self.loader, self.tier_writer, self.ram, self.images, self.speculator, self.context, self.model):
             if part is not None:
                 part.close()
 

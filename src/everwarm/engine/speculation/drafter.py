@@ -51,6 +51,16 @@ class ComputingDrafter(Protocol):
     confidence: float
     n_most: int  # tokens of a draft: those further ahead are seldom right
 
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Reads what it has not read yet; that is no part of what a draft costs."""
+        ...
+
     def draft(self, wanted: Sequence[Wanted]) -> dict[SeqId, list[int]]:
         """Tokens for each sequence that something is known of."""
         ...
+
+    def forget(self) -> None:
+        """As a ``Drafter`` does."""
+        ...
+
+    def close(self) -> None: ...

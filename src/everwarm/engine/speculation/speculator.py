@@ -131,10 +131,10 @@ class Speculator:
         computing = self.computing
         if computing is None or not choices:
             return {}
+        wanted = [Wanted(c.slot.seq, c.request.tokens(0, c.request.n_items), c.grant.n_tokens, c.n) for c in choices]
+        computing.read(wanted)
         began = time.monotonic()
-        drafted = computing.draft(
-            [Wanted(c.slot.seq, c.request.tokens(0, c.request.n_items), c.grant.n_tokens, c.n) for c in choices]
-        )
+        drafted = computing.draft(wanted)
         if drafted:
             self.pacing.has_computed(time.monotonic() - began, max(map(len, drafted.values())))
         found: dict[int, Proposal] = {}
@@ -177,10 +177,16 @@ class Speculator:
         """Texts were erased: no draft may come from them."""
         for drafter in self.drafters:
             drafter.forget()
+        if self.computing is not None:
+            self.computing.forget()
 
     def end(self) -> None:
         """The step is over, however it went."""
         self.rollback.end()
+
+    def close(self) -> None:
+        if self.computing is not None:
+            self.computing.close()
 
 
 def _may_draft(slot: Slot, request: Request, grant: Grant) -> bool:
