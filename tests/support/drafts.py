@@ -10,6 +10,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.speculation.draft_length import Record, StepShape
 from everwarm.engine.speculation.drafter import ComputingDrafter, Proposal, Tokens
 from everwarm.engine.speculation.pacing import Pacing
+from everwarm.llama.model import Model
 from support.drive import open_core
 
 ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -24,7 +25,11 @@ def drafting_core(arch: str = "qwen35", **settings) -> AbstractContextManager[Co
 
 def tokens_of(core: Core, question: str) -> list[int]:
     """A question as the embedded model's template writes it."""
-    return core.model.vocab.tokenize(ASK.format(question), add_special=False, parse_special=True).tolist()
+    return tokens_of_model(core.model, question).tolist()
+
+
+def tokens_of_model(model: Model, question: str) -> Tokens:
+    return model.vocab.tokenize(ASK.format(question), add_special=False, parse_special=True)
 
 
 class EveryStep(Pacing):

@@ -11,7 +11,7 @@ from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import ModelFileError
 from everwarm.llama.mtp import tail
 from support.drafts import CODE, STORY, always_draft, drafting_core, tokens_of
-from support.drive import NEAR_TIE, check, drain, memory_of, regrets, replay, run, submit, tidy
+from support.drive import NEAR_TIE, check, drain, memory_of, regrets, replay, run, submit, text, tidy
 from support.models import EMBEDDED, tiny_model
 
 
@@ -142,6 +142,26 @@ def test_a_model_without_a_head_cannot_be_told_to_use_it():
         pass
     with drafting_core(path=tiny_model("qwen35", width=64), speculate="auto") as core:
         assert core.speculator.computing is None and core.speculator.is_on
+
+
+@pytest.mark.parametrize("state_type", ["f32", "q8_0"])
+def test_a_head_that_guesses_at_random_changes_nothing(state_type):
+    """Nearly every draft is taken back."""
+    path, prompt = tiny_model("qwen35", mtp=True, n_layers=16), text(1, 60)
+    replies = []
+    for speculate in ("off", "auto"):
+        with drafting_core(path=path, n_slots=1, speculate=speculate, state_type=state_type) as core:
+            always_draft(core)
+            core.speculator.drafters = []
+            replies.append(run(core, prompt, 30))
+            following = [*prompt, *replies[-1].tokens, *text(2, 10)]
+            replies.append(run(core, following, 10))
+            slot = core.slots[0]
+            assert replies[-1].n_cached == len(prompt) + 29
+            assert state_type != "f32" or memory_of(core.context, slot.seq) == replay(core, slot)
+            check(core)
+    assert [reply.tokens for reply in replies[:2]] == [reply.tokens for reply in replies[2:]]
+    assert replies[2].n_drafted > 0 == replies[0].n_drafted
 
 
 # what is kept
