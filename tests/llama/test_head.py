@@ -1,4 +1,4 @@
-"""The context of an MTP head beside the model's own: what it knows follows the model's sequences, in memory and in bytes."""
+"""The context of an MTP head beside the model's own: what it knows follows its sequences, in memory and in bytes."""
 
 import contextlib
 

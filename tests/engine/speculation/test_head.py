@@ -12,6 +12,7 @@ from everwarm.errors import ModelFileError
 from everwarm.llama.mtp import tail
 from support.drafts import CODE, STORY, always_draft, drafting_core, tokens_of
 from support.drive import NEAR_TIE, check, drain, memory_of, regrets, replay, run, submit, text, tidy
+from support.image_cores import ask, make_image, seeing_core
 from support.models import EMBEDDED, tiny_model
 
 
@@ -162,6 +163,25 @@ def test_a_head_that_guesses_at_random_changes_nothing(state_type):
             check(core)
     assert [reply.tokens for reply in replies[:2]] == [reply.tokens for reply in replies[2:]]
     assert replies[2].n_drafted > 0 == replies[0].n_drafted
+
+
+def test_after_an_image_the_head_begins_anew():
+    """It reads no images; before and after them it guesses, and what is kept can be restored."""
+    parts = [text(1, 40), make_image(1), text(2, 40)]
+    replies = []
+    for speculate in ("off", "mtp"):
+        with seeing_core(mtp=True, speculate=speculate, n_slots=1) as core:
+            always_draft(core)
+            for more in ([], [text(3, 20)]):
+                request = ask(core, [*parts, *more], max_tokens=12)
+                replies.append(drain(core)[request.id])
+            tidy(core)
+            core.room.clear()
+            request = ask(core, [*parts, text(4, 20)], max_tokens=12)
+            replies.append(drain(core)[request.id])
+            check(core)
+    assert [reply.tokens for reply in replies[:3]] == [reply.tokens for reply in replies[3:]]
+    assert all(reply.n_drafted > 0 for reply in replies[3:])
 
 
 # what is kept
