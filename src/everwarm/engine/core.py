@@ -460,8 +460,11 @@ class Core:
         tokens = request.tokens(slot.n_fed, stop)
         start = self.context.end(slot.seq)
         if draft is None:
-            return Feed(slot.seq, tokens, start, stop == request.n_items, is_for_head=request.may_draft)
+            return Feed(slot.seq, tokens, start, stop == request.n_items, is_for_head=self._is_for_head(request))
         return Feed(slot.seq, np.concatenate([tokens, draft.tokens]), start, True, len(draft.tokens))
+
+    def _is_for_head(self, request: Request) -> bool:
+        return request.may_draft and self.speculator.pacing.is_computing
 
     # after decoding
 
@@ -583,7 +586,8 @@ class Core:
             return None
         tokens = request.tokens(slot.n_fed, n_items)
         try:
-            feed = Feed(slot.seq, tokens, self.context.end(slot.seq), False, is_for_head=request.may_draft)
+            end = self.context.end(slot.seq)
+            feed = Feed(slot.seq, tokens, end, False, is_for_head=self._is_for_head(request))
             self.context.decode([feed])
         except ContextFull:
             return None  # what is decoded is kept

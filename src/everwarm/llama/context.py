@@ -124,6 +124,8 @@ class Context(Sequences):
         n, rows = self._fill(feeds)
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
+        if self.head is not None:
+            self.head.listen(is_wanted=any(feed.is_for_head for feed in feeds))
         files = self.model.files
         before = self.model.files.before_use()
         code = int(self._lib.decode(self._ptr, self._batch.struct(n)))

@@ -6,6 +6,7 @@ import pytest
 from everwarm.config import Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish
+from everwarm.engine.speculation import pacing
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import ModelFileError
@@ -80,6 +81,26 @@ def test_nothing_is_drafted_or_read_by_the_head_for_who_wants_no_drafts():
             assert core.context.head is None and not core.model.has_head
 
 
+def test_a_head_that_does_not_pay_reads_nothing_more(monkeypatch):
+    """Every row costs as much as a decode here: nothing can be gained. After a while it is tried again."""
+    monkeypatch.setattr(pacing, "SLEEP_AFTER", 20)
+    monkeypatch.setattr(pacing, "WAKE_AFTER", 60)
+    with embedded() as core:
+        for n_rows in (1, 2, 3, 4, 8):
+            for _ in range(8):
+                core.speculator.pacing.cost.learn(n_rows, 0.01 * n_rows)
+        monkeypatch.setattr(core.speculator.pacing.cost, "learn", lambda n_rows, seconds: None)
+        prompt = tokens_of(core, STORY)
+        run(core, prompt, 30)
+        assert not core.speculator.pacing.is_computing
+        n_decodes = core.context.head.n_decodes
+        run(core, [*prompt, *prompt], 20)
+        assert core.context.head.n_decodes == n_decodes and not core.speculator.pacing.is_computing
+        run(core, [*prompt, *prompt, *prompt], 30)
+        assert core.speculator.pacing.is_computing
+        check(core)
+
+
 def test_an_end_of_generation_ends_the_draft():
     with embedded() as core:
         always_draft(core)
@@ -132,8 +153,7 @@ def test_lookup_and_head_are_combined():
         core.speculator.drafters = [SuffixLookup()]
         sources: list[str] = []
         always_draft(core)
-        pacing = core.speculator.pacing
-        pacing.judge = lambda proposal, *_: sources.append(proposal.source)
+        core.speculator.pacing.judge = lambda proposal, *_: sources.append(proposal.source)
         run(core, tokens_of(core, CODE), 60)
         assert {"mtp", "lookup"} <= set(sources)
 

@@ -14,6 +14,8 @@ LOOK_SHARE = 0.002  # of a step's time, for looking for drafts
 TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
 COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
+SLEEP_AFTER = 1024  # decisions in a row against computing a draft: then the drafter is left alone, and reads nothing
+WAKE_AFTER = 32_768  # decisions, after which it is asked again
 _MEMORY = 0.9
 _SPIKE = 3.0  # a look that takes so many times longer than expected was disturbed
 
@@ -25,6 +27,7 @@ class Pacing:
         self.overhead_s = 1e-4  # of verifying anything: parking, restoring, picking
         self._look_s = 2e-5
         self._draft_s: float | None = None  # for each token of a draft that is computed
+        self._n_unused = 0  # decisions in a row against computing
         self._n_skipped = 0  # steps since drafts were last looked for
         self._is_paying = False  # the last draft was right, at least in part
 
@@ -60,12 +63,21 @@ class Pacing:
     def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:
         """How many tokens are to be computed for a request."""
         record.above = self.record
+        if not self.is_computing:
+            self._n_unused = 0 if self._n_unused >= WAKE_AFTER else self._n_unused + 1
+            return 0
         n_most = min(n_most, drafter.n_most)
         n = best_length(n_most, self._chance(drafter, record), shape, self.cost.seconds, self._draft_s or 0.0)
+        self._n_unused = 0 if n else self._n_unused + 1
         if n == 0:
             record.n_not_computed += 1
             n = min(N_TRIED, n_most) if record.n_not_computed >= COMPUTE_AFTER else 0
         return n
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a drafter that computes is of use here: what replies and prompts it reads costs time as well."""
+        return self._n_unused < SLEEP_AFTER
 
     def has_computed(self, seconds: float, n_tokens: int) -> None:
         """Learns from a draft that took so long. ``n_tokens``: of the longest one that was computed with others."""

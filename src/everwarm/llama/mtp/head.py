@@ -19,6 +19,7 @@ from everwarm.llama.lib import Closing, Lib
 from everwarm.llama.mtp.track import Rows, Tokens, Track, cold, cut, extended, passed
 from everwarm.types import Blob, SeqId
 
+MOST_UNWANTED = 64  # decodes in a row
 MOST_WAITING = 32  # tokens of a sequence that the head has not read
 
 
@@ -52,7 +53,7 @@ class _Part(NamedTuple):
 
 class Head(Closing):
     def __init__(self, lib: Lib, ptr: int, target: int, n_seqs: int, n_batch: int, n_vocab: int) -> None:
-        """``ptr``: an MTP context of its own; ``target``: the model's. Both are told to give rows."""
+        """``ptr``: an MTP context of its own; ``target``: the model's."""
         self._lib = lib
         self._ptr: int | None = ptr
         self._target = target
@@ -61,11 +62,9 @@ class Head(Closing):
         self._n_vocab = n_vocab
         self._n_batch = n_batch
         self._scratch = n_seqs - 1
-        for context in (
-            target,
-            ptr,
-        ):  # of all tokens: a head's graph does not choose rows, and the first ones would come
-            lib.set_embeddings_nextn(context, True, False)
+        lib.set_embeddings_nextn(ptr, True, False)  # of all tokens: its graph does not choose rows
+        self._is_listening = False
+        self._n_unwanted = 0  # decodes in a row
         self._empty = cold(0, self._width)
         self._tracks = [self._empty] * n_seqs
         self._batch = _Batch(n_batch, self._width)
@@ -73,8 +72,17 @@ class Head(Closing):
 
     # reading
 
+    def listen(self, *, is_wanted: bool) -> None:
+        """Before the model decodes: whether it is to give rows. That takes time, and changing it as well."""
+        self._n_unwanted = 0 if is_wanted else self._n_unwanted + 1
+        if is_wanted != self._is_listening and (is_wanted or self._n_unwanted > MOST_UNWANTED):
+            self._lib.set_embeddings_nextn(self._target, is_wanted, False)
+            self._is_listening = is_wanted
+
     def read(self, feeds: Sequence[HeadFeed]) -> None:
         """Takes the rows of the model's last decode."""
+        if not any(feed.is_for_head for feed in feeds):
+            return
         n = sum(len(feed.tokens) for feed in feeds)
         rows = _floats(self._lib.get_embeddings_nextn(self._target), (n, self._width))
         at, late = 0, []
