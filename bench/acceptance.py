@@ -33,7 +33,7 @@ from everwarm.engine.speculation.drafter import ComputingDrafter, Wanted
 from everwarm.engine.speculation.pacing import Pacing
 from everwarm.types import SeqId
 
-RATES = (0.5, 0.7, 0.9)
+RATES = (0.0, 0.5, 0.7, 0.9)  # 0: a text that cannot be predicted
 N_DRAFT = 3  # llama-server's default for heads
 N_REPLY = 192
 N_ROUNDS = 2

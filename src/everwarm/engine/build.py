@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,7 +201,10 @@ def _speculator(opened: _Opened) -> Speculator:
     drafters: list[Drafter] = [SuffixLookup(), TreeLookup(opened.tree)] if looks_up else []
     head = None if opened.context.head is None else HeadDrafter(opened.context)
     computing = opened.small or head
-    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft, computing)
+    # processor time where that is what is spent: other programs on the machine do not make a row look cheap or dear
+    has_gpu = settings.model.n_gpu_layers != 0 and gpu_free_bytes(opened.model.lib, settings.model) > 0
+    clock = time.monotonic if has_gpu else time.thread_time
+    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft, computing, clock)
 
 
 def _open_drafter(model: Model, settings: EngineSettings) -> ModelDrafter | None:

@@ -10,7 +10,7 @@ with those logits; a draft decides only how many rows of a step are of use.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ class Speculator:
     eog: frozenset[int]
     max_draft: int  # tokens of a reply in one step
     computing: ComputingDrafter | None = None
+    clock: Callable[[], float] = time.monotonic  # for what steps and drafts cost
     pacing: Pacing = field(default_factory=Pacing)
     counts: DraftCounts = field(default_factory=DraftCounts)
     n_rejected: int = 0  # tokens of the last step
@@ -133,10 +134,10 @@ class Speculator:
             return {}
         wanted = [Wanted(c.slot.seq, c.request.tokens(0, c.request.n_items), c.grant.n_tokens, c.n) for c in choices]
         computing.read(wanted)
-        began = time.monotonic()
+        began = self.clock()
         drafted = computing.draft(wanted)
         if drafted:
-            self.pacing.has_computed(time.monotonic() - began, max(map(len, drafted.values())))
+            self.pacing.has_computed(self.clock() - began, max(map(len, drafted.values())))
         found: dict[int, Proposal] = {}
         for choice in choices:
             tokens = self._allowed(choice.request, np.array(drafted.get(choice.slot.seq, []), np.int32))
