@@ -1,7 +1,8 @@
 """A model with the shape of Qwen3.5-27B and random Q8_0 weights, written in seconds: for measuring on a GPU.
 
 Same layers, widths, heads and vocabulary, hence the same work, the same KV (64 KiB per token) and the same recurrent state
-(149.6 MiB); what it writes means nothing. ``python -m bench.big_model PATH [LAYERS]``.
+(149.6 MiB); what it writes means nothing. ``python -m bench.big_model PATH [LAYERS] [--mtp]``; with
+``--mtp`` it has an MTP head as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from everwarm.demo.tiny import TinySpec
-from everwarm.demo.tiny.plans import Hyper, Kind, Plan, Tensor
+from everwarm.demo.tiny.plans import Hyper, Kind, Plan, Tensor, mtp_tensors
 from everwarm.demo.tiny.write import ALIGNMENT, draw, size_bytes, write_header
 
 WIDTH, N_LAYERS, N_VOCAB, FEED_FORWARD = 5120, 64, 248_320, 17_408
@@ -31,10 +32,10 @@ class Place:
     at: int
 
 
-def write(path: Path, n_layers: int = N_LAYERS) -> int:
+def write(path: Path, n_layers: int = N_LAYERS, *, mtp: bool = False) -> int:
     """All cores draw; returns the size in bytes."""
-    plan = _plan(n_layers)
-    spec = TinySpec(arch="qwen35", n_layers=n_layers, width=WIDTH, n_vocab=N_VOCAB, dtype="q8_0")
+    plan = _plan(n_layers, mtp=mtp)
+    spec = TinySpec(arch="qwen35", n_layers=n_layers, width=WIDTH, n_vocab=N_VOCAB, dtype="q8_0", mtp=mtp)
     unfinished = path.with_suffix(".unfinished")
     write_header(unfinished, plan, spec)
     at, places = unfinished.stat().st_size, []
@@ -57,7 +58,7 @@ def _fill(path: Path, place: Place) -> None:
             file.write(chunk.data)
 
 
-def _plan(n_layers: int) -> Plan:
+def _plan(n_layers: int, *, mtp: bool) -> Plan:
     blocks = [_attention(i) if (i + 1) % PERIOD == 0 else _delta_net(i) for i in range(n_layers)]
     outer: tuple[Tensor, ...] = (
         Tensor("token_embd.weight", (WIDTH, N_VOCAB), "embedding"),
@@ -66,8 +67,12 @@ def _plan(n_layers: int) -> Plan:
     )
     attention = tuple(i for i in range(n_layers) if (i + 1) % PERIOD == 0)
     recurrent = tuple(i for i in range(n_layers) if (i + 1) % PERIOD)
+    hyper = _hyper(n_layers)
+    if mtp:
+        blocks.append([*_attention(n_layers), *mtp_tensors(n_layers, WIDTH)])
+        hyper |= {"block_count": n_layers + 1, "nextn_predict_layers": 1}
     tensors = outer + tuple(tensor for block in blocks for tensor in block)
-    return Plan("qwen35", _hyper(n_layers), tensors, attention, recurrent)
+    return Plan("qwen35", hyper, tensors, attention, recurrent)
 
 
 def _hyper(n_layers: int) -> Hyper:
@@ -133,5 +138,6 @@ def _delta_net(i: int) -> list[Tensor]:
 
 if __name__ == "__main__":
     began = time.monotonic()
-    n_bytes = write(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else N_LAYERS)
+    given = [word for word in sys.argv[1:] if word != "--mtp"]
+    n_bytes = write(Path(given[0]), int(given[1]) if len(given) > 1 else N_LAYERS, mtp="--mtp" in sys.argv)
     print(f"{n_bytes / 1e9:.1f} GB in {time.monotonic() - began:.0f} s")

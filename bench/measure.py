@@ -15,7 +15,7 @@ EMBEDDED = Path(__file__).parent.parent / "src/everwarm/demo/everwarm-tiny.gguf"
 
 def model_file(spec: TinySpec) -> Path:
     """A tiny model, written once per machine."""
-    seeing = "-vision" if spec.vision else ""
+    seeing = ("-vision" if spec.vision else "") + ("-mtp" if spec.mtp else "")
     name = f"{spec.arch}-{spec.n_layers}x{spec.width}-{spec.dtype}-{spec.seed}{seeing}.gguf"
     path = Path(tempfile.gettempdir()) / "everwarm-bench" / name
     if not path.exists():
@@ -24,8 +24,8 @@ def model_file(spec: TinySpec) -> Path:
     return path
 
 
-def hundred_megabytes() -> Path:
-    return model_file(TinySpec(arch="qwen35", n_layers=8, width=960, dtype="q8_0"))
+def hundred_megabytes(*, mtp: bool = False) -> Path:
+    return model_file(TinySpec(arch="qwen35", n_layers=8, width=960, dtype="q8_0", mtp=mtp))
 
 
 def much_kv() -> Path:

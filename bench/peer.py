@@ -30,6 +30,8 @@ class PeerOptions:
     n_cache_reuse: int = 0
     cache_idle_slots: bool = True
     speculative: str | None = None  # one of its drafters, like NGRAM_SIMPLE
+    n_draft: int | None = None  # tokens that it drafts at once
+    synth_rates: tuple[float, ...] = ()  # of drafted tokens that it accepts, by their place, whatever they are
     pooling: int | None = None  # of an embedding model; -1: as its file says
 
 
@@ -94,6 +96,10 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     if options.speculative is not None:
         kinds = xllamacpp.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{options.speculative}")]
+    if options.n_draft is not None:
+        params.speculative.draft.n_max = options.n_draft
+    if options.synth_rates:
+        params.speculative.synth_rates = list(options.synth_rates)
     if options.mmproj is not None:
         params.mmproj.path = str(options.mmproj)
     if options.slot_save_path:

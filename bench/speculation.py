@@ -3,21 +3,20 @@
 The weights are random, so the reply is imposed: on llama-server by a grammar that allows exactly one text, here by a
 sampler that says it (a grammar would also correct the drafts). Whether a draft is accepted then depends on the text alone,
 as with a large model that writes that text. Tokens are bytes. All servers take turns, and what is compared is processor
-time with one thread, so that what else the machine does matters little.
+time with one thread, so that what else the machine does matters little. ``acceptance`` does the same for MTP heads.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
 
+from bench import acceptance
+from bench.imposed import Imposed, cpu_s
 from bench.measure import hundred_megabytes, table
 from bench.peer import Peer, PeerOptions, llama_server
 from everwarm.config import GREEDY
@@ -36,24 +35,6 @@ class Text:
     name: str
     prompt: str
     reply: str
-
-
-class Imposed:
-    """In place of a sampler: says a given text, whatever the logits are."""
-
-    matcher = None
-    reply: ClassVar[list[int]] = []  # of the only request that runs
-
-    def __init__(self, *_args: object) -> None:
-        self._left = list(self.reply[::-1])
-
-    def pick(self, *_args: object) -> int:
-        return self._left.pop()
-
-    pick_from = pick
-
-    def close(self) -> None:
-        pass
 
 
 def run() -> None:
@@ -83,6 +64,8 @@ def run() -> None:
                 for kind, peer in peers.items():
                     speeds.setdefault((text.name, str(kind)), []).append(_theirs(peer, text))
     _show(speeds, shares)
+    print()
+    acceptance.run()
 
 
 def _show(speeds: dict[tuple[str, str], list[float]], shares: dict[str, tuple[int, int]]) -> None:
@@ -110,15 +93,10 @@ def _ours(engine: Engine, text: Text) -> tuple[float, tuple[int, int]]:
 def _theirs(peer: Peer, text: Text) -> float:
     tokens = peer.post("/tokenize", {"content": text.prompt})["tokens"]
     peer.complete(tokens, 1)
-    began = _cpu_s(peer)
+    began = cpu_s(peer)
     answer = peer.complete(tokens, N_REPLY, grammar=_grammar(text.reply))
     assert answer["content"] == text.reply
-    return len(text.reply) / (_cpu_s(peer) - began)
-
-
-def _cpu_s(peer: Peer) -> float:
-    fields = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return len(text.reply) / (cpu_s(peer) - began)
 
 
 def _grammar(reply: str) -> str:

@@ -29,6 +29,7 @@ parse(2, (ctypes.c_char_p * 3)(b"llama-server", b"--help", None), id(owner) + HE
 """
 VALUES = {  # for flags that take something else than a number
     "--flash-attn": "on",
+    "--spec-type": "draft-mtp",
     "--rope-scaling": "yarn",
     "--cache-type-k": "q8_0",
     "--cache-type-v": "q8_0",
@@ -200,9 +201,16 @@ def test_a_flag_may_be_one_that_ours_declares_later() -> None:
     """A row that refuses gives way where our own options have the flag."""
 
     class Declares:
-        spec_type: str = ""
+        spec_draft_p_min: str = ""
 
-    assert our_line(["--spec-type", "draft-mtp"], Declares) == ["--spec-type", "draft-mtp"]
+    assert our_line(["--spec-draft-p-min", "0.5"], Declares) == ["--spec-draft-p-min", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("none", "off"), ("draft-mtp", "mtp"), ("draft-simple", "draft"), ("ngram-mod", "lookup")]
+)
+def test_kinds_of_speculation_have_our_names(theirs: str, ours: str) -> None:
+    assert our_line(["--spec-type", theirs], ServeOptions) == [f"--speculate={ours}"]
 
 
 def test_what_is_not_theirs_passes_unchanged() -> None:
@@ -217,7 +225,7 @@ def test_what_is_not_theirs_passes_unchanged() -> None:
         ("--tools all", "let the client run them"),
         ("--no-kv-unified", "give `-c` for all of them"),
         ("--poll 0", "leave it out"),
-        ("--spec-type draft-mtp", "leave it out"),
+        ("--spec-draft-p-min 0.5", "leave it out"),
     ],
 )
 def test_a_refusal_says_what_to_use(text: str, sentence: str) -> None:

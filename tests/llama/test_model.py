@@ -205,15 +205,15 @@ def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
 
 def test_metadata_is_a_string_or_none(embedded_model: Model) -> None:
     assert embedded_model.metadata("general.name") == "Everwarm Tiny"
-    assert embedded_model.metadata("qwen35.block_count") == "8"
+    assert embedded_model.metadata("qwen35.block_count") == "9"
     assert embedded_model.metadata("no.such.key") is None
     assert embedded_model.metadata("") is None
 
 
 def test_the_embedded_model_is_a_small_hybrid(embedded_model: Model) -> None:
     assert embedded_model.memory_kind is MemoryKind.HYBRID
-    assert embedded_model.n_params == 7_369_648
-    assert 0 < embedded_model.size_bytes < 8_000_000
+    assert embedded_model.n_params == 8_354_096
+    assert 0 < embedded_model.size_bytes < 9_000_000
 
 
 def test_mapped_and_read_weights_are_the_same() -> None:

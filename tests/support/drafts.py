@@ -8,13 +8,28 @@ import numpy as np
 
 from everwarm.engine.core import Core
 from everwarm.engine.speculation.draft_length import Record, StepShape
-from everwarm.engine.speculation.drafter import Proposal, Tokens
+from everwarm.engine.speculation.drafter import ComputingDrafter, Proposal, Tokens
 from everwarm.engine.speculation.pacing import Pacing
+from everwarm.llama.model import Model
 from support.drive import open_core
+
+ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+STORY = "Tell me a story about a blue cup."
+CODE = "My secret code is 48213. Say it again and again: 48213 48213 48213"
+N_COMPUTED = 3  # tokens of a draft by a head or a draft model
 
 
 def drafting_core(arch: str = "qwen35", **settings) -> AbstractContextManager[Core]:
     return open_core(arch, **{"speculate": "auto"} | settings)
+
+
+def tokens_of(core: Core, question: str) -> list[int]:
+    """A question as the embedded model's template writes it."""
+    return tokens_of_model(core.model, question).tolist()
+
+
+def tokens_of_model(model: Model, question: str) -> Tokens:
+    return model.vocab.tokenize(ASK.format(question), add_special=False, parse_special=True)
 
 
 class EveryStep(Pacing):
@@ -26,6 +41,14 @@ class EveryStep(Pacing):
     def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:  # noqa: ARG002
         record.above = self.record
         return len(proposal.tokens)
+
+    def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:  # noqa: ARG002
+        record.above = self.record
+        return min(n_most, N_COMPUTED)
+
+    def prefers_computing(self, *_about: object) -> bool:
+        """What costs nothing comes first."""
+        return False
 
 
 class Scripted:
@@ -59,4 +82,5 @@ def always_draft(core: Core, *drafters: Scripted) -> Core:
     core.speculator.pacing = EveryStep()
     if drafters:
         core.speculator.drafters = list(drafters)
+        core.speculator.computing = None
     return core

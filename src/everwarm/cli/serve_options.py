@@ -312,8 +312,19 @@ class ServeOptions:
 
     speculate: Annotated[
         Speculate,
-        Parameter(group=COMPUTE, help="guess tokens of replies and verify several at once; auto: where that pays"),
+        Parameter(
+            group=COMPUTE,
+            help="guess tokens (by lookup, an MTP head or a draft model) and verify several at once; auto: where it pays",
+        ),
     ] = "auto"
+    model_draft: Annotated[
+        str | None,
+        Parameter(
+            name=["--model-draft", "-md", "--spec-draft-model"],
+            group=COMPUTE,
+            help="GGUF file of a smaller model with the same vocabulary, that guesses tokens of replies",
+        ),
+    ] = None
     draft_max: Annotated[
         int,
         Parameter(
@@ -381,6 +392,7 @@ class ServeOptions:
             embedding=self._pooling(),
             pin_ram=self.pin_ram,
             speculate=self.speculate,
+            draft_model=self.model_draft,
             max_draft=self.draft_max,
         )
 

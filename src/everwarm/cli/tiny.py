@@ -22,6 +22,7 @@ def tiny(
     seed: int = 0,
     dtype: Literal["f32", "q8_0"] = "f32",
     vision: Annotated[bool, Parameter(negative=())] = False,
+    mtp: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Write a small random model with a real architecture, for tests and benchmarks. The same flags give the same bytes.
 
@@ -41,8 +42,12 @@ def tiny(
         f32, or q8_0 for large files.
     vision
         Also write a projector for images, for example mmproj-m.gguf (qwen35 and gemma3).
+    mtp
+        Add an MTP head, which guesses the token after the next one (qwen35).
     """
-    spec = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype, vision=vision)
+    spec = TinySpec(
+        arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype, vision=vision, mtp=mtp
+    )
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"writing {out.name}", total=None)
         size = write_tiny(out, spec, lambda done, total: progress.update(task, completed=done, total=total))

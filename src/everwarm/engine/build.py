@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from everwarm.config import ModelOptions
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
@@ -29,6 +31,8 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speculation.drafter import Drafter
+from everwarm.engine.speculation.head_drafter import HeadDrafter
+from everwarm.engine.speculation.model_drafter import ModelDrafter, require_drafts_for
 from everwarm.engine.speculation.rollback import Rollback
 from everwarm.engine.speculation.speculator import Speculator
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
@@ -78,10 +82,16 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         left = _open_left(path, settings, fd)
         if left is not None:
             undo.callback(left.close)
-        model = undo.enter_context(Model(path, settings.model, progress, on_same=hand_over))
+        model = undo.enter_context(
+            Model(path, settings.model, progress, head_from=settings.head_from, on_same=hand_over)
+        )
+        _require_head(model, settings)
         images = None if settings.mmproj is None else _open_images(Path(settings.mmproj), model, settings)
         if images is not None:
             undo.callback(images.close)
+        small = _open_drafter(model, settings)
+        if small is not None:
+            undo.callback(small.close)
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
@@ -99,8 +109,16 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right)
+    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right, small)
     return _core(opened, outlives_us=memory is not None)
+
+
+def _require_head(model: Model, settings: EngineSettings) -> None:
+    """``--speculate mtp`` insists on it; ``auto`` takes what there is."""
+    if settings.speculate == "mtp" and not model.has_head:
+        raise ModelFileError(
+            f"{model.path.name} has no MTP head that can be used, so --speculate mtp cannot be; give auto or lookup"
+        )
 
 
 def _are_right(watched: list[FileWatch]) -> bool:
@@ -121,6 +139,7 @@ class _Opened:
     images: ImageCache | None
     files: list[FileWatch]
     is_right: IsRight
+    small: ModelDrafter | None
 
 
 def _core(opened: _Opened, *, outlives_us: bool) -> Core:
@@ -178,8 +197,27 @@ def _speculator(opened: _Opened) -> Speculator:
     settings, sizes = opened.settings, opened.sizes
     first = settings.n_slots + sizes.n_spares
     rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
-    drafters: list[Drafter] = [] if settings.speculate == "off" else [SuffixLookup(), TreeLookup(opened.tree)]
-    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft)
+    looks_up = settings.speculate in ("auto", "lookup")
+    drafters: list[Drafter] = [SuffixLookup(), TreeLookup(opened.tree)] if looks_up else []
+    head = None if opened.context.head is None else HeadDrafter(opened.context)
+    computing = opened.small or head
+    # processor time where that is what is spent: other programs on the machine do not make a row look cheap or dear
+    has_gpu = settings.model.n_gpu_layers != 0 and gpu_free_bytes(opened.model.lib, settings.model) > 0
+    clock = time.monotonic if has_gpu else time.thread_time
+    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft, computing, clock)
+
+
+def _open_drafter(model: Model, settings: EngineSettings) -> ModelDrafter | None:
+    """Before sizes are decided: its memory is taken then."""
+    if settings.draft_model is None or not settings.drafts_with_model:
+        return None
+    small = Model(Path(settings.draft_model), ModelOptions(n_gpu_layers=settings.model.n_gpu_layers))
+    try:
+        require_drafts_for(model, small)
+        return ModelDrafter(small, settings.context(0), settings.n_slots, model.vocab.n_tokens)
+    except BaseException:
+        small.close()
+        raise
 
 
 def _residents(opened: _Opened) -> Residents:

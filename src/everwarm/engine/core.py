@@ -152,7 +152,7 @@ class Core:
     def close(self) -> None:
         for request in (*self.queue, *(slot.request for slot in self.slots if slot.request)):
             request.sampler.close()
-        for part in (self.loader, self.tier_writer, self.ram, self.images, self.context, self.model):
+        for part in (self.loader, self.tier_writer, self.ram, self.images, self.speculator, self.context, self.model):
             if part is not None:
                 part.close()
 
@@ -332,7 +332,7 @@ class Core:
         may_draft = True
         while grants := self._with_room(self.plan(), events):
             drafts = self._drafts(grants) if may_draft else {}
-            started = time.monotonic()
+            started, worked = time.monotonic(), self.speculator.clock()
             feeds = [self._feed(grant, drafts.get(grant.slot)) for grant in grants]
             try:
                 self._use_scales(self.slots[grants[0].slot])
@@ -347,7 +347,8 @@ class Core:
                 self.speculator.end()
                 self._start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return True
-            seconds = self._seconds_since(started, grants, feeds)
+            self._learn_cost(worked, grants, feeds)
+            seconds = time.monotonic() - started
             self._commit(feeds, drafts, events)
             self.speed.learn(sum(len(feed.tokens) for feed in feeds) - self.speculator.n_rejected, seconds)
             return True
@@ -361,14 +362,12 @@ class Core:
             n_left = min(n_left, self.context.cells.free - n_rows)
         return self.speculator.draft(grants, self.slots, n_left)
 
-    def _seconds_since(self, started: float, grants: list[Grant], feeds: list[Feed]) -> float:
-        """How long a decode has taken. What a step that only writes costs by its rows decides which drafts pay."""
-        if not self.speculator.is_on or not all(map(self._is_writing, grants)):
-            return time.monotonic() - started
-        self.context.logits(0)  # a GPU has not computed them before
-        seconds = time.monotonic() - started
-        self.speculator.pacing.cost.learn(sum(len(feed.tokens) for feed in feeds), seconds)
-        return seconds
+    def _learn_cost(self, worked: float, grants: list[Grant], feeds: list[Feed]) -> None:
+        """What a step that only writes costs by its rows decides which drafts pay."""
+        if self.speculator.is_on and all(map(self._is_writing, grants)):
+            self.context.logits(0)  # a GPU has not computed them before
+            n_rows = sum(len(feed.tokens) for feed in feeds)
+            self.speculator.pacing.cost.learn(n_rows, self.speculator.clock() - worked)
 
     def _is_writing(self, grant: Grant) -> bool:
         """Whether the step brings this reply up to date."""
@@ -460,8 +459,11 @@ class Core:
         tokens = request.tokens(slot.n_fed, stop)
         start = self.context.end(slot.seq)
         if draft is None:
-            return Feed(slot.seq, tokens, start, stop == request.n_items)
+            return Feed(slot.seq, tokens, start, stop == request.n_items, is_for_head=self._is_for_head(request))
         return Feed(slot.seq, np.concatenate([tokens, draft.tokens]), start, True, len(draft.tokens))
+
+    def _is_for_head(self, request: Request) -> bool:
+        return request.may_draft and self.speculator.pacing.is_computing
 
     # after decoding
 
@@ -583,7 +585,9 @@ class Core:
             return None
         tokens = request.tokens(slot.n_fed, n_items)
         try:
-            self.context.decode([Feed(slot.seq, tokens, self.context.end(slot.seq), wants_logits=False)])
+            end = self.context.end(slot.seq)
+            feed = Feed(slot.seq, tokens, end, False, is_for_head=self._is_for_head(request))
+            self.context.decode([feed])
         except ContextFull:
             return None  # what is decoded is kept
         except DecodeFailed as error:

@@ -56,7 +56,7 @@ MODEL_PARAMS: Mapping[str, ParameterRow] = {
     "use_extra_bufts": ParameterRow(_BITS, "`--no-repack`: other kernels for the same sums"),
     "no_host": ParameterRow(_BITS, "which buffers, and so which kernels"),
     "no_alloc": _DEFAULT,
-    "load_mtp": _DEFAULT,
+    "load_mtp": ParameterRow(_NONE, "`--speculate`: the head only guesses, and what the model computes stays the same"),
 }
 
 CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
@@ -222,6 +222,7 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
     "finish_prefill_s": ParameterRow(_NONE, "what is read in idle time"),
     "max_step_ms": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others, by their speed"),
     "speculate": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),
+    "draft_model": ParameterRow(_BITS, "it only guesses: how many tokens of a reply are decoded together"),
     "max_draft": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),
     "idle_cells": ParameterRow(_BITS, "whose cells lie beside a running sequence's"),
     "ram_bytes": ParameterRow(_NONE, "how much is kept"),

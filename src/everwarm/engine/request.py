@@ -180,6 +180,11 @@ class Request:
         """Tokens that may be drafted in one step."""
         return self.room if self.ask.max_draft is None else self.ask.max_draft
 
+    @property
+    def may_draft(self) -> bool:
+        """Bits of a deterministic reply must not depend on drafts, so it has none."""
+        return not self.ask.deterministic and self.n_most_drafted > 0
+
     def ends_text(self, token: int | None) -> bool:
         """Whether the text holds a stop string now. Asked once for every token that is picked, in order."""
         return token is not None and self.stop_watch is not None and self.stop_watch(token)

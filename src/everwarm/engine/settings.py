@@ -22,12 +22,13 @@ from everwarm.state.policy import CheckpointParams
 
 MAX_SLOTS = 64
 MAX_DRAFT = 64
+MIN_HEAD_LAYERS = 16  # every token is read by the head, too: with fewer layers that costs more than guesses bring
 MAX_SEQUENCES = 255  # libllama has 256; one moves KV in and out
 
 
 RestorePolicy = Literal["auto", "always"]
 PinRam = Literal["auto", "on", "off"]
-Speculate = Literal["auto", "off", "lookup"]
+Speculate = Literal["auto", "off", "lookup", "mtp", "draft"]
 
 
 DISK_FREE_SHARE = 0.8  # of the file system's free space, for any budget
@@ -101,6 +102,7 @@ class EngineSettings:
     kv_offload: bool = True
     op_offload: bool = True
     speculate: Speculate = "auto"  # where drafts of replies come from; they change speed, never which tokens are likely
+    draft_model: str | None = None  # a smaller model of the same vocabulary, that drafts in place of an MTP head
     max_draft: int = 32  # tokens that are drafted in one step
     embedding: Pooling | None = None  # how the model's vectors are made of its tokens; None: it writes text
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
@@ -119,11 +121,24 @@ class EngineSettings:
             f"finish_prefill_s is {self.finish_prefill_s}; give 0 (never) to 86400",
         )
         require(0 <= self.max_step_ms <= 60_000, f"max_step_ms is {self.max_step_ms}; give 0 (none) to 60000")
-        require(self.speculate in get_args(Speculate), f"speculate is {self.speculate!r}; give auto, off or lookup")
+        modes = ", ".join(get_args(Speculate))
+        require(self.speculate in get_args(Speculate), f"speculate is {self.speculate!r}; give one of {modes}")
+        require(self.speculate != "draft" or bool(self.draft_model), "speculate is draft; give a model-draft, too")
         require(1 <= self.max_draft <= MAX_DRAFT, f"max_draft is {self.max_draft}; give 1 to {MAX_DRAFT}")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         require(self.embedding is None or self.embedding in get_args(Pooling), f"embedding is {self.embedding!r}")
         self.context(0)  # the same limits as the context's own
+
+    @property
+    def drafts_with_model(self) -> bool:
+        return self.draft_model is not None and self.speculate in ("auto", "draft")
+
+    @property
+    def head_from(self) -> int | None:
+        """How many layers a model must have for its MTP head to be used; None: it is not."""
+        if self.embedding is not None or self.drafts_with_model:
+            return None
+        return {"auto": MIN_HEAD_LAYERS, "mtp": 0}.get(self.speculate)
 
     def fingerprint(self, model: str, rope_limit: int | None) -> str:
         """What kept states of an engine with these settings are recognised by."""

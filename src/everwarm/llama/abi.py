@@ -29,6 +29,7 @@ LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap+mlock": 3, "di
 SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}
 DEVICE_CPU, DEVICE_GPU = 0, 1
+CONTEXT_DEFAULT, CONTEXT_MTP = 0, 1
 POOLING = {"auto": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 POOLING_NAMES = {number: name for name, number in POOLING.items()}
 VOCAB_SPM = 1
@@ -192,6 +193,7 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_model_get_vocab": (handle, (handle,)),
     "llama_model_n_ctx_train": (c.c_int32, (handle,)),
     "llama_model_n_layer": (c.c_int32, (handle,)),
+    "llama_model_n_layer_nextn": (c.c_int32, (handle,)),
     "llama_model_n_swa": (c.c_int32, (handle,)),
     "llama_model_n_embd_out": (c.c_int32, (handle,)),
     "llama_model_n_embd_inp": (c.c_int32, (handle,)),
@@ -284,4 +286,14 @@ FUNCTIONS: dict[str, Signature] = {
     "ggml_backend_dev_buffer_type": (handle, (handle,)),
     "ggml_backend_buft_name": (c.c_char_p, (handle,)),
     "ggml_backend_dev_memory": (None, (handle, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t))),
+}
+
+# Functions for MTP heads that have no C name yet. A build may lack them: then no head is used.
+HEAD_FUNCTIONS: dict[str, tuple[str, Signature]] = {
+    "set_embeddings_nextn": (
+        "_Z26llama_set_embeddings_nextnP13llama_contextbb",
+        (None, (handle, c.c_bool, c.c_bool)),
+    ),
+    "get_embeddings_nextn": ("_Z26llama_get_embeddings_nextnP13llama_context", (handle, (handle,))),
+    "get_embeddings_nextn_ith": ("_Z30llama_get_embeddings_nextn_ithP13llama_contexti", (handle, (handle, c.c_int32))),
 }

@@ -28,6 +28,8 @@ from everwarm.llama.blobs import (
 from everwarm.llama.kv_splice import Copying, cut, cut_bytes, finished, joined
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
+from everwarm.llama.mtp.head import Due, HeadFeed
+from everwarm.llama.mtp.tail import Room, split, tail_bytes
 from everwarm.llama.sequences import Sequences
 from everwarm.llama.state_types import is_packed, pack, unpack
 from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap
@@ -45,6 +47,7 @@ class Feed(NamedTuple):
     start: Mark
     wants_logits: bool
     n_draft: int = 0
+    is_for_head: bool = True  # the model's head reads them, too, and can guess what follows
 
     @property
     def n_rows(self) -> int:
@@ -121,6 +124,8 @@ class Context(Sequences):
         n, rows = self._fill(feeds)
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
+        if self.head is not None:
+            self.head.listen(is_wanted=any(feed.is_for_head for feed in feeds))
         files = self.model.files
         before = self.model.files.before_use()
         code = int(self._lib.decode(self._ptr, self._batch.struct(n)))
@@ -137,6 +142,19 @@ class Context(Sequences):
         alone = len(feeds) == 1
         for feed in feeds:
             self._advance(feed, alone)
+        if self.head is not None:
+            self.head.read([HeadFeed(f.seq, f.tokens, f.start.pos, f.n_draft, f.is_for_head) for f in feeds])
+
+    def draft(self, wanted: Sequence[tuple[SeqId, Tokens, int]]) -> dict[SeqId, list[int]]:
+        """What the model's head expects: for a sequence and the tokens that are due in it, so many tokens after them."""
+        if self.head is None:
+            return {}
+        return self.head.draft([Due(seq, tokens, self._end[seq].pos, n) for seq, tokens, n in wanted])
+
+    def take_back_draft(self, seq: SeqId, pos: int) -> None:
+        """The tokens from this position on were not accepted: the head forgets them."""
+        if self.head is not None:
+            self.head.trim(seq, pos)
 
     def see(self, seq: SeqId, media: MediaModel, embedding: Embedding, end: Mark, *, wants_logits: bool) -> None:
         """Append a whole image. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
@@ -241,18 +259,23 @@ class Context(Sequences):
         if not self.packs_states:
             return self.capture(seq)
         self._check_seq(seq)
-        return pack(self._read(seq, abi.STATE_PARTIAL), self.options.state_type, self.place)
+        room = self._room_for_state(seq)
+        return room.closed(pack(self._read(seq, abi.STATE_PARTIAL), self.options.state_type, room))
+
+    def _room_for_state(self, seq: SeqId) -> Room:
+        return Room(self.place, None if self.head is None else self.head.row(seq, self._end[seq].pos))
 
     def capture(self, seq: SeqId) -> Blob:
         """The recurrent and sliding-window state at the sequence's end. A window cache is a ring, and its sums depend on
         where in it the window lies: so it is placed anew right after it was read, as a later restore will place it."""
         self._check_seq(seq)
         assert self.kind.needs_checkpoints, "plain attention has no state to capture"
-        blob = self._read(seq, abi.STATE_PARTIAL, self.place)
+        room = self._room_for_state(seq)
+        blob = self._read(seq, abi.STATE_PARTIAL, room)
         if self.kind.has_window and not self._write(seq, blob, abi.STATE_PARTIAL):
             self.drop(seq)
             raise StateRejected(f"a window of {len(blob)} bytes could not be seated anew: {self._lib.last_words()}")
-        return blob
+        return room.closed(blob)
 
     def is_finite(self, seq: SeqId) -> bool:
         """Whether the state holds only numbers. One with NaN spoils the next user of its cells: see ``scrub``."""
@@ -274,6 +297,8 @@ class Context(Sequences):
         for seq in range(self.options.n_seq_max):
             self._forget(SeqId(seq))
         self._lib.memory_clear(self._mem, True)
+        if self.head is not None:
+            self.head.clear()
 
     def touch(self, seq: SeqId) -> None:
         """What capturing changes in a sequence, without the copy: only the place of a sliding window."""
@@ -290,6 +315,7 @@ class Context(Sequences):
         if self.kind.has_attention:
             assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less KV than {mark}"
         self._stateless[seq] = True
+        blob, row = split(blob)
         if is_packed(blob):
             blob, clean = unpack(blob), False
         if not describes_end(blob, self.kind, mark):
@@ -300,6 +326,8 @@ class Context(Sequences):
             raise StateRejected(f"the sequence could not be cut to its restored state at {mark.n_tokens} tokens")
         self._set_end(seq, mark)
         self._state_clean[seq] = clean
+        if self.head is not None:
+            self.head.stand(seq, mark.pos, row)
 
     # whole sequences
 
@@ -332,10 +360,11 @@ class Context(Sequences):
         """The attention KV between two marks, and nothing else."""
         self._check_seq(seq)
         assert START <= start < stop and stop.n_tokens <= self.cells.count(seq), f"{start}..{stop} is not in {seq}"
+        room = Room(self.place, None if self.head is None else self.head.capture(seq, start.pos, stop.pos))
         self._lib.memory_seq_cp(self._mem, seq, self._scratch, start.pos, stop.pos)
         try:
             self._strip_state_of_scratch()
-            return self._without_tail(self._read(SeqId(self._scratch), abi.STATE_FULL, self.place))
+            return room.closed(self._without_tail(self._read(SeqId(self._scratch), abi.STATE_FULL, room), room))
         finally:
             self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
 
@@ -350,6 +379,7 @@ class Context(Sequences):
         if n_cells > self.cells.free:
             raise ContextFull(f"{n_cells} cells are needed but {self.cells.free} are free")
         tail = self._empty_tail if self.kind.needs_checkpoints else None
+        blob, of_head = split(blob)
         if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):
             raise StateRejected(f"a segment of {len(blob)} bytes was refused: {self._lib.last_words()}")
         # else cells before it were written too, and left a hole; one behind it is where the next ones go
@@ -360,14 +390,20 @@ class Context(Sequences):
             self._disturb_windows()
         self._end[seq] = stop
         self._stateless[seq] = self.kind.needs_checkpoints
+        if self.head is not None:
+            self.head.splice(seq, of_head, start.pos, stop.pos, n_cells)
 
     def join_segments(self, blobs: Sequence[Blob]) -> Blob:
         """Joins consecutive segments into one, with the bytes of one capture."""
         return finished(self.joining_segments(blobs))
 
     def joining_segments(self, blobs: Sequence[Blob]) -> Copying:
-        """The same, piece by piece."""
-        return joined(blobs, self._n_tail, self.place)
+        """The same, piece by piece. The head's part stays where all of them have one."""
+        parts = [split(blob) for blob in blobs]
+        tails = [tail for _, tail in parts if tail is not None]
+        tail = (yield from joined(tails, 0, heap)) if len(tails) == len(parts) else None
+        room = Room(self.place, tail)
+        return room.closed((yield from joined([blob for blob, _ in parts], self._n_tail, room)))
 
     def cut_segment(self, blob: Blob, start: Mark, stop: Mark, place: Place = heap) -> Blob:
         """The part of a segment between two marks, with the bytes of a capture of only that."""
@@ -375,11 +411,18 @@ class Context(Sequences):
 
     def cutting_segment(self, blob: Blob, start: Mark, stop: Mark, place: Place) -> Copying:
         """The same, piece by piece."""
-        return cut(blob, start.pos, stop.pos, self._n_tail, place)
+        blob, tail = split(blob)
+        if tail is not None:
+            tail = yield from cut(tail, start.pos, stop.pos, 0, heap)
+        room = Room(place, tail)
+        return room.closed((yield from cut(blob, start.pos, stop.pos, self._n_tail, room)))
 
     def cut_bytes(self, blob: Blob, start: Mark, stop: Mark) -> int:
         """The bytes that ``cut_segment`` gives."""
-        return cut_bytes(blob, stop.n_tokens - start.n_tokens, self._n_tail)
+        blob, tail = split(blob)
+        n = stop.n_tokens - start.n_tokens
+        of_head = 0 if tail is None else tail_bytes(cut_bytes(tail, n, 0))
+        return cut_bytes(blob, n, self._n_tail) + of_head
 
     @property
     def _n_tail(self) -> int:
@@ -400,14 +443,14 @@ class Context(Sequences):
         if self.kind is MemoryKind.HYBRID:
             self._write(SeqId(self._scratch), self._empty_state, abi.STATE_PARTIAL)
 
-    def _without_tail(self, blob: Blob) -> Blob:
+    def _without_tail(self, blob: Blob, place: Place) -> Blob:
         """A full blob is [header][attention][recurrent or window]; put an empty tail in place of the last part."""
         if not self.kind.needs_checkpoints:
             return blob
         tail = self._size(SeqId(self._scratch), abi.STATE_PARTIAL) - HEADER_BYTES
         if tail == len(self._empty_tail):
             return blob
-        whole = self.place(len(blob) - tail + len(self._empty_tail))
+        whole = place(len(blob) - tail + len(self._empty_tail))
         return np.concatenate([blob[: len(blob) - tail], self._empty_tail], out=whole)
 
     # the C side of blobs

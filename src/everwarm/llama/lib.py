@@ -41,6 +41,7 @@ class Lib:
         self._recent_lines: collections.deque[str] = collections.deque(maxlen=_RECENT_LINES)
         self._cdll = _load(path)
         _bind(self, self._cdll, abi.FUNCTIONS, "llama_", path)
+        self.knows_heads = _bind_head(self, self._cdll)
         _check_versions(self, path)
         _check_defaults(self.model_default_params(), abi.EXPECTED_MODEL_DEFAULTS, path)
         _check_defaults(self.context_default_params(), abi.EXPECTED_CONTEXT_DEFAULTS, path)
@@ -145,6 +146,17 @@ def _bind(target: object, cdll: ctypes.CDLL, functions: dict[str, abi.Signature]
         function.restype = result
         function.argtypes = arguments
         setattr(target, name.removeprefix(prefix), function)
+
+
+def _bind_head(target: object, cdll: ctypes.CDLL) -> bool:
+    """Whether this build has the functions for MTP heads."""
+    for name, (symbol, (result, arguments)) in abi.HEAD_FUNCTIONS.items():
+        function = getattr(cdll, symbol, None)
+        if function is None:
+            return False
+        function.restype, function.argtypes = result, arguments
+        setattr(target, name, function)
+    return True
 
 
 def _check_versions(loaded: Lib, path: Path) -> None:

@@ -117,9 +117,11 @@ class Model(Closing):
         *,
         vocab_only: bool = False,
         embeds: bool = False,
+        head_from: int | None = None,
         on_same: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_same`` is called when its files were touched and are the same. ``embeds``: it is to write no text."""
+        """``on_same`` is called when its files were touched and are the same. ``embeds``: it is to write no text.
+        ``head_from``: its MTP head is used, if the file has one and the model so many layers; None: never."""
         self.path = path
         self.lib: Lib = lib()
         self.options = options or ModelOptions()
@@ -128,10 +130,12 @@ class Model(Closing):
         self.files = self._watch(on_same)
         self.ptr: int | None = None
         try:
-            self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only)
+            with_head = head_from is not None and self.lib.knows_heads
+            self.ptr = _open(self.lib, path, self.options, progress, vocab_only=vocab_only, with_head=with_head)
             if not embeds:
                 self._require_writer()
             self._read_facts()
+            self.has_head = with_head and self.n_layers >= (head_from or 0) and self._has_usable_head()
             self.rope_limit = None if vocab_only else rope_limit_of(path)
             self.adapters = [(self._open_adapter(Path(file)), scale) for file, scale in self.options.lora]
             self.files.require_same_names()
@@ -168,6 +172,10 @@ class Model(Closing):
         if self.lib.model_is_recurrent(self.ptr):
             return MemoryKind.RECURRENT
         return MemoryKind.WINDOW if self.n_swa > 0 else MemoryKind.ATTENTION
+
+    def _has_usable_head(self) -> bool:
+        """A model with a sliding window verifies no drafts, so it needs none."""
+        return int(self.lib.model_n_layer_nextn(self.ptr)) > 0 and not self.memory_kind.has_window
 
     @functools.cached_property
     def description(self) -> str:
@@ -254,10 +262,11 @@ def _check_file(path: Path) -> None:
 
 
 def _open(
-    lib: Lib, path: Path, options: ModelOptions, progress: Progress | None, *, vocab_only: bool = False
+    lib: Lib, path: Path, options: ModelOptions, progress: Progress | None, *, vocab_only: bool, with_head: bool
 ) -> int | None:
     params = lib.model_default_params()
     params.vocab_only = vocab_only
+    params.load_mtp = with_head
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = abi.LOAD_MODES[options.load_mode]
     params.split_mode = abi.SPLIT_MODES[options.split_mode]

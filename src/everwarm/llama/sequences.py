@@ -14,6 +14,7 @@ from everwarm.llama import abi
 from everwarm.llama.cells import Cells
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
+from everwarm.llama.mtp.head import Head
 from everwarm.types import START, Mark, SeqId
 
 
@@ -26,6 +27,7 @@ class Sequences(Closing):
         self.kind = model.memory_kind
         self._has_attention = self.kind.has_attention  # needed at every step
         self._lib = model.lib
+        self.head: Head | None = None
         n_seqs = options.n_seq_max + self.kind.has_attention
         self._scratch = options.n_seq_max
         self._ptr: int | None = open_context(model, options, n_seqs)
@@ -37,6 +39,16 @@ class Sequences(Closing):
         self._end = [START] * n_seqs
         self._state_clean = [True] * n_seqs
         self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
+        self.head = self._open_head(n_seqs) if model.has_head else None
+
+    def _open_head(self, n_seqs: int) -> Head:
+        assert self._ptr is not None
+        try:
+            ptr = open_context(self.model, self.options, n_seqs, abi.CONTEXT_MTP)
+        except ContextTooBig:
+            self.close()
+            raise
+        return Head(self._lib, ptr, self._ptr, n_seqs, self.n_batch, self.model.vocab.n_tokens)
 
     # questions
 
@@ -65,6 +77,8 @@ class Sequences(Closing):
         self._check_seq(seq)
         self._lib.memory_seq_rm(self._mem, seq, -1, -1)
         self._forget(seq)
+        if self.head is not None:
+            self.head.drop(seq)
         if self.cells.used == 0 and not any(end.n_tokens for end in self._end):
             self._lib.memory_clear(self._mem, False)  # the next one starts at the first cell again
 
@@ -81,6 +95,8 @@ class Sequences(Closing):
             raise TrimRefused(f"sequence {seq} cannot be cut from {self._end[seq].n_tokens} to {mark.n_tokens} tokens")
         self._set_end(seq, mark)
         self._state_clean[seq] &= not self.kind.has_window  # the window stays where in the ring it was
+        if self.head is not None:
+            self.head.trim(seq, mark.pos)
 
     def _window_is_gone(self, seq: SeqId, mark: Mark) -> bool:
         """A sliding-window cache cuts anywhere without complaint, also where it no longer holds the window."""
@@ -90,17 +106,25 @@ class Sequences(Closing):
 
     def park(self, slot: SeqId, spare: SeqId) -> None:
         """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
-        self._check_seq(slot)
-        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
-        assert slot != spare, "a sequence cannot be parked in itself"
-        self.drop(spare)
-        self._lib.memory_seq_cp(self._mem, slot, spare, -1, -1)
-        self.cells.share(slot, spare, self.cells.count(slot))
-        self._end[spare] = self._end[slot]
-        self._state_clean[spare] = self._state_clean[slot]
-        self._stateless[spare] = self._stateless[slot]
+        self.name_again(slot, spare)
+        if self.head is not None:
+            self.head.park(slot, spare, self._end[slot].pos)
 
     unpark = park
+
+    def name_again(self, seq: SeqId, name: SeqId) -> None:
+        """The same without the head, which goes its own way while a draft is verified: it is cut to what was accepted."""
+        self._check_seq(seq)
+        self._check_seq(name)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert seq != name, "a sequence cannot be parked in itself"
+        self._lib.memory_seq_rm(self._mem, name, -1, -1)
+        self._forget(name)
+        self._lib.memory_seq_cp(self._mem, seq, name, -1, -1)
+        self.cells.share(seq, name, self.cells.count(seq))
+        self._end[name] = self._end[seq]
+        self._state_clean[name] = self._state_clean[seq]
+        self._stateless[name] = self._stateless[seq]
 
     def share_kv(self, src: SeqId, dst: SeqId, mark: Mark) -> None:
         """Give ``dst`` the KV of ``src`` up to ``mark``. A state must be restored before it can be decoded."""
@@ -113,6 +137,8 @@ class Sequences(Closing):
         self.cells.share(src, dst, mark.n_tokens)
         self._end[dst] = mark
         self._stateless[dst] = self.kind.needs_checkpoints
+        if self.head is not None:
+            self.head.share(src, dst, mark.pos, self._end[src].pos)
 
     def keep_kv(self, seq: SeqId, mark: Mark) -> None:
         """Cut a sequence back to ``mark`` where libllama would refuse: the KV stays, the state must be restored."""
@@ -126,6 +152,8 @@ class Sequences(Closing):
         self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
         self._set_end(seq, mark)
         self._stateless[seq] = self.kind.needs_checkpoints
+        if self.head is not None:
+            self.head.trim(seq, mark.pos)
 
     def _disturb_windows(self) -> None:
         """A sequence that comes and goes moves the ring on for all of them."""
@@ -156,23 +184,28 @@ class Sequences(Closing):
         for i, end in enumerate(self._end[: self.options.n_seq_max]):
             seen = int(self._lib.memory_seq_pos_max(self._mem, i))
             assert self._stateless[i] or seen == end.last_pos, f"sequence {i}: libllama ends at {seen}, expected {end}"
+        if self.head is not None:
+            self.head.check()
 
     # life
 
     def close(self) -> None:
+        if self.head is not None:
+            self.head.close()
         if self._ptr:
             self._lib.free(self._ptr)
             self._ptr = self._mem = None
 
 
-def open_context(model: Model, options: ContextOptions, n_seqs: int) -> int:
-    """A C context with unified KV, or a clear refusal."""
+def open_context(model: Model, options: ContextOptions, n_seqs: int, kind: int = abi.CONTEXT_DEFAULT) -> int:
+    """A C context with unified KV, or a clear refusal. ``kind``: of the model itself, or of its MTP head."""
     assert n_seqs <= 256, "one of libllama's 256 sequences is needed inside"
     params = model.lib.context_default_params()
     params.n_ctx = options.n_ctx
     params.n_batch = max(options.n_batch, n_seqs)  # libllama asserts room for one output per sequence
     params.n_ubatch = max(options.n_ubatch, n_seqs)
     params.n_seq_max = n_seqs
+    params.ctx_type = kind
     params.n_threads = options.n_threads
     params.n_threads_batch = options.n_threads_batch
     params.type_k = abi.GGML_TYPES[options.cache_type_k]

@@ -138,7 +138,7 @@ def test_calls_and_results_find_each_other_without_ids():
 def test_models_are_listed_with_their_tag_and_answer_to_it(server, client):
     (listed,) = client.list().models
     assert listed.model == f"{NAME}:latest" and listed.size > 7e6 and listed.modified_at is not None
-    assert (listed.details.family, listed.details.parameter_size) == ("qwen35", "7.4M")
+    assert (listed.details.family, listed.details.parameter_size) == ("qwen35", "8.4M")
     assert listed.details.quantization_level == "Q8_0" and len(listed.digest) == 64
     assert client.chat(model=listed.model, messages=SUM, options=GREEDY).model == listed.model
     (loaded,) = client.ps().models
@@ -150,7 +150,7 @@ def test_a_model_says_what_it_can_do(client):
     shown = client.show(NAME)
     assert shown.capabilities == ["completion", "tools", "thinking"] and "<tool_call>" in shown.template
     assert shown.modelinfo["general.architecture"] == "qwen35" and shown.modelinfo["qwen35.context_length"] == 32768
-    assert shown.modelinfo["general.parameter_count"] == 7_369_648 and shown.details.format == "gguf"
+    assert shown.modelinfo["general.parameter_count"] == 8_354_096 and shown.details.format == "gguf"
     assert capabilities("{{ messages }}", sees=True) == ["completion", "vision"]
     assert [size_text(n) for n in (12, 7_369_648, 3_000_000_000)] == ["12", "7.4M", "3B"]
 

@@ -66,6 +66,12 @@ def _letters(value: str) -> str:
     return ";".join(parse_samplers(value))
 
 
+def _drafter(value: str) -> str:
+    """Our word for one of llama-server's kinds of speculation."""
+    named = {"none": "off", "draft-mtp": "mtp", "draft-simple": "draft"}
+    return "lookup" if value.startswith("ngram-") else named.get(value, value)
+
+
 def _levels(value: str) -> str:
     return {"0": "error", "1": "error", "2": "warning", "3": "info"}.get(value, "debug")
 
@@ -257,7 +263,7 @@ ROWS: tuple[Row, ...] = (
     _refused("--spec-draft-device -devd --device-draft", _SPECULATION),
     _refused("--spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft", _SPECULATION, "N_GPU_LAYERS_DRAFT"),
     _refused("--spec-draft-model -md --model-draft", _SPECULATION, "SPEC_DRAFT_MODEL"),
-    _refused("--spec-type", _SPECULATION, "SPEC_TYPE", only=("none",)),
+    _same("--spec-type", "SPEC_TYPE", to="--speculate", convert=_drafter),
     *(
         _refused(f"--spec-ngram-{name}", _SPECULATION)
         for name in (

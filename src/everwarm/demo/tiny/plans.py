@@ -43,7 +43,7 @@ _OUTPUT_NORM_NAMES = {"lfm2": "token_embd_norm.weight"}
 class TinySpec:
     """One model file: the same spec always gives the same bytes. `n_vocab` only adds unused tokens to the base ones;
     `vision` adds the tokens around an image, and says that a projector belongs to the model; `long_rope` gives it two sets
-    of RoPE factors, and contexts of more than so many tokens use the second."""
+    of RoPE factors, and contexts of more than so many tokens use the second; `mtp` adds a head that guesses tokens."""
 
     arch: str = "qwen35"
     n_layers: int = 8
@@ -54,6 +54,7 @@ class TinySpec:
     context_length: int = 262144
     vision: bool = False
     long_rope: int | None = None
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:
@@ -68,6 +69,8 @@ class TinySpec:
             raise ValueError(f"no projector is known for {self.arch}; known: {', '.join(IMAGE_MARKERS)}")
         if self.long_rope is not None and (self.arch != "llama" or self.long_rope < 1):
             raise ValueError(f"long_rope is {self.long_rope} for {self.arch}; only llama can have it, from 1 on")
+        if self.mtp and self.arch != "qwen35":
+            raise ValueError(f"no MTP head is known for {self.arch}; only qwen35 can have one")
         if self.n_vocab is not None and self.n_vocab < self._n_named_tokens:
             wanted = f"at least {self._n_named_tokens} (the base tokens), or None for exactly those"
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {wanted}")
@@ -311,13 +314,29 @@ def _qwen35(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
         "full_attention_interval": 4,
     }
 
-    def block(i: int) -> _Block:
+    def block(i: int, *, attends: bool) -> _Block:
         outer = _norms(i, s, "attn_norm.weight", "post_attention_norm.weight") + _gated_feed_forward(i, s)
-        if (i + 1) % 4:
+        if not attends:
             return _Block(outer + _delta_net(i, s), recurs=True)
         return _Block(outer + _attention(i, s, query_factor=2) + _query_key_norms(i, s), attends=True)
 
-    return hyper, [block(i) for i in range(spec.n_layers)]
+    blocks = [block(i, attends=(i + 1) % 4 == 0) for i in range(spec.n_layers)]
+    if not spec.mtp:
+        return hyper, blocks
+    head = block(spec.n_layers, attends=True)
+    more = mtp_tensors(spec.n_layers, s.width)
+    return hyper | {"nextn_predict_layers": 1}, [*blocks, _Block(head.tensors + more)]
+
+
+def mtp_tensors(i: int, width: int) -> tuple[Tensor, ...]:
+    """What a head has beyond an attention block: it joins a token's embedding with the model's row before it."""
+    return _layer(
+        i,
+        ("nextn.eh_proj.weight", (2 * width, width), "matrix"),
+        ("nextn.enorm.weight", (width,), "norm"),
+        ("nextn.hnorm.weight", (width,), "norm"),
+        ("nextn.shared_head_norm.weight", (width,), "norm"),
+    )
 
 
 def _jamba(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
@@ -446,7 +465,7 @@ def plan_tiny(spec: TinySpec) -> Plan:
     shared: Hyper = {
         "context_length": spec.context_length,
         "embedding_length": spec.width,
-        "block_count": spec.n_layers,
+        "block_count": len(blocks),
         "attention.layer_norm_rms_epsilon": _RMS_EPSILON,
     }
     outer = (

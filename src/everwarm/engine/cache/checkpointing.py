@@ -17,6 +17,7 @@ from everwarm.engine.slots import Slot, Spares
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite
 from everwarm.llama.context import Context
+from everwarm.llama.mtp.tail import trunk
 from everwarm.llama.state_types import is_packed, unpack
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
@@ -238,8 +239,10 @@ class Checkpointer:
     def _is_finite(self, checkpoint: Checkpoint) -> bool:
         if checkpoint.parked is not None:
             return self._context.is_finite(checkpoint.parked)
-        state = checkpoint.state
-        return state is None or is_finite(unpack(state) if is_packed(state) else state)
+        if checkpoint.state is None:
+            return True
+        state = trunk(checkpoint.state)
+        return is_finite(unpack(state) if is_packed(state) else state)
 
 
 def _is_deterministic(slot: Slot) -> bool:

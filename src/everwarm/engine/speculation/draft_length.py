@@ -40,6 +40,7 @@ class Record:
 
     above: Record | None = None
     n_passed: int = 0  # drafts in a row that were not worth it
+    n_not_computed: int = 0  # the same of those that would have had to be computed
     _tallies: dict[Key, Tally] = field(default_factory=dict)
 
     def chance(self, source: str, confidence: float) -> float:
@@ -56,7 +57,7 @@ class Record:
         """``n_tried``: tokens that were compared: those accepted, and the first that was not."""
         tally = self._tallies.setdefault(_key(source, confidence), Tally())
         if self.above is not None:
-            self.n_passed = 0
+            self.n_passed = self.n_not_computed = 0
             tally.scale(_FORGET)
             self.above.note(source, confidence, n_tried, n_accepted)
         elif tally.n > _MOST_KNOWN:
@@ -78,24 +79,33 @@ class StepShape:
     overhead_s: float  # of verifying anything
 
 
-def best_length(n_most: int, chance: float, shape: StepShape, seconds: Callable[[float], float | None]) -> int:
+def best_length(
+    n_most: int, chance: float, shape: StepShape, seconds: Callable[[float], float | None], draft_s: float = 0.0
+) -> int:
     """How many tokens of a draft to verify; 0: none, it would cost more time than it saves. ``seconds``: of a step with so
-    many rows."""
+    many rows; ``draft_s``: what each token costs before it is verified."""
     plain_s = seconds(shape.n_rows)
     if plain_s is None or plain_s <= 0.0:
         return min(n_most, N_FIRST)
     best, best_rate = 0, MARGIN * shape.n_replies / plain_s
-    expected, survives = 0.0, 1.0
     for n in range(1, n_most + 1):
-        survives *= chance
-        expected += survives
-        step_s = seconds(shape.n_rows + n)
-        assert step_s is not None
-        again_s = 0.0 if shape.is_cut else (1 - survives) * _again(seconds, shape.n_rows, plain_s, expected + 1)
-        rate = (shape.n_replies + expected) / (step_s + again_s + shape.overhead_s)
+        rate = rate_of(n, chance, shape, seconds, draft_s)
         if rate > best_rate:
             best, best_rate = n, rate
     return best
+
+
+def rate_of(
+    n: int, chance: float, shape: StepShape, seconds: Callable[[float], float | None], draft_s: float = 0.0
+) -> float:
+    """Tokens per second that a draft of ``n`` tokens promises; without measured steps, tokens per step."""
+    survives = chance**n
+    expected = n if chance >= 1.0 else chance * (1 - survives) / (1 - chance)
+    plain_s, step_s = seconds(shape.n_rows), seconds(shape.n_rows + n)
+    if plain_s is None or step_s is None:
+        return shape.n_replies + expected
+    again_s = 0.0 if shape.is_cut else (1 - survives) * _again(seconds, shape.n_rows, plain_s, expected + 1)
+    return (shape.n_replies + expected) / (step_s + again_s + shape.overhead_s + n * draft_s)
 
 
 def _again(seconds: Callable[[float], float | None], n_rows: int, plain_s: float, n_again: float) -> float:

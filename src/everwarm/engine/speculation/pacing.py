@@ -6,13 +6,16 @@ pay is passed over. Once in a while one is verified all the same, because texts 
 
 from __future__ import annotations
 
-from everwarm.engine.speculation.draft_length import Record, StepShape, best_length
-from everwarm.engine.speculation.drafter import Proposal
+from everwarm.engine.speculation.draft_length import Record, StepShape, best_length, rate_of
+from everwarm.engine.speculation.drafter import ComputingDrafter, Proposal
 from everwarm.engine.speculation.step_cost import StepCost
 
 LOOK_SHARE = 0.002  # of a step's time, for looking for drafts
 TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
+COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
+SLEEP_AFTER = 256  # decisions in a row against computing a draft: then the drafter is left alone, and reads nothing
+WAKE_AFTER = 32_768  # decisions, after which it is asked again
 _MEMORY = 0.9
 _SPIKE = 3.0  # a look that takes so many times longer than expected was disturbed
 
@@ -23,6 +26,8 @@ class Pacing:
         self.record = Record()  # of all requests
         self.overhead_s = 1e-4  # of verifying anything: parking, restoring, picking
         self._look_s = 2e-5
+        self._draft_s: float | None = None  # for each token of a draft that is computed
+        self._n_unused = 0  # decisions in a row against computing
         self._n_skipped = 0  # steps since drafts were last looked for
         self._is_paying = False  # the last draft was right, at least in part
 
@@ -54,3 +59,39 @@ class Pacing:
             record.n_passed += 1
             n = min(N_TRIED, len(proposal.tokens)) if record.n_passed >= TRY_AFTER else 0
         return n
+
+    def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:
+        """How many tokens are to be computed for a request."""
+        record.above = self.record
+        if not self.is_computing:
+            self._n_unused = 0 if self._n_unused >= WAKE_AFTER else self._n_unused + 1
+            return 0
+        n_most = min(n_most, drafter.n_most)
+        n = best_length(n_most, self._chance(drafter, record), shape, self.cost.seconds, self._draft_s or 0.0)
+        self._n_unused = 0 if n else self._n_unused + 1
+        if n == 0:
+            record.n_not_computed += 1
+            n = min(N_TRIED, n_most) if record.n_not_computed >= COMPUTE_AFTER else 0
+        return n
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a drafter that computes is of use here: what replies and prompts it reads costs time as well."""
+        return self._n_unused < SLEEP_AFTER
+
+    def has_computed(self, seconds: float, n_tokens: int) -> None:
+        """Learns from a draft that took so long. ``n_tokens``: of the longest one that was computed with others."""
+        known, new = self._draft_s, seconds / max(1, n_tokens)
+        self._draft_s = new if known is None else _MEMORY * known + (1 - _MEMORY) * min(new, _SPIKE * known)
+
+    def prefers_computing(
+        self, proposal: Proposal, n: int, drafter: ComputingDrafter, n_computed: int, record: Record, shape: StepShape
+    ) -> bool:
+        """Whether ``n_computed`` tokens that have to be computed promise more than ``n`` that were found."""
+        found = rate_of(n, record.chance(proposal.source, proposal.confidence), shape, self.cost.seconds)
+        chance, draft_s = self._chance(drafter, record), self._draft_s or 0.0
+        return rate_of(n_computed, chance, shape, self.cost.seconds, draft_s) > found
+
+    @staticmethod
+    def _chance(drafter: ComputingDrafter, record: Record) -> float:
+        return record.chance(drafter.source, drafter.confidence)

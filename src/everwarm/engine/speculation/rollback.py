@@ -32,14 +32,15 @@ class Rollback:
         """The next decode may have to be taken back from this sequence."""
         if not self.is_cut:
             name = self._free.pop()
-            self._context.park(seq, name)
+            self._context.name_again(seq, name)
             self._names[seq] = name
 
     def cut(self, feed: Feed, n_kept: int) -> int:
         """Takes back all but the first ``n_kept`` tokens of what was decoded last. Returns how many are kept: none where
         the state cannot be cut."""
         if not self.is_cut:
-            self._context.unpark(self._names[feed.seq], feed.seq)
+            self._context.name_again(self._names[feed.seq], feed.seq)
+            self._context.take_back_draft(feed.seq, feed.start.pos + n_kept)  # an MTP head keeps what was accepted
             return 0
         start = feed.start
         self._context.trim(feed.seq, Mark(TokenCount(start.n_tokens + n_kept), Position(start.pos + n_kept)))

@@ -1,6 +1,6 @@
 """Speculation in a step of the core: which requests verify which drafts, and what is learned from it.
 
-    plan → ``draft`` → decode → the core picks row by row → ``judge`` → ``end``
+    plan → ``draft`` (look up · compute) → decode → the core picks row by row → ``judge`` → ``end``
 
 A draft is only ever a guess at what the core picks next: each token comes from the request's own sampler and constraint, in
 order, with the logits of its own row. So a reply has the tokens, or for a sampled one the distribution, of plain decoding
@@ -10,15 +10,17 @@ with those logits; a draft decides only how many rows of a step are of use.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from everwarm.engine.request import Request
 from everwarm.engine.scheduling.scheduler import Grant
 from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import StepShape
-from everwarm.engine.speculation.drafter import Drafter, Proposal, Tokens
+from everwarm.engine.speculation.drafter import ComputingDrafter, Drafter, Proposal, Tokens, Wanted
 from everwarm.engine.speculation.pacing import Pacing
 from everwarm.engine.speculation.rollback import Rollback
 
@@ -28,6 +30,16 @@ MAX_AGAIN = 16  # accepted tokens that are decoded again; then a step without a 
 class Draft(NamedTuple):
     tokens: Tokens
     proposal: Proposal
+
+
+class _Choice(NamedTuple):
+    """``n`` tokens for a reply: of a proposal, or None: they are to be computed."""
+
+    slot: Slot
+    request: Request
+    grant: Grant
+    n: int
+    proposal: Proposal | None
 
 
 @dataclass(slots=True)
@@ -45,60 +57,111 @@ class Speculator:
     drafters: Sequence[Drafter]
     eog: frozenset[int]
     max_draft: int  # tokens of a reply in one step
+    computing: ComputingDrafter | None = None
+    clock: Callable[[], float] = time.monotonic  # for what steps and drafts cost
     pacing: Pacing = field(default_factory=Pacing)
     counts: DraftCounts = field(default_factory=DraftCounts)
     n_rejected: int = 0  # tokens of the last step
 
     @property
     def is_on(self) -> bool:
-        return bool(self.drafters) and self.rollback.is_possible
+        return bool(self.drafters or self.computing) and self.rollback.is_possible
 
     def draft(self, grants: Sequence[Grant], slots: Sequence[Slot], n_rows_left: int) -> dict[int, Draft]:
         """Drafts by slot, of at most ``n_rows_left`` tokens in all. What is drafted can be taken back until ``end``."""
         self.n_rejected = 0
-        n_rows = sum(grant.n_tokens for grant in grants)
-        if not self.is_on or n_rows_left < 1 or not self.pacing.may_look(n_rows):
+        if not self.is_on or n_rows_left < 1:
             return {}
-        began = time.thread_time()
+        n_rows = sum(grant.n_tokens for grant in grants)
+        may_look = bool(self.drafters) and self.pacing.may_look(n_rows)
+        if not may_look and self.computing is None:
+            return {}
         shape = StepShape(n_rows, max(1, _n_replies(grants, slots)), self.rollback.is_cut, self.pacing.overhead_s)
+        chosen = self._chosen(grants, slots, shape, n_rows_left, may_look=may_look)
+        computed = self._compute([choice for choice in chosen if choice.proposal is None])
         found: dict[int, Draft] = {}
-        for grant in grants:
-            draft = self._draft_of(slots[grant.slot], grant, shape, n_rows_left)
-            if draft is not None:
-                found[grant.slot] = draft
-                n_rows_left -= len(draft.tokens)
-            if n_rows_left < 1 or len(found) == self.rollback.n_free:
-                break
-        self.pacing.has_looked(time.thread_time() - began, has_found=bool(found))
+        for choice in chosen:
+            proposal = choice.proposal or computed.get(choice.slot.seq)
+            if proposal is not None:
+                found[choice.grant.slot] = Draft(proposal.tokens[: choice.n], proposal)
         for i in found:
             self.rollback.begin(slots[i].seq)
         return found
 
-    def _draft_of(self, slot: Slot, grant: Grant, shape: StepShape, n_rows_left: int) -> Draft | None:
+    def _chosen(
+        self, grants: Sequence[Grant], slots: Sequence[Slot], shape: StepShape, n_rows_left: int, *, may_look: bool
+    ) -> list[_Choice]:
+        began, chosen = time.thread_time(), []
+        for grant in grants:
+            choice = self._choice(slots[grant.slot], grant, shape, n_rows_left, may_look=may_look)
+            if choice is not None:
+                chosen.append(choice)
+                n_rows_left -= choice.n
+            if n_rows_left < 1 or len(chosen) == self.rollback.n_free:
+                break
+        if may_look:
+            has_found = any(choice.proposal is not None for choice in chosen)
+            self.pacing.has_looked(time.thread_time() - began, has_found=has_found)
+        return chosen
+
+    def _choice(
+        self, slot: Slot, grant: Grant, shape: StepShape, n_rows_left: int, *, may_look: bool
+    ) -> _Choice | None:
+        """What a reply may go on with: what was found, or what a drafter would compute if that promises more."""
         request = slot.request
         if request is None or not _may_draft(slot, request, grant):
             return None
         n_most = min(self.max_draft, request.n_most_drafted, n_rows_left, request.n_left - 1)
         if n_most < 1:
             return None
-        proposal = self._proposed(request, n_most)
-        if proposal is None:
-            return None
-        n = self.pacing.length(proposal, request.draft_record, shape)
-        return Draft(proposal.tokens[:n], proposal) if n else None
+        record, pacing = request.draft_record, self.pacing
+        proposal = self._proposed(request, n_most) if may_look else None
+        n = 0 if proposal is None else pacing.length(proposal, record, shape)
+        found = None if proposal is None or n == 0 else _Choice(slot, request, grant, n, proposal)
+        if self.computing is None:
+            return found
+        n_computed = pacing.computed_length(self.computing, n_most, record, shape)
+        computed = _Choice(slot, request, grant, n_computed, None) if n_computed else None
+        if computed is None or found is None or proposal is None:
+            return computed or found
+        is_better = pacing.prefers_computing(proposal, n, self.computing, n_computed, record, shape)
+        return computed if is_better else found
+
+    def _compute(self, choices: Sequence[_Choice]) -> dict[int, Proposal]:
+        """Proposals by sequence."""
+        computing = self.computing
+        if computing is None or not choices:
+            return {}
+        wanted = [Wanted(c.slot.seq, c.request.tokens(0, c.request.n_items), c.grant.n_tokens, c.n) for c in choices]
+        computing.read(wanted)
+        began = self.clock()
+        drafted = computing.draft(wanted)
+        if drafted:
+            self.pacing.has_computed(self.clock() - began, max(map(len, drafted.values())))
+        found: dict[int, Proposal] = {}
+        for choice in choices:
+            tokens = self._allowed(choice.request, np.array(drafted.get(choice.slot.seq, []), np.int32))
+            if len(tokens):
+                found[choice.slot.seq] = Proposal(tokens, computing.confidence, computing.source)
+        return found
 
     def _proposed(self, request: Request, n: int) -> Proposal | None:
-        """The proposal that promises most, as far as the reply may be so."""
+        """What was found that promises most."""
         history = request.tokens(0, request.n_items)
         found = (drafter.propose(history, n, request.ask.namespace) for drafter in self.drafters)
         best = max((p for p in found if p is not None), key=_promise, default=None)
         if best is None:
             return None
-        tokens = best.tokens[: n_valid(best.tokens, self.eog)]
+        tokens = self._allowed(request, best.tokens)
+        return best._replace(tokens=tokens) if len(tokens) else None
+
+    def _allowed(self, request: Request, tokens: Tokens) -> Tokens:
+        """The beginning of a draft, as far as the reply may be so."""
+        tokens = tokens[: n_valid(tokens, self.eog)]
         matcher = request.sampler.matcher
         if matcher is not None and len(tokens):
             tokens = tokens[: matcher.n_allowed(tokens.tolist())]
-        return best._replace(tokens=tokens) if len(tokens) else None
+        return tokens
 
     def judge(self, request: Request, draft: Draft, n_accepted: int) -> None:
         """Records what became of a draft."""
@@ -115,16 +178,21 @@ class Speculator:
         """Texts were erased: no draft may come from them."""
         for drafter in self.drafters:
             drafter.forget()
+        if self.computing is not None:
+            self.computing.forget()
 
     def end(self) -> None:
         """The step is over, however it went."""
         self.rollback.end()
 
+    def close(self) -> None:
+        if self.computing is not None:
+            self.computing.close()
+
 
 def _may_draft(slot: Slot, request: Request, grant: Grant) -> bool:
-    """Only a reply that this step brings up to date. Bits of a deterministic one must not depend on drafts; what is decoded
-    again is bounded."""
-    if request.ask.deterministic or request.ask.ahead or slot.n_fed < request.n_prompt:
+    """Only a reply that this step brings up to date; what is decoded again is bounded."""
+    if not request.may_draft or request.ask.ahead or slot.n_fed < request.n_prompt:
         return False
     return slot.n_fed + grant.n_tokens == request.n_items and grant.n_tokens <= MAX_AGAIN
 

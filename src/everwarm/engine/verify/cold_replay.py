@@ -10,6 +10,7 @@ import numpy as np
 from everwarm.engine.core import Core
 from everwarm.engine.images import ImageCache
 from everwarm.llama.context import Context, Feed
+from everwarm.llama.mtp.tail import trunk
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import SEATED, Chunks
 from everwarm.state.tree import Checkpoint, Node
@@ -59,9 +60,10 @@ def cold_state(
 
 
 def is_same_state(a: Blob, b: Blob) -> bool:
-    """Bytes after the header, which names the sequence a state was taken from. Zeroes may differ in sign: libllama empties
-    a used cell by multiplying it with 0, and a prompt of one to three tokens leaves some of that in place."""
-    return bool(np.array_equal(_unsigned_zeroes(a), _unsigned_zeroes(b)))
+    """Bytes after the header, which names the sequence a state was taken from, without the part of an MTP head. Zeroes
+    may differ in sign: libllama empties a used cell by multiplying it with 0, and a prompt of one to three tokens leaves
+    some of that in place."""
+    return bool(np.array_equal(_unsigned_zeroes(trunk(a)), _unsigned_zeroes(trunk(b))))
 
 
 def _unsigned_zeroes(blob: Blob) -> Blob:

@@ -27,7 +27,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryShape:
-    """Bytes per token of attention KV, and bytes of one recurrent or sliding-window state."""
+    """Bytes per token of attention KV, with that of an MTP head, and bytes of one recurrent or sliding-window state."""
 
     kv_bytes_per_token: int
     state_bytes: int
@@ -46,11 +46,13 @@ def measure(model: Model, options: ContextOptions) -> MemoryShape:
         for _ in range(2):
             context.decode([Feed(SeqId(0), token, context.end(SeqId(0)), wants_logits=False)])
             sizes.append((context._size(SeqId(0), abi.STATE_FULL), context._size(SeqId(0), abi.STATE_PARTIAL)))
+        of_head = 0 if context.head is None else context.head.bytes_per_token(SeqId(0))
     (full_1, partial_1), (full_2, partial_2) = sizes
     if not model.memory_kind.needs_checkpoints:
-        return MemoryShape(full_2 - full_1, 0)
+        return MemoryShape(full_2 - full_1 + of_head, 0)
     window_bytes = (partial_2 - partial_1) * model.n_swa
-    return MemoryShape((full_2 - full_1) - (partial_2 - partial_1), partial_1 + window_bytes)
+    kv_bytes = (full_2 - full_1) - (partial_2 - partial_1) + of_head
+    return MemoryShape(kv_bytes, partial_1 + window_bytes)
 
 
 def require_fit(model: Model, options: ContextOptions) -> None:

@@ -27,7 +27,7 @@ from everwarm.types import Blob, Place, heap
 Kind = Literal["kv", "state", "slot"]
 
 MAGIC, END = b"EVERWARM", b"MRAWREVE"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1  # 1.1: a section may end with the part of the model's MTP head (``llama.mtp.tail``)
 ALIGN = 4096
 MAX_HEADER = 1 << 20
 MAX_SECTIONS = 1024

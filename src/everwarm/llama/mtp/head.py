@@ -1,0 +1,343 @@
+"""The context of a model's MTP head, with the same sequences as the model's own.
+
+The head is attention alone, so its sequences can be cut anywhere. It may lag behind the model: see ``track``. Whatever
+fails here costs only guesses, so nothing is raised: the head forgets the sequence and begins anew where it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from everwarm.errors import StateRejected
+from everwarm.llama import abi
+from everwarm.llama.blobs import HEADER_BYTES, describes_cells, first_position
+from everwarm.llama.lib import Closing, Lib
+from everwarm.llama.mtp.track import Rows, Tokens, Track, cold, cut, extended, passed
+from everwarm.types import Blob, SeqId
+
+MOST_UNWANTED = 64  # decodes in a row
+MOST_WAITING = 32  # tokens of a sequence that the head has not read
+
+
+class HeadFeed(NamedTuple):
+    """What the model has read of a sequence in its last decode, in the order of its batch."""
+
+    seq: SeqId
+    tokens: Tokens
+    pos: int
+    n_draft: int
+    is_for_head: bool
+
+
+class Due(NamedTuple):
+    """``tokens`` come next in a sequence that the model has read up to ``end``; the last of them was just picked. So many
+    tokens after it are to be guessed."""
+
+    seq: SeqId
+    tokens: Tokens
+    end: int
+    n: int
+
+
+class _Part(NamedTuple):
+    seq: SeqId
+    pos: int
+    tokens: Tokens
+    rows: Rows
+    wants_guess: bool
+
+
+class Head(Closing):
+    def __init__(self, lib: Lib, ptr: int, target: int, n_seqs: int, n_batch: int, n_vocab: int) -> None:
+        """``ptr``: an MTP context of its own; ``target``: the model's."""
+        self._lib = lib
+        self._ptr: int | None = ptr
+        self._target = target
+        self._mem = lib.get_memory(ptr)
+        self._width = int(lib.model_n_embd_out(lib.get_model(ptr)))
+        self._n_vocab = n_vocab
+        self._n_batch = n_batch
+        self._scratch = n_seqs - 1
+        lib.set_embeddings_nextn(ptr, True, False)  # of all tokens: its graph does not choose rows
+        self._is_listening = False
+        self._n_unwanted = 0  # decodes in a row
+        self._empty = cold(0, self._width)
+        self._tracks = [self._empty] * n_seqs
+        self._batch = _Batch(n_batch, self._width)
+        self.n_decodes = 0
+
+    # reading
+
+    def listen(self, *, is_wanted: bool) -> None:
+        """Before the model decodes: whether it is to give rows. That takes time, and changing it as well."""
+        self._n_unwanted = 0 if is_wanted else self._n_unwanted + 1
+        if is_wanted != self._is_listening and (is_wanted or self._n_unwanted > MOST_UNWANTED):
+            self._lib.set_embeddings_nextn(self._target, is_wanted, False)
+            self._is_listening = is_wanted
+
+    def read(self, feeds: Sequence[HeadFeed]) -> None:
+        """Takes the rows of the model's last decode."""
+        if not any(feed.is_for_head for feed in feeds):
+            return
+        n = sum(len(feed.tokens) for feed in feeds)
+        rows = _floats(self._lib.get_embeddings_nextn(self._target), (n, self._width))
+        at, late = 0, []
+        for seq, tokens, pos, n_draft, is_for_head in feeds:
+            after, at = rows[at : at + len(tokens)], at + len(tokens)
+            if not is_for_head:
+                continue
+            track = extended(self._tracks[seq], pos, tokens, after)
+            self._set(seq, track)
+            if not n_draft and len(track.tokens) > MOST_WAITING:
+                late.append((seq, track.known))
+        if late:
+            self._catch_up(late)
+
+    def _set(self, seq: SeqId, track: Track) -> None:
+        """Cells that the new track does not have are removed."""
+        old = self._tracks[seq]
+        if old.end > old.start and (track.start != old.start or track.end < old.end):
+            self._lib.memory_seq_rm(self._mem, seq, track.end if track.start == old.start else -1, -1)
+        self._tracks[seq] = track
+
+    def _catch_up(self, wanted: Sequence[tuple[SeqId, int]]) -> None:
+        """The head reads what waits of these sequences, each up to a position."""
+        parts = []
+        for seq, pos in wanted:
+            track = self._tracks[seq]
+            for at in range(track.end, min(pos, track.known), self._n_batch):
+                n, first = min(self._n_batch, pos - at), at - track.end
+                parts.append(_Part(seq, at, track.tokens[first : first + n], track.rows[first : first + n], False))
+        while parts:
+            n_parts, n = 0, 0
+            while n_parts < len(parts) and n + len(parts[n_parts].tokens) <= self._n_batch:
+                n += len(parts[n_parts].tokens)
+                n_parts += 1
+            if self._decode(parts[:n_parts]):
+                for part in parts[:n_parts]:
+                    self._tracks[part.seq] = passed(self._tracks[part.seq], len(part.tokens))
+            else:
+                self._begin_anew(parts[:n_parts])
+            parts = [part for part in parts[n_parts:] if self._tracks[part.seq].end == part.pos]
+
+    def _decode(self, parts: Sequence[_Part]) -> bool:
+        n = 0
+        for part in parts:
+            n = self._batch.put(n, part)
+        self.n_decodes += 1
+        return int(self._lib.decode(self._ptr, self._batch.struct(n))) == 0
+
+    def _begin_anew(self, parts: Sequence[_Part]) -> None:
+        """These could not be read: no cell was free, or worse."""
+        for part in parts:
+            track = self._tracks[part.seq]
+            self._lib.memory_seq_rm(self._mem, part.seq, -1, -1)
+            self._tracks[part.seq] = cold(track.known, self._width, track.rows[-1])
+
+    # guessing
+
+    def draft(self, wanted: Sequence[Due]) -> dict[SeqId, list[int]]:
+        """The most likely tokens after what is due, for all sequences together. Nothing of it stays in the head."""
+        going = self._fitting([due for due in wanted if self._knows(due)])
+        parts = [self._first(due) for due in going]
+        if not parts or not self._decode(parts):
+            self._begin_anew(parts)
+            return {}
+        found: dict[SeqId, list[int]] = {due.seq: [] for due in going}
+        drafted = list(going)
+        while parts:
+            parts = self._guess(parts, going, found)
+            going = [due for due in going if len(found[due.seq]) < due.n]
+            if parts and not self._decode(parts):
+                break
+        for due in drafted:
+            self._take_back(due)
+        return found
+
+    def _fitting(self, wanted: list[Due]) -> list[Due]:
+        """As many as one batch takes."""
+        sizes = np.cumsum([len(self._tracks[due.seq].tokens) + 1 for due in wanted])
+        return wanted[: int(np.searchsorted(sizes, self._n_batch, "right"))]
+
+    def _guess(self, parts: Sequence[_Part], going: Sequence[Due], found: dict[SeqId, list[int]]) -> list[_Part]:
+        """Takes a token of each sequence from the last decode; returns what continues from it."""
+        following, row = [], -1
+        for part, due in zip(parts, going, strict=True):
+            row += len(part.tokens)
+            guess = int(_floats(self._lib.get_logits_ith(self._ptr, row), (self._n_vocab,)).argmax())
+            found[due.seq].append(guess)
+            if len(found[due.seq]) < due.n:
+                after = _floats(self._lib.get_embeddings_nextn_ith(self._ptr, row), (1, self._width)).copy()
+                following.append(_Part(due.seq, part.pos + len(part.tokens), np.array([guess], np.int32), after, True))
+        return following
+
+    def _knows(self, due: Due) -> bool:
+        """Whether what waits is what is due, up to the token that was picked just now."""
+        track, n_again = self._tracks[due.seq], len(due.tokens) - 1
+        if track.known != due.end + n_again or track.end > due.end:
+            return False
+        return bool(np.array_equal(track.tokens[len(track.tokens) - n_again :], due.tokens[:-1]))
+
+    def _first(self, due: Due) -> _Part:
+        track = self._tracks[due.seq]
+        return _Part(due.seq, track.end, np.append(track.tokens, due.tokens[-1]), track.rows, True)
+
+    def _take_back(self, due: Due) -> None:
+        """Only what the model has read stays."""
+        track = self._tracks[due.seq]
+        self._lib.memory_seq_rm(self._mem, due.seq, due.end, -1)
+        self._tracks[due.seq] = passed(track, due.end - track.end)
+
+    # sequences, with those of the model
+
+    def drop(self, seq: SeqId) -> None:
+        if self._tracks[seq] is not self._empty:
+            self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+            self._tracks[seq] = self._empty
+
+    def trim(self, seq: SeqId, pos: int) -> None:
+        self._set(seq, cut(self._tracks[seq], pos))
+
+    def park(self, src: SeqId, dst: SeqId, end: int) -> None:
+        """``dst`` is a second name for all that the model has read of ``src``."""
+        self._catch_up([(src, end)])
+        self.drop(dst)
+        track = self._tracks[src]
+        if track.end > track.start:
+            self._lib.memory_seq_cp(self._mem, src, dst, -1, -1)
+        self._tracks[dst] = track
+
+    def share(self, src: SeqId, dst: SeqId, pos: int, end: int) -> None:
+        """The same up to a position."""
+        self.park(src, dst, min(pos, end))
+        self.trim(dst, pos)
+
+    def stand(self, seq: SeqId, pos: int, tail: Blob | None) -> None:
+        """A state was restored at this position; ``tail``: the row that was kept with it."""
+        track = cut(self._tracks[seq], pos)
+        row = None
+        if tail is not None and len(tail) == 4 * self._width:
+            row = np.frombuffer(tail.tobytes(), np.float32)
+            row = row if np.isfinite(row).all() else None
+        if track.known == pos and row is not None:
+            rows = np.concatenate([track.rows[:-1], row.reshape(1, -1)])
+            track = Track(track.start, track.end, track.tokens, rows)
+        self._set(seq, track if track.known == pos else cold(pos, self._width, row))
+
+    def clear(self) -> None:
+        self._lib.memory_clear(self._mem, True)
+        self._tracks = [self._empty] * len(self._tracks)
+
+    # bytes
+
+    def row(self, seq: SeqId, pos: int) -> Blob | None:
+        """What is kept with a state: the row that goes with the next token. None: it is not known."""
+        row = self._tracks[seq].row(pos)
+        return None if row is None or not row.any() else np.frombuffer(row.tobytes(), np.uint8)
+
+    def capture(self, seq: SeqId, start: int, stop: int) -> Blob | None:
+        """The head's KV between two positions; None: it does not have all of it."""
+        if not self._tracks[seq].covers(start, stop):
+            return None
+        self._catch_up([(seq, stop)])
+        track = self._tracks[seq]
+        if not track.start <= start <= stop <= track.end:
+            return None
+        self._lib.memory_seq_cp(self._mem, seq, self._scratch, start, stop)
+        try:
+            blob = np.empty(int(self._lib.state_seq_get_size_ext(self._ptr, self._scratch, abi.STATE_FULL)), np.uint8)
+            n = self._lib.state_seq_get_data_ext(self._ptr, blob.ctypes.data, len(blob), self._scratch, abi.STATE_FULL)
+            return blob if int(n) == len(blob) else None
+        finally:
+            self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+
+    def bytes_per_token(self, seq: SeqId) -> int:
+        """What the second token of a sequence that has two adds to its bytes."""
+        one, two = self.capture(seq, 0, 1), self.capture(seq, 0, 2)
+        return 0 if one is None or two is None else len(two) - len(one)
+
+    def splice(self, seq: SeqId, blob: Blob | None, start: int, stop: int, n_cells: int) -> None:
+        """Appends kept KV of these positions, as far as the blob has them. Without it there is a gap: the head begins anew
+        behind it."""
+        self._catch_up([(seq, start)])
+        track = self._tracks[seq]
+        if track.end != start:
+            track = cold(start, self._width)
+            self._set(seq, track)
+        if blob is None or not self._load(seq, blob, start, stop, n_cells):
+            return self._set(seq, cold(stop, self._width))
+        self._tracks[seq] = Track(track.start, stop, np.empty(0, np.int32), self._empty.rows)
+        return None
+
+    def _load(self, seq: SeqId, blob: Blob, start: int, stop: int, n_cells: int) -> bool:
+        try:
+            if not describes_cells(blob, n_cells, None) or first_position(blob, n_cells) > start:
+                return False
+        except (StateRejected, StopIteration):
+            return False
+        blob = np.ascontiguousarray(blob)
+        n = self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), self._scratch, abi.STATE_FULL)
+        is_whole = int(n) == len(blob) > HEADER_BYTES
+        if is_whole:
+            self._lib.memory_seq_cp(self._mem, self._scratch, seq, start, stop)
+        self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+        return is_whole
+
+    def check(self) -> None:
+        """Compares its tracks with libllama's cells, in tests and while debugging."""
+        for seq, track in enumerate(self._tracks):
+            seen = int(self._lib.memory_seq_pos_max(self._mem, seq))
+            wanted = track.end - 1 if track.end > track.start else -1
+            assert seen == wanted, f"sequence {seq} of the head ends at {seen}, expected {wanted}"
+
+    def close(self) -> None:
+        if self._ptr:
+            self._lib.free(self._ptr)
+            self._ptr = self._mem = None
+
+
+class _Batch:
+    """One batch's arrays: a token, and the row that goes with it."""
+
+    def __init__(self, n_batch: int, width: int) -> None:
+        self._token = np.zeros(n_batch, np.int32)
+        self._pos = np.zeros(n_batch, np.int32)
+        self._seq = np.zeros(n_batch, np.int32)
+        self._wants = np.zeros(n_batch, np.int8)
+        self._ones = np.ones(n_batch, np.int32)
+        self._rows = np.empty((n_batch, width), np.float32)
+        self._pointers = self._seq.ctypes.data + 4 * np.arange(n_batch, dtype=np.uint64)
+        self._struct = abi.Batch(
+            n_tokens=0,
+            token=self._token.ctypes.data_as(abi.i32p),
+            embd=self._rows.ctypes.data_as(abi.f32p),
+            pos=self._pos.ctypes.data_as(abi.i32p),
+            n_seq_id=self._ones.ctypes.data_as(abi.i32p),
+            seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(abi.i32p)),
+            logits=self._wants.ctypes.data_as(abi.i8p),
+        )
+
+    def put(self, at: int, part: _Part) -> int:
+        stop = at + len(part.tokens)
+        self._token[at:stop] = part.tokens
+        self._pos[at:stop] = np.arange(part.pos, part.pos + len(part.tokens))
+        self._seq[at:stop] = part.seq
+        self._rows[at:stop] = part.rows
+        self._wants[at:stop] = 0
+        self._wants[stop - 1] = part.wants_guess
+        return stop
+
+    def struct(self, n: int) -> abi.Batch:
+        self._struct.n_tokens = n
+        return self._struct
+
+
+def _floats(address: int, shape: tuple[int, ...]) -> Rows:
+    """A live view of libllama's memory."""
+    assert address, "libllama has no rows where there should be some"
+    size = int(np.prod(shape))
+    return np.ctypeslib.as_array((ctypes.c_float * size).from_address(address)).reshape(shape)
