@@ -2,7 +2,8 @@
 
 The tests come out of the source archive of the libllama wheel and are never part of this repository. With names of files
 (``python -m bench.compat.suite test_completion``) only those are run, and with ``-k=EXPRESSION`` only some of their tests;
-with ``--only=everwarm`` the outcomes of llama-server are those of the last run.
+with ``--only=everwarm`` the outcomes of llama-server are those of the last run. Tests that fail are run again, each with
+servers of its own: see ``plugin``.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "compat"
 TESTS = FOLDER / "tools" / "server" / "tests"
 SIDES = ("llama-server", "everwarm")
+TIMEOUT_S = "90"  # of one test, with the start of its servers
 
 
 def main() -> None:
     only = [arg.removeprefix("--only=") for arg in sys.argv[1:] if arg.startswith("--only=")]
     files = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
     known = FOLDER / "results.json"
-    results = json.loads(known.read_text()) if known.exists() else {side: {} for side in SIDES}
+    results = {side: {} for side in SIDES} | (json.loads(known.read_text()) if known.exists() else {})
     chosen = [arg for arg in sys.argv[1:] if arg.startswith("-k=")]
     for side in only or SIDES:
         results[side] |= run(side, [f"unit/{file}.py" for file in files] or ["unit"], chosen)
@@ -39,20 +41,30 @@ def _is_of(name: str, files: list[str]) -> bool:
 
 def run(side: str, names: list[str], chosen: list[str]) -> dict[str, str]:
     """The outcome of every test."""
-    launcher, report = FOLDER / f"run-{side}", FOLDER / f"{side}.xml"
+    launcher = FOLDER / f"run-{side}"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m bench.compat.launch {side} "$@"\n')
     launcher.chmod(0o755)
+    print(f"{side} …", flush=True)
+    found = _outcomes(side, [*chosen, *names], {})
+    again = [_node(name) for name, outcome in found.items() if outcome == "failed"]
+    if again:
+        print(f"{side}: {len(again)} of {len(found)} again, with servers of their own …", flush=True)
+        found |= _outcomes(side, again, {"COMPAT_FRESH": "1"})
+    return found
+
+
+def _outcomes(side: str, which: list[str], more: dict[str, str]) -> dict[str, str]:
     environment = {
         **os.environ,
-        "LLAMA_SERVER_BIN_PATH": str(launcher),
-        "COMPAT_FLAGS": everwarm_flags(),
+        "LLAMA_SERVER_BIN_PATH": str(FOLDER / f"run-{side}"),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
         "PYTHONDONTWRITEBYTECODE": "1",
+        **more,
     }
+    report = FOLDER / f"{side}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.compat.plugin", "-p", "no:cacheprovider", "-n", "2"]
-    command += ["--timeout", "180", f"--junitxml={report}", "-m", "not slow", *chosen, *names]
-    print(f"{side} …", flush=True)
-    with (FOLDER / f"{side}.log").open("w") as log:
+    command += ["--dist=loadfile", "--timeout", TIMEOUT_S, f"--junitxml={report}", "-m", "not slow", *which]
+    with (FOLDER / f"{side}{'-again' if more else ''}.log").open("w") as log:
         subprocess.run(command, cwd=TESTS, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
     return {
         f"{case.get('classname', '').removeprefix('unit.')}::{case.get('name')}": _outcome(case)
@@ -60,11 +72,10 @@ def run(side: str, names: list[str], chosen: list[str]) -> dict[str, str]:
     }
 
 
-def everwarm_flags() -> str:
-    """The flags that ``everwarm serve`` has, asked for once."""
-    help = [str(Path(sys.executable).parent / "everwarm"), "serve", "--help"]
-    text = subprocess.run(help, capture_output=True, text=True, check=True).stdout
-    return " ".join(word for word in text.replace("│", " ").split() if word.startswith("-"))
+def _node(name: str) -> str:
+    """A test as pytest takes it on its command line."""
+    file, _, test = name.partition("::")
+    return f"unit/{file}.py::{test}"
 
 
 def _outcome(case: ElementTree.Element) -> str:

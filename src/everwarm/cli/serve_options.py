@@ -182,6 +182,15 @@ class ServeOptions:
             name=["--ctx-size", "-c"], group=MEMORY, help="tokens of context, shared by all slots; 0: as trained"
         ),
     ] = 16384
+    kv_unified: Annotated[
+        bool,
+        Parameter(
+            name=["--kv-unified", "-kvu"],
+            group=MEMORY,
+            negative=["--no-kv-unified", "-no-kvu"],
+            help="one request may use the whole context; otherwise at most its slot's share",
+        ),
+    ] = True
     cache_type_k: Annotated[CacheType, Parameter(name=["--cache-type-k", "-ctk"], group=MEMORY, help="KV keys")] = "f16"
     cache_type_v: Annotated[CacheType, Parameter(name=["--cache-type-v", "-ctv"], group=MEMORY, help="KV values")] = (
         "f16"
@@ -361,6 +370,7 @@ class ServeOptions:
             finish_prefill_s=self.finish_prefill,
             n_threads=self.threads,
             n_threads_batch=self.placement.threads_batch,
+            kv_unified=self.kv_unified,
             cache_type_k=self.cache_type_k,
             state_type=self.state_type,
             cache_type_v=self.cache_type_v,
@@ -491,7 +501,7 @@ class ServeOptions:
             picture_hosts=self.picture_host,
             cache_text=self.cache_text,
             log_format=self.log_format,
-            defaults=self.request.defaults(),
+            defaults=dataclasses.replace(self.request.defaults(), verbose=self.log_level == "debug"),
             embd_normalize=self.embd_normalize,
             strict=self.strict,
             web_ui=self.ui,

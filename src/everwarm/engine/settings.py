@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from everwarm.config import (
+    CELLS_STEP,
     CacheType,
     ContextOptions,
     FlashAttention,
@@ -103,6 +104,7 @@ class EngineSettings:
     speculate: Speculate = "auto"  # where drafts of replies come from; they change speed, never which tokens are likely
     max_draft: int = 32  # tokens that are drafted in one step
     embedding: Pooling | None = None  # how the model's vectors are made of its tokens; None: it writes text
+    kv_unified: bool = True  # one request may use the whole context; False: at most a slot's share of it
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:
@@ -124,6 +126,13 @@ class EngineSettings:
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         require(self.embedding is None or self.embedding in get_args(Pooling), f"embedding is {self.embedding!r}")
         self.context(0)  # the same limits as the context's own
+
+    def n_ctx_of_request(self, n_cells: int) -> int:
+        """The most tokens of one request, in a context of so many cells. A share is rounded up, as libllama does it."""
+        if self.kv_unified:
+            return n_cells
+        share = -(-self.n_ctx // self.n_slots)
+        return min(n_cells, -(-share // CELLS_STEP) * CELLS_STEP)
 
     def fingerprint(self, model: str, rope_limit: int | None) -> str:
         """What kept states of an engine with these settings are recognised by."""

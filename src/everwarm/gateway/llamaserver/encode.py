@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
+from everwarm.gateway.llamaserver.infill import InfillBody
+from everwarm.gateway.openai.defaults import RequestDefaults
 from everwarm.gateway.openai.encode import logprobs, progress, timings
 from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
@@ -24,8 +27,9 @@ class CompletionAbout:
     """What an answer of ``/completion`` says besides the reply. ``prompt``: None if it came as tokens."""
 
     model: str
-    body: CompletionBody
+    body: CompletionBody | InfillBody
     prompt: str | None = None
+    defaults: RequestDefaults = field(default_factory=RequestDefaults)
 
     def shown(self, answer: Json) -> Json:
         """Only the fields that were asked for; a slash leads into an object."""
@@ -45,17 +49,24 @@ def _at(answer: Any, path: list[str]) -> Any:
     return answer
 
 
-def generation_settings(body: Body) -> Json:
+def generation_settings(body: Body, defaults: RequestDefaults = RequestDefaults()) -> Json:  # noqa: B008 - frozen
     """How a reply is sampled, under llama-server's names."""
-    sampling = asdict(body.sampling())
+    sampling = asdict(body.sampling(defaults.sampling))
     bias = sampling.pop("logit_bias")
     sampling["repeat_last_n"] = sampling.pop("penalty_last_n")
     sampling["seed"] = _RANDOM_SEED if sampling["seed"] is None else sampling["seed"]
-    n_predict = body.reply_tokens(-1)
+    n_predict = body.reply_tokens(-1 if defaults.max_tokens is None else defaults.max_tokens)
+    n_probs = getattr(body, "n_probs", None)
     return {
         **sampling,
         "n_predict": n_predict,
         "max_tokens": n_predict,
+        "n_keep": 0,
+        "n_discard": 0,
+        "n_probs": n_probs or 0,
+        "post_sampling_probs": bool(body.post_sampling_probs),
+        "backend_sampling": False,
+        "speculative.types": "none",
         "stop": list(body.stops()),
         "stream": bool(body.stream),
         "ignore_eos": bool(body.ignore_eos),
@@ -92,7 +103,7 @@ class LlamaEncoder(Dialect):
                 chunk = {"index": 0, "content": piece.text, "tokens": piece.tokens, "stop": False}
                 chunk |= {"id_slot": self._slot, "tokens_predicted": self._n_reply, "tokens_evaluated": self._n_prompt}
                 if piece.probs:
-                    chunk["completion_probabilities"] = logprobs(piece.probs)["content"]
+                    chunk["completion_probabilities"] = _probabilities(self._about.body, piece.probs)
             case m.Done() as done:
                 has_new_line = self._has_new_line or "\n" in done.text
                 whole = {"index": 0, "content": done.text, "tokens": [], **_end(self._about, done, has_new_line)}
@@ -107,9 +118,24 @@ def completion(about: CompletionAbout, choice: Choice, *, index: int = 0) -> Jso
         "tokens": choice.tokens if about.body.return_tokens else [],
         **_end(about, choice.done, "\n" in choice.text),
     }
-    if about.body.wanted_probs is not None:
-        answer["completion_probabilities"] = logprobs(choice.probs)["content"]
+    if choice.probs:
+        answer["completion_probabilities"] = _probabilities(about.body, choice.probs)
     return about.shown(answer)
+
+
+def _probabilities(body: Body, probs: Sequence[m.TokenProb]) -> list[Json]:
+    """Log-probabilities; with ``post_sampling_probs`` probabilities, of what the samplers left."""
+    if not body.post_sampling_probs:
+        return list(logprobs(probs)["content"])
+    return [
+        {**_prob(each.token, each.piece, each.logprob), "top_probs": [_prob(*other) for other in each.top]}
+        for each in probs
+    ]
+
+
+def _prob(token: int, piece: bytes, logprob: float) -> Json:
+    text = piece.decode("utf-8", "replace")
+    return {"id": token, "token": text, "bytes": list(piece), "prob": math.exp(logprob)}
 
 
 def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
@@ -123,7 +149,7 @@ def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
         "tokens_predicted": done.n_reply,
         "tokens_evaluated": done.n_prompt,
         "tokens_cached": done.n_cached,
-        "generation_settings": generation_settings(body),
+        "generation_settings": generation_settings(body, about.defaults),
         **({"prompt": about.prompt} if about.prompt is not None else {}),
         "has_new_line": has_new_line,
         "truncated": was_cut,  # by the end of the context

@@ -52,7 +52,10 @@ class OpenAI:
             return self._replies.stream(request, n_bytes, body, encoder)
         with self._gate.admitted(request, n_bytes):
             choices = await self._gate.within_time(request, self._replies.collect(request, body))
-        return json_response(encoder.whole(choices))
+        answer = encoder.whole(choices)
+        if (prompt := getattr(request.state, "prompt", None)) is not None:  # of a chat that is verbose
+            answer["__verbose"] = {"prompt": prompt, "content": choices[0].text, "tokens": choices[0].tokens}
+        return json_response(answer)
 
     def _header(self, id_prefix: str, body: GenerationBody) -> Json:
         """What every chunk and answer of one request repeats."""
