@@ -8,6 +8,7 @@ with the same flags. A test that stops a server itself really stops it. With ``C
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -101,6 +102,15 @@ def pytest_runtest_call() -> Generator[None, Any, Any]:
         raise
     finally:
         pool.is_in_test = False
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Written at once, so that a run that is broken off is not lost. Each test once."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not (report.when == "call" or report.outcome != "passed"):
+        return
+    file, _, test = report.nodeid.removeprefix("unit/").partition("::")
+    with open(os.environ["COMPAT_RECORD"], "a") as record:
+        record.write(json.dumps([f"{file.removesuffix('.py')}::{test}", report.outcome]) + "\n")
 
 
 def pytest_sessionfinish() -> None:

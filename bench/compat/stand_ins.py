@@ -17,7 +17,7 @@ from support.lora import write_lora  # noqa: E402
 from support.models import EMBEDDED, tiny_model, tiny_vision  # noqa: E402
 
 FOLDER = ROOT / "build" / "compat" / "models"
-N_VOCAB = 2048  # of the embedded model
+N_VOCAB, N_CONTROL = 2048, 12  # of the embedded model
 
 
 class StandIn(NamedTuple):
@@ -55,10 +55,11 @@ def _once(name: str, write: Callable[[Path], object]) -> Path:
 
 
 def _text_model(*, fills_in: bool = False) -> Path:
-    """A tiny llama with the vocabulary of the embedded model: one token per byte would make every prompt too long."""
+    """A tiny llama with the vocabulary of the embedded model: one token per byte would make every prompt too long. It
+    writes no control tokens, so replies are as long as they may be."""
     weights = tiny_model("llama", n_vocab=N_VOCAB)
-    name = "fills-in.gguf" if fills_in else "text.gguf"
-    return _once(name, lambda path: write_changed(path, weights, EMBEDDED, fills_in=fills_in))
+    name = "fills-in-2.gguf" if fills_in else "text-2.gguf"
+    return _once(name, lambda path: write_changed(path, weights, EMBEDDED, fills_in=fills_in, n_silent=N_CONTROL))
 
 
 _BY_FILE = ("ggml-org/models",)

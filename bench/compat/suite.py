@@ -2,8 +2,7 @@
 
 The tests come out of the source archive of the libllama wheel and are never part of this repository. With names of files
 (``python -m bench.compat.suite test_completion``) only those are run, and with ``-k=EXPRESSION`` only some of their tests;
-with ``--only=everwarm`` the outcomes of llama-server are those of the last run. Tests that fail are run again, each with
-servers of its own: see ``plugin``.
+with ``--only=everwarm`` the outcomes of llama-server are those of the last run. Tests share servers: see ``plugin``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -45,42 +43,20 @@ def run(side: str, names: list[str], chosen: list[str]) -> dict[str, str]:
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m bench.compat.launch {side} "$@"\n')
     launcher.chmod(0o755)
     print(f"{side} …", flush=True)
-    found = _outcomes(side, [*chosen, *names], {})
-    again = [_node(name) for name, outcome in found.items() if outcome == "failed"]
-    if again:
-        print(f"{side}: {len(again)} of {len(found)} again, with servers of their own …", flush=True)
-        found |= _outcomes(side, again, {"COMPAT_FRESH": "1"})
-    return found
-
-
-def _outcomes(side: str, which: list[str], more: dict[str, str]) -> dict[str, str]:
+    record = FOLDER / f"{side}.jsonl"
+    record.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        "LLAMA_SERVER_BIN_PATH": str(FOLDER / f"run-{side}"),
+        "LLAMA_SERVER_BIN_PATH": str(launcher),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
         "PYTHONDONTWRITEBYTECODE": "1",
-        **more,
+        "COMPAT_RECORD": str(record),
     }
-    report = FOLDER / f"{side}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.compat.plugin", "-p", "no:cacheprovider", "-n", "2"]
-    command += ["--dist=loadfile", "--timeout", TIMEOUT_S, f"--junitxml={report}", "-m", "not slow", *which]
-    with (FOLDER / f"{side}{'-again' if more else ''}.log").open("w") as log:
+    command += ["--dist=loadfile", "--timeout", TIMEOUT_S, "-m", "not slow", *chosen, *names]
+    with (FOLDER / f"{side}.log").open("w") as log:
         subprocess.run(command, cwd=TESTS, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
-    return {
-        f"{case.get('classname', '').removeprefix('unit.')}::{case.get('name')}": _outcome(case)
-        for case in ElementTree.parse(report).iter("testcase")
-    }
-
-
-def _node(name: str) -> str:
-    """A test as pytest takes it on its command line."""
-    file, _, test = name.partition("::")
-    return f"unit/{file}.py::{test}"
-
-
-def _outcome(case: ElementTree.Element) -> str:
-    kinds = {child.tag for child in case}
-    return "skipped" if "skipped" in kinds else "failed" if kinds & {"failure", "error"} else "passed"
+    return dict(map(json.loads, record.read_text().splitlines())) if record.exists() else {}
 
 
 def report(results: dict[str, dict[str, str]]) -> None:

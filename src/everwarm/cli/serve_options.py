@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from everwarm.cli.flags.named_templates import named_template
 from everwarm.cli.flags.option_groups import CHECKPOINTS, COMPUTE, MEMORY, MODELS, NETWORK
 from everwarm.cli.flags.placement_options import PlacementOptions
 from everwarm.cli.flags.request_options import RequestOptions, read_text
@@ -104,7 +105,8 @@ class ServeOptions:
         ),
     ] = None
     chat_template: Annotated[
-        str | None, Parameter(group=NETWORK, help="Jinja chat template instead of the model's own")
+        str | None,
+        Parameter(group=NETWORK, help="Jinja chat template instead of the model's own, or llama.cpp's name of one"),
     ] = None
     chat_template_file: Annotated[str | None, Parameter(group=NETWORK, help="the same from a file")] = None
     offline: Annotated[
@@ -433,11 +435,8 @@ class ServeOptions:
         """The chat template that replaces the model's own."""
         given, file = self.chat_template, self.chat_template_file
         require(given is None or file is None, "give --chat-template or --chat-template-file, not both")
-        require(
-            given is None or "{" in given,
-            f"--chat-template is {given!r}; llama.cpp's names of templates are not known here: give Jinja text, or "
-            "--chat-template-file",
-        )
+        if given is not None and "{" not in given:
+            return named_template(given)
         return given if file is None else read_text(file, MAX_TEMPLATE_BYTES)
 
     @property
