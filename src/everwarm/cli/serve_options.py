@@ -32,6 +32,7 @@ from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat, LogLevel
 from everwarm.router.catalog.catalog import MAX_TEMPLATE_BYTES, Catalog
+from everwarm.router.catalog.models_file import MAX_TTL_S
 from everwarm.router.plan import PoolLimits
 from everwarm.state.policy import CheckpointParams
 
@@ -126,6 +127,14 @@ class ServeOptions:
         bool, Parameter(group=MODELS, help="load a model on its first request; otherwise only POST /models/load does")
     ] = True
 
+    sleep_idle_seconds: Annotated[
+        float,
+        Parameter(
+            group=MODELS,
+            help="after so long without a request the one model is unloaded until the next; -1: never; several models "
+            "have a ttl in their TOML file",
+        ),
+    ] = -1.0
     picture_host: Annotated[
         tuple[str, ...], Parameter(group=NETWORK, help="host from which images may be fetched by https; repeatable")
     ] = ()
@@ -438,6 +447,13 @@ class ServeOptions:
         if given is not None and "{" not in given:
             return named_template(given)
         return given if file is None else read_text(file, MAX_TEMPLATE_BYTES)
+
+    @property
+    def idle_limit_s(self) -> float:
+        """0: the model never sleeps."""
+        seconds = self.sleep_idle_seconds
+        require(seconds <= MAX_TTL_S, f"sleep-idle-seconds is {seconds}; give -1 (never) to {MAX_TTL_S}")
+        return max(0.0, seconds)
 
     @property
     def aliases(self) -> tuple[str, ...]:

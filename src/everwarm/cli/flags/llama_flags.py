@@ -423,9 +423,7 @@ ROWS: tuple[Row, ...] = (
         n_values=1,
     ),
     _switch("--lora-init-without-apply"),
-    _refused(
-        "--sleep-idle-seconds", "with `--models FILE.toml` a model has `ttl`, after which it sleeps", only=("-1",)
-    ),
+    _same("--sleep-idle-seconds"),
     _refused("--log-prompts-dir", "prompts are never written to a log"),
     _preset("--embd-gemma-default", "ggml-org/embeddinggemma-300M-qat-q4_0-GGUF"),
     _preset("--fim-qwen-1.5b-default", "ggml-org/Qwen2.5-Coder-1.5B-Q8_0-GGUF"),

@@ -143,10 +143,10 @@ class Tokenize(Message, frozen=True, tag=True):
 
 
 class Embed(Message, frozen=True, tag=True):
-    """Texts or tokens to vectors. With a ``query`` each is ranked by how well it answers it."""
+    """Texts, tokens, or both mixed to vectors. With a ``query`` each is ranked by how well it answers it."""
 
     id: int
-    inputs: list[str | list[int]]
+    inputs: list[str | list[int | str]]
     query: str | None = None
 
 

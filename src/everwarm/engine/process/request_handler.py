@@ -309,6 +309,9 @@ class RequestHandler:
             case Started():
                 reply.n_cached, reply.slot = event.n_cached, event.slot
                 self._send(m.Begun(reply.id, event.n_prompt, event.n_cached, event.slot, reply.n_stable))
+                if reply.wants_progress:
+                    seconds = time.monotonic() - reply.began_at
+                    self._send(m.PromptRead(reply.id, event.n_cached, event.n_prompt, event.n_cached, seconds))
             case Progress():
                 if reply.wants_progress:
                     seconds = time.monotonic() - reply.began_at

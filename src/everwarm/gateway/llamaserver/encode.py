@@ -87,6 +87,7 @@ class LlamaEncoder(Dialect):
         self._slot = 0
         self._n_prompt = 0
         self._n_reply = 0
+        self._began_s: float | None = None
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
         match event.message:
@@ -97,6 +98,8 @@ class LlamaEncoder(Dialect):
             case m.PromptRead() as read_so_far:
                 chunk: Json = {"index": 0, "content": "", "stop": False, "id_slot": self._slot}
                 chunk["prompt_progress"] = progress(read_so_far)
+                if self._about.body.timings_per_token:
+                    chunk["timings"] = self._reading(read_so_far)
             case m.TextPiece() as piece:
                 self._n_reply += len(piece.tokens)
                 self._has_new_line |= "\n" in piece.text
@@ -109,6 +112,22 @@ class LlamaEncoder(Dialect):
                 whole = {"index": 0, "content": done.text, "tokens": [], **_end(self._about, done, has_new_line)}
                 chunk = self._about.shown(whole)
         return [sse(chunk)]
+
+    def _reading(self, read: m.PromptRead) -> Json:
+        """The timings of a prompt that is being read; the first report is of its beginning."""
+        self._began_s = read.seconds if self._began_s is None else self._began_s
+        n_read, read_ms = read.n_read - read.n_cached, 1e3 * (read.seconds - self._began_s)
+        return {
+            "cache_n": read.n_cached,
+            "prompt_n": n_read,
+            "prompt_ms": read_ms,
+            "prompt_per_token_ms": read_ms / n_read if n_read else 0.0,
+            "prompt_per_second": 1e3 * n_read / read_ms if read_ms else 0.0,
+            "predicted_n": 0,
+            "predicted_ms": 0.0,
+            "predicted_per_token_ms": 0.0,
+            "predicted_per_second": 0.0,
+        }
 
 
 def completion(about: CompletionAbout, choice: Choice, *, index: int = 0) -> Json:

@@ -40,6 +40,7 @@ def timings(done: m.Done) -> Json:
     n_read = done.n_prompt - done.n_cached
     prompt_ms = 1e3 * (done.restore_s + done.prefill_s)
     decode_ms = 1e3 * done.decode_s
+    n_decoded = max(0, done.n_reply - 1)  # the first token comes with the prompt
     return {
         "cache_n": done.n_cached,
         "prompt_n": n_read,
@@ -48,8 +49,8 @@ def timings(done: m.Done) -> Json:
         "prompt_per_second": 1e3 * n_read / prompt_ms if prompt_ms else 0.0,
         "predicted_n": done.n_reply,
         "predicted_ms": decode_ms,
-        "predicted_per_token_ms": decode_ms / max(1, done.n_reply),
-        "predicted_per_second": 1e3 * done.n_reply / decode_ms if decode_ms else 0.0,
+        "predicted_per_token_ms": decode_ms / n_decoded if n_decoded else 0.0,
+        "predicted_per_second": 1e3 * n_decoded / decode_ms if decode_ms else 0.0,
         "queue_ms": 1e3 * done.queue_s,
         "restore_ms": 1e3 * done.restore_s,
         "keep_ms": 1e3 * done.keep_s,
