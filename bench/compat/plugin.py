@@ -8,6 +8,7 @@ with the same flags. A test that stops a server itself really stops it. With ``C
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -17,6 +18,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import requests
+from PIL import Image
+from requests.structures import CaseInsensitiveDict
 
 sys.modules["wget"] = types.ModuleType("wget")  # imported by the tests; nothing is downloaded here
 
@@ -74,6 +78,32 @@ class Pool:
 pool = Pool()
 
 
+class _Picture:
+    """The answer to a request for one of the pictures that tests download."""
+
+    status_code = 200
+
+    def __init__(self, url: str) -> None:
+        image, file = Image.new("RGB", (64, 48), (len(url) % 255, 90, 160)), io.BytesIO()
+        image.save(file, "png")
+        self.content = file.getvalue()
+
+    def raise_for_status(self) -> None:
+        pass
+
+
+def _get(url: str, *args: Any, **more: Any) -> Any:
+    is_picture = url.startswith("https://huggingface.co/") and url.endswith(".png")
+    return _Picture(url) if is_picture else _real_get(url, *args, **more)
+
+
+def _asked(self: Any, *args: Any, **more: Any) -> Any:
+    """Names of headers are compared as HTTP does it: whatever their case."""
+    answer = _ask(self, *args, **more)
+    answer.headers = CaseInsensitiveDict(answer.headers)
+    return answer
+
+
 def _flags(server: Any) -> str:
     hidden = ("process", "server_port", "_log", "compat_key", "ready")
     return repr(sorted((name, value) for name, value in vars(server).items() if name not in hidden))
@@ -118,6 +148,8 @@ def pytest_sessionfinish() -> None:
         pool.clear()
 
 
+_ask, utils.ServerProcess.make_request = utils.ServerProcess.make_request, _asked
+_real_get, requests.get = requests.get, _get
 _begin, _start, _stop = utils.ServerProcess.__init__, utils.ServerProcess.start, utils.ServerProcess.stop
 utils.ServerProcess.__init__ = _with_free_port
 utils.ServerProcess.start = lambda self, *_timeout, **_: pool.start(self)

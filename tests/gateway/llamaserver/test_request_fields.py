@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.server import Server, serving
+from support.server import Server, metric, serving
 
 PROMPT = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
@@ -121,3 +121,26 @@ def test_what_is_not_offered_says_what_to_do_instead(server, path):
 
 def test_properties_can_be_set_to_what_they_are(server):
     assert server.ask("/props", {}) == {"success": True}
+
+
+def test_what_is_banned_is_among_the_biases(server):
+    settings = complete(server, ignore_eos=True, logit_bias=[[5, -1.0], [6, False]])["generation_settings"]
+    biases = {each["token"]: each["bias"] for each in settings["logit_bias"]}
+    (end,) = server.ask("/tokenize", {"content": "<|im_end|>"})["tokens"]
+    assert biases[5] == -1.0 and biases[6] is None and biases[end] is None
+    assert complete(server)["generation_settings"]["logit_bias"] == []
+
+
+def test_progress_has_timings_when_they_are_wanted(server):
+    body = {"prompt": "word " * 200, "n_predict": 2, "stream": True, "return_progress": True, "timings_per_token": True}
+    told = [event["timings"] for event in server.post("/completion", body).events if "prompt_progress" in event]
+    assert told[0]["prompt_n"] == told[0]["prompt_ms"] == 0 and told[-1]["prompt_n"] > 100
+    assert [each["prompt_ms"] for each in told] == sorted(each["prompt_ms"] for each in told)
+
+
+def test_metrics_have_llama_servers_names(server):
+    text = server.get("/metrics").data.decode()
+    longest = complete(server)["tokens_evaluated"]
+    for name in ("n_tokens_max", "n_busy_slots_per_decode", "spec_decode_num_draft_tokens_total", "n_decode_total"):
+        assert f"\nllamacpp:{name} " in text
+    assert metric(text, "llamacpp:n_tokens_max") >= longest

@@ -317,6 +317,7 @@ class ModelInfo(Message, frozen=True, tag=True):
     pooling: str | None = None  # of an embedding model, which writes no text
     fill_in: FillIn | None = None  # None: the model does not know how
     n_batch: int = 2048
+    eog: tuple[int, ...] = ()  # tokens that end a reply
 
 
 class Fatal(Message, frozen=True, tag=True):

@@ -335,6 +335,7 @@ def _info(core: Core) -> m.ModelInfo:
         sees=core.images is not None,
         fill_in=_fill_in(vocab),
         n_batch=core.settings.n_batch,
+        eog=tuple(sorted(vocab.eog)),
     )
 
 

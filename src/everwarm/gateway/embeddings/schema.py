@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from everwarm.errors import BadRequest
+from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.openai.schema import Name, TokenId
 
 MAX_INPUTS = 2048
@@ -78,6 +78,8 @@ def _one(given: Any) -> Input:
         if isinstance(given, dict):
             if "content" in given:
                 return "".join(part.text for part in msgspec.convert(given, _Parts).content)
+            if given.get("multimodal_data"):
+                raise NotSupported("there are no embeddings of pictures: leave multimodal_data out")
             return msgspec.convert(given, _Prompt).prompt_string
         return msgspec.convert(given, str | Annotated[list[TokenId | str], Meta(max_length=1 << 20)])
     except msgspec.ValidationError as error:

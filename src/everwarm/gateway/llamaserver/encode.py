@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +30,11 @@ class CompletionAbout:
     body: CompletionBody | InfillBody
     prompt: str | None = None
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    info: Callable[[], m.ModelInfo | None] = lambda: None  # of the model, which may not be loaded yet
+
+    def settings(self) -> Json:
+        info = self.info()
+        return generation_settings(self.body, self.defaults, () if info is None else info.eog)
 
     def shown(self, answer: Json) -> Json:
         """Only the fields that were asked for; a slash leads into an object."""
@@ -49,10 +54,10 @@ def _at(answer: Any, path: list[str]) -> Any:
     return answer
 
 
-def generation_settings(body: Body, defaults: RequestDefaults = RequestDefaults()) -> Json:  # noqa: B008 - frozen
-    """How a reply is sampled, under llama-server's names."""
+def generation_settings(body: Body, defaults: RequestDefaults, eog: Sequence[int] = ()) -> Json:
+    """How a reply is sampled, under llama-server's names. ``eog``: the tokens that end a reply."""
     sampling = asdict(body.sampling(defaults.sampling))
-    bias = sampling.pop("logit_bias")
+    bias = sampling.pop("logit_bias") | (dict.fromkeys(eog, float("-inf")) if body.ignore_eos else {})
     sampling["repeat_last_n"] = sampling.pop("penalty_last_n")
     sampling["seed"] = _RANDOM_SEED if sampling["seed"] is None else sampling["seed"]
     n_predict = body.reply_tokens(-1 if defaults.max_tokens is None else defaults.max_tokens)
@@ -71,7 +76,9 @@ def generation_settings(body: Body, defaults: RequestDefaults = RequestDefaults(
         "stream": bool(body.stream),
         "ignore_eos": bool(body.ignore_eos),
         "grammar": body.grammar or "",
-        "logit_bias": [{"token": token, "bias": value} for token, value in bias.items() if value != float("-inf")],
+        "logit_bias": [
+            {"token": token, "bias": value if math.isfinite(value) else None} for token, value in bias.items()
+        ],
         "timings_per_token": bool(body.timings_per_token),
         "lora": [],
     }
@@ -168,7 +175,7 @@ def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
         "tokens_predicted": done.n_reply,
         "tokens_evaluated": done.n_prompt,
         "tokens_cached": done.n_cached,
-        "generation_settings": generation_settings(body, about.defaults),
+        "generation_settings": about.settings(),
         **({"prompt": about.prompt} if about.prompt is not None else {}),
         "has_new_line": has_new_line,
         "truncated": was_cut,  # by the end of the context

@@ -30,7 +30,18 @@ from everwarm.gateway.llamaserver.encode import (
     tokenized,
 )
 from everwarm.gateway.llamaserver.infill import InfillBody, InfillTokens, infill_prompt
-from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
+from everwarm.gateway.openai.schema import (
+    MEDIA_MARKER,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    MediaPrompt,
+    Prompt,
+    SlotBody,
+    TokenizeBody,
+    read,
+)
 from everwarm.gateway.serving.generate import Choice
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
@@ -41,7 +52,6 @@ from everwarm.router.supervise.supervisor import Question
 from everwarm.state.store.slot_names import COMPANION, checked_name, namespace_folder
 from everwarm.types import Json
 
-IMAGE_MARKER = "<__media__>"  # llama.cpp's own, in the answer of /apply-template
 _TEXT_ONLY = {"vision": False, "audio": False, "video": False}
 _NO_TOOLS = "Everwarm runs no tools and connects to no MCP servers: let the client run them"
 NOT_OFFERED = {
@@ -83,10 +93,9 @@ class LlamaServer:
 
     async def completion(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
-        model = body.model or self._pool.find(body.model).id
         prompts = body.prompts()
         text = prompts[0] if isinstance(prompts[0], str) else None
-        one = CompletionAbout(model, body, text, self._settings.defaults)
+        one = self._about(body, text)
         if body.stream:
             if len(prompts) > 1 or (body.n or 1) > 1:
                 raise BadRequest("only one reply can be streamed: send several prompts as several requests")
@@ -99,9 +108,14 @@ class LlamaServer:
         answers = [completion(abouts[i // n], choice, index=i) for i, choice in enumerate(found)]
         return json_response(answers[0] if len(answers) == 1 else answers)
 
+    def _about(self, body: CompletionBody | InfillBody, prompt: str | None = None) -> CompletionAbout:
+        served = self._pool.find(body.model)
+        defaults = self._settings.defaults
+        return CompletionAbout(body.model or served.id, body, prompt, defaults, lambda: served.supervisor.info)
+
     async def infill(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, InfillBody)
-        about = CompletionAbout(body.model or self._pool.find(body.model).id, body, None, self._settings.defaults)
+        about = self._about(body)
         source = partial(self._filled, request, body)
         if body.stream:
             return self._replies.stream(request, n_bytes, source, LlamaEncoder(about))
@@ -131,9 +145,7 @@ class LlamaServer:
         )
         return body.completion(prompt)
 
-    async def _all_completed(
-        self, request: Request, body: CompletionBody, prompts: list[str | list[int | str]]
-    ) -> list[Choice]:
+    async def _all_completed(self, request: Request, body: CompletionBody, prompts: list[Prompt]) -> list[Choice]:
         """The replies to all prompts, which run at once; the error of one ends them all."""
         tasks = [asyncio.create_task(self._completed(request, body, prompt)) for prompt in prompts]
         try:
@@ -143,12 +155,10 @@ class LlamaServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _completed(self, request: Request, body: CompletionBody, prompt: str | list[int | str]) -> list[Choice]:
+    async def _completed(self, request: Request, body: CompletionBody, prompt: Prompt) -> list[Choice]:
         return await self._replies.collect(request, await self._with_prompt(request, body, prompt))
 
-    async def _with_prompt(
-        self, request: Request, body: CompletionBody, prompt: str | list[int | str]
-    ) -> CompletionBody:
+    async def _with_prompt(self, request: Request, body: CompletionBody, prompt: Prompt) -> CompletionBody:
         """The body with this prompt alone; texts among tokens are tokenized."""
         if isinstance(prompt, list) and any(isinstance(item, str) for item in prompt):
             tokens: list[int] = []
@@ -156,7 +166,8 @@ class LlamaServer:
                 is_first = not tokens
                 tokens += [item] if isinstance(item, int) else await self._tokens(request, body.model, item, is_first)
             prompt = list(tokens)
-        return msgspec.structs.replace(body, prompt=prompt)
+        given = msgspec.to_builtins(prompt) if isinstance(prompt, MediaPrompt) else prompt
+        return msgspec.structs.replace(body, prompt=given)
 
     async def _tokens(
         self, request: Request, model: str | None, text: str, add_special: bool, parse_special: bool = True
@@ -198,7 +209,7 @@ class LlamaServer:
 
     async def _applied(self, request: Request, body: ChatBody) -> Response:
         with self._pool.lease(body.model) as lease:
-            prepared = await self._preparer.prompt(request, body, await lease.ready(), lambda _: IMAGE_MARKER)
+            prepared = await self._preparer.prompt(request, body, await lease.ready(), lambda _: MEDIA_MARKER)
         return json_response({"prompt": prepared.text.removeprefix(prepared.bos)})
 
     async def props(self, request: Request) -> Response:
@@ -226,8 +237,9 @@ class LlamaServer:
                 "model_description": info.description,
                 "memory_kind": info.memory_kind,
                 "modalities": _TEXT_ONLY | {"vision": info.sees},
-                "endpoint_slots": True,
-                "endpoint_props": False,
+                "media_marker": MEDIA_MARKER,
+                "endpoint_slots": self._settings.shows_slots,
+                "endpoint_props": True,
                 "endpoint_metrics": True,
                 "chat_template": served.spec.template or info.chat_template or "",
                 "checkpoint_every": info.every_n_tokens,

@@ -223,6 +223,17 @@ class ChatBody(Body, frozen=True, kw_only=True):
         return None if given is None or given < 0 else given
 
 
+class MediaPrompt(msgspec.Struct, frozen=True):
+    """llama-server's prompt with pictures: each ``<__media__>`` in the text stands for the next of them, in base64."""
+
+    prompt_string: str
+    multimodal_data: Annotated[list[str], Meta(min_length=1, max_length=256)]
+
+
+Prompt = str | list[int | str] | MediaPrompt
+MEDIA_MARKER = "<__media__>"
+
+
 class CompletionBody(Body, frozen=True, kw_only=True):
     """``prompt``: text, tokens, both mixed, llama-server's object with ``prompt_string``, or a list of these."""
 
@@ -246,14 +257,14 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         for prompt in self.prompts():
             if isinstance(prompt, str):
                 found.append((prompt, None))
-            elif set(map(type, prompt)) <= {int}:
+            elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
                 found.append((None, prompt))  # type: ignore[arg-type]
             else:
                 raise BadRequest("prompt must be a text, a list of token ids, or a list of these")
         return found
 
-    def prompts(self) -> list[str | list[int | str]]:
-        """Every prompt, as text, as tokens, or as tokens and texts in one list."""
+    def prompts(self) -> list[Prompt]:
+        """Every prompt, as text, as tokens, as tokens and texts in one list, or as text with pictures."""
         prompt: Any = self.prompt
         are_many = isinstance(prompt, list) and any(isinstance(item, list | dict) for item in prompt)
         are_texts = isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt)
@@ -279,11 +290,14 @@ class MarkedCompletion(CompletionBody, frozen=True, kw_only=True):
     breakpoints: tuple[int, ...] = ()
 
 
-def _one_prompt(given: Any) -> str | list[int | str]:
+def _one_prompt(given: Any) -> Prompt:
     if isinstance(given, dict):
         text, media = given.get("prompt_string"), given.get("multimodal_data")
         if media:
-            raise BadRequest("multimodal_data is not read here: send images in a chat")
+            try:
+                return msgspec.convert(given, MediaPrompt)
+            except msgspec.ValidationError as error:
+                raise BadRequest(f"a prompt with multimodal_data cannot be used: {_shortened(str(error))}") from None
         if not isinstance(text, str):
             raise BadRequest("a prompt that is an object needs prompt_string")
         return text

@@ -40,7 +40,7 @@ from everwarm.gateway.chat.reply_memory import (
 from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
-from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody, MarkedCompletion
+from everwarm.gateway.openai.schema import MEDIA_MARKER, Body, ChatBody, CompletionBody, MarkedCompletion, MediaPrompt
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import kinds_of
@@ -219,6 +219,9 @@ class RequestPreparer:
         sampling = body.sampling(self._settings.defaults.sampling)
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
+        first = body.prompts()[0]
+        if isinstance(first, MediaPrompt):
+            return await self._media_completion(request, body, first, info, constraint)
         submits: list[m.Submit] = []
         n_tokens = 0
         for text, tokens in body.texts_or_tokens():
@@ -231,6 +234,41 @@ class RequestPreparer:
             n_tokens += len(tokens) if tokens is not None else estimated_tokens(len(text or ""))
         _recount(request, n_tokens)
         return PreparedRequest(tuple(submits))
+
+    async def _media_completion(
+        self,
+        request: Request,
+        body: CompletionBody,
+        prompt: MediaPrompt,
+        info: m.ModelInfo,
+        constraint: Constraint | None,
+    ) -> PreparedRequest:
+        """Of one prompt with pictures."""
+        data, text = prompt.multimodal_data, prompt.prompt_string
+        if len(body.prompts()) > 1:
+            raise BadRequest("a prompt with multimodal_data is sent alone")
+        if not info.sees:
+            raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
+        if (n_places := text.count(MEDIA_MARKER)) != len(data) or len(text) > MAX_PROMPT_CHARS:
+            raise BadRequest(
+                f"the prompt has {n_places} places {MEDIA_MARKER} for {len(data)} pictures; give one for each"
+            )
+        namespace = namespace_of(request, body.cache_salt)
+        parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in data]
+        images = await self._images.from_parts(parts, namespace)
+        submit = _submit(
+            request,
+            body,
+            info,
+            body.sampling(self._settings.defaults.sampling),
+            text=text.replace(MEDIA_MARKER, self._marker),
+            n_probs=body.wanted_probs,
+            constraint=constraint,
+            marker=self._marker,
+            images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+        )
+        _recount(request, estimated_tokens(len(text)))
+        return PreparedRequest(_choices(submit, body), lend=partial(lent_images, self._images, images, namespace))
 
     async def count(self, request: Request, body: ChatBody, served: Served) -> int:
         """The tokens of a chat's prompt."""
