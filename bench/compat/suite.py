@@ -25,13 +25,20 @@ TIMEOUT_S = "90"  # of one test, with the start of its servers
 def main() -> None:
     only = [arg.removeprefix("--only=") for arg in sys.argv[1:] if arg.startswith("--only=")]
     files = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+    chosen = [arg for arg in sys.argv[1:] if arg.startswith("-k=")]
+    results: dict[str, dict[str, str]] = {}
+    for side in only or SIDES:
+        results = kept(side, run(side, [f"unit/{file}.py" for file in files] or ["unit"], chosen))
+    report({side: {k: v for k, v in found.items() if _is_of(k, files)} for side, found in results.items()})
+
+
+def kept(side: str, found: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Everything that is known by now, with these outcomes."""
     known = FOLDER / "results.json"
     results = {side: {} for side in SIDES} | (json.loads(known.read_text()) if known.exists() else {})
-    chosen = [arg for arg in sys.argv[1:] if arg.startswith("-k=")]
-    for side in only or SIDES:
-        results[side] |= run(side, [f"unit/{file}.py" for file in files] or ["unit"], chosen)
+    results[side] |= found
     known.write_text(json.dumps(results, indent=1))
-    report({side: {k: v for k, v in found.items() if _is_of(k, files)} for side, found in results.items()})
+    return results
 
 
 def _is_of(name: str, files: list[str]) -> bool:
