@@ -6,17 +6,17 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
 
+from everwarm.config import Sampling
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
 from everwarm.gateway.llamaserver.infill import InfillBody
-from everwarm.gateway.openai.defaults import RequestDefaults
 from everwarm.gateway.openai.encode import logprobs, progress, timings
-from everwarm.gateway.openai.schema import Body, CompletionBody
+from everwarm.gateway.openai.schema import DEFAULT_SAMPLING, Body, CompletionBody
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
@@ -29,12 +29,13 @@ class CompletionAbout:
     model: str
     body: CompletionBody | InfillBody
     prompt: str | None = None
-    defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    sampling: Sampling = DEFAULT_SAMPLING  # of requests that do not say it
+    max_tokens: int | None = None
     info: Callable[[], m.ModelInfo | None] = lambda: None  # of the model, which may not be loaded yet
 
     def settings(self) -> Json:
         info = self.info()
-        return generation_settings(self.body, self.defaults, () if info is None else info.eog)
+        return generation_settings(self.body, self.sampling, self.max_tokens, () if info is None else info.eog)
 
     def shown(self, answer: Json) -> Json:
         """Only the fields that were asked for; a slash leads into an object."""
@@ -54,13 +55,14 @@ def _at(answer: Any, path: list[str]) -> Any:
     return answer
 
 
-def generation_settings(body: Body, defaults: RequestDefaults, eog: Sequence[int] = ()) -> Json:
-    """How a reply is sampled, under llama-server's names. ``eog``: the tokens that end a reply."""
-    sampling = asdict(body.sampling(defaults.sampling))
+def generation_settings(body: Body, defaults: Sampling, max_tokens: int | None, eog: Sequence[int] = ()) -> Json:
+    """How a reply is sampled, under llama-server's names. ``defaults`` and ``max_tokens`` are of requests that do not say
+    it, ``eog`` the tokens that end a reply."""
+    sampling = asdict(body.sampling(defaults))
     bias = sampling.pop("logit_bias") | (dict.fromkeys(eog, float("-inf")) if body.ignore_eos else {})
     sampling["repeat_last_n"] = sampling.pop("penalty_last_n")
     sampling["seed"] = _RANDOM_SEED if sampling["seed"] is None else sampling["seed"]
-    n_predict = body.reply_tokens(-1 if defaults.max_tokens is None else defaults.max_tokens)
+    n_predict = body.reply_tokens(-1 if max_tokens is None else max_tokens)
     n_probs = getattr(body, "n_probs", None)
     return {
         **sampling,

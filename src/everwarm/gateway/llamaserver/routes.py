@@ -111,7 +111,14 @@ class LlamaServer:
     def _about(self, body: CompletionBody | InfillBody, prompt: str | None = None) -> CompletionAbout:
         served = self._pool.find(body.model)
         defaults = self._settings.defaults
-        return CompletionAbout(body.model or served.id, body, prompt, defaults, lambda: served.supervisor.info)
+        return CompletionAbout(
+            body.model or served.id,
+            body,
+            prompt,
+            defaults.sampling,
+            defaults.max_tokens,
+            lambda: served.supervisor.info,
+        )
 
     async def infill(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, InfillBody)
@@ -224,7 +231,8 @@ class LlamaServer:
         return await self._gate.within_time(request, self._props(served, shows_path=shows_path))
 
     def _default_params(self) -> Json:
-        return generation_settings(Body(), self._settings.defaults)
+        defaults = self._settings.defaults
+        return generation_settings(Body(), defaults.sampling, defaults.max_tokens)
 
     async def _props(self, served: Served, *, shows_path: bool) -> Response:
         info = await served.supervisor.wait_ready()
