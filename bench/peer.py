@@ -33,6 +33,7 @@ class PeerOptions:
     n_draft: int | None = None  # tokens that it drafts at once
     synth_rates: tuple[float, ...] = ()  # of drafted tokens that it accepts, by their place, whatever they are
     pooling: int | None = None  # of an embedding model; -1: as its file says
+    chat_template: str | None = None  # instead of the model's own
 
 
 class Peer:
@@ -91,6 +92,8 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     if options.pooling is not None:
         params.embedding = True
         params.pooling_type = xllamacpp.llama_pooling_type(options.pooling)
+    if options.chat_template is not None:
+        params.use_jinja, params.chat_template = True, options.chat_template
     params.port = 0
     params.verbosity = -1
     if options.speculative is not None:

@@ -9,10 +9,7 @@ import contextlib
 import datetime
 import http.client
 import json
-import multiprocessing
-import multiprocessing.connection
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from bench.measure import EMBEDDED  # noqa: E402
+from bench.peer import PeerOptions, llama_server  # noqa: E402
 from support.prompt_digests import RECORDED, TEMPLATES, Recorded, digest, our_prompt  # noqa: E402
 from support.prompt_exceptions import exception  # noqa: E402
 from support.prompt_shapes import SHAPES  # noqa: E402
@@ -29,9 +27,10 @@ def main() -> None:
     today = datetime.date.today()
     digests, n_same, differing = {}, 0, []
     for path in sorted(TEMPLATES.glob("*.jinja")):
-        with llama_server(path.read_text()) as host:
-            bos, eos = _special_tokens(host)
-            theirs = {shape: _applied(host, body) for shape, body in SHAPES.items()}
+        options = PeerOptions(EMBEDDED, n_ctx=512, n_parallel=1, n_threads=1, chat_template=path.read_text())
+        with llama_server(options) as peer:
+            bos, eos = _special_tokens(peer.host)
+            theirs = {shape: _applied(peer.host, body) for shape, body in SHAPES.items()}
         digests[path.stem] = [digest(prompt) for prompt in theirs.values()]
         for shape, prompt in theirs.items():
             ours = our_prompt(path, SHAPES[shape], bos=bos, eos=eos, today=today)
@@ -46,33 +45,6 @@ def main() -> None:
     for name, shape in unexplained:
         print(f"  {name}: {shape}")
     print(f"{len(unexplained)} differ for no named reason")
-
-
-@contextlib.contextmanager
-def llama_server(template: str) -> Iterator[str]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(template, theirs), daemon=True)
-    process.start()
-    try:
-        yield ours.recv().split("//")[1].rstrip("/")
-    finally:
-        ours.send("stop")
-        process.join(10)
-        process.kill()
-
-
-def _serve(template: str, pipe: multiprocessing.connection.Connection) -> None:
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(EMBEDDED)
-    params.n_ctx, params.n_parallel, params.port, params.verbosity = 512, 1, 0, -1
-    params.cpuparams.n_threads, params.warmup = 1, False
-    params.use_jinja, params.chat_template = True, template
-    server = xllamacpp.Server(params)
-    pipe.send(server.listening_address)
-    pipe.recv()
 
 
 def _special_tokens(host: str) -> tuple[str, str]:

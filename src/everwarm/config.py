@@ -386,6 +386,17 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """At most so many tokens of thinking; then ``message`` and the ``closing`` tag are written for the model. Without an
+    ``opening`` tag the prompt has opened it."""
+
+    n_tokens: int
+    closing: str
+    opening: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Constraint:
     """What a reply must match. In a Lark text the rules ``tag_0``, ``tag_1`` … stand for ``tags``: words that are one
     control token in some vocabularies and plain text in others."""

@@ -12,11 +12,13 @@ LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 TOKENS = (*SPECIAL, *(f"▁{word}" for word in (*WORDS, *LETTERS[1:])), *LETTERS)
 
 
-def write_bert(path: Path, *, ranks: bool = False, pooling: gguf.PoolingType = gguf.PoolingType.MEAN) -> Path:
+def write_bert(
+    path: Path, *, ranks: bool = False, pooling: gguf.PoolingType = gguf.PoolingType.MEAN, n_ctx: int = N_CTX
+) -> Path:
     rng = np.random.default_rng(5)
     writer = gguf.GGUFWriter(path, "bert")
     writer.add_block_count(N_LAYERS)
-    writer.add_context_length(N_CTX)
+    writer.add_context_length(n_ctx)
     writer.add_embedding_length(WIDTH)
     writer.add_feed_forward_length(N_FF)
     writer.add_head_count(4)
@@ -30,7 +32,7 @@ def write_bert(path: Path, *, ranks: bool = False, pooling: gguf.PoolingType = g
 
     add("token_embd.weight", len(TOKENS), WIDTH)
     add("token_types.weight", 2, WIDTH)
-    add("position_embd.weight", N_CTX, WIDTH)
+    add("position_embd.weight", n_ctx, WIDTH)
     norms = ["token_embd_norm"]
     for i in range(N_LAYERS):
         for name, rows, columns in (

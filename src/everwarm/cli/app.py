@@ -203,6 +203,7 @@ def _single(model: str | None, options: ServeOptions, console: Console) -> Catal
         mmproj=mmproj if options.mmproj_auto else None,
         aliases=options.aliases[1:],
         template=options.template(),
+        ttl_s=options.idle_limit_s,
     )
 
 

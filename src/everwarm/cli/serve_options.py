@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from everwarm.cli.flags.named_templates import named_template
 from everwarm.cli.flags.option_groups import CHECKPOINTS, COMPUTE, MEMORY, MODELS, NETWORK
 from everwarm.cli.flags.placement_options import PlacementOptions
 from everwarm.cli.flags.request_options import RequestOptions, read_text
@@ -31,6 +32,7 @@ from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat, LogLevel
 from everwarm.router.catalog.catalog import MAX_TEMPLATE_BYTES, Catalog
+from everwarm.router.catalog.models_file import MAX_TTL_S
 from everwarm.router.plan import PoolLimits
 from everwarm.state.policy import CheckpointParams
 
@@ -104,7 +106,8 @@ class ServeOptions:
         ),
     ] = None
     chat_template: Annotated[
-        str | None, Parameter(group=NETWORK, help="Jinja chat template instead of the model's own")
+        str | None,
+        Parameter(group=NETWORK, help="Jinja chat template instead of the model's own, or llama.cpp's name of one"),
     ] = None
     chat_template_file: Annotated[str | None, Parameter(group=NETWORK, help="the same from a file")] = None
     offline: Annotated[
@@ -124,6 +127,14 @@ class ServeOptions:
         bool, Parameter(group=MODELS, help="load a model on its first request; otherwise only POST /models/load does")
     ] = True
 
+    sleep_idle_seconds: Annotated[
+        float,
+        Parameter(
+            group=MODELS,
+            help="after so long without a request the one model is unloaded until the next; -1: never; several models "
+            "have a ttl in their TOML file",
+        ),
+    ] = -1.0
     picture_host: Annotated[
         tuple[str, ...], Parameter(group=NETWORK, help="host from which images may be fetched by https; repeatable")
     ] = ()
@@ -182,6 +193,15 @@ class ServeOptions:
             name=["--ctx-size", "-c"], group=MEMORY, help="tokens of context, shared by all slots; 0: as trained"
         ),
     ] = 16384
+    kv_unified: Annotated[
+        bool,
+        Parameter(
+            name=["--kv-unified", "-kvu"],
+            group=MEMORY,
+            negative=["--no-kv-unified", "-no-kvu"],
+            help="one request may use the whole context; otherwise at most its slot's share",
+        ),
+    ] = True
     cache_type_k: Annotated[CacheType, Parameter(name=["--cache-type-k", "-ctk"], group=MEMORY, help="KV keys")] = "f16"
     cache_type_v: Annotated[CacheType, Parameter(name=["--cache-type-v", "-ctv"], group=MEMORY, help="KV values")] = (
         "f16"
@@ -372,6 +392,7 @@ class ServeOptions:
             finish_prefill_s=self.finish_prefill,
             n_threads=self.threads,
             n_threads_batch=self.placement.threads_batch,
+            kv_unified=self.kv_unified,
             cache_type_k=self.cache_type_k,
             state_type=self.state_type,
             cache_type_v=self.cache_type_v,
@@ -435,12 +456,16 @@ class ServeOptions:
         """The chat template that replaces the model's own."""
         given, file = self.chat_template, self.chat_template_file
         require(given is None or file is None, "give --chat-template or --chat-template-file, not both")
-        require(
-            given is None or "{" in given,
-            f"--chat-template is {given!r}; llama.cpp's names of templates are not known here: give Jinja text, or "
-            "--chat-template-file",
-        )
+        if given is not None and "{" not in given:
+            return named_template(given)
         return given if file is None else read_text(file, MAX_TEMPLATE_BYTES)
+
+    @property
+    def idle_limit_s(self) -> float:
+        """0: the model never sleeps."""
+        seconds = self.sleep_idle_seconds
+        require(seconds <= MAX_TTL_S, f"sleep-idle-seconds is {seconds}; give -1 (never) to {MAX_TTL_S}")
+        return max(0.0, seconds)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -503,7 +528,7 @@ class ServeOptions:
             picture_hosts=self.picture_host,
             cache_text=self.cache_text,
             log_format=self.log_format,
-            defaults=self.request.defaults(),
+            defaults=dataclasses.replace(self.request.defaults(), verbose=self.log_level == "debug"),
             embd_normalize=self.embd_normalize,
             strict=self.strict,
             web_ui=self.ui,

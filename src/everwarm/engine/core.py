@@ -33,7 +33,7 @@ from everwarm.engine.inspect.read_reason import ReadFacts, explain
 from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
 from everwarm.engine.memory_plan import Sizes
 from everwarm.engine.process.messages import Backlog, ReadReason
-from everwarm.engine.process.reply_text import items_text, probabilities
+from everwarm.engine.process.reply_text import items_text, left_probabilities, probabilities
 from everwarm.engine.recovery import Remedy, StallWatch, Suspend, after_failure, when_full
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Probs, Progress, Request, Started
 from everwarm.engine.scheduling.adapter_turns import AdapterTurns, with_own_namespace
@@ -50,6 +50,7 @@ from everwarm.engine.tiers.loader import Brought, Loader
 from everwarm.engine.tiers.ram import Ram, Receipt
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, ModelChanged, StateRejected
+from everwarm.llama.constraints.thinking_limit import ThinkingLimit
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
@@ -201,12 +202,20 @@ class Core:
 
     def enqueue(self, ask: Ask) -> Request:
         """Queues a request, after checks that keep it from aborting libllama."""
-        require_possible(ask, self.context, len(self.slots), self.images)
+        require_possible(ask, self.context, self.settings, self.images)
         ask = self.unverified.route(with_own_namespace(ask, self.model.scales))
         matcher = None if ask.constraint is None else ask.constraint.matcher(ignore_eos=ask.ignore_eos)
-        sampler = Sampler(self.model, ask.sampling, ask.prompt.tokens, matcher, ignore_eos=ask.ignore_eos)
+        sampler = Sampler(
+            self.model,
+            ask.sampling,
+            ask.prompt.tokens,
+            matcher,
+            ignore_eos=ask.ignore_eos,
+            limit=None if ask.thinking is None else ThinkingLimit(self.model.vocab, ask.thinking),
+            n_candidates=ask.n_probs if ask.post_sampling else None,
+        )
         n_more = ask.prompt.n_tokens(len(ask.prompt)) - len(ask.prompt)  # cells of images beyond one each
-        room = min(len(ask.prompt) + ask.max_tokens, self.context.n_ctx - n_more)
+        room = min(len(ask.prompt) + ask.max_tokens, self.settings.n_ctx_of_request(self.context.n_ctx) - n_more)
         request = Request(ask, sampler, room, time.monotonic())
         if ask.stop and self.speculator.is_on:
             request.stop_watch = StopWatch(self.model.vocab, ask.stop)
@@ -220,15 +229,15 @@ class Core:
             if request.id == request_id:
                 request.cancelled = self.has_cancelled = True
 
-    def stop(self, request_id: int) -> list[Event]:
-        """End a running reply now, as if the model had ended it: its text holds a stop string."""
+    def stop(self, request_id: int, finish: Finish = Finish.STOP) -> list[Event]:
+        """End a running reply now, as if the model had ended it: its text holds a stop string, or its time is over."""
         events: list[Event] = []
         for slot in self.slots:
             if slot.request is not None and slot.request.id == request_id:
                 self._catch_up(slot, slot.request, slot.request.n_items - 1)
-                self.finish(slot, slot.request, Finish.STOP, events)
+                self.finish(slot, slot.request, finish, events)
         for request in [r for r in self.queue if r.id == request_id]:  # suspended right after that token
-            self.drop_waiting(request, Finish.STOP, events)
+            self.drop_waiting(request, finish, events)
         return events
 
     def forget_ahead(self, namespace: str) -> None:
@@ -497,7 +506,7 @@ class Core:
             except DecodeFailed as error:
                 self._lose_numbers(slot, error, events)
                 return None
-            picked.append((token, probabilities(self.context.logits(row + i), token, request.ask.n_probs)))
+            picked.append((token, _probs(request, self.context.logits(row + i), token)))
             if self._is_end(request, token) or token != drafted:
                 break
         return picked
@@ -556,7 +565,7 @@ class Core:
             token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
         except DecodeFailed as error:
             return self._lose_numbers(slot, error, events)
-        probs = probabilities(self.context.logits(row), token, request.ask.n_probs)
+        probs = _probs(request, self.context.logits(row), token)
         request.ends_text(token)
         if logits is not None:
             self.ends.append(PromptEnd(slot, slot.n_fed, logits))
@@ -780,7 +789,7 @@ class Core:
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)
         request.ends_text(token)
-        self._go_on(slot, request, token, probabilities(logits, token, request.ask.n_probs), events)
+        self._go_on(slot, request, token, _probs(request, logits, token), events)
 
     def _plan_cuts(self, request: Request, match: Match, restored: Restored) -> list[Cut]:
         """Where the prompt is cut, the nearest last."""
@@ -956,3 +965,9 @@ class Core:
             self.finish(running[0], request, Finish.ERROR, events, error)
         elif self.queue:
             self.drop_waiting(self.queue[0], Finish.ERROR, events, error)
+
+
+def _probs(request: Request, logits: np.ndarray, token: int | None) -> Probs | None:
+    if request.ask.post_sampling:
+        return left_probabilities(token, request.sampler.candidates)
+    return probabilities(logits, token, request.ask.n_probs)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from everwarm.config import Sampling, require
+from everwarm.config import Sampling, ThinkingBudget, require
 from everwarm.engine.inspect.read_reason import counted
 from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentImage
 from everwarm.engine.speculation.draft_length import Record
@@ -60,6 +60,8 @@ class Ask:
     lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
     stop: tuple[str, ...] = ()  # its reader ends the reply at one of these texts; no draft is verified beyond
     max_draft: int | None = None  # tokens that may be drafted in one step; None: as many as pay
+    post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
+    thinking: ThinkingBudget | None = None  # None: it may think as long as it likes
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")

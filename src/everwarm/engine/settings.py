@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from everwarm.config import (
+    CELLS_STEP,
     CacheType,
     ContextOptions,
     FlashAttention,
@@ -105,6 +106,7 @@ class EngineSettings:
     draft_model: str | None = None  # a smaller model of the same vocabulary, that drafts in place of an MTP head
     max_draft: int = 32  # tokens that are drafted in one step
     embedding: Pooling | None = None  # how the model's vectors are made of its tokens; None: it writes text
+    kv_unified: bool = True  # one request may use the whole context; False: at most a slot's share of it
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
 
     def __post_init__(self) -> None:
@@ -139,6 +141,13 @@ class EngineSettings:
         if self.embedding is not None or self.drafts_with_model:
             return None
         return {"auto": MIN_HEAD_LAYERS, "mtp": 0}.get(self.speculate)
+
+    def n_ctx_of_request(self, n_cells: int) -> int:
+        """The most tokens of one request, in a context of so many cells. A share is rounded up, as libllama does it."""
+        if self.kv_unified:
+            return n_cells
+        share = -(-self.n_ctx // self.n_slots)
+        return min(n_cells, -(-share // CELLS_STEP) * CELLS_STEP)
 
     def fingerprint(self, model: str, rope_limit: int | None) -> str:
         """What kept states of an engine with these settings are recognised by."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.config import ModelOptions, Pooling
-from everwarm.errors import BadRequest, ContextTooBig, DecodeFailed, ModelFileError, PromptTooLong
+from everwarm.errors import BadRequest, ContextTooBig, DecodeFailed, ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.context import BatchArrays, Feed
 from everwarm.llama.lib import Closing, Lib
@@ -77,7 +77,10 @@ class Embedder(Closing):
         if n == 0:
             raise BadRequest("an input is empty; give at least one token")
         if n > self.n_most:
-            raise PromptTooLong(n, self.n_most)
+            raise BadRequest(
+                f"the text is too large: it has {n} tokens, and {self.n_most} can be read at once; send a shorter one, or "
+                "start with a larger --ubatch-size if the model can read more"
+            )
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.model.vocab.n_tokens:
             raise BadRequest(f"a token is not in the vocabulary; give 0 to {self.model.vocab.n_tokens - 1}")
         self._clear()

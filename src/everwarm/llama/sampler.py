@@ -18,6 +18,7 @@ from everwarm.config import Sampling
 from everwarm.errors import BadRequest, DecodeFailed
 from everwarm.llama import abi
 from everwarm.llama.constraints.matcher import Matcher
+from everwarm.llama.constraints.thinking_limit import ThinkingLimit
 from everwarm.llama.context import Context, Logits
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
@@ -30,7 +31,9 @@ _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never pass
 class Sampler(Closing):
     """One request's sampler. ``history`` is what the penalties look back on: the end of the prompt. With a ``matcher`` only
     what it allows is picked, and nothing where it is complete or cannot be followed. With ``ignore_eos`` no token is picked
-    that ends a reply."""
+    that ends a reply. A ``limit`` writes the end of thinking that takes too long. With ``n_candidates`` the most likely
+    tokens that were left after all samplers are in ``candidates`` after each pick, behind the one that was picked, with
+    their probabilities."""
 
     def __init__(
         self,
@@ -40,8 +43,13 @@ class Sampler(Closing):
         matcher: Matcher | None = None,
         *,
         ignore_eos: bool = False,
+        limit: ThinkingLimit | None = None,
+        n_candidates: int | None = None,
     ) -> None:
         self.matcher = matcher
+        self._limit = limit
+        self._n_candidates = n_candidates
+        self.candidates: list[tuple[int, float]] = []
         self._lib = model.lib
         self._vocab = model.vocab
         self._n_vocab = model.vocab.n_tokens
@@ -137,19 +145,43 @@ class Sampler(Closing):
 
     def pick(self, context: Context, row: int) -> int | None:
         """The next token after the last decode's ``row``, or ``DecodeFailed`` if the row is not numbers."""
+        return self._noted(lambda: self._pick(context, row))
+
+    def pick_from(self, logits: Logits) -> int | None:
+        """The same pick from a kept copy of a row, when nothing had to be decoded."""
+        return self._noted(lambda: self._pick_from(logits))
+
+    def _noted(self, pick: Callable[[], int | None]) -> int | None:
+        """What is picked, unless the limit says what comes next."""
+        limit = self._limit
+        token = None if limit is None else limit.forced
+        if token is None:
+            token = pick()
+        else:
+            self.candidates = [(token, 1.0)] * 2
+            if self.matcher is not None:
+                self.matcher.accept(token)
+            if self._chain:
+                self._lib.sampler_accept(self._chain, token)
+        if limit is not None and token is not None:
+            limit.note(token)
+        return token
+
+    def _pick(self, context: Context, row: int) -> int | None:
         logits = context.logits(row)
         if self.matcher is not None:
             return self._pick_allowed(self.matcher, logits)
         if self._plain_greedy:
             token = self._largest(logits)
+        elif self._n_candidates is not None:
+            token = self._apply(np.arange(self._n_vocab), logits)
         else:
             token = int(self._lib.sampler_sample(self._chain, context.native, context.batch_index(row)))
         if logits[token] != logits[token]:  # NaN, and only NaN, differs from itself
             raise DecodeFailed("the model's numbers overflowed (NaN)")
         return token
 
-    def pick_from(self, logits: Logits) -> int | None:
-        """The same pick from a kept copy of a row, when nothing had to be decoded."""
+    def _pick_from(self, logits: Logits) -> int | None:
         if self.matcher is not None:
             return self._pick_allowed(self.matcher, logits)
         if self._plain_greedy:
@@ -158,11 +190,12 @@ class Sampler(Closing):
 
     def _largest(self, logits: Logits) -> int:
         token = int(logits.argmax())
-        if token not in self._banned:
-            return token
-        others = logits.copy()
-        others[list(self._banned)] = -np.inf
-        return int(others.argmax())
+        if token in self._banned:
+            others = logits.copy()
+            others[list(self._banned)] = -np.inf
+            token = int(others.argmax())
+        self.candidates = [(token, 1.0)] * 2
+        return token
 
     def _pick_allowed(self, matcher: Matcher, logits: Logits) -> int | None:
         if not matcher.look():
@@ -171,6 +204,8 @@ class Sampler(Closing):
         if token is None or not matcher.allows(token):
             ids = matcher.allowed()
             token = int(ids[logits[ids].argmax()]) if self._plain_greedy else self._apply(ids, logits[ids])
+        if self._plain_greedy:
+            self.candidates = [(token, 1.0)] * 2
         if logits[token] != logits[token]:
             raise DecodeFailed("the model's numbers overflowed (NaN)")
         matcher.accept(token)
@@ -185,9 +220,22 @@ class Sampler(Closing):
         self._lib.sampler_apply(self._chain, ctypes.byref(array))
         token = int(array.data[array.selected].id)
         self._lib.sampler_accept(self._chain, token)
+        if self._n_candidates is not None:
+            left = np.ctypeslib.as_array(ctypes.cast(array.data, ctypes.POINTER(ctypes.c_uint8)), (array.size * 12,))
+            self.candidates = _most_likely(left.view(_TOKEN_DATA), self._n_candidates, token)
         return token
 
     def close(self) -> None:
         if self._chain:
             self._lib.sampler_free(self._chain)
             self._chain = None
+
+
+def _most_likely(left: NDArray[np.void], n: int, picked: int) -> list[tuple[int, float]]:
+    """The token that was picked, and then so many of those that were left, by their share of the probability."""
+    weights = np.exp(left["logit"].astype(np.float64) - left["logit"].max())
+    shares = weights / weights.sum()
+    order = np.argsort(-shares, kind="stable")
+    own = float(shares[left["id"] == picked].sum())
+    top = [(int(left["id"][i]), float(shares[i])) for i in order[:n] if shares[i] > 0.0]
+    return [(picked, own), *top]

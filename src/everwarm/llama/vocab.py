@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,11 @@ class Vocab:
         self._pieces: dict[int, bytes] = {}
         self.sep = token_or_none(lib.vocab_sep(self._ptr))
         self.adds_sep = bool(lib.vocab_get_add_sep(self._ptr)) and self.sep is not None
+
+    def fill_in(self, part: Literal["pre", "suf", "mid", "rep", "sep"]) -> int | None:
+        """A token of fill-in-the-middle, if the model knows it: before the text above the cursor, before the text below
+        it, at the cursor, before a project's name, before a file's name."""
+        return token_or_none(getattr(self._lib, f"vocab_fim_{part}")(self._ptr))
 
     @functools.cached_property
     def eog(self) -> frozenset[int]:

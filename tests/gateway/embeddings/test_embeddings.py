@@ -188,3 +188,15 @@ def test_norms() -> None:
     assert normalized(vector, 2) == [0.6, -0.8]
     assert normalized(vector, 1) == pytest.approx([3 / 7, -4 / 7])
     assert normalized(vector, 0) == pytest.approx([24570.0, -32760.0])
+
+
+def test_pictures_are_not_embedded_as_if_they_were_not_there(server):
+    refused = server.post("/embeddings", {"content": [{"prompt_string": "a", "multimodal_data": ["AAAA"]}]})
+    assert refused.status == 501 and "pictures" in refused.json["error"]["message"]
+
+
+def test_texts_among_tokens_are_one_input(server):
+    tokens = server.ask("/tokenize", {"content": "river", "model": "embeds"})["tokens"]
+    body = {"model": "embeds", "input": [["the", *tokens], [*tokens, *tokens]]}
+    assert len(server.ask("/v1/embeddings", body)["data"]) == 2
+    assert len(server.ask("/v1/embeddings", {"model": "embeds", "input": [*tokens, "river"]})["data"]) == 1

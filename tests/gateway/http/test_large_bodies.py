@@ -17,8 +17,11 @@ from typing import Any, cast
 
 import pytest
 
+from everwarm.gateway.admin.cache_plan import CachePlanner
 from everwarm.gateway.admin.models import Models
 from everwarm.gateway.anthropic.routes import Anthropic
+from everwarm.gateway.embeddings.routes import Embeddings
+from everwarm.gateway.llamaserver.adapter_routes import AdapterRoutes
 from everwarm.gateway.llamaserver.routes import LlamaServer
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
@@ -56,6 +59,23 @@ TEXTS = {
     "/slots/0?action=erase": "filename",
     "/models/load": "model",
     "/models/unload": "model",
+    "/infill": "input_prefix",
+    "/props": "anything",
+    "/lora-adapters": "id",
+    "/render": "texts",
+    "/cache/plan": "candidates",
+    "/cache/prefetch": "requests",
+}
+VECTORS = {
+    "/v1/embeddings": "input",
+    "/embeddings": "content",
+    "/embedding": "content",
+    "/api/embed": "input",
+    "/api/embeddings": "prompt",
+    "/rerank": "documents",
+    "/reranking": "documents",
+    "/v1/rerank": "documents",
+    "/v1/reranking": "documents",
 }
 # of any length, if it can be parsed
 COUNTS = (
@@ -65,8 +85,11 @@ COUNTS = (
     "/chat/completions/input_tokens",
     "/v1/responses/input_tokens",
     "/tokenize",
+    "/props",
+    "/render",
 )
 REFUSED = (400, 404, 413)
+NO_VECTORS = (*REFUSED, 501)  # of a model that writes text
 TAKEN = (200, *REFUSED)
 TAKES_TOOLS = [path for path in MESSAGES if "count" not in path and "template" not in path]
 
@@ -80,7 +103,7 @@ def server() -> Iterator[Server]:
 
 def body(path: str, said: bytes, **more: Any) -> bytes:
     """A request in the path's dialect that says this."""
-    field = (MESSAGES | TEXTS)[path]
+    field = (MESSAGES | TEXTS | VECTORS)[path]
     common = {"max_tokens": 2, "num_predict": 2, "max_output_tokens": 16, "stream": False, **more}
     return json.dumps(common).encode()[:-1] + f', "{field}": '.encode() + said + b"}"
 
@@ -177,18 +200,20 @@ def test_every_endpoint_that_reads_a_body_is_tried_here():
     nobody = cast(Any, None)
     dialects = [kind(*[nobody] * 3) for kind in (OpenAI, Ollama)]
     dialects += [Anthropic(*[nobody] * 4), Responses(*[nobody] * 5), LlamaServer(*[nobody] * 5), Models(*[nobody] * 2)]
+    dialects += [Embeddings(*[nobody] * 3), AdapterRoutes(*[nobody] * 3), CachePlanner(*[nobody] * 4)]
     routes = [route for dialect in dialects for route in dialect.routes()]
-    taking = {route.path for route in routes if "POST" in (route.methods or ()) and "refuse" not in route.name}
-    tried = {path.partition("?")[0].replace("/slots/0", "/slots/{id}") for path in (*MESSAGES, *TEXTS)}
+    reading = [route for route in routes if "POST" in (route.methods or ()) and route.name != "not_offered"]
+    taking = {route.path for route in reading if "refuse" not in route.name} | {"/render"}
+    tried = {path.partition("?")[0].replace("/slots/0", "/slots/{id}") for path in (*MESSAGES, *TEXTS, *VECTORS)}
     assert taking == tried
 
 
-@pytest.mark.parametrize("path", [*MESSAGES, *TEXTS])
+@pytest.mark.parametrize("path", [*MESSAGES, *TEXTS, *VECTORS])
 def test_hostile_bodies_are_refused_and_nobody_else_hears_of_it(server, path):
     kinds = HOSTILE if CAMPAIGN or path == "/v1/chat/completions" else dict(list(HOSTILE.items())[::4])
     for kind, said in kinds.items():
         data = body(path, said())
-        allowed = TAKEN if path in COUNTS else REFUSED
+        allowed = TAKEN if path in COUNTS else NO_VECTORS if path in VECTORS else REFUSED
         watched(server, f"{path} {kind} {len(data) / 1e6:.1f} MB", partial(send, server, path, data, allowed))
     assert server.post("/v1/chat/completions", QUESTION).status == 200
 

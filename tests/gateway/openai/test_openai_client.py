@@ -227,7 +227,7 @@ def test_a_banned_token_is_not_said(client):
         {"n": 1000},
         {"max_tokens": -5},
         {"messages": [{"role": "user", "content": "x"}], "stop": ["x"] * 100},
-        {"logit_bias": {"word": 1}},
+        {"logit_bias": {"": 1}},
         {"logit_bias": {"99999999": 1}},
     ],
 )

@@ -293,12 +293,7 @@ ROWS: tuple[Row, ...] = (
     _same("-ctxcp --ctx-checkpoints --swa-checkpoints", "CTX_CHECKPOINTS", "--max-checkpoints"),
     _same("-cms --checkpoint-min-step", "CHECKPOINT_MIN_SPACING_NT", "--checkpoint-min-gap"),
     _same("-cram --cache-ram", "CACHE_RAM", convert=_auto("1TiB", "-1")),
-    _holds(
-        "-kvu --kv-unified | -no-kvu --no-kv-unified",
-        "KV is shared by all slots",
-        "KV_UNIFIED",
-        refuses_negatives="KV is always shared by all slots: give `-c` for all of them together",
-    ),
+    _switch("-kvu --kv-unified | -no-kvu --no-kv-unified", "KV_UNIFIED", "--kv-unified"),
     _holds(
         "--cache-idle-slots | --no-cache-idle-slots",
         "a conversation without a slot is kept in RAM; `--cache-ram 0` keeps none",
@@ -315,9 +310,7 @@ ROWS: tuple[Row, ...] = (
         "-sp --special", "replies have no control tokens; /completion with return_tokens gives their ids", n_values=0
     ),
     _holds("--warmup | --no-warmup", "the first decode at the start measures the context"),
-    _refused(
-        "--spm-infill", "/infill is not offered; render the prompt yourself and send it to /completion", n_values=0
-    ),
+    _switch("--spm-infill"),
     _same("--pooling", "POOLING"),
     _same("-np --parallel", "N_PARALLEL", "--parallel", convert=_auto("4", "-1")),
     _holds(
@@ -393,7 +386,7 @@ ROWS: tuple[Row, ...] = (
         n_values=1,
     ),
     _holds("--metrics", "GET /metrics is always there", "ENDPOINT_METRICS"),
-    _refused("--props", "properties cannot be changed while it runs; give flags", "ENDPOINT_PROPS", n_values=0),
+    _holds("--props", "POST /props is answered, and changes nothing in llama-server, either", "ENDPOINT_PROPS"),
     _switch("--slots | --no-slots", "ENDPOINT_SLOTS", "--slots-endpoint"),
     _same("--slot-save-path", "SLOT_SAVE_PATH"),
     _refused(
@@ -408,13 +401,8 @@ ROWS: tuple[Row, ...] = (
     _same("--reasoning-format", "THINK", convert=_reasoning_format),
     _same("-rea --reasoning", "REASONING"),
     _same("--reasoning-effort", "REASONING_EFFORT"),
-    _refused(
-        "--reasoning-budget",
-        "give `--reasoning off`, or let requests bound their thinking",
-        "THINK_BUDGET",
-        only=("-1",),
-    ),
-    _refused("--reasoning-budget-message", "thinking ends without a message; leave it out", "THINK_BUDGET_MESSAGE"),
+    _same("--reasoning-budget", "THINK_BUDGET"),
+    _same("--reasoning-budget-message", "THINK_BUDGET_MESSAGE"),
     _holds(
         "--reasoning-preserve | --no-reasoning-preserve",
         "the template decides what of the thinking stays in the history",
@@ -441,9 +429,7 @@ ROWS: tuple[Row, ...] = (
         n_values=1,
     ),
     _switch("--lora-init-without-apply"),
-    _refused(
-        "--sleep-idle-seconds", "with `--models FILE.toml` a model has `ttl`, after which it sleeps", only=("-1",)
-    ),
+    _same("--sleep-idle-seconds"),
     _refused("--log-prompts-dir", "prompts are never written to a log"),
     _preset("--embd-gemma-default", "ggml-org/embeddinggemma-300M-qat-q4_0-GGUF"),
     _preset("--fim-qwen-1.5b-default", "ggml-org/Qwen2.5-Coder-1.5B-Q8_0-GGUF"),

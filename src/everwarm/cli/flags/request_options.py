@@ -105,11 +105,23 @@ class RequestOptions:
     reasoning_effort: Annotated[
         str, Parameter(group=DEFAULTS, help="level for the template, like low or high; default: the template's")
     ] = "default"
+    reasoning_budget: Annotated[
+        int, Parameter(group=DEFAULTS, help="tokens of thinking, after which it is ended; -1: any number")
+    ] = -1
+    reasoning_budget_message: Annotated[
+        str | None, Parameter(group=DEFAULTS, help="text that is written before the end of a thought that was ended")
+    ] = None
+    spm_infill: Annotated[
+        bool,
+        Parameter(group=DEFAULTS, negative=(), help="/infill puts what follows the cursor before what precedes it"),
+    ] = False
     chat_template_kwargs: Annotated[
         str | None, Parameter(group=DEFAULTS, help="JSON object with values for the chat template")
     ] = None
 
     def defaults(self) -> RequestDefaults:
+        budget = self.reasoning_budget
+        require(-1 <= budget <= 1 << 26, f"reasoning-budget is {budget}; give -1 (any number) or more")
         require(-2 <= self.n_predict <= 1 << 26, f"n-predict is {self.n_predict}; give -1 (any number) or more")
         return RequestDefaults(
             sampling=self._sampling(),
@@ -120,6 +132,9 @@ class RequestOptions:
             grammar=_given(self.grammar, self.grammar_file, "grammar"),
             json_schema=_object("json-schema", _given(self.json_schema, self.json_schema_file, "json-schema")),
             reasoning_format=self.reasoning_format,
+            reasoning_budget=None if self.reasoning_budget < 0 else self.reasoning_budget,
+            reasoning_budget_message=self.reasoning_budget_message,
+            spm_infill=self.spm_infill,
             template_kwargs=self._template_kwargs(),
         )
 

@@ -30,14 +30,15 @@ def report(core: Core, what: Literal["slots", "counts", "cache"], namespace: str
 def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
     """Each slot as llama-server shows it, without any text; of others' only whether they are busy."""
     shown = []
+    n_ctx = core.settings.n_ctx_of_request(core.context.n_ctx)
     for slot in core.slots:
         request = slot.request
         if (request or slot.n_fed) and not core.tree.namespace(slot.node).startswith(namespace):
             busy = {"is_processing": request is not None and not request.ask.ahead, "is_prewarming": False}
-            shown.append({"id": slot.seq, "n_ctx": core.context.n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
+            shown.append({"id": slot.seq, "n_ctx": n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
             continue
         is_ahead = request is not None and request.ask.ahead
-        about: dict[str, Any] = {"id": slot.seq, "n_ctx": core.context.n_ctx}
+        about: dict[str, Any] = {"id": slot.seq, "n_ctx": n_ctx}
         about |= {"is_processing": request is not None and not is_ahead, "is_prewarming": is_ahead}
         n_fed = slot.resident().n_tokens(slot.n_fed)
         about["n_prompt_tokens"] = n_fed if request is None else request.n_prompt_tokens
@@ -47,9 +48,18 @@ def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
                 "n_prompt_tokens_cache": request.n_tokens(request.n_cached),
                 "n_prompt_tokens_processed": _n_read(slot, request),
                 "next_token": [{"has_next_token": True, "n_decoded": request.n_reply, "n_remain": request.n_left}],
+                "params": _params(request),
             }
         shown.append(about)
     return shown
+
+
+def _params(request: Request) -> dict[str, Any]:
+    """How a reply is sampled. Its biases are left out, and so is a seed that was not given."""
+    sampling = dataclasses.asdict(request.ask.sampling)
+    del sampling["logit_bias"]
+    sampling["repeat_last_n"] = sampling.pop("penalty_last_n")
+    return {**sampling, "n_predict": request.ask.max_tokens, "ignore_eos": request.ask.ignore_eos}
 
 
 def _n_read(slot: Slot, request: Request) -> int:

@@ -106,12 +106,19 @@ class EmbeddingHandler:
                 raise ModelChanged(files.reason)
         return m.Embedded(rows, [len(tokens) for tokens in inputs])
 
-    def _tokens(self, given: str | list[int], query: str | None) -> NDArray[np.int32]:
+    def _tokens(self, given: str | list[int | str], query: str | None) -> NDArray[np.int32]:
         if isinstance(given, list):
-            return np.array(given, np.int32)
+            tokens: list[int] = []
+            for each in given:
+                is_first = not tokens
+                tokens += [each] if isinstance(each, int) else self._text_tokens(each, add_special=is_first)
+            return np.array(tokens, np.int32)
         if query is None:
             return self._vocab.tokenize(given, add_special=True, parse_special=True)
         return self._pair(query, given)
+
+    def _text_tokens(self, text: str, *, add_special: bool) -> list[int]:
+        return list(self._vocab.tokenize(text, add_special=add_special, parse_special=True).tolist())
 
     def _pair(self, query: str, document: str) -> NDArray[np.int32]:
         """A question and a text, as a model that ranks was trained to see them."""

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from everwarm.config import Constraint, Sampling
+from everwarm.config import Constraint, Sampling, ThinkingBudget
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
 
@@ -114,6 +114,10 @@ class Submit(Message, frozen=True, tag=True):
     priority: int = 0  # the larger, the later
     lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
     max_draft: int | None = None
+    text_bias: tuple[tuple[str, float], ...] = ()  # like a bias in ``sampling``, for every token of a text
+    post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
+    max_write_s: float | None = None  # from the first token on; the reply ends later, with its first new line
+    thinking: ThinkingBudget | None = None
 
 
 class Prewarm(Message, frozen=True, tag=True):
@@ -139,10 +143,10 @@ class Tokenize(Message, frozen=True, tag=True):
 
 
 class Embed(Message, frozen=True, tag=True):
-    """Texts or tokens to vectors. With a ``query`` each is ranked by how well it answers it."""
+    """Texts, tokens, or both mixed to vectors. With a ``query`` each is ranked by how well it answers it."""
 
     id: int
-    inputs: list[str | list[int]]
+    inputs: list[str | list[int | str]]
     query: str | None = None
 
 
@@ -276,6 +280,17 @@ class Loading(Message, frozen=True, tag=True):
     fraction: float
 
 
+class FillIn(msgspec.Struct, frozen=True):
+    """The tokens of fill-in-the-middle: before the text above the cursor, before the text below it, at the cursor."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    project: int | None = None  # before a project's name
+    file: int | None = None  # before a file's name
+    bos: int | None = None  # only where every text begins with it
+
+
 class ModelInfo(Message, frozen=True, tag=True):
     """The model is loaded, and this is what the gateway, which never loads it, needs to know of it."""
 
@@ -300,6 +315,9 @@ class ModelInfo(Message, frozen=True, tag=True):
     build: str
     sees: bool = False  # images
     pooling: str | None = None  # of an embedding model, which writes no text
+    fill_in: FillIn | None = None  # None: the model does not know how
+    n_batch: int = 2048
+    eog: tuple[int, ...] = ()  # tokens that end a reply
 
 
 class Fatal(Message, frozen=True, tag=True):

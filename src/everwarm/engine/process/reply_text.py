@@ -4,6 +4,7 @@ items around a difference, and the first and last words of a conversation for pe
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,14 @@ def words_of(vocab: Vocab, prompt: Prompt) -> str:
     if len(codes) <= FIRST_TOKENS + LAST_TOKENS:
         return shown(codes)
     return f"{shown(codes[:FIRST_TOKENS])} … {shown(codes[-LAST_TOKENS:])}"
+
+
+def left_probabilities(token: int | None, candidates: Sequence[tuple[int, float]]) -> Probs | None:
+    """Log-probabilities among what the samplers left: of the one that was picked, which comes first, and of others."""
+    if token is None or not candidates:
+        return None
+    (_, own), *top = ((id, math.log(share)) for id, share in candidates if share > 0.0)
+    return Probs(own, tuple(top))
 
 
 def probabilities(logits: NDArray[np.float32], token: int | None, n_top: int | None) -> Probs | None:

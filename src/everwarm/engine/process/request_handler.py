@@ -7,6 +7,7 @@ only parts that never change are used: the vocabulary, the length of the context
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from everwarm.config import Sampling
 from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
 from everwarm.engine.images import image_prompt
@@ -67,6 +69,9 @@ class Reply:
     n_cached: int = 0
     slot: int = -1
     has_spoken: bool = False
+    max_write_s: float | None = None  # from its first token on, once it has a new line
+    first_token_at: float | None = None
+    has_new_line: bool = False
     # gathered, not sent yet
     pieces: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -76,7 +81,7 @@ class Reply:
 class RequestHandler:
     def __init__(self, core: Core, send: Send) -> None:
         self._core = core
-        self._n_ctx = core.context.n_ctx
+        self._n_ctx = core.settings.n_ctx_of_request(core.context.n_ctx)
         self._images = core.images
         self._vocab = core.model.vocab
         self._tokenizer = Tokenizer(self._vocab)
@@ -210,7 +215,7 @@ class RequestHandler:
             hints = message.hints
         return Ask(
             prompt,
-            message.sampling,
+            self._with_text_bias(message),
             message.max_tokens,
             hints.boundaries,
             hints.stable,
@@ -231,7 +236,17 @@ class RequestHandler:
             lora=message.lora,
             stop=message.stop,
             max_draft=message.max_draft,
+            post_sampling=message.post_sampling,
+            thinking=message.thinking,
         )
+
+    def _with_text_bias(self, message: m.Submit) -> Sampling:
+        """Every token of a text gets its bias."""
+        bias = dict(message.sampling.logit_bias)
+        for text, value in message.text_bias:
+            tokens = self._vocab.tokenize(text, add_special=False, parse_special=False).tolist()
+            bias |= dict.fromkeys(tokens, value)
+        return dataclasses.replace(message.sampling, logit_bias=bias) if message.text_bias else message.sampling
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
         """All of the text that no continuation can change."""
@@ -253,6 +268,7 @@ class RequestHandler:
         wants = message.wants_progress, message.wants_diagnostics
         reply = self._replies[request.id] = Reply(message.id, ReplyText(message.stop), *wants)
         reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
+        reply.max_write_s = message.max_write_s
         self._requests[message.id] = request.id
 
     def _report(self, core: Core, question: m.Inspect) -> None:
@@ -293,6 +309,9 @@ class RequestHandler:
             case Started():
                 reply.n_cached, reply.slot = event.n_cached, event.slot
                 self._send(m.Begun(reply.id, event.n_prompt, event.n_cached, event.slot, reply.n_stable))
+                if reply.wants_progress:
+                    seconds = time.monotonic() - reply.began_at
+                    self._send(m.PromptRead(reply.id, event.n_cached, event.n_prompt, event.n_cached, seconds))
             case Progress():
                 if reply.wants_progress:
                     seconds = time.monotonic() - reply.began_at
@@ -306,18 +325,28 @@ class RequestHandler:
     def _new_token(self, event: NewToken, reply: Reply) -> None:
         if reply.stop_text is not None:
             return
-        certain = reply.text.feed(self._vocab.piece(event.token))
+        piece = self._vocab.piece(event.token)
+        certain = reply.text.feed(piece)
         reply.pieces.append(certain.text)
         reply.tokens.append(event.token)
         if event.probs is not None:
             reply.probs.append(self._prob(event.token, event.probs))
         self._gathering[reply.id] = reply
-        if not reply.has_spoken:
+        if not reply.has_spoken or event.probs is not None:  # whoever wants probabilities gets them token by token
             reply.has_spoken = True
             self._send_tokens(reply)
+        reply.has_new_line |= b"\n" in piece
         if certain.stop is not None:
             reply.stop_text = certain.stop
             self.deliver(self._core.stop(event.request_id))
+        elif reply.max_write_s is not None and self._is_late(reply, reply.max_write_s):
+            self.deliver(self._core.stop(event.request_id, Finish.LENGTH))
+
+    @staticmethod
+    def _is_late(reply: Reply, most_s: float) -> bool:
+        now = time.monotonic()
+        reply.first_token_at = reply.first_token_at or now
+        return reply.has_new_line and now - reply.first_token_at > most_s
 
     def _prob(self, token: int, probs: Probs) -> m.TokenProb:
         top = [(t, self._vocab.piece(t), p) for t, p in probs.top]

@@ -39,6 +39,7 @@ from everwarm.llama.abi import BUILD
 from everwarm.llama.model import Progress
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.llama.system.process import collect_rarely, die_with_parent
+from everwarm.llama.vocab import Vocab
 from everwarm.logs import log_to_stderr
 from everwarm.memory_limits import tightest_limit
 
@@ -316,7 +317,7 @@ def _info(core: Core) -> m.ModelInfo:
         memory_kind=model.memory_kind.value,
         n_params=model.n_params,
         size_bytes=model.size_bytes,
-        n_ctx=core.context.n_ctx,
+        n_ctx=core.settings.n_ctx_of_request(core.context.n_ctx),
         n_ctx_train=model.n_ctx_train,
         n_vocab=vocab.n_tokens,
         n_slots=len(core.slots),
@@ -332,7 +333,18 @@ def _info(core: Core) -> m.ModelInfo:
         adds_bos=vocab.adds_bos,
         build=BUILD,
         sees=core.images is not None,
+        fill_in=_fill_in(vocab),
+        n_batch=core.settings.n_batch,
+        eog=tuple(sorted(vocab.eog)),
     )
+
+
+def _fill_in(vocab: Vocab) -> m.FillIn | None:
+    prefix, suffix, middle = vocab.fill_in("pre"), vocab.fill_in("suf"), vocab.fill_in("mid")
+    if prefix is None or suffix is None or middle is None:
+        return None
+    bos = vocab.bos if vocab.adds_bos else None
+    return m.FillIn(prefix, suffix, middle, vocab.fill_in("rep"), vocab.fill_in("sep"), bos)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
 from everwarm.engine.images import ImageCache
 from everwarm.engine.process.messages import Backlog
 from everwarm.engine.request import Ask, Request
+from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.loader import Brought, Fetch, Loader
@@ -257,11 +258,11 @@ class Admission:
         return slots[policy.seat(seats, lambda i: self._returns.worth(slots[i].node, now - slots[i].used_at))]
 
 
-def require_possible(ask: Ask, context: Context, n_slots: int, images: ImageCache | None = None) -> None:
+def require_possible(ask: Ask, context: Context, settings: EngineSettings, images: ImageCache | None = None) -> None:
     """Refuse what can never be answered, with what would be right."""
-    n_tokens = ask.prompt.n_tokens(len(ask.prompt))
-    if n_tokens >= context.n_ctx:
-        raise PromptTooLong(n_tokens, context.n_ctx)
+    n_tokens, n_slots = ask.prompt.n_tokens(len(ask.prompt)), settings.n_slots
+    if n_tokens >= (n_ctx := settings.n_ctx_of_request(context.n_ctx)):
+        raise PromptTooLong(n_tokens, n_ctx)
     if ask.prompt.media and images is None:
         raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
     largest = max((int(item.n_tokens) for item in ask.prompt.media.values()), default=0)

@@ -26,6 +26,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault
 from everwarm.llama.blobs import HEADER_BYTES
+from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.state.namespace import is_adapted, is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind
@@ -34,6 +35,7 @@ from everwarm.state.store.files import Files, sweep
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, SlotPoint, encode
 from everwarm.state.store.slot_file import (
     NO_FILE,
+    Appended,
     Claim,
     UnknownOrigin,
     encode_main,
@@ -42,11 +44,13 @@ from everwarm.state.store.slot_file import (
     owner_digest,
     publish,
     read_open_main,
+    split_appendix,
 )
 from everwarm.state.store.slot_names import COMPANION, NAMESPACE, companion_of
 from everwarm.state.tree import Checkpoint
 from everwarm.types import Blob, Place, heap
 
+MAX_APPENDED = 4  # checkpoints that a file has twice: in llama-server's place, too
 OF_NO_NAMESPACE = (
     "it is from before slot files were bound to a namespace; restore it without a cache_salt, and save it again"
 )
@@ -70,6 +74,7 @@ class Saved:
     prompt: Prompt
     state: Blob
     points: tuple[SavedPoint, ...] = ()
+    appended: tuple[Appended, ...] = ()  # the last of them, for llama-server
     unverified: str = ""  # the digest of a file of unknown origin that it came from
 
     @property
@@ -110,7 +115,17 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
             point = SlotPoint(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
     state = core.context.capture_sequence(slot.seq, core.ram.arena.lend)
-    return Saved(slot.items.first(slot.n_fed), state, tuple(points))
+    return Saved(slot.items.first(slot.n_fed), state, tuple(points), _for_llama_server(core, slot, points))
+
+
+def _for_llama_server(core: Core, slot: Slot, points: list[SavedPoint]) -> tuple[Appended, ...]:
+    """What it can read: recurrent states as libllama writes them, at positions that are counts of tokens."""
+    is_readable = core.context.kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT) and core.settings.state_type == "f32"
+    if not is_readable or slot.items.first(slot.n_fed).media:
+        return ()
+    return tuple(Appended(point.n_items, state) for point, state, _ in points if point.n_items < slot.n_fed)[
+        -MAX_APPENDED:
+    ]
 
 
 def _bring_back(core: Core, slot: Slot) -> None:
@@ -127,23 +142,23 @@ def _bring_back(core: Core, slot: Slot) -> None:
 
 
 def write(path: Path, saved: Saved, claim: Claim, files: Files | None = None) -> int:
-    """Both files at once, each whole or not at all; returns their bytes."""
+    """Both files at once, each whole or not at all; returns the bytes of the first, which has the name."""
     files = files or Files()
     if path.parent.name.startswith(NAMESPACE):
         path.parent.mkdir(mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as both, ThreadPoolExecutor(1, "everwarm-main-file") as aside:
-        pieces = encode_main(saved.prompt.cells, saved.state)
+        pieces = encode_main(saved.prompt.cells, saved.state, saved.appended)
         first = aside.submit(both.enter_context, files.aside(path, pieces, is_awaited=True))
         checkpoints = _encode_companion(saved, claim)
         companion = both.enter_context(files.aside(companion_of(path), checkpoints, is_awaited=True))
         main = first.result()
         publish(path, main, companion, claim, files)
     sweep(path.parent)
-    return main.size + companion.size
+    return main.size
 
 
 def _encode_companion(saved: Saved, claim: Claim) -> Iterator[bytes | memoryview]:
-    main = main_digest(saved.prompt.cells, saved.state)
+    main = main_digest(saved.prompt.cells, saved.state, saved.appended)
     header = ObjectHeader(
         kind="slot",
         fingerprint=claim.fingerprint,
@@ -183,8 +198,7 @@ def read(path: Path, claim: Claim, max_tokens: int, arena: Arena | None = None) 
                 f"its companion {path.name}{COMPANION} belongs to another file, so {path.name} was changed or written "
                 "by another program since it was saved here; save it again"
             )
-        n_bytes = main.n_bytes + os.fstat(pair.companion).st_size
-    return Saved(prompt, main.state, points), n_bytes
+    return Saved(prompt, split_appendix(main.state)[0], points), main.n_bytes
 
 
 def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place) -> tuple[Saved, int]:
@@ -198,7 +212,13 @@ def _read_alone(fd: int, name: str, claim: Claim, max_tokens: int, place: Place)
     main = read_main_file(fd, max_tokens, place)
     if main.has_images:
         raise UnknownOrigin("it holds pictures, and it has no companion that says which")
-    return Saved(Prompt.of_tokens(main.cells), main.state, unverified=main.digest), main.n_bytes
+    state, appended = split_appendix(main.state)
+    points = tuple(
+        SavedPoint(SlotPoint(each.n_tokens, CutKind.REPLY.value, False, (), ""), each.state, None)
+        for each in appended
+        if 0 < each.n_tokens <= len(main.cells)
+    )
+    return Saved(Prompt.of_tokens(main.cells), state, points, unverified=main.digest), main.n_bytes
 
 
 def _vouching(fd: int, name: str, claim: Claim) -> ObjectReader:
@@ -266,7 +286,7 @@ def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     """Replaces the slot's content by the conversation; returns how many tokens a next request can reuse."""
     if saved.unverified:
         namespace = unverified(namespace, saved.unverified)
-        core.unverified.add(namespace, saved.prompt)
+        core.unverified.add(namespace, saved.prompt, (point.point.n_items for point in saved.points))
     n = _put_sequence(core, slot, saved.prompt, saved.state, namespace)
     _put_points(core, slot, saved.points)
     return n

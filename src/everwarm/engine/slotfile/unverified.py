@@ -6,6 +6,7 @@ looked up for it, and stays there; so no other namespace knows what it reads, an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from everwarm.engine.cache.restore import Restorer
@@ -14,24 +15,31 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import is_unverified, is_volatile, owner_of
 
 
+@dataclass(frozen=True, slots=True)
+class UnverifiedFile:
+    prompt: Prompt
+    n_least: int  # items that a request must share with it
+
+
 @dataclass(slots=True)
 class Unverified:
     restorer: Restorer
-    _files: dict[str, Prompt] = field(default_factory=dict)  # what each of them holds, by its namespace
+    _files: dict[str, UnverifiedFile] = field(default_factory=dict)  # by their namespaces
 
-    def add(self, namespace: str, prompt: Prompt) -> None:
+    def add(self, namespace: str, prompt: Prompt, points: Iterable[int] = ()) -> None:
+        """``points``: after how many items the file has a checkpoint."""
         assert is_unverified(namespace)
-        self._files[namespace] = prompt
+        self._files[namespace] = UnverifiedFile(prompt, min(points, default=len(prompt)))
 
     def route(self, ask: Ask) -> Ask:
-        """Moves a request to the namespace of a file if it continues all that the file holds, and no verified reading
-        reaches as far. A request that shares only a beginning with a file does not count."""
+        """Moves a request to the namespace of a file if it continues all that the file holds, or a checkpoint in it, and no
+        verified reading reaches as far. A request that shares only a beginning with a file does not count."""
         if not self._files or not ask.use_cache or ask.deterministic or is_volatile(ask.namespace):
             return ask
-        self._files = {name: prompt for name, prompt in self._files.items() if self.restorer.knows(name)}
+        self._files = {name: file for name, file in self._files.items() if self.restorer.knows(name)}
         best, most = ask.namespace, self.restorer.reach(ask.prompt, ask.namespace)
-        for name, prompt in self._files.items():
-            if owner_of(name) == ask.namespace and int(ask.prompt.common_prefix(prompt)) == len(prompt):
+        for name, file in self._files.items():
+            if owner_of(name) == ask.namespace and int(ask.prompt.common_prefix(file.prompt)) >= file.n_least:
                 n_items = self.restorer.reach(ask.prompt, name)
                 if n_items > most:
                     best, most = name, n_items

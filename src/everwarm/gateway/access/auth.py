@@ -69,11 +69,14 @@ _USER = (
     "POST /chat/completions/input_tokens",
     "POST /completion",
     "POST /completions",
+    "POST /infill",
     "POST /tokenize",
     "POST /detokenize",
     "POST /apply-template",
     "POST /render",
     "GET /props",
+    *(f"{method} {path}" for method in ("GET", "POST") for path in ("/tools", "/mcp", "/cors-proxy")),  # not offered
+    *(f"{method} {path}" for method in ("GET", "POST") for path in ("/predict", "/v1/systemone")),  # nor these
     "GET /lora-adapters",  # names of files; their folders only for an admin
     "GET /slots",  # of other namespaces only whether a slot is busy
     "POST /slots/{id}",  # its own conversations and files
@@ -105,6 +108,7 @@ _USER = (
 )
 _ADMIN = (
     "POST /lora-adapters",
+    "POST /props",
     "POST /models/load",
     "POST /models/unload",
     "POST /api/pull",

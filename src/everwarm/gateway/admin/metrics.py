@@ -151,7 +151,7 @@ class Metrics:
         )
         self._queries = self._counter("everwarm_prefix_cache_queries", "Prompt tokens looked up in the cache")
         self._hits = self._counter("everwarm_prefix_cache_hits", "Prompt tokens found in the cache")
-        self._n_read = self._n_written = 0
+        self._n_read = self._n_written = self._n_longest = 0
         self._read_s = self._write_s = 0.0
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -176,6 +176,7 @@ class Metrics:
         self._n_written += done.n_reply
         self._read_s += done.restore_s + done.prefill_s
         self._write_s += done.decode_s
+        self._n_longest = max(self._n_longest, done.n_prompt + done.n_reply)
 
     def removed_noise(self, rule: str, n_lines: int = 1) -> None:
         self._noise.labels(rule).inc(n_lines)
@@ -201,7 +202,12 @@ class Metrics:
         """The gateway's counters, the engine's, and the given gauges and counters."""
         moment = CollectorRegistry()
         moment.register(_Sample(engine, {**self.speeds(), **gauges}, counters))
-        return generate_latest(self.registry) + generate_latest(moment)
+        return generate_latest(self.registry) + generate_latest(moment) + self._longest()
+
+    def _longest(self) -> bytes:
+        """llama-server calls it a counter, without the ending that counters have."""
+        name, text = "llamacpp:n_tokens_max", "Tokens of the longest prompt with its reply"
+        return f"# HELP {name} {text}\n# TYPE {name} counter\n{name} {float(self._n_longest)}\n".encode()
 
 
 class _Sample(Collector):

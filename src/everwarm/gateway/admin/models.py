@@ -48,7 +48,8 @@ class Models:
             self._pool.refresh(now=True)
         models = self._models()
         first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
-        return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
+        listed = {"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last}
+        return json_response({**listed, "models": [_capable(standing) for standing in self._pool.standings()]})
 
     async def show(self, request: Request) -> Response:
         """One model of the list, by its id or an alias."""
@@ -76,6 +77,16 @@ class Models:
         body, _ = await self._gate.read(request, ModelBody)
         self._pool.unload(body.model)
         return json_response({"success": True})
+
+
+def _capable(standing: Standing) -> Json:
+    """What a model can do, as llama-server lists it beside OpenAI's list."""
+    spec, info = standing.spec, standing.supervisor.info
+    makes_vectors = spec.settings.embedding is not None or (info is not None and info.pooling is not None)
+    capabilities = ["embedding"] if makes_vectors else ["completion"]
+    if spec.mmproj is not None or (info is not None and info.sees):
+        capabilities.append("multimodal")
+    return {"name": spec.id, "model": spec.id, "type": "model", "capabilities": capabilities}
 
 
 def _names(id: str) -> Json:

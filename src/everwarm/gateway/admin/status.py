@@ -28,11 +28,19 @@ from everwarm.router.supervise.restart_policy import Cause
 from everwarm.router.supervise.supervisor import State
 from everwarm.types import Json
 
+# llama-server's names of what the engine counts
+_DRAFTS = {
+    "llamacpp:spec_decode_num_draft_tokens": "n_drafted",
+    "llamacpp:spec_decode_num_accepted_tokens": "n_draft_accepted",
+    "llamacpp:spec_decode_num_drafts": "n_verified",
+}
+
 
 class Status:
     def __init__(self, pool: Pool, metrics: Metrics, lag: LoopLag) -> None:
         self._pool = pool
         self._metrics = metrics
+        self._started_at = time.time()
         self._lag = lag
 
     def routes(self) -> list[Route]:
@@ -87,7 +95,10 @@ class Status:
             counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
             by_cause = {cause.value: float(supervisor.died_of[cause]) for cause in Cause}
             counters["everwarm_engine_deaths"] = ("Times the engine died, by cause", by_cause)
-        return Response(self._metrics.render(engine, gauges, counters), media_type=CONTENT_TYPE)
+        for name, key in _DRAFTS.items():
+            counters[name] = ("Under llama-server's name", float(engine.get(key, 0)))
+        headers = {"process-start-time-unix": str(int(self._started_at))}
+        return Response(self._metrics.render(engine, gauges, counters), headers=headers, media_type=CONTENT_TYPE)
 
 
 def _condition(one: Standing) -> dict[str, Any]:

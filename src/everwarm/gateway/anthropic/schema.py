@@ -99,6 +99,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 class ThinkingChoice(msgspec.Struct, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 26)] | None = None
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -193,6 +194,7 @@ def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
         tool_choice=_tool_choice(choice, tools),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         chat_template_kwargs={"enable_thinking": thinks, **(body.chat_template_kwargs or {})},
+        thinking_budget_tokens=body.thinking.budget_tokens if body.thinking is not None and thinks else None,
         cache_salt=body.cache_salt,
         prompt_cache_key=session[:512] if session else None,
         **options,

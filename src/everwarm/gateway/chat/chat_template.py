@@ -53,6 +53,11 @@ class ChatTemplate:
         """Whether ``developer`` is a role of its own in this template."""
         return self._template.forms.family.keeps_developer
 
+    @property
+    def thinking_end(self) -> str:
+        """What the template writes after a thought; empty: it knows none."""
+        return self._template.forms.thinking.closing
+
     def render(
         self,
         messages: Sequence[Message],

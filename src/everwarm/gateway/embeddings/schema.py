@@ -7,17 +7,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from everwarm.errors import BadRequest
+from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.openai.schema import Name, TokenId
 
 MAX_INPUTS = 2048
 MAX_DIMENSIONS = 1 << 16
 
-Input = str | list[int]
+Input = str | list[int | str]
 
 
 class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's ``input``, llama-server's ``content``, Ollama's ``prompt``: a text, tokens, or a list of these."""
+    """OpenAI's ``input``, llama-server's ``content``, Ollama's ``prompt``: a text, tokens, both mixed, or a list
+    of these."""
 
     input: Any = None
     content: Any = None
@@ -32,7 +33,7 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
         given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
         if given is None:
             raise BadRequest("there is nothing to embed: give input, a text or a list of texts")
-        if isinstance(given, list) and not (given and all(isinstance(each, int) for each in given)):
+        if isinstance(given, list) and not any(isinstance(each, int) for each in given):
             found = [_one(each) for each in given]
         else:
             found = [_one(given)]
@@ -77,7 +78,9 @@ def _one(given: Any) -> Input:
         if isinstance(given, dict):
             if "content" in given:
                 return "".join(part.text for part in msgspec.convert(given, _Parts).content)
+            if given.get("multimodal_data"):
+                raise NotSupported("there are no embeddings of pictures: leave multimodal_data out")
             return msgspec.convert(given, _Prompt).prompt_string
-        return msgspec.convert(given, str | Annotated[list[TokenId], Meta(max_length=1 << 20)])
+        return msgspec.convert(given, str | Annotated[list[TokenId | str], Meta(max_length=1 << 20)])
     except msgspec.ValidationError as error:
         raise BadRequest(f"an input cannot be used: {str(error)[:200]}; give a text or a list of tokens") from None

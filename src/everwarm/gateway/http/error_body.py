@@ -8,12 +8,27 @@ from everwarm.types import Json
 OLLAMA = "/api/"
 ANTHROPIC = "/v1/messages"
 
+LLAMA_SERVER = (
+    "/completion",
+    "/infill",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/props",
+    "/slots",
+    "/lora-adapters",
+    "/embedding",
+    "/rerank",
+    "/models",
+)
+
 _OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
+_LLAMA_SERVER_TYPES = {403: "permission_error", 501: "not_supported_error", 503: "unavailable_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -31,7 +46,16 @@ def error_body(error: EverwarmError, request_id: str, path: str) -> Json:
         return {"error": str(error)}
     if path.startswith(ANTHROPIC):
         return _anthropic(error, request_id)
+    if path.startswith(LLAMA_SERVER):
+        return _llama_server(error, request_id)
     return _openai(error, request_id)
+
+
+def _llama_server(error: EverwarmError, request_id: str) -> Json:
+    """OpenAI's, but that the code is the status, and the type is llama-server's."""
+    about = _openai(error, request_id)["error"]
+    known = _LLAMA_SERVER_TYPES.get(error.status, about["type"])
+    return {"error": {**about, "code": error.status, "type": about["type"] if "n_ctx" in about else known}}
 
 
 def _openai(error: EverwarmError, request_id: str) -> Json:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
 
+from everwarm.config import Sampling
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
+from everwarm.gateway.llamaserver.infill import InfillBody
 from everwarm.gateway.openai.encode import logprobs, progress, timings
-from everwarm.gateway.openai.schema import Body, CompletionBody
+from everwarm.gateway.openai.schema import DEFAULT_SAMPLING, Body, CompletionBody
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
@@ -24,8 +27,15 @@ class CompletionAbout:
     """What an answer of ``/completion`` says besides the reply. ``prompt``: None if it came as tokens."""
 
     model: str
-    body: CompletionBody
+    body: CompletionBody | InfillBody
     prompt: str | None = None
+    sampling: Sampling = DEFAULT_SAMPLING  # of requests that do not say it
+    max_tokens: int | None = None
+    info: Callable[[], m.ModelInfo | None] = lambda: None  # of the model, which may not be loaded yet
+
+    def settings(self) -> Json:
+        info = self.info()
+        return generation_settings(self.body, self.sampling, self.max_tokens, () if info is None else info.eog)
 
     def shown(self, answer: Json) -> Json:
         """Only the fields that were asked for; a slash leads into an object."""
@@ -45,22 +55,32 @@ def _at(answer: Any, path: list[str]) -> Any:
     return answer
 
 
-def generation_settings(body: Body) -> Json:
-    """How a reply is sampled, under llama-server's names."""
-    sampling = asdict(body.sampling())
-    bias = sampling.pop("logit_bias")
+def generation_settings(body: Body, defaults: Sampling, max_tokens: int | None, eog: Sequence[int] = ()) -> Json:
+    """How a reply is sampled, under llama-server's names. ``defaults`` and ``max_tokens`` are of requests that do not say
+    it, ``eog`` the tokens that end a reply."""
+    sampling = asdict(body.sampling(defaults))
+    bias = sampling.pop("logit_bias") | (dict.fromkeys(eog, float("-inf")) if body.ignore_eos else {})
     sampling["repeat_last_n"] = sampling.pop("penalty_last_n")
     sampling["seed"] = _RANDOM_SEED if sampling["seed"] is None else sampling["seed"]
-    n_predict = body.reply_tokens(-1)
+    n_predict = body.reply_tokens(-1 if max_tokens is None else max_tokens)
+    n_probs = getattr(body, "n_probs", None)
     return {
         **sampling,
         "n_predict": n_predict,
         "max_tokens": n_predict,
+        "n_keep": 0,
+        "n_discard": 0,
+        "n_probs": n_probs or 0,
+        "post_sampling_probs": bool(body.post_sampling_probs),
+        "backend_sampling": False,
+        "speculative.types": "none",
         "stop": list(body.stops()),
         "stream": bool(body.stream),
         "ignore_eos": bool(body.ignore_eos),
         "grammar": body.grammar or "",
-        "logit_bias": [{"token": token, "bias": value} for token, value in bias.items() if value != float("-inf")],
+        "logit_bias": [
+            {"token": token, "bias": value if math.isfinite(value) else None} for token, value in bias.items()
+        ],
         "timings_per_token": bool(body.timings_per_token),
         "lora": [],
     }
@@ -76,6 +96,7 @@ class LlamaEncoder(Dialect):
         self._slot = 0
         self._n_prompt = 0
         self._n_reply = 0
+        self._began_s: float | None = None
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
         match event.message:
@@ -86,18 +107,36 @@ class LlamaEncoder(Dialect):
             case m.PromptRead() as read_so_far:
                 chunk: Json = {"index": 0, "content": "", "stop": False, "id_slot": self._slot}
                 chunk["prompt_progress"] = progress(read_so_far)
+                if self._about.body.timings_per_token:
+                    chunk["timings"] = self._reading(read_so_far)
             case m.TextPiece() as piece:
                 self._n_reply += len(piece.tokens)
                 self._has_new_line |= "\n" in piece.text
                 chunk = {"index": 0, "content": piece.text, "tokens": piece.tokens, "stop": False}
                 chunk |= {"id_slot": self._slot, "tokens_predicted": self._n_reply, "tokens_evaluated": self._n_prompt}
                 if piece.probs:
-                    chunk["completion_probabilities"] = logprobs(piece.probs)["content"]
+                    chunk["completion_probabilities"] = _probabilities(self._about.body, piece.probs)
             case m.Done() as done:
                 has_new_line = self._has_new_line or "\n" in done.text
                 whole = {"index": 0, "content": done.text, "tokens": [], **_end(self._about, done, has_new_line)}
                 chunk = self._about.shown(whole)
         return [sse(chunk)]
+
+    def _reading(self, read: m.PromptRead) -> Json:
+        """The timings of a prompt that is being read; the first report is of its beginning."""
+        self._began_s = read.seconds if self._began_s is None else self._began_s
+        n_read, read_ms = read.n_read - read.n_cached, 1e3 * (read.seconds - self._began_s)
+        return {
+            "cache_n": read.n_cached,
+            "prompt_n": n_read,
+            "prompt_ms": read_ms,
+            "prompt_per_token_ms": read_ms / n_read if n_read else 0.0,
+            "prompt_per_second": 1e3 * n_read / read_ms if read_ms else 0.0,
+            "predicted_n": 0,
+            "predicted_ms": 0.0,
+            "predicted_per_token_ms": 0.0,
+            "predicted_per_second": 0.0,
+        }
 
 
 def completion(about: CompletionAbout, choice: Choice, *, index: int = 0) -> Json:
@@ -107,9 +146,24 @@ def completion(about: CompletionAbout, choice: Choice, *, index: int = 0) -> Jso
         "tokens": choice.tokens if about.body.return_tokens else [],
         **_end(about, choice.done, "\n" in choice.text),
     }
-    if about.body.wanted_probs is not None:
-        answer["completion_probabilities"] = logprobs(choice.probs)["content"]
+    if choice.probs:
+        answer["completion_probabilities"] = _probabilities(about.body, choice.probs)
     return about.shown(answer)
+
+
+def _probabilities(body: Body, probs: Sequence[m.TokenProb]) -> list[Json]:
+    """Log-probabilities; with ``post_sampling_probs`` probabilities, of what the samplers left."""
+    if not body.post_sampling_probs:
+        return list(logprobs(probs)["content"])
+    return [
+        {**_prob(each.token, each.piece, each.logprob), "top_probs": [_prob(*other) for other in each.top]}
+        for each in probs
+    ]
+
+
+def _prob(token: int, piece: bytes, logprob: float) -> Json:
+    text = piece.decode("utf-8", "replace")
+    return {"id": token, "token": text, "bytes": list(piece), "prob": math.exp(logprob)}
 
 
 def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
@@ -123,7 +177,7 @@ def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
         "tokens_predicted": done.n_reply,
         "tokens_evaluated": done.n_prompt,
         "tokens_cached": done.n_cached,
-        "generation_settings": generation_settings(body),
+        "generation_settings": about.settings(),
         **({"prompt": about.prompt} if about.prompt is not None else {}),
         "has_new_line": has_new_line,
         "truncated": was_cut,  # by the end of the context

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import struct
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,19 @@ from everwarm.gateway.llamaserver.encode import (
     generation_settings,
     tokenized,
 )
-from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody, DetokenizeBody, SlotBody, TokenizeBody, read
+from everwarm.gateway.llamaserver.infill import InfillBody, InfillTokens, infill_prompt
+from everwarm.gateway.openai.schema import (
+    MEDIA_MARKER,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    MediaPrompt,
+    Prompt,
+    SlotBody,
+    TokenizeBody,
+    read,
+)
 from everwarm.gateway.serving.generate import Choice
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
@@ -39,9 +52,15 @@ from everwarm.router.supervise.supervisor import Question
 from everwarm.state.store.slot_names import COMPANION, checked_name, namespace_folder
 from everwarm.types import Json
 
-IMAGE_MARKER = "<__media__>"  # llama.cpp's own, in the answer of /apply-template
 _TEXT_ONLY = {"vision": False, "audio": False, "video": False}
-_DEFAULT_PARAMS = generation_settings(Body())
+_NO_TOOLS = "Everwarm runs no tools and connects to no MCP servers: let the client run them"
+NOT_OFFERED = {
+    "/tools": _NO_TOOLS,
+    "/mcp": _NO_TOOLS,
+    "/cors-proxy": "Everwarm fetches no pages for others: let the client do it",
+    "/predict": "Everwarm does not speak Vertex AI's dialect: use /v1/chat/completions",
+    "/v1/systemone": "Everwarm answers no decision questions: use /v1/chat/completions with a JSON schema",
+}
 MAX_FILES_OF_A_USER = 64  # in each of its namespaces
 
 
@@ -61,19 +80,22 @@ class LlamaServer:
             Route("/completions", self.completion, methods=["POST"]),
             Route("/v1/chat/completions/input_tokens", self.input_tokens, methods=["POST"]),
             Route("/chat/completions/input_tokens", self.input_tokens, methods=["POST"]),
+            Route("/infill", self.infill, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/apply-template", self.apply_template, methods=["POST"]),
             Route("/props", self.props, methods=["GET"]),
+            Route("/props", self.change_props, methods=["POST"]),
             Route("/slots", self.slots, methods=["GET"]),
             Route("/slots/{id}", self.slot_action, methods=["POST"]),
+            *(Route(path, self.not_offered, methods=["GET", "POST"]) for path in NOT_OFFERED),
         ]
 
     async def completion(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
-        model = body.model or self._pool.find(body.model).id
         prompts = body.prompts()
-        one = CompletionAbout(model, body, prompts[0] if isinstance(prompts[0], str) else None)
+        text = prompts[0] if isinstance(prompts[0], str) else None
+        one = self._about(body, text)
         if body.stream:
             if len(prompts) > 1 or (body.n or 1) > 1:
                 raise BadRequest("only one reply can be streamed: send several prompts as several requests")
@@ -86,9 +108,51 @@ class LlamaServer:
         answers = [completion(abouts[i // n], choice, index=i) for i, choice in enumerate(found)]
         return json_response(answers[0] if len(answers) == 1 else answers)
 
-    async def _all_completed(
-        self, request: Request, body: CompletionBody, prompts: list[str | list[int | str]]
-    ) -> list[Choice]:
+    def _about(self, body: CompletionBody | InfillBody, prompt: str | None = None) -> CompletionAbout:
+        served = self._pool.find(body.model)
+        defaults = self._settings.defaults
+        return CompletionAbout(
+            body.model or served.id,
+            body,
+            prompt,
+            defaults.sampling,
+            defaults.max_tokens,
+            lambda: served.supervisor.info,
+        )
+
+    async def infill(self, request: Request) -> Response:
+        body, n_bytes = await self._gate.read(request, InfillBody)
+        about = self._about(body)
+        source = partial(self._filled, request, body)
+        if body.stream:
+            return self._replies.stream(request, n_bytes, source, LlamaEncoder(about))
+        with self._gate.admitted(request, n_bytes):
+            found = await self._gate.within_time(request, self._collected(request, source))
+        return json_response(completion(about, found[0]))
+
+    async def _collected(self, request: Request, source: Callable[[], Awaitable[CompletionBody]]) -> list[Choice]:
+        return await self._replies.collect(request, await source())
+
+    async def _filled(self, request: Request, body: InfillBody) -> CompletionBody:
+        """The completion that fills in what is missing at the cursor."""
+        with self._pool.lease(body.model) as lease:
+            info = await (await lease.ready()).supervisor.wait_ready()
+        if info.fill_in is None:
+            raise NotSupported("this model has no tokens for fill-in-the-middle; send a prompt to /completion")
+        ask = partial(self._tokens, request, body.model, add_special=False, parse_special=False)
+        texts = await asyncio.gather(*map(ask, body.texts()))
+        defaults = self._settings.defaults
+        prompt = infill_prompt(
+            InfillTokens.of(texts),
+            info.fill_in,
+            n_batch=info.n_batch,
+            n_ctx=info.n_ctx,
+            n_predict=body.reply_tokens(-1 if defaults.max_tokens is None else defaults.max_tokens),
+            suffix_first=defaults.spm_infill,
+        )
+        return body.completion(prompt)
+
+    async def _all_completed(self, request: Request, body: CompletionBody, prompts: list[Prompt]) -> list[Choice]:
         """The replies to all prompts, which run at once; the error of one ends them all."""
         tasks = [asyncio.create_task(self._completed(request, body, prompt)) for prompt in prompts]
         try:
@@ -98,23 +162,25 @@ class LlamaServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _completed(self, request: Request, body: CompletionBody, prompt: str | list[int | str]) -> list[Choice]:
+    async def _completed(self, request: Request, body: CompletionBody, prompt: Prompt) -> list[Choice]:
         return await self._replies.collect(request, await self._with_prompt(request, body, prompt))
 
-    async def _with_prompt(
-        self, request: Request, body: CompletionBody, prompt: str | list[int | str]
-    ) -> CompletionBody:
+    async def _with_prompt(self, request: Request, body: CompletionBody, prompt: Prompt) -> CompletionBody:
         """The body with this prompt alone; texts among tokens are tokenized."""
         if isinstance(prompt, list) and str in set(map(type, prompt)):
             tokens: list[int] = []
             for item in prompt:
-                tokens += [item] if isinstance(item, int) else await self._tokens(request, body, item, not tokens)
+                is_first = not tokens
+                tokens += [item] if isinstance(item, int) else await self._tokens(request, body.model, item, is_first)
             prompt = list(tokens)
-        return msgspec.structs.replace(body, prompt=prompt)
+        given = msgspec.to_builtins(prompt) if isinstance(prompt, MediaPrompt) else prompt
+        return msgspec.structs.replace(body, prompt=given)
 
-    async def _tokens(self, request: Request, body: CompletionBody, text: str, add_special: bool) -> list[int]:
-        fields = {"text": text, "add_special": add_special, "parse_special": True, "with_pieces": False}
-        answer = await self._ask(request, body.model, m.Tokenize, **fields)
+    async def _tokens(
+        self, request: Request, model: str | None, text: str, add_special: bool, parse_special: bool = True
+    ) -> list[int]:
+        fields = {"text": text, "add_special": add_special, "parse_special": parse_special, "with_pieces": False}
+        answer = await self._ask(request, model, m.Tokenize, **fields)
         ids = msgspec.convert(answer, m.Tokenized).ids
         return list(struct.unpack(f"<{len(ids) // 4}i", ids))
 
@@ -150,7 +216,7 @@ class LlamaServer:
 
     async def _applied(self, request: Request, body: ChatBody) -> Response:
         with self._pool.lease(body.model) as lease:
-            prepared = await self._preparer.prompt(request, body, await lease.ready(), lambda _: IMAGE_MARKER)
+            prepared = await self._preparer.prompt(request, body, await lease.ready(), lambda _: MEDIA_MARKER)
         return json_response({"prompt": prepared.text.removeprefix(prepared.bos)})
 
     async def props(self, request: Request) -> Response:
@@ -160,23 +226,28 @@ class LlamaServer:
             return json_response({"role": "router", "models": models, "modalities": _TEXT_ONLY})
         served = self._pool.look(name)
         if not served.supervisor.is_running:
-            return json_response(_asleep(served))
+            return json_response(_asleep(served, self._default_params()))
         shows_path = principal_of(request).is_admin
         return await self._gate.within_time(request, self._props(served, shows_path=shows_path))
+
+    def _default_params(self) -> Json:
+        defaults = self._settings.defaults
+        return generation_settings(Body(), defaults.sampling, defaults.max_tokens)
 
     async def _props(self, served: Served, *, shows_path: bool) -> Response:
         info = await served.supervisor.wait_ready()
         return json_response(
             {
-                "default_generation_settings": {"id": 0, "n_ctx": info.n_ctx, "params": _DEFAULT_PARAMS},
+                "default_generation_settings": {"id": 0, "n_ctx": info.n_ctx, "params": self._default_params()},
                 "model_path": str(served.spec.path) if shows_path else served.spec.path.name,
                 "total_slots": info.n_slots,
                 "model_alias": served.id,
                 "model_description": info.description,
                 "memory_kind": info.memory_kind,
                 "modalities": _TEXT_ONLY | {"vision": info.sees},
-                "endpoint_slots": True,
-                "endpoint_props": False,
+                "media_marker": MEDIA_MARKER,
+                "endpoint_slots": self._settings.shows_slots,
+                "endpoint_props": True,
                 "endpoint_metrics": True,
                 "chat_template": served.spec.template or info.chat_template or "",
                 "checkpoint_every": info.every_n_tokens,
@@ -188,6 +259,14 @@ class LlamaServer:
                 "is_sleeping": False,
             }
         )
+
+    async def change_props(self, request: Request) -> Response:
+        """llama-server changes nothing here, either."""
+        await self._gate.bodies.read(request, bytes)
+        return json_response({"success": True})
+
+    async def not_offered(self, request: Request) -> Response:
+        raise NotSupported(NOT_OFFERED[request.url.path])
 
     async def slots(self, request: Request) -> Response:
         if not self._settings.shows_slots:
@@ -232,11 +311,11 @@ class LlamaServer:
         return await self._gate.within_time(request, answer())
 
 
-def _asleep(served: Served) -> Json:
+def _asleep(served: Served, params: Json) -> Json:
     """What the catalog knows of a model that is not loaded. As in llama-server, this does not load it."""
     settings = served.spec.settings
     return {
-        "default_generation_settings": {"id": 0, "n_ctx": settings.n_ctx, "params": _DEFAULT_PARAMS},
+        "default_generation_settings": {"id": 0, "n_ctx": settings.n_ctx, "params": params},
         "total_slots": settings.n_slots,
         "model_alias": served.id,
         "modalities": _TEXT_ONLY | {"vision": served.spec.mmproj is not None},

@@ -27,6 +27,10 @@ class RequestDefaults:
     grammar: str | None = None
     json_schema: Mapping[str, Any] | None = None
     reasoning_format: ReasoningFormat | None = None
+    reasoning_budget: int | None = None  # tokens of thinking
+    reasoning_budget_message: str | None = None
+    verbose: bool = False  # answers to chats show the prompt that was made of them
+    spm_infill: bool = False  # /infill: the text after the cursor comes first
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def applied(self, body: B) -> B:
@@ -55,6 +59,12 @@ class RequestDefaults:
         changes: dict[str, Any] = {}
         if self.reasoning_format is not None and body.reasoning_format is None:
             changes["reasoning_format"] = self.reasoning_format
+        if self.reasoning_budget is not None and body.reasoning_budget_tokens is body.thinking_budget_tokens is None:
+            changes["reasoning_budget_tokens"] = self.reasoning_budget
+        if self.reasoning_budget_message is not None and body.reasoning_budget_message is None:
+            changes["reasoning_budget_message"] = self.reasoning_budget_message
+        if self.verbose and body.verbose is None:
+            changes["verbose"] = True
         if self.template_kwargs:
             changes["chat_template_kwargs"] = {**self.template_kwargs, **(body.chat_template_kwargs or {})}
         return changes

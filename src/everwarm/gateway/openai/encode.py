@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -40,6 +40,7 @@ def timings(done: m.Done) -> Json:
     n_read = done.n_prompt - done.n_cached
     prompt_ms = 1e3 * (done.restore_s + done.prefill_s)
     decode_ms = 1e3 * done.decode_s
+    n_decoded = max(0, done.n_reply - 1)  # the first token comes with the prompt
     return {
         "cache_n": done.n_cached,
         "prompt_n": n_read,
@@ -48,8 +49,8 @@ def timings(done: m.Done) -> Json:
         "prompt_per_second": 1e3 * n_read / prompt_ms if prompt_ms else 0.0,
         "predicted_n": done.n_reply,
         "predicted_ms": decode_ms,
-        "predicted_per_token_ms": decode_ms / max(1, done.n_reply),
-        "predicted_per_second": 1e3 * done.n_reply / decode_ms if decode_ms else 0.0,
+        "predicted_per_token_ms": decode_ms / n_decoded if n_decoded else 0.0,
+        "predicted_per_second": 1e3 * n_decoded / decode_ms if decode_ms else 0.0,
         "queue_ms": 1e3 * done.queue_s,
         "restore_ms": 1e3 * done.restore_s,
         "keep_ms": 1e3 * done.keep_s,
@@ -96,13 +97,15 @@ def legacy_logprobs(probs: Sequence[m.TokenProb]) -> Json:
 
 
 class CompletionEncoder(Dialect):
-    """A reply to chat completions or completions: as chunks, or whole. ``header`` is what every chunk repeats."""
+    """A reply to chat completions or completions: as chunks, or whole. ``header`` is what every chunk repeats, and so is
+    the ``fingerprint``, which is not known before the model is loaded."""
 
     id_prefix: str
     chunk_name: str
 
-    def __init__(self, header: Json, body: Body, *, with_probs: bool) -> None:
+    def __init__(self, header: Json, fingerprint: Callable[[], str], body: Body, *, with_probs: bool) -> None:
         self._header = header
+        self._fingerprint = fingerprint
         self._body = body
         self._with_probs = with_probs
         self._dones: dict[int, m.Done] = {}
@@ -128,11 +131,13 @@ class CompletionEncoder(Dialect):
         return [*([self._chunk([], last)] if last else []), SSE_DONE]
 
     def _chunk(self, choices: list[Json], more: Json) -> bytes:
-        return sse({**self._header, "object": self.chunk_name, "choices": choices, **more})
+        header = {**self._header, "system_fingerprint": self._fingerprint(), "object": self.chunk_name}
+        return sse({**header, "choices": choices, **more})
 
     def _whole(self, name: str, listed: list[Json], dones: Sequence[m.Done]) -> Json:
         return {
             **self._header,
+            "system_fingerprint": self._fingerprint(),
             "object": name,
             "choices": listed,
             "usage": usage(dones, self._body.n or 1),
@@ -148,8 +153,8 @@ class ChatEncoder(CompletionEncoder):
     id_prefix = "chatcmpl"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, header: Json, body: Body, *, with_probs: bool) -> None:
-        super().__init__(header, body, with_probs=with_probs)
+    def __init__(self, header: Json, fingerprint: Callable[[], str], body: Body, *, with_probs: bool) -> None:
+        super().__init__(header, fingerprint, body, with_probs=with_probs)
         self._has_role: set[int] = set()  # choices whose first chunk was sent
 
     def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,13 +36,13 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, ChatBody)
         header = self._header(ChatEncoder.id_prefix, body)
-        encoder = ChatEncoder(header, body, with_probs=body.n_probs is not None)
+        encoder = ChatEncoder(header, self._fingerprint(body), body, with_probs=body.n_probs is not None)
         return await self._answer(request, body, n_bytes, encoder)
 
     async def completions(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
         header = self._header(TextEncoder.id_prefix, body)
-        encoder = TextEncoder(header, body, with_probs=body.wanted_probs is not None)
+        encoder = TextEncoder(header, self._fingerprint(body), body, with_probs=body.wanted_probs is not None)
         return await self._answer(request, body, n_bytes, encoder)
 
     async def _answer(
@@ -52,15 +53,19 @@ class OpenAI:
             return self._replies.stream(request, n_bytes, body, encoder)
         with self._gate.admitted(request, n_bytes):
             choices = await self._gate.within_time(request, self._replies.collect(request, body))
-        return json_response(encoder.whole(choices))
+        answer = encoder.whole(choices)
+        if (prompt := getattr(request.state, "prompt", None)) is not None:  # of a chat that is verbose
+            answer["__verbose"] = {"prompt": prompt, "content": choices[0].text, "tokens": choices[0].tokens}
+        return json_response(answer)
 
     def _header(self, id_prefix: str, body: GenerationBody) -> Json:
         """What every chunk and answer of one request repeats."""
-        served = self._pool.find(body.model)
-        info = served.supervisor.info
         return {
             "id": f"{id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": body.model or served.id,
-            "system_fingerprint": f"{info.build if info else ''}-everwarm-{__version__}",
+            "model": body.model or self._pool.find(body.model).id,
         }
+
+    def _fingerprint(self, body: GenerationBody) -> Callable[[], str]:
+        supervisor = self._pool.find(body.model).supervisor
+        return lambda: f"{supervisor.info.build if supervisor.info else ''}-everwarm-{__version__}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -12,6 +14,7 @@ from everwarm.config import MAX_BREAKERS, MAX_LOGIT_BIASES, MAX_SAMPLERS, MAX_SC
 from everwarm.errors import BadRequest
 
 MAX_STOPS, MAX_STOP_CHARS = 32, 512
+MAX_BIAS_CHARS = 1 << 15
 MAX_CHOICES = 16
 MAX_PROMPTS = 128  # of one request, times choices
 MAX_MESSAGES = 20_000
@@ -25,6 +28,12 @@ Count = Annotated[int, Meta(ge=0, le=1 << 26)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Name = Annotated[str, Meta(max_length=512)]
 PromptItem = TokenId | str | list[TokenId | str] | dict[str, Any]
+
+LogitBias = (
+    Annotated[dict[str, float | bool], Meta(max_length=MAX_LOGIT_BIASES)]
+    | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=MAX_LOGIT_BIASES)]
+)
+_NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
 
 DEFAULT_SAMPLING = Sampling()
 # Fields of a body that are fields of ``Sampling`` as they are.
@@ -89,11 +98,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=1 << 16)] | None = None
-    logit_bias: (
-        Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)]
-        | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=MAX_LOGIT_BIASES)]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     typical_p: Annotated[float, Meta(ge=0.0)] | None = None
     top_n_sigma: Annotated[float, Meta(ge=-100.0, le=100.0)] | None = None
     xtc_probability: Probability | None = None
@@ -127,6 +132,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
+    t_max_predict_ms: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    post_sampling_probs: bool | None = None
+    verbose: bool | None = None
     max_draft: Annotated[int, Meta(ge=0, le=1 << 16)] | None = msgspec.field(name="speculative.n_max", default=None)
 
     def sampling(self, defaults: Sampling = DEFAULT_SAMPLING) -> Sampling:
@@ -146,6 +154,18 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         if self.seed is not None and self.seed < 0:
             changed["seed"] = None  # asks for a random one
         return dataclasses.replace(defaults, **changed) if changed else defaults
+
+    def text_bias(self) -> tuple[tuple[str, float], ...]:
+        """The biases of ``logit_bias`` that name texts; ``sampling`` has those of tokens."""
+        found = tuple((key, value) for key, value in _biases(self.logit_bias) if isinstance(key, str))
+        if (n_chars := sum(len(text) for text, _ in found)) > MAX_BIAS_CHARS:
+            raise BadRequest(f"the texts of logit_bias have {n_chars} characters; give at most {MAX_BIAS_CHARS}")
+        return found
+
+    @property
+    def max_write_s(self) -> float | None:
+        limit = self.t_max_predict_ms
+        return None if limit is None or limit <= 0 else limit / 1e3
 
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -184,6 +204,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None  # none: no thinking
+    reasoning_budget_tokens: Annotated[int, Meta(ge=-1, le=1 << 26)] | None = None  # -1: no bound
+    thinking_budget_tokens: Annotated[int, Meta(ge=-1, le=1 << 26)] | None = None
+    reasoning_budget_message: Annotated[str, Meta(max_length=4096)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
     logprobs: bool | None = None
@@ -192,6 +215,23 @@ class ChatBody(Body, frozen=True, kw_only=True):
     @property
     def n_probs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def thinking_tokens(self) -> int | None:
+        """The most tokens of thinking; None: any number."""
+        given = self.thinking_budget_tokens if self.reasoning_budget_tokens is None else self.reasoning_budget_tokens
+        return None if given is None or given < 0 else given
+
+
+class MediaPrompt(msgspec.Struct, frozen=True):
+    """llama-server's prompt with pictures: each ``<__media__>`` in the text stands for the next of them, in base64."""
+
+    prompt_string: str
+    multimodal_data: Annotated[list[str], Meta(min_length=1, max_length=256)]
+
+
+Prompt = str | list[int | str] | MediaPrompt
+MEDIA_MARKER = "<__media__>"
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -217,14 +257,14 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         for prompt in self.prompts():
             if isinstance(prompt, str):
                 found.append((prompt, None))
-            elif set(map(type, prompt)) <= {int}:
+            elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
                 found.append((None, prompt))  # type: ignore[arg-type]
             else:
                 raise BadRequest("prompt must be a text, a list of token ids, or a list of these")
         return found
 
-    def prompts(self) -> list[str | list[int | str]]:
-        """Every prompt, as text, as tokens, or as tokens and texts in one list."""
+    def prompts(self) -> list[Prompt]:
+        """Every prompt, as text, as tokens, as tokens and texts in one list, or as text with pictures."""
         prompt: Any = self.prompt
         kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()  # fast: a prompt may have 100,000 tokens
         are_many = bool(kinds & {list, dict}) or kinds == {str}
@@ -244,11 +284,20 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return int(self.logprobs)
 
 
-def _one_prompt(given: Any) -> str | list[int | str]:
+class MarkedCompletion(CompletionBody, frozen=True, kw_only=True):
+    """A completion of tokens that a dialect has made, with the places that the next request is likely to share."""
+
+    breakpoints: tuple[int, ...] = ()
+
+
+def _one_prompt(given: Any) -> Prompt:
     if isinstance(given, dict):
         text, media = given.get("prompt_string"), given.get("multimodal_data")
         if media:
-            raise BadRequest("multimodal_data is not read here: send images in a chat")
+            try:
+                return msgspec.convert(given, MediaPrompt)
+            except msgspec.ValidationError as error:
+                raise BadRequest(f"a prompt with multimodal_data cannot be used: {_shortened(str(error))}") from None
         if not isinstance(text, str):
             raise BadRequest("a prompt that is an object needs prompt_string")
         return text
@@ -313,18 +362,20 @@ def _shortened(reason: str) -> str:
     return f"{reason[: _MAX_REASON_CHARS // 2]} … {reason[-_MAX_REASON_CHARS // 2 :]}"
 
 
-def _logit_bias(given: dict[str, float] | list[tuple[int | str, float | bool]] | None) -> dict[int, float] | None:
-    """OpenAI sends an object with token ids as keys, llama-server also a list of pairs; ``false`` bans a token."""
-    if given is None:
-        return None
-    pairs = given.items() if isinstance(given, dict) else given
-    bias = {}
-    for token, value in pairs:
-        try:
-            id = int(token)
-            bias[id] = float("-inf") if value is False else float(value)
-        except (ValueError, OverflowError):
-            raise BadRequest(f"logit_bias names {str(token)[:40]!r}; give a token id and a number") from None
-        if not 0 <= id < 1 << 31:
-            raise BadRequest(f"logit_bias names {str(token)[:40]!r}; give a token id and a number")
-    return bias
+def _logit_bias(given: LogitBias | None) -> dict[int, float] | None:
+    return None if given is None else {key: value for key, value in _biases(given) if isinstance(key, int)}
+
+
+def _biases(given: LogitBias | None) -> Iterator[tuple[int | str, float]]:
+    """Tokens or texts, and their biases. OpenAI sends an object with token ids as keys, llama-server also a list of pairs;
+    both may name a text instead, and ``false`` bans."""
+    for key, value in given.items() if isinstance(given, dict) else given or ():
+        bias = float("-inf") if value is False else float(value)
+        if isinstance(key, str) and not _NUMBER.fullmatch(key):
+            if not key or len(key) > MAX_STOP_CHARS:
+                raise BadRequest(f"a text in logit_bias has {len(key)} characters; give 1 to {MAX_STOP_CHARS}")
+            yield key, bias
+        elif 0 <= (token := int(key)) < 1 << 31:
+            yield token, bias
+        else:
+            raise BadRequest(f"logit_bias names {str(key)[:40]!r}; give a token id and a number")

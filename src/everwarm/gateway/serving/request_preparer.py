@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from everwarm.config import Constraint, Sampling
+from everwarm.config import Constraint, Sampling, ThinkingBudget
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest, NotSupported
@@ -40,8 +40,9 @@ from everwarm.gateway.chat.reply_memory import (
 from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
-from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
+from everwarm.gateway.openai.schema import MEDIA_MARKER, Body, ChatBody, CompletionBody, MarkedCompletion, MediaPrompt
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
+from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.reply_store import ReplyStore
@@ -170,6 +171,8 @@ class RequestPreparer:
 
         prepared, constraint, parser = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
+        if body.verbose:
+            request.state.prompt = prepared.text
         if prepared.images and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         images = await self._images.from_parts(prepared.images, namespace) if prepared.images else []
@@ -183,6 +186,7 @@ class RequestPreparer:
             hints=prepared.hints,
             n_probs=body.n_probs,
             constraint=constraint,
+            thinking=_thinking_budget(body, syntax.continued(prepared.continues), template, prepared.text),
             marker=self._marker if images else "",
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
         )
@@ -215,16 +219,56 @@ class RequestPreparer:
         sampling = body.sampling(self._settings.defaults.sampling)
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
+        first = body.prompts()[0]
+        if isinstance(first, MediaPrompt):
+            return await self._media_completion(request, body, first, info, constraint)
         submits: list[m.Submit] = []
         n_tokens = 0
         for text, tokens in body.texts_or_tokens():
             if text is not None and len(text) > MAX_PROMPT_CHARS:
                 raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
             given: Any = {"text": text, "tokens": tokens, "n_probs": body.wanted_probs, "constraint": constraint}
+            if isinstance(body, MarkedCompletion):
+                given["hints"] = CutHints(breakpoints=body.breakpoints)
             submits += _choices(_submit(request, body, info, sampling, **given), body)
             n_tokens += len(tokens) if tokens is not None else estimated_tokens(len(text or ""))
         _recount(request, n_tokens)
         return PreparedRequest(tuple(submits))
+
+    async def _media_completion(
+        self,
+        request: Request,
+        body: CompletionBody,
+        prompt: MediaPrompt,
+        info: m.ModelInfo,
+        constraint: Constraint | None,
+    ) -> PreparedRequest:
+        """Of one prompt with pictures."""
+        data, text = prompt.multimodal_data, prompt.prompt_string
+        if len(body.prompts()) > 1:
+            raise BadRequest("a prompt with multimodal_data is sent alone")
+        if not info.sees:
+            raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
+        if (n_places := text.count(MEDIA_MARKER)) != len(data) or len(text) > MAX_PROMPT_CHARS:
+            raise BadRequest(
+                f"the prompt has {n_places} places {MEDIA_MARKER} for {len(data)} pictures; give one for each"
+            )
+        namespace = namespace_of(request, body.cache_salt)
+        parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in data]
+        images = await self._images.from_parts(parts, namespace)
+        submit = _submit(
+            request,
+            body,
+            info,
+            body.sampling(self._settings.defaults.sampling),
+            text=text.replace(MEDIA_MARKER, self._marker),
+            n_probs=body.wanted_probs,
+            constraint=constraint,
+            marker=self._marker,
+            images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+        )
+        _recount(request, estimated_tokens(len(text)))
+        return PreparedRequest(_choices(submit, body), lend=partial(lent_images, self._images, images, namespace))
 
     async def count(self, request: Request, body: ChatBody, served: Served) -> int:
         """The tokens of a chat's prompt."""
@@ -318,6 +362,7 @@ def _submit(
     hints: CutHints = CutHints(),  # noqa: B008 - frozen
     n_probs: int | None = None,
     constraint: Constraint | None = None,
+    thinking: ThinkingBudget | None = None,
     marker: str = "",
     images: tuple[m.SentImage, ...] = (),
 ) -> m.Submit:
@@ -336,6 +381,10 @@ def _submit(
         namespace=namespace_of(request, body.cache_salt),
         use_cache=body.uses_cache,
         deterministic=bool(body.deterministic),
+        text_bias=body.text_bias(),
+        post_sampling=bool(body.post_sampling_probs),
+        max_write_s=body.max_write_s,
+        thinking=thinking,
         ignore_eos=bool(body.ignore_eos),
         n_probs=n_probs,
         slot=slot,
@@ -348,6 +397,16 @@ def _submit(
         priority=max(0, body.priority or 0),  # nobody comes before those who do not give one
         max_draft=body.max_draft,
     )
+
+
+def _thinking_budget(body: ChatBody, syntax: ModelSyntax, template: ChatTemplate, prompt: str) -> ThinkingBudget | None:
+    """How long the reply may think, and what ends it then: the template's own end of a thought."""
+    n_tokens, style = body.thinking_tokens, syntax.thinking(prompt)
+    if n_tokens is None or style is None or style.begins is Begins.AFTER:
+        return None
+    closing = template.thinking_end if style.closing in template.thinking_end else style.closing
+    opening = style.opening if style.begins is Begins.BEFORE else ""
+    return ThinkingBudget(n_tokens, closing, opening, body.reasoning_budget_message or "")
 
 
 def _choices(submit: m.Submit, body: Body) -> tuple[m.Submit, ...]:

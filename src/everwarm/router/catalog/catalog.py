@@ -104,8 +104,10 @@ def only(
     mmproj: Path | None = None,
     aliases: tuple[str, ...] = (),
     template: str | None = None,
+    ttl_s: float = 0.0,
 ) -> Catalog:
-    """One model that is loaded at the start, stays, and is served under any name. Its faults show when it is loaded."""
+    """One model that is loaded at the start and is served under any name. It stays, unless it has a time to live: then it
+    sleeps until the next request. Its faults show when it is loaded."""
     spec = ModelSpec(
         id=id,
         path=path,
@@ -115,7 +117,8 @@ def only(
         mmproj=mmproj,
         aliases=aliases,
         template=template,
-        pinned=True,
+        ttl_s=ttl_s,
+        pinned=ttl_s == 0.0,
         load_on_start=True,
     )
     return Catalog({id: spec}, default=id)

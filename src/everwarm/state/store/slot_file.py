@@ -5,17 +5,18 @@
     .ns-DIGEST/        the same of a namespace that the directory itself does not belong to
 
 The first is llama-server's format. It writes its token list packed (−1, version, count, tokens, media) and may append
-checkpoints of its own behind the state; both are read. A name never leaves its directory, and a symbolic link is never
-followed.
+checkpoints of its own behind the state; both are read, and ours have a few such checkpoints, too. A name never leaves
+its directory, and a symbolic link is never followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,18 +36,77 @@ NO_FILE = "there is no file of that name that you have saved"  # the same for a 
 _HEAD = struct.Struct("<III")
 _PACKED = struct.Struct("<iII")  # −1, version, tokens
 _PACKED_VERSION = 1
+_APPENDIX, _APPENDIX_MAGIC, _APPENDIX_VERSION = struct.Struct("<II"), 0x504B4353, 1
+_COUNT, _POINT, _SIZE = struct.Struct("<I"), struct.Struct("<qii"), struct.Struct("<Q")  # a point: tokens, positions
 
 
-def encode_main(tokens: Codes, state: Blob) -> Iterator[bytes | memoryview]:
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """A checkpoint behind the state, as llama-server writes it: after how many tokens, and libllama's partial state."""
+
+    n_tokens: int
+    state: Blob
+
+
+def encode_main(tokens: Codes, state: Blob, points: Sequence[Appended] = ()) -> Iterator[bytes | memoryview]:
     yield _HEAD.pack(MAGIC, VERSION, len(tokens))
     yield np.ascontiguousarray(tokens, "<i4").tobytes()
     yield state.data
+    yield from _appendix(points)
 
 
-def main_digest(tokens: Codes, state: Blob) -> str:
+def _appendix(points: Sequence[Appended]) -> Iterator[bytes | memoryview]:
+    """Only for states at one position, that of their last token."""
+    if not points:
+        return
+    yield _APPENDIX.pack(_APPENDIX_MAGIC, _APPENDIX_VERSION) + _COUNT.pack(len(points))
+    for point in points:
+        last = point.n_tokens - 1
+        yield _POINT.pack(point.n_tokens, last, last) + _SIZE.pack(len(point.state))
+        yield point.state.data
+        yield 2 * _SIZE.pack(0)
+
+
+def main_digest(tokens: Codes, state: Blob, points: Sequence[Appended] = ()) -> str:
     """The digest by which a companion recognises its main file."""
     hasher = blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
-    return str(hasher.update(state.data).hexdigest())
+    for part in (state.data, *_appendix(points)):
+        hasher.update(part)
+    return str(hasher.hexdigest())
+
+
+def split_appendix(state: Blob) -> tuple[Blob, tuple[Appended, ...]]:
+    """The state alone, and what llama-server appended to it. Only what can be read up to the end of the file counts."""
+    for found in re.finditer(re.escape(_APPENDIX.pack(_APPENDIX_MAGIC, _APPENDIX_VERSION)), state.data):
+        points = _appended(state[found.end() :])
+        if points is not None:
+            return state[: found.start()], points
+    return state, ()
+
+
+def _appended(data: Blob) -> tuple[Appended, ...] | None:
+    """So many checkpoints, and nothing else; None: that is not what it is."""
+    points: list[Appended] = []
+    try:
+        (count,) = _COUNT.unpack_from(data.data)
+        at = _COUNT.size
+        for _ in range(count):
+            n_tokens, _, _ = _POINT.unpack_from(data.data, at)
+            at += _POINT.size
+            parts = []
+            for _ in range(3):  # the state, and two of its own drafter
+                (size,) = _SIZE.unpack_from(data.data, at)
+                at += _SIZE.size
+                if size > len(data) - at:
+                    return None
+                parts.append(data[at : at + size])
+                at += size
+            if not len(parts[0]):
+                return None
+            points.append(Appended(n_tokens, parts[0]))
+    except struct.error:
+        return None
+    return tuple(points) if at == len(data) else None
 
 
 class UnknownOrigin(Damaged):

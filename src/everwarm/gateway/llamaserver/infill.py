@@ -1,0 +1,114 @@
+"""``/infill``: the text between what stands above an editor's cursor and what stands below it. Pure: tokens in, a prompt
+out.
+
+The text above the cursor grows while somebody types, so it comes before everything that changes with it, and where it
+is too long its beginning is dropped in large steps: the next request then begins with the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from everwarm.engine.process.messages import FillIn
+from everwarm.errors import BadRequest
+from everwarm.gateway.openai.schema import MAX_TOKENIZED_CHARS, Body, MarkedCompletion
+
+MAX_EXTRAS = 256
+PROJECT, FILE = "myproject\n", "filename\n"  # llama-server's words for what it is not told
+SNIPPET = "\n\n--- snippet ---\n\n"  # between files where the model knows no token for that
+Text = Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARS)]
+
+
+class ExtraText(Struct, frozen=True):
+    """Text of another file, or of another place of this one."""
+
+    text: Text
+    filename: Annotated[str, Meta(max_length=4096)] = "tmp"
+
+
+class InfillBody(Body, frozen=True, kw_only=True):
+    """``prompt`` is the line of the cursor up to it, which belongs to the text above it."""
+
+    input_prefix: Text
+    input_suffix: Text
+    prompt: Text = ""
+    input_extra: Annotated[list[ExtraText], Meta(max_length=MAX_EXTRAS)] = msgspec.field(default_factory=list)
+    response_fields: Annotated[list[str], Meta(max_length=256)] | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    return_tokens: bool | None = None
+
+    def texts(self) -> list[str]:
+        """Everything that must be tokenized, in the order of ``InfillTokens``."""
+        extras = [text for extra in self.input_extra for text in (f"{extra.filename}\n", extra.text)]
+        return [PROJECT, FILE, SNIPPET, self.input_prefix, self.prompt, self.input_suffix, *extras]
+
+    def completion(self, prompt: InfillPrompt) -> MarkedCompletion:
+        """The completion that this is."""
+        own = ("input_prefix", "input_suffix", "prompt", "input_extra")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
+        return MarkedCompletion(prompt=list(prompt.tokens), breakpoints=prompt.breakpoints, **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class InfillTokens:
+    project: Sequence[int]
+    file: Sequence[int]
+    snippet: Sequence[int]
+    prefix: Sequence[int]
+    line: Sequence[int]
+    suffix: Sequence[int]
+    extras: Sequence[Sequence[int]] = ()  # names and texts, in turns
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]]) -> InfillTokens:
+        """The tokens of ``InfillBody.texts``."""
+        project, file, snippet, prefix, line, suffix, *extras = texts
+        return cls(project, file, snippet, prefix, line, suffix, extras)
+
+
+@dataclass(frozen=True, slots=True)
+class InfillPrompt:
+    tokens: tuple[int, ...]
+    breakpoints: tuple[int, ...]  # where the line of the cursor begins and ends
+
+
+def infill_prompt(
+    given: InfillTokens, fill: FillIn, *, n_batch: int, n_ctx: int, n_predict: int, suffix_first: bool = False
+) -> InfillPrompt:
+    """The prompt of a project's files that llama-server makes, unless the text above the cursor is longer than it takes.
+    ``n_predict``: tokens of the reply, at most; -1: any number."""
+    n_most = 3 * (n_batch // 4)
+    prefix = given.prefix[_n_dropped(len(given.prefix), n_most) :]
+    suffix = given.suffix[: max(0, n_batch // 4 - 2 - len(given.line))]
+    others = _others(given, fill)
+    n_others = min(len(others), max(0, n_ctx - n_batch - 2 * n_predict))
+    head = [*others[len(others) - n_others :], *(() if fill.bos is None else (fill.bos,))]
+    above, below = [fill.prefix, *prefix, *given.line], [fill.suffix, *suffix]
+    if suffix_first:
+        head += below
+        below = []
+    tokens = (*head, *above, *below, fill.middle)
+    n_above = len(head) + len(above)
+    if len(tokens) >= n_ctx:
+        raise BadRequest(f"what is to be filled in has {len(tokens)} tokens of text around it, the context {n_ctx}")
+    return InfillPrompt(tokens, tuple(sorted({n_above - len(given.line), n_above})))
+
+
+def _n_dropped(n: int, most: int) -> int:
+    """How many tokens of the beginning are dropped, in steps: most requests drop as many as the one before."""
+    step = max(1, most // 4)
+    return max(0, -(-(n - most) // step) * step)
+
+
+def _others(given: InfillTokens, fill: FillIn) -> list[int]:
+    """What stands before the file of the cursor: the project and other files."""
+    found = [] if fill.project is None else [fill.project, *given.project]
+    for name, text in zip(given.extras[::2], given.extras[1::2], strict=True):
+        found += given.snippet if fill.file is None else [fill.file, *name]
+        found += text
+    return found if fill.file is None else [*found, fill.file, *given.file]
