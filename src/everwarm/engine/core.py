@@ -597,6 +597,8 @@ class Core:
         request.ended_at = time.monotonic()
         if request.ask.ahead:
             return self._finish_ahead(slot, request, finish, events)
+        if request.ask.is_background:
+            return self._finish_background(slot, request, finish, events, error)
         if finish is Finish.CANCELLED and self.settings.finish_prefill_s:
             rest = unread_rest(request, slot.n_fed)
             if rest is not None:
@@ -627,6 +629,21 @@ class Core:
         slot.release()
         slot.touch(time.monotonic())
         self.close_request(request, finish, events)
+
+    def _finish_background(
+        self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None
+    ) -> None:
+        """Keeps little: a retry continues from what was read. It is no visit that may return, and is not written to
+        disk; its slot is the next to be given up."""
+        if slot.n_fed < request.n_prompt:
+            self.keep_end(slot, CutKind.BACKGROUND)
+        elif slot.n_fed:
+            self.checkpointer.mark_end(slot)
+        slot.release()
+        slot.remember(request.ask.namespace)
+        slot.touch(0.0)
+        slot.note_archived()
+        self.close_request(request, finish, events, error)
 
     def keep_end(self, slot: Slot, kind: CutKind) -> None:
         if slot.n_fed > slot.node.n_items:
@@ -724,7 +741,7 @@ class Core:
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
         slot = self.admission.seat(request, sources)
         match = self.restorer.match(prompt, goal.namespace, sources)
-        if is_first and not request.ask.ahead:
+        if is_first and not request.ask.ahead and not request.ask.is_background:
             request.continuation = self.returns.arrive(match, time.monotonic())
         if request.ask.use_cache:
             restored = self.restorer.bring(slot, goal, match, sources)
@@ -802,6 +819,8 @@ class Core:
             request.cuts = tuple(found)
         n_passed = max(restored.n_items, n_items_of(request.chunks))
         ahead = [cut for cut in reversed(found) if needed and cut.at > n_passed]
+        if request.ask.is_background and not request.ask.deterministic:
+            ahead = [Cut(cut.at, CutKind.BACKGROUND) for cut in ahead if cut.kind is CutKind.STABLE]
         return [cut for cut in ahead if request.ask.deterministic or self.checkpointer.is_worth_a_cut(cut.kind)]
 
     def _learned_places(self, request: Request, n_restored: int, branch: int | None) -> list[int]:

@@ -61,6 +61,11 @@ class Ask:
     stop: tuple[str, ...] = ()  # its reader ends the reply at one of these texts; no draft is verified beyond
     max_draft: int | None = None  # tokens that may be drafted in one step; None: as many as pay
 
+    @property
+    def is_background(self) -> bool:
+        """Nobody waits for it: it runs last, and what it leaves is the first to be evicted."""
+        return self.priority > 0
+
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
         require(0 <= self.max_tokens <= 1 << 26, f"max_tokens is {self.max_tokens}; give 0 or more")

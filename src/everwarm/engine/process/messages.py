@@ -459,6 +459,14 @@ class ReadReason(msgspec.Struct, frozen=True):
     evicted: Evicted | None = None  # None: nothing of it was read again for that, or it is too long ago
 
 
+class PromptNotes(msgspec.Struct, frozen=True):
+    """What the gateway made of a request; the engine leaves it as it is."""
+
+    n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
+    background: str | None = None  # what the call is for, if nobody waits for it
+    rewritten: tuple[str, ...] = ()  # rules by which text of the client was changed
+
+
 class Done(Message, frozen=True, tag=True):
     """The end of a reply. ``text`` is what was held back until the end."""
 
@@ -479,7 +487,7 @@ class Done(Message, frozen=True, tag=True):
     why: ReadReason = ReadReason()
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
-    n_restored: int = 0  # replies in the prompt that the gateway wrote as the model had, and not as the client
+    notes: PromptNotes = PromptNotes()
     n_drafted: int = 0
     n_draft_accepted: int = 0
 

@@ -152,7 +152,7 @@ class Replies:
                 return None
             return asyncio.to_thread(prepared.keep_reply, message_of(choice.pieces), choice.text)
 
-        more = prepared.lend, observe, prepared.n_restored
+        more = prepared.lend, observe, prepared.notes
         return generate(served.supervisor, prepared.submits, prepared.parser, follow, *more)
 
 

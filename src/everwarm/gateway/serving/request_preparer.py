@@ -44,6 +44,7 @@ from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.serving.adapter_scales import AdapterScales
+from everwarm.gateway.serving.background import background_kind
 from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import place_of
 from everwarm.gateway.settings import ServerSettings
@@ -73,7 +74,7 @@ class PreparedRequest:
     parser: Parser = OutputParser
     next_text: NextText | None = None
     keep_reply: KeepReply | None = None
-    n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
+    notes: m.PromptNotes = dataclasses.field(default_factory=m.PromptNotes)
     lend: Lend | None = None  # the pixels of its images; None: it has none
 
     def with_lora(self, scales: tuple[float, ...]) -> PreparedRequest:
@@ -173,6 +174,7 @@ class RequestPreparer:
         if prepared.images and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         images = await self._images.from_parts(prepared.images, namespace) if prepared.images else []
+        background = background_kind(request.headers, body)
         submit = _submit(
             request,
             body,
@@ -185,8 +187,11 @@ class RequestPreparer:
             constraint=constraint,
             marker=self._marker if images else "",
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+            least_priority=0 if background is None else 1,
         )
-        goes_on = not images and not body.deterministic and body.uses_cache and submit.max_tokens
+        goes_on = (
+            not images and not body.deterministic and body.uses_cache and submit.max_tokens and not submit.priority
+        )
         lend = partial(lent_images, self._images, images, namespace) if images else None
         style = syntax.thinking(prepared.text)
         recall = partial(_remembered_reply, body, prepared, template, style.closing if style else None)
@@ -198,7 +203,7 @@ class RequestPreparer:
             parser,
             next_text,
             keep_reply if _has_memory(body) else None,
-            prepared.n_restored,
+            m.PromptNotes(prepared.n_restored, background),
             lend,
         )
 
@@ -215,16 +220,18 @@ class RequestPreparer:
         sampling = body.sampling(self._settings.defaults.sampling)
         if body.has_form:
             constraint = await self._bodies.for_request(request, partial(completion_constraint, body))
+        background = background_kind(request.headers, body)
         submits: list[m.Submit] = []
         n_tokens = 0
         for text, tokens in body.texts_or_tokens():
             if text is not None and len(text) > MAX_PROMPT_CHARS:
                 raise BadRequest(f"the prompt has {len(text):,} characters; at most {MAX_PROMPT_CHARS:,} can be read")
             given: Any = {"text": text, "tokens": tokens, "n_probs": body.wanted_probs, "constraint": constraint}
+            given["least_priority"] = 0 if background is None else 1
             submits += _choices(_submit(request, body, info, sampling, **given), body)
             n_tokens += len(tokens) if tokens is not None else estimated_tokens(len(text or ""))
         _recount(request, n_tokens)
-        return PreparedRequest(tuple(submits))
+        return PreparedRequest(tuple(submits), notes=m.PromptNotes(background=background))
 
     async def count(self, request: Request, body: ChatBody, served: Served) -> int:
         """The tokens of a chat's prompt."""
@@ -320,6 +327,7 @@ def _submit(
     constraint: Constraint | None = None,
     marker: str = "",
     images: tuple[m.SentImage, ...] = (),
+    least_priority: int = 0,
 ) -> m.Submit:
     slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
     if slot is not None and slot >= info.n_slots:
@@ -345,7 +353,7 @@ def _submit(
         marker=marker,
         images=images,
         constraint=constraint,
-        priority=max(0, body.priority or 0),  # nobody comes before those who do not give one
+        priority=max(least_priority, body.priority or 0),  # nobody comes before those who do not give one
         max_draft=body.max_draft,
     )
 
