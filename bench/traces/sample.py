@@ -33,7 +33,7 @@ def messages_recording(seed: int = 0, size: float = 1.0) -> str:
 def _session(seed: int, number: int, head: str, tools: list[Any], size: float) -> list[Line]:
     rng = random.Random(f"{seed}/{number}")
     name = f"session-{number}"
-    folder = "/home/dev/" + rng.choice(text.WORDS)
+    folder = "/srv/" + rng.choice(text.WORDS)
     environment = f"\n<env>\nWorking directory: {folder}\nToday's date: 2026-03-{number + 1:02d}\n</env>"
     asked = {"role": "user", "content": text.prose(rng, round(40 * size))}
     messages: list[Line] = [{"role": "system", "content": head + environment}, asked]

@@ -43,6 +43,7 @@ from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
+from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.background import background_kind
 from everwarm.gateway.serving.reply_store import ReplyStore
@@ -76,6 +77,7 @@ class PreparedRequest:
     keep_reply: KeepReply | None = None
     notes: m.PromptNotes = dataclasses.field(default_factory=m.PromptNotes)
     lend: Lend | None = None  # the pixels of its images; None: it has none
+    charge: Callable[[int], None] | None = None  # gets the tokens that were read, where system text had changed
 
     def with_lora(self, scales: tuple[float, ...]) -> PreparedRequest:
         """With other scales of LoRA adapters than the model's; the next turn is not read ahead, which would be without."""
@@ -92,6 +94,7 @@ class RequestPreparer:
         metrics: Metrics,
         replies: ReplyStore,
         scales: AdapterScales,
+        volatile: VolatileLines,
     ) -> None:
         self._settings = settings
         self._replies = replies
@@ -99,6 +102,7 @@ class RequestPreparer:
         self._bodies = bodies
         self._metrics = metrics
         self._scales = scales
+        self._volatile = volatile
         self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
         self._templates: dict[str, ChatTemplate] = {}  # by model id
 
@@ -148,6 +152,7 @@ class RequestPreparer:
             adds_bos=info.adds_bos,
             canonicalise=self._settings.canonicalise,
             remembered=self._remembered(body, template, namespace) if _has_memory(body) else {},
+            rules=self._settings.rewrite,
         )
 
     def _remembered(self, body: ChatBody, template: ChatTemplate, namespace: str) -> Remembered:
@@ -163,18 +168,20 @@ class RequestPreparer:
     ) -> PreparedRequest:
         syntax = ModelSyntax(template.source, self._settings.tool_format, self._settings.thinking_tags)
         namespace = namespace_of(request, body.cache_salt)
+        background = background_kind(request.headers, body)
 
-        def work() -> tuple[PreparedChat, Constraint | None, Parser]:
+        def work() -> tuple[PreparedChat, Constraint | None, Parser, tuple[VolatileLine, ...]]:
             prepared = self._prepared(body, template, info, lambda _: self._marker, namespace)
             begun = syntax.continued(prepared.continues)
-            return prepared, chat_constraint(body, begun, prepared.text), _parser(body, begun, prepared.text)
+            parser = _parser(body, begun, prepared.text)
+            changed = self._volatile.note(namespace, prepared.messages) if _is_learned(body, background) else ()
+            return prepared, chat_constraint(body, begun, prepared.text), parser, changed
 
-        prepared, constraint, parser = await self._bodies.for_request(request, work)
+        prepared, constraint, parser, changed = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
         if prepared.images and not info.sees:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         images = await self._images.from_parts(prepared.images, namespace) if prepared.images else []
-        background = background_kind(request.headers, body)
         submit = _submit(
             request,
             body,
@@ -189,10 +196,7 @@ class RequestPreparer:
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
             least_priority=0 if background is None else 1,
         )
-        goes_on = (
-            not images and not body.deterministic and body.uses_cache and submit.max_tokens and not submit.priority
-        )
-        lend = partial(lent_images, self._images, images, namespace) if images else None
+        goes_on = not images and _has_memory(body) and submit.max_tokens and not submit.priority
         style = syntax.thinking(prepared.text)
         recall = partial(_remembered_reply, body, prepared, template, style.closing if style else None)
         next_text = partial(_next_text, prepared, template, parser, recall) if goes_on else None
@@ -203,8 +207,9 @@ class RequestPreparer:
             parser,
             next_text,
             keep_reply if _has_memory(body) else None,
-            m.PromptNotes(prepared.n_restored, background),
-            lend,
+            m.PromptNotes(prepared.n_restored, background, prepared.rewritten),
+            partial(lent_images, self._images, images, namespace) if images else None,
+            partial(self._volatile.charge, changed) if changed else None,
         )
 
     def _keep_reply(
@@ -268,6 +273,11 @@ def session_of(headers: Mapping[str, str], body: Body) -> str | None:
         if value:
             return value[:512]
     return None
+
+
+def _is_learned(body: ChatBody, background: str | None) -> bool:
+    """Whether volatile lines are learned from a request."""
+    return background is None and body.uses_cache and not body.deterministic
 
 
 def _has_memory(body: ChatBody) -> bool:
