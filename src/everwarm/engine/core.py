@@ -28,6 +28,7 @@ from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming, unr
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
+from everwarm.engine.cache.timed_pins import TimedPins
 from everwarm.engine.images import ImageCache
 from everwarm.engine.inspect.read_reason import ReadFacts, explain
 from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
@@ -141,12 +142,14 @@ class Core:
     n_admitted: int = 0  # requests, each once
     has_cancelled: bool = False  # a request was cancelled since the last step
     ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
+    timed_pins: TimedPins = field(init=False)
     # what other threads may know
     status: CoreStatus = field(init=False)
     _status_due_at: float = 0.0
     _is_status_old: bool = False  # a request has come, started or ended since
 
     def __post_init__(self) -> None:
+        self.timed_pins = TimedPins(self.tree)
         self._publish_status()
 
     def close(self) -> None:
@@ -298,6 +301,7 @@ class Core:
         return events
 
     def _publish_status(self) -> None:
+        self.timed_pins.expire(time.monotonic())
         running = [request for slot in self.slots if (request := slot.request) is not None]
         self.status = CoreStatus(
             n_running=sum(not request.ask.ahead for request in running),

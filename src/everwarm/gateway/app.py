@@ -95,7 +95,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Ollama(pool, gate, replies).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),
-        *CachePlanner(pool, gate, preparer, replies).routes(),
+        *CachePlanner(pool, gate, preparer, replies, settings.pin_quota).routes(),
     ]
 
     def reload_keys() -> None:

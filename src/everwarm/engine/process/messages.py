@@ -180,6 +180,16 @@ class AskCost(Message, frozen=True, tag=True):
     submit: Submit
 
 
+class HoldPrompt(Message, frozen=True, tag=True):
+    """Pin the deepest known point of a prompt for so long. The answer is that of a pin; ``pinned`` is false where nothing
+    of the prompt is known."""
+
+    id: int
+    submit: Submit
+    ttl_s: float
+    pin_quota: float | None = None
+
+
 class PromptCost(msgspec.Struct, frozen=True):
     n_prompt: int
     n_cached: int
@@ -233,6 +243,7 @@ class CacheOrder(Message, frozen=True, tag=True):
     node: int | None = None
     namespace: str = ""  # only in namespaces with this prefix
     pin_quota: float | None = None  # the share of RAM that a namespace's pins may hold; None: any
+    ttl_s: float | None = None  # of a pin; None: until it is unpinned
 
 
 class NodeSeen(msgspec.Struct, frozen=True, array_like=True):
@@ -516,7 +527,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
 
 
 CacheQuestion = AskTree | CacheOrder
-Question = Embed | Tokenize | Count | AskCost | Detokenize | Inspect | CacheQuestion | SlotAction
+Question = Embed | Tokenize | Count | AskCost | HoldPrompt | Detokenize | Inspect | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
 ToGateway = Loading | ModelInfo | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
 

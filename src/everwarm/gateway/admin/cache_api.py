@@ -20,6 +20,7 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, NotFound
 from everwarm.gateway.access.auth import principal_of, reach_of, visibility_of
 from everwarm.gateway.admin import cache_encode
+from everwarm.gateway.admin.cache_plan import MAX_TTL_S
 from everwarm.gateway.admin.events import EventHub, EventWatcher
 from everwarm.gateway.admin.request_log import MOST_KEPT, RequestLog
 from everwarm.gateway.http.error_body import error_body
@@ -134,7 +135,9 @@ class CacheApi:
 
     async def pin(self, request: Request) -> Response:
         quota = None if principal_of(request).is_admin else self._settings.pin_quota
-        return json_response(await self._order(request, "pin", _node(request), pin_quota=quota))
+        ttl = request.query_params.get("ttl_s")
+        more = {} if ttl is None else {"ttl_s": _ttl_s(ttl)}
+        return json_response(await self._order(request, "pin", _node(request), pin_quota=quota, **more))
 
     async def unpin(self, request: Request) -> Response:
         return json_response(await self._order(request, "unpin", _node(request)))
@@ -198,6 +201,12 @@ def _limit(request: Request, usual: int, most: int) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", given) or not 1 <= int(given) <= most:
         raise BadRequest(f"limit is {given[:20]!r}; give 1 to {most}")
     return int(given)
+
+
+def _ttl_s(given: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,7}", given) or not 1 <= int(given) <= MAX_TTL_S:
+        raise BadRequest(f"ttl_s is {given[:20]!r}; give 1 to {MAX_TTL_S} whole seconds")
+    return float(given)
 
 
 def _node(request: Request) -> int:
