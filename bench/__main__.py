@@ -34,6 +34,7 @@ NAMES = (
 ALONE = (
     "suite",
     "scaling",
+    "traces",
     "policy",
     "volatile",
     "remote",

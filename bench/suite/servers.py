@@ -50,6 +50,10 @@ class Setup:
 
 class Runner(Protocol):
     name: str
+    model: str
+
+    @property
+    def host(self) -> str: ...
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -74,6 +78,10 @@ class _Process:
 
     def _open(self) -> Server:
         raise NotImplementedError
+
+    @property
+    def host(self) -> str:
+        return self._server.host
 
     def start(self) -> None:
         self._server = self._open()

@@ -65,6 +65,10 @@ class NamespacedLru(Generic[V]):
             del self._entries[namespace]
         self._resize(namespace, -n_bytes)
 
+    def remove_all(self, namespace: str) -> None:
+        for key in list(self._entries.get(namespace, ())):
+            self.remove(namespace, key)
+
     def clear(self) -> None:
         self._entries.clear()
         self._sizes.clear()

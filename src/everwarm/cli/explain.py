@@ -6,7 +6,9 @@ Parses, compares and prints. Loads a vocabulary, never weights.
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +20,12 @@ from rich.text import Text
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings
+from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
+from everwarm.gateway.client import Client
 from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file, source_of
 from everwarm.gateway.explain.prompt_diff import Difference
+from everwarm.gateway.rewrite.rules_file import read_rules
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer
 from everwarm.router.catalog.gguf_header import read_header
@@ -31,14 +36,16 @@ _MOST_SHOWN = 12
 
 
 def explain(
-    first: Path,
-    second: Path,
+    first: Path | None = None,
+    second: Path | None = None,
     *,
+    session: Annotated[bool, Parameter(negative=())] = False,
     model: Annotated[Path | None, Parameter(name=["--model", "-m"])] = None,
     demo: bool = False,
     url: str | None = None,
     api_key: str | None = None,
     model_name: str | None = None,
+    rewrite: Path | None = None,
     checkpoint_every: int | None = None,
     max_checkpoints: int = 32,
     json: Annotated[bool, Parameter(name="--json", negative=(), help="print JSON instead of text")] = False,
@@ -48,34 +55,59 @@ def explain(
     Both files hold a request body: OpenAI chat completions (`messages`) or completions (`prompt`). They are rendered with
     the model's own template and compared token by token. Only a vocabulary is loaded.
 
+    With `--session` no files: a running server tells which lines of system text its clients change without need, what that
+    cost, and the rule for `serve --rewrite` that would cure it.
+
     Parameters
     ----------
     first
         The request that was answered before.
     second
         The request that was slower than expected.
+    session
+        What the clients of the server at --url change, instead of two files.
     model
         The GGUF file whose template and vocabulary to use.
     demo
         Use the embedded everwarm-tiny.
     url
         Use a running server's model instead, such as http://127.0.0.1:8080.
-    api_key
-        The running server's API key.
-    model_name
-        Which of the running server's models to use.
-    checkpoint_every, max_checkpoints
+    api_key, model_name
+        The running server's API key, and which of its models to use.
+    rewrite, checkpoint_every, max_checkpoints
         As for `serve`.
     """
+    if session:
+        return _explain_session(url, api_key, has_files=first is not None, as_json=json)
     require((model is not None) + demo + (url is not None) == 1, "give --model with a GGUF file, --demo, or --url")
     params = CheckpointParams(max_checkpoints, checkpoint_every)
-    requests = read_file(first), read_file(second)
     with source_for(EMBEDDED_MODEL if demo else model, url, api_key, model_name, params) as source:
-        found = explained(*requests, source)
-    if json:
-        print(msgspec.json.format(msgspec.json.encode(facts(found, source.name))).decode())
+        rules = () if rewrite is None else read_rules(rewrite)
+        return _explain_files(first, second, replace(source, rules=rules), as_json=json)
+
+
+def _explain_files(first: Path | None, second: Path | None, source: PromptSource, *, as_json: bool) -> None:
+    if first is None or second is None:
+        raise BadRequest("give two files with request bodies, or --session with --url")
+    found = explained(read_file(first), read_file(second), source)
+    if as_json:
+        print(_json(facts(found, source.name)))
     else:
         show(Console(highlight=False), found)
+
+
+def _explain_session(url: str | None, api_key: str | None, *, has_files: bool, as_json: bool) -> None:
+    if url is None or has_files:
+        raise BadRequest("--session asks a running server: give --url, and no files")
+    lines = Client(url, api_key).get("/cache/volatile")["lines"]
+    if as_json:
+        print(_json(lines))
+    else:
+        show_volatile(Console(highlight=False), lines)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
 @contextlib.contextmanager
@@ -139,6 +171,20 @@ def show(console: Console, found: Explained) -> None:
             console.print(line, soft_wrap=True)
     for hint in found.hints:
         console.print(Text("• ", "yellow").append(hint, "default"), soft_wrap=True)
+
+
+def show_volatile(console: Console, lines: list[dict[str, Any]]) -> None:
+    if not lines:
+        console.print("no client has changed a line of its system text without need since the server started")
+    for line in lines:
+        times = "once" if line["n_changes"] == 1 else f"{line['n_changes']} times"
+        what = f"line {line['line']} of the system text was changed {times}: {line['n_tokens']:,} tokens read"
+        console.print(what, style="bold", soft_wrap=True)
+        if line["before"] is not None:
+            console.print(Text(f"  {_line(line['before'])}…{_line(line['after'])}", "dim"), soft_wrap=True)
+        if line["rule"]:
+            console.print(Text("  a rule for `everwarm serve --rewrite FILE` that would cure it:"), soft_wrap=True)
+            console.print(Text(textwrap.indent(line["rule"], "    "), "green"), soft_wrap=True, end="")
 
 
 def _kept(it: Difference) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -29,6 +30,7 @@ from everwarm.config import (
 from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, Speculate, StoreSettings
 from everwarm.gateway.access.auth import MAX_FILE_BYTES, read_key_file
 from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
+from everwarm.gateway.rewrite.rules_file import read_rules
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat, LogLevel
 from everwarm.router.catalog.catalog import MAX_TEMPLATE_BYTES, Catalog
@@ -174,6 +176,10 @@ class ServeOptions:
         bool,
         Parameter(group=NETWORK, help="leave out lines of system text that are known to change and break prefixes"),
     ] = True
+    rewrite: Annotated[
+        str | None,
+        Parameter(group=NETWORK, help="TOML file of rules that freeze, drop or move lines of clients' system text"),
+    ] = None
     log_format: Annotated[
         LogFormat | None,
         Parameter(group=NETWORK, help="log lines as text or as JSON objects; default: EVERWARM_LOG_FORMAT, or text"),
@@ -524,6 +530,7 @@ class ServeOptions:
             otel_endpoint=self.otel_endpoint,
             prewarm=self.prewarm,
             canonicalise=self.canonicalise,
+            rewrite=() if self.rewrite is None else read_rules(Path(self.rewrite)),
             state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,
             picture_hosts=self.picture_host,
             cache_text=self.cache_text,

@@ -28,6 +28,7 @@ from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming, unr
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Goal, Restored, Restorer
+from everwarm.engine.cache.timed_pins import TimedPins
 from everwarm.engine.images import ImageCache
 from everwarm.engine.inspect.read_reason import ReadFacts, explain
 from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
@@ -142,12 +143,14 @@ class Core:
     n_admitted: int = 0  # requests, each once
     has_cancelled: bool = False  # a request was cancelled since the last step
     ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
+    timed_pins: TimedPins = field(init=False)
     # what other threads may know
     status: CoreStatus = field(init=False)
     _status_due_at: float = 0.0
     _is_status_old: bool = False  # a request has come, started or ended since
 
     def __post_init__(self) -> None:
+        self.timed_pins = TimedPins(self.tree)
         self._publish_status()
 
     def close(self) -> None:
@@ -307,6 +310,7 @@ class Core:
         return events
 
     def _publish_status(self) -> None:
+        self.timed_pins.expire(time.monotonic())
         running = [request for slot in self.slots if (request := slot.request) is not None]
         self.status = CoreStatus(
             n_running=sum(not request.ask.ahead for request in running),
@@ -610,6 +614,8 @@ class Core:
         request.ended_at = time.monotonic()
         if request.ask.ahead:
             return self._finish_ahead(slot, request, finish, events)
+        if request.ask.is_background:
+            return self._finish_background(slot, request, finish, events, error)
         if finish is Finish.CANCELLED and self.settings.finish_prefill_s:
             rest = unread_rest(request, slot.n_fed)
             if rest is not None:
@@ -640,6 +646,21 @@ class Core:
         slot.release()
         slot.touch(time.monotonic())
         self.close_request(request, finish, events)
+
+    def _finish_background(
+        self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None
+    ) -> None:
+        """Keeps little: a retry continues from what was read. It is no visit that may return, and is not written to
+        disk; its slot is the next to be given up."""
+        if slot.n_fed < request.n_prompt:
+            self.keep_end(slot, CutKind.BACKGROUND)
+        elif slot.n_fed:
+            self.checkpointer.mark_end(slot)
+        slot.release()
+        slot.remember(request.ask.namespace)
+        slot.touch(0.0)
+        slot.note_archived()
+        self.close_request(request, finish, events, error)
 
     def keep_end(self, slot: Slot, kind: CutKind) -> None:
         if slot.n_fed > slot.node.n_items:
@@ -737,7 +758,7 @@ class Core:
         sources = self.restorer.sources(prompt, goal.namespace) if request.ask.use_cache else []
         slot = self.admission.seat(request, sources)
         match = self.restorer.match(prompt, goal.namespace, sources)
-        if is_first and not request.ask.ahead:
+        if is_first and not request.ask.ahead and not request.ask.is_background:
             request.continuation = self.returns.arrive(match, time.monotonic())
         if request.ask.use_cache:
             restored = self.restorer.bring(slot, goal, match, sources)
@@ -816,6 +837,8 @@ class Core:
             request.cuts = tuple(found)
         n_passed = max(restored.n_items, n_items_of(request.chunks))
         ahead = [cut for cut in reversed(found) if needed and cut.at > n_passed]
+        if request.ask.is_background and not request.ask.deterministic:
+            ahead = [Cut(cut.at, CutKind.BACKGROUND) for cut in ahead if cut.kind is CutKind.STABLE]
         return [cut for cut in ahead if request.ask.deterministic or self.checkpointer.is_worth_a_cut(cut.kind)]
 
     @staticmethod

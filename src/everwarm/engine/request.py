@@ -63,6 +63,11 @@ class Ask:
     post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
     thinking: ThinkingBudget | None = None  # None: it may think as long as it likes
 
+    @property
+    def is_background(self) -> bool:
+        """Nobody waits for it: it runs last, and what it leaves is the first to be evicted."""
+        return self.priority > 0
+
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
         require(0 <= self.max_tokens <= 1 << 26, f"max_tokens is {self.max_tokens}; give 0 or more")

@@ -40,6 +40,7 @@ from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
+from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.replies import Replies
@@ -75,10 +76,10 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     remembered = ReplyStore(settings.state_dir)
     prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
     gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None, settings.strict)
-    scales = AdapterScales()
-    preparer = RequestPreparer(settings, images, bodies, metrics, remembered, scales)
+    scales, volatile = AdapterScales(), VolatileLines()
+    preparer = RequestPreparer(settings, images, bodies, metrics, remembered, scales, volatile)
     replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
-    cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, settings)
+    cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, volatile, settings)
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
@@ -94,7 +95,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Ollama(pool, gate, replies).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),
-        *CachePlanner(pool, gate, preparer, replies).routes(),
+        *CachePlanner(pool, gate, preparer, replies, settings.pin_quota).routes(),
     ]
 
     def reload_keys() -> None:

@@ -11,6 +11,7 @@ from everwarm.gateway.access.auth import Access, Key, check_keys
 from everwarm.gateway.access.origins import check_origin
 from everwarm.gateway.openai.defaults import RequestDefaults
 from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
+from everwarm.gateway.rewrite.rules import Rules
 from everwarm.logs import LogFormat
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -46,6 +47,7 @@ class ServerSettings:
     otel_endpoint: str | None = None  # the OpenTelemetry collector; None: no traces
     prewarm: bool = True  # read in idle time what the next turn will begin with
     canonicalise: bool = True  # remove known noise at the head of system text
+    rewrite: Rules = ()  # of the operator, for lines of system text that clients change without need
     cache_text: bool = False  # whether the cache API shows text of cached prompts
     slot_save_path: str | None = None  # the folder of slot files; None: no slot actions on files
     trust_slot_files: bool = False  # restore slot files without a companion; an admin vouches for their model

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from everwarm.state.lineage import Point, point_of
-from everwarm.state.policy import CutKind, Entry, assumed_returns, victims
+from everwarm.state.policy import PROVISIONAL, Entry, assumed_returns, victims
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
@@ -153,7 +153,7 @@ def _state_entry(
         returns,
         age_s,
         stranded=not above.has_kv,
-        is_ahead=checkpoint.kind is CutKind.PREWARM and not node.children,
+        is_ahead=checkpoint.kind in PROVISIONAL and not node.children,
         pinned=node.n_pinned > 0 or node.id in scales.awaited,
         above=above.key,
         kv_bytes=above.kv_bytes,

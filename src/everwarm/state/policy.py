@@ -95,6 +95,7 @@ class CutKind(enum.Enum):
     """Why a checkpoint is where it is. ``_RANK`` says which kinds are thinned first."""
 
     PREWARM = "prewarm"
+    BACKGROUND = "background"
     EVERY = "every-n"
     LEARNED = "learned"
     GUESS = "guess"
@@ -114,8 +115,9 @@ class CutKind(enum.Enum):
 
 
 MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
+PROVISIONAL = (CutKind.PREWARM, CutKind.BACKGROUND)  # evicted first, until a request continues from them
 
-_LESSER = (CutKind.PREWARM, CutKind.EVERY, CutKind.LEARNED, CutKind.GUESS, CutKind.NEAR_END, CutKind.END)
+_LESSER = (*PROVISIONAL, CutKind.EVERY, CutKind.LEARNED, CutKind.GUESS, CutKind.NEAR_END, CutKind.END)
 
 
 def better(known: CutKind, new: CutKind) -> CutKind:
@@ -248,6 +250,7 @@ def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
 # A kind that serves only its own prompt is thinned before one that a next turn, a retry or another conversation uses.
 _RANK = {
     CutKind.PREWARM: 0,
+    CutKind.BACKGROUND: 0,
     CutKind.EVERY: 0,
     CutKind.LEARNED: 0,
     CutKind.GUESS: 0,
@@ -277,7 +280,7 @@ class Entry(NamedTuple):
     returns: float  # expected, per unit of time, that would resume from here: see ``state.returns``
     age_s: float = 0.0
     stranded: bool = False  # its lineage is broken: it cannot be used
-    is_ahead: bool = False  # prewarmed, and not used yet
+    is_ahead: bool = False  # prewarmed or of a background call, and not used yet
     above: int | None = None  # the entry from whose end it would be read again
     kv_bytes: int = 0  # of KV that goes with it if no entry below it needs that
     pinned: bool = False  # evicted only when nothing else can be

@@ -30,6 +30,7 @@ TO_ENGINE = [
     m.Embed(5, ["x", [1, 2]], "query"),
     m.Submit(5, text="x", lora=(0.5, -1.0)),
     m.AskCost(5, m.Submit(0, text="a", namespace="n")),
+    m.HoldPrompt(5, m.Submit(0, text="a", namespace="n"), 60.0, 0.5),
     m.Count(5, "x <p>", True, "<p>", (m.SentImage(b"d" * 32, 2, 2, b""),)),
     m.Prewarm("x", namespace="n", session="s"),
     m.Detokenize(6, [1, 2]),

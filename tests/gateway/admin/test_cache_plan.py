@@ -93,3 +93,39 @@ def test_what_does_not_fit_is_never_the_cheapest(server):
 def test_what_cannot_be_planned_is_refused(server, path, wrong):
     reply = server.post(path, wrong)
     assert reply.status == 400 and reply.json["error"]["message"]
+
+
+def test_what_was_prefetched_can_be_held_for_a_while(server):
+    prompt = body(user(words(200, 77)))
+    answer = server.ask("/cache/prefetch", {"requests": [prompt], "when": "now", "ttl_s": 3600})
+    assert answer["requests"][0]["held"] is True
+    pinned = [node for node in server.get("/cache/tree").json["nodes"] if node["pinned"]]
+    (deepest,) = (node for node in pinned if node["end"] == max(other["end"] for other in pinned))
+    assert deepest["end"] > 200
+    assert server.post(f"/cache/nodes/{deepest['id']}/unpin", None).json["pinned"] is False
+
+
+def test_a_node_is_pinned_until_its_time_is_over(server):
+    server.ask("/v1/chat/completions", body(user(words(150, 78))))
+    nodes = server.get("/cache/tree").json["nodes"]
+    id = max((node for node in nodes if node["checkpoint"]), key=lambda node: node["last_use"])["id"]
+
+    def is_pinned() -> bool:
+        return any(node["id"] == id and node["pinned"] for node in server.get("/cache/tree").json["nodes"])
+
+    assert server.post(f"/cache/nodes/{id}/pin?ttl_s=3600", None).json["pinned"] and is_pinned()
+    assert server.post(f"/cache/nodes/{id}/pin", None).json["pinned"], "a pin without an end takes its place"
+    assert server.post(f"/cache/nodes/{id}/unpin", None).json["pinned"] is False
+    assert server.post(f"/cache/nodes/{id}/pin?ttl_s=1", None).json["pinned"]
+    until(lambda: not is_pinned(), "the pin has ended")
+
+
+@pytest.mark.parametrize("ttl", ["0", "-1", "1e3", "604801", "x", ""])
+def test_a_time_out_of_bounds_is_refused(server, ttl):
+    reply = server.post(f"/cache/nodes/1/pin?ttl_s={ttl}", None)
+    assert reply.status == 400 and "ttl_s" in reply.json["error"]["message"]
+
+
+def test_holding_needs_what_was_read(server):
+    for wrong in ({"ttl_s": 60}, {"ttl_s": 0, "when": "now"}, {"ttl_s": 1e9, "when": "now"}):
+        assert server.post("/cache/prefetch", {"requests": [body(user("a"))], **wrong}).status == 400

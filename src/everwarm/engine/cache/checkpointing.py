@@ -21,7 +21,7 @@ from everwarm.llama.mtp.tail import trunk
 from everwarm.llama.state_types import is_packed, unpack
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
-from everwarm.state.policy import GUARD, CutKind, Spacing
+from everwarm.state.policy import GUARD, PROVISIONAL, CutKind, Spacing
 from everwarm.state.tree import Checkpoint, Match, Node, Tree
 from everwarm.types import Blob, SeqId
 
@@ -79,7 +79,7 @@ class Checkpointer:
             self._spares.take(spare, slot.seq, node, checkpoint)
             checkpoint.logits = None if logits is None else logits.copy()
         self._tree.set_checkpoint(node, checkpoint)
-        if kind is not CutKind.PREWARM:  # a guess must not displace another checkpoint
+        if kind not in PROVISIONAL:  # those must not displace another checkpoint
             self._drop_superseded(node)
             self._thin(node)
         self._journal.created(node, checkpoint)
@@ -166,9 +166,9 @@ class Checkpointer:
 
     def note_continued(self, node: Node) -> None:
         """A request continues from here. If the node was prewarmed, the guess was right."""
-        if node.checkpoint is not None and node.checkpoint.kind is CutKind.PREWARM:
+        if node.checkpoint is not None and node.checkpoint.kind in PROVISIONAL:
+            self._journal.n_prewarms_used += node.checkpoint.kind is CutKind.PREWARM
             node.checkpoint.kind = CutKind.STABLE
-            self._journal.n_prewarms_used += 1
 
     # giving up
 

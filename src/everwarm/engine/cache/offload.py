@@ -23,7 +23,7 @@ from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.ram import Note, Ram, Receipt
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.model import MemoryKind
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import PROVISIONAL, CutKind
 from everwarm.state.tree import Node, Tree
 
 log = logging.getLogger("everwarm.engine")
@@ -193,7 +193,7 @@ def needed_points(slot: Slot, n_prompt: int) -> list[Node]:
     """The nodes whose states a next turn, a retry or another reply to the same prompt continues from, the deepest last:
     the stable points of this prompt, the last one before its end, and the end of the reply."""
     kept = [(n, n.checkpoint.kind) for n in slot.node.lineage() if n.checkpoint is not None]
-    before_end = [n for n, kind in kept if n.n_items < n_prompt and kind is not CutKind.PREWARM][-1:]
+    before_end = [n for n, kind in kept if n.n_items < n_prompt and kind not in PROVISIONAL][-1:]
     stable = [n for n, kind in kept if kind is CutKind.STABLE]
     stable = [n for n in stable if n is stable[-1] or n.n_items >= slot.n_settled]
     reply = [n for n, _ in kept if n is slot.node and n.n_items > n_prompt]

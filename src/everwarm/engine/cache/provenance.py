@@ -16,12 +16,12 @@ from typing import Protocol, TypeVar
 
 from everwarm.llama.model import MemoryKind
 from everwarm.state.lineage import Chunks, history_over
-from everwarm.state.policy import GUARD, CutKind
+from everwarm.state.policy import GUARD, PROVISIONAL, CutKind
 from everwarm.state.tree import Node, Segment, first_message_end
 
 WORTH_S = 0.05  # of reading: what is read sooner is not worth its bytes
 
-_REPLIES = (CutKind.REPLY, CutKind.END, CutKind.CANCEL, CutKind.PREWARM)
+_REPLIES = (CutKind.REPLY, CutKind.END, CutKind.CANCEL, *PROVISIONAL)
 
 
 def shared_points(kind: MemoryKind, node: Node) -> list[Node]:
@@ -49,7 +49,7 @@ def _can_be_kept(kind: MemoryKind, node: Node) -> bool:
     if not kind.needs_checkpoints:
         return True
     checkpoint = node.checkpoint
-    return checkpoint is not None and checkpoint.is_held and checkpoint.kind is not CutKind.PREWARM
+    return checkpoint is not None and checkpoint.is_held and checkpoint.kind not in PROVISIONAL
 
 
 class _CoveredPart(Protocol):

@@ -138,7 +138,7 @@ class RamBudget:
         running = [
             RunningVisit(slot.node, slot.request.n_prompt, slot.request.continuation)
             for slot in self._residents.slots
-            if slot.request is not None
+            if slot.request is not None and not slot.request.ask.is_background
         ]
         scales = Scales(
             now=time.monotonic(),

@@ -6,6 +6,7 @@ Everything that touches the tree happens on the loop's thread, a bounded piece a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from everwarm.engine.loop import Job, Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.tiers.disk_pins import MOST_PINS, HeldPin, pinned_below, pinned_on_disk
 from everwarm.errors import BadRequest, EverwarmError, Forbidden, NotFound
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import point_of, root_key, short_key
 from everwarm.state.tier import Dropped, InSpaces, Selection, TheseStates
 from everwarm.state.tree import Node
@@ -88,6 +90,7 @@ class CacheCommands:
 
     def _turn_page(self, core: Core, question: m.AskTree) -> None:
         with self._reporting(question.id):
+            core.timed_pins.expire(time.monotonic())
             page = turn_page(core, question, self._number)
             self._aside.submit(self._answer, question.id, lambda: finish_page(page, self._disk_view, self._vocab))
 
@@ -96,12 +99,28 @@ class CacheCommands:
             if order.action == "drop":
                 self._drop(core, order)
             elif order.node is not None and order.node < 0:
+                if order.ttl_s is not None:
+                    raise BadRequest(
+                        "what is only on disk cannot be pinned for a while: prefetch its prompt, with ttl_s"
+                    )
                 self._aside.submit(self._pin_on_disk, order, view_of(core.tree))
             elif order.action == "pin" and order.pin_quota is not None and not (node := _find(core, order)).is_pinned:
                 namespace, n_bytes = core.tree.namespace(node), self._new_bytes(core, order, node)
                 self._aside.submit(self._pin_if_allowed, order, namespace, n_bytes, loop)
             else:
                 self._pin(core, order)
+
+    def hold(self, core: Core, question: m.HoldPrompt, prompt: Prompt, loop: Loop) -> None:
+        """Pins the deepest point of a prompt that a request could continue from, for a while."""
+        namespace = question.submit.namespace
+        match = core.restorer.match(prompt, namespace, core.restorer.sources(prompt, namespace))
+        usable = match.usable
+        if not core.context.kind.needs_checkpoints:
+            usable = tuple(node for node in match.path if 0 < node.n_items <= match.n_kv)[-1:]
+        if not usable:
+            return self._send(m.Answer(question.id, {"id": None, "pinned": False, "bytes": 0}))
+        pin = m.CacheOrder(question.id, "pin", usable[0].id, namespace, question.pin_quota, question.ttl_s)
+        return self._carry_out(core, pin, loop)
 
     def _new_bytes(self, core: Core, order: m.CacheOrder, node: Node) -> int:
         """The bytes of the node's lineage that are not pinned yet, after checking the quota in RAM. It is checked on disk
@@ -116,10 +135,14 @@ class CacheCommands:
         node, writer = _find(core, order), core.tier_writer
         if node.parent is None:
             raise _is_root()
+        if order.ttl_s is not None:
+            core.timed_pins.hold(node, time.monotonic() + order.ttl_s)
+            return self._send(m.Answer(order.id, {"id": node.id, "pinned": True, "bytes": _weight(node)}))
+        core.timed_pins.release(node)
         (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
         answer = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
         writer.keep_pinned(node) if order.action == "pin" else writer.after_all(writer.pins.strike(node))
-        writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
+        return writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when it is gone from the disk, too; the answer names the namespace whose texts were forgotten."""

@@ -184,6 +184,16 @@ class AskCost(Message, frozen=True, tag=True):
     submit: Submit
 
 
+class HoldPrompt(Message, frozen=True, tag=True):
+    """Pin the deepest known point of a prompt for so long. The answer is that of a pin; ``pinned`` is false where nothing
+    of the prompt is known."""
+
+    id: int
+    submit: Submit
+    ttl_s: float
+    pin_quota: float | None = None
+
+
 class PromptCost(msgspec.Struct, frozen=True):
     n_prompt: int
     n_cached: int
@@ -237,6 +247,7 @@ class CacheOrder(Message, frozen=True, tag=True):
     node: int | None = None
     namespace: str = ""  # only in namespaces with this prefix
     pin_quota: float | None = None  # the share of RAM that a namespace's pins may hold; None: any
+    ttl_s: float | None = None  # of a pin; None: until it is unpinned
 
 
 class NodeSeen(msgspec.Struct, frozen=True, array_like=True):
@@ -477,6 +488,14 @@ class ReadReason(msgspec.Struct, frozen=True):
     evicted: Evicted | None = None  # None: nothing of it was read again for that, or it is too long ago
 
 
+class PromptNotes(msgspec.Struct, frozen=True):
+    """What the gateway made of a request; the engine leaves it as it is."""
+
+    n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
+    background: str | None = None  # what the call is for, if nobody waits for it
+    rewritten: tuple[str, ...] = ()  # rules by which text of the client was changed
+
+
 class Done(Message, frozen=True, tag=True):
     """The end of a reply. ``text`` is what was held back until the end."""
 
@@ -497,7 +516,7 @@ class Done(Message, frozen=True, tag=True):
     why: ReadReason = ReadReason()
     kept: str = "none"  # where the turn is now: ram, disk or none
     keep_s: float = 0.0  # how long this waited for that
-    n_restored: int = 0  # replies in the prompt that the gateway wrote as the model had, and not as the client
+    notes: PromptNotes = PromptNotes()
     n_drafted: int = 0
     n_draft_accepted: int = 0
 
@@ -526,7 +545,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
 
 
 CacheQuestion = AskTree | CacheOrder
-Question = Embed | Tokenize | Count | AskCost | Detokenize | Inspect | CacheQuestion | SlotAction
+Question = Embed | Tokenize | Count | AskCost | HoldPrompt | Detokenize | Inspect | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
 ToGateway = Loading | ModelInfo | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
 

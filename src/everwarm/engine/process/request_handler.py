@@ -122,6 +122,8 @@ class RequestHandler:
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
             case m.AskCost():
                 self._aside.submit(self._plan_cost, message, loop)
+            case m.HoldPrompt():
+                self._aside.submit(self._hold, message, loop)
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
             case m.AskTree() | m.CacheOrder():
@@ -194,6 +196,13 @@ class RequestHandler:
         except EverwarmError as error:
             return self._send(m.failed(question.id, error))
         loop.post(lambda core: self._send(m.Answer(question.id, prompt_cost(core, ask.prompt, ask.namespace))))
+
+    def _hold(self, question: m.HoldPrompt, loop: Loop) -> None:
+        try:
+            ask = self._ask(msgspec.structs.replace(question.submit, constraint=None))
+        except EverwarmError as error:
+            return self._send(m.failed(question.id, error))
+        loop.post(lambda core: self._cache_commands.hold(core, question, ask.prompt, loop))
 
     def _count(self, question: m.Count) -> int:
         fields = {name: getattr(question, name) for name in question.__struct_fields__}

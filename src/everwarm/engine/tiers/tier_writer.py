@@ -34,7 +34,7 @@ from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key
 from everwarm.state.null_tiers import DiskTier, NullDisk, SharedTier
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import PROVISIONAL, CutKind
 from everwarm.state.returns import Returns
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
@@ -583,7 +583,7 @@ def _point(lineage: Iterable[Node]) -> Node | None:
     of a prompt is the last choice: on disk it has no logits, so an identical prompt could not use it."""
     kept = [(n, n.checkpoint.kind) for n in lineage if n.checkpoint is not None and n.checkpoint.is_held]
     stable = [n for n, kind in kept if kind is CutKind.STABLE]
-    others = [n for n, kind in kept if kind not in (CutKind.PREWARM, CutKind.END)]  # a guess is not worth the bytes
+    others = [n for n, kind in kept if kind not in (*PROVISIONAL, CutKind.END)]  # a guess is not worth the bytes
     ends = [n for n, kind in kept if kind is CutKind.END]
     best = stable or others or ends
     return best[-1] if best else None

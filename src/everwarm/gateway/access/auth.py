@@ -102,6 +102,7 @@ _USER = (
     "GET /cache/tree",
     "GET /cache/requests",
     "GET /cache/events",
+    "GET /cache/volatile",
     "DELETE /cache/nodes/{id}",
     "POST /cache/nodes/{id}/pin",  # within the quota
     "POST /cache/nodes/{id}/unpin",

@@ -20,11 +20,13 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, NotFound
 from everwarm.gateway.access.auth import principal_of, reach_of, visibility_of
 from everwarm.gateway.admin import cache_encode
+from everwarm.gateway.admin.cache_plan import MAX_TTL_S
 from everwarm.gateway.admin.events import EventHub, EventWatcher
 from everwarm.gateway.admin.request_log import MOST_KEPT, RequestLog
 from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import EventStream, json_response, sse_named
 from everwarm.gateway.responses.response_store import ResponseStore
+from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import RequestGate
@@ -47,6 +49,7 @@ class CacheApi:
         prewarmer: NextTurnPrewarmer,
         store: ResponseStore,
         replies: ReplyStore,
+        volatile: VolatileLines,
         settings: ServerSettings,
     ) -> None:
         self._pool = pool
@@ -55,6 +58,7 @@ class CacheApi:
         self._prewarmer = prewarmer
         self._store = store
         self._replies = replies
+        self._volatile = volatile
         self._settings = settings
         self.hub = EventHub(pool, request_log, self._overview_of)
 
@@ -65,6 +69,7 @@ class CacheApi:
             Route("/cache/tree", self.tree, methods=["GET"]),
             Route("/cache/requests", self.requests, methods=["GET"]),
             Route("/cache/events", self.events, methods=["GET"]),
+            Route("/cache/volatile", self.volatile, methods=["GET"]),
             Route("/cache/nodes/{id}", self.drop, methods=["DELETE"]),
             Route("/cache/nodes/{id}/pin", self.pin, methods=["POST"]),
             Route("/cache/nodes/{id}/unpin", self.unpin, methods=["POST"]),
@@ -106,6 +111,16 @@ class CacheApi:
         shown = [cache_encode.request(row, with_words=visibility.shows_words(namespace)) for row, namespace in rows]
         return json_response({"requests": shown})
 
+    async def volatile(self, request: Request) -> Response:
+        """Lines of system text that clients change without need; texts only of namespaces that the caller may read."""
+        visibility = visibility_of(request)
+        found = self._volatile.shown(visibility.shown)
+        rows = [
+            cache_encode.volatile_line(line, namespace, with_words=visibility.shows_words(namespace))
+            for namespace, line in found[: _limit(request, 100, MAX_PAGE)]
+        ]
+        return json_response({"lines": rows, "rules": [rule.name for rule in self._settings.rewrite]})
+
     async def events(self, request: Request) -> Response:
         principal = principal_of(request)
         user = "" if principal.is_admin else principal.namespace(None)
@@ -120,7 +135,9 @@ class CacheApi:
 
     async def pin(self, request: Request) -> Response:
         quota = None if principal_of(request).is_admin else self._settings.pin_quota
-        return json_response(await self._order(request, "pin", _node(request), pin_quota=quota))
+        ttl = request.query_params.get("ttl_s")
+        more = {} if ttl is None else {"ttl_s": _ttl_s(ttl)}
+        return json_response(await self._order(request, "pin", _node(request), pin_quota=quota, **more))
 
     async def unpin(self, request: Request) -> Response:
         return json_response(await self._order(request, "unpin", _node(request)))
@@ -142,6 +159,7 @@ class CacheApi:
         model = self._model(request).spec.id
         self._prewarmer.forget(reach_of(request))
         await asyncio.to_thread(self._replies.forget, reach_of(request))
+        self._volatile.forget(reach_of(request))
         answer = await self._order(request, "drop", node)
         self._request_log.forget_words(model, answer.pop("namespace"))
         return answer
@@ -183,6 +201,12 @@ def _limit(request: Request, usual: int, most: int) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", given) or not 1 <= int(given) <= most:
         raise BadRequest(f"limit is {given[:20]!r}; give 1 to {most}")
     return int(given)
+
+
+def _ttl_s(given: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,7}", given) or not 1 <= int(given) <= MAX_TTL_S:
+        raise BadRequest(f"ttl_s is {given[:20]!r}; give 1 to {MAX_TTL_S} whole seconds")
+    return float(given)
 
 
 def _node(request: Request) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from everwarm.engine.process import messages as m
 from everwarm.gateway.admin.request_log import RequestLog, RequestRecord, Totals
 from everwarm.gateway.openai import encode
+from everwarm.gateway.rewrite.volatile_lines import VolatileLine
 from everwarm.router.pool import Standing
+from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.types import Json
 
 
@@ -32,6 +34,20 @@ def request(row: RequestRecord, *, with_words: bool) -> Json:
         "phases": [{"name": name, "ms": 1e3 * seconds} for name, seconds in row.phases()],
         "ttft_ms": None if first_s is None else 1e3 * first_s,
         "slot": row.slot,
+    }
+
+
+def volatile_line(line: VolatileLine, namespace: str, *, with_words: bool) -> Json:
+    """Without ``with_words`` the line is shown by its number only."""
+    change = line.change
+    return {
+        "namespace": namespace[:SHORT_NAMESPACE],
+        "line": change.number,
+        "before": change.before if with_words else None,
+        "after": change.after if with_words else None,
+        "n_changes": line.n_changes,
+        "n_tokens": line.n_tokens,
+        "rule": change.rule() if with_words else None,
     }
 
 

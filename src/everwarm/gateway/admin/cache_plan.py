@@ -6,6 +6,7 @@ reads prompts before they are asked: in idle time, or now. Both see the caller's
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest
+from everwarm.gateway.access.auth import principal_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import usage
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, Name
@@ -27,6 +29,7 @@ from everwarm.types import Json
 
 MAX_CANDIDATES = 16
 MAX_PREFETCHED = 8  # as many as wait for idle time
+MAX_TTL_S = 7 * 86_400  # of a pin that ends by itself
 
 
 class PlanBody(msgspec.Struct, frozen=True):
@@ -41,15 +44,19 @@ class PrefetchBody(msgspec.Struct, frozen=True):
 
     requests: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_PREFETCHED)]
     when: Literal["idle", "now"] = "idle"
+    ttl_s: Annotated[int, Meta(ge=1, le=MAX_TTL_S)] | None = None  # how long what was read now is evicted last
     model: Name | None = None
 
 
 class CachePlanner:
-    def __init__(self, pool: Pool, gate: RequestGate, preparer: RequestPreparer, replies: Replies) -> None:
+    def __init__(
+        self, pool: Pool, gate: RequestGate, preparer: RequestPreparer, replies: Replies, pin_quota: float
+    ) -> None:
         self._pool = pool
         self._gate = gate
         self._preparer = preparer
         self._replies = replies
+        self._pin_quota = pin_quota
 
     def routes(self) -> list[Route]:
         return [
@@ -74,8 +81,11 @@ class CachePlanner:
         body, n_bytes = await self._gate.read(request, PrefetchBody)
         bodies = [_typed(one, body.model) for one in body.requests]
 
+        if body.ttl_s is not None and body.when != "now":
+            raise BadRequest("ttl_s holds what was read: give it with when: now")
+
         async def read() -> list[Json]:
-            work = self._read_now if body.when == "now" else self._offer
+            work = partial(self._read_now, ttl_s=body.ttl_s) if body.when == "now" else self._offer
             return [await work(request, one) for one in bodies]
 
         with self._gate.admitted(request, n_bytes):
@@ -108,12 +118,22 @@ class CachePlanner:
             served.supervisor.tell(m.Prewarm(submit.text, submit.add_special, submit.namespace, submit.session))
         return _cost_row(None, cost)
 
-    async def _read_now(self, request: Request, body: GenerationBody) -> Json:
+    async def _read_now(self, request: Request, body: GenerationBody, *, ttl_s: int | None) -> Json:
         whole = msgspec.structs.replace(
             body, max_tokens=0, max_completion_tokens=None, n_predict=None, n=None, stream=False
         )
         (choice,) = await self._replies.collect(request, whole)
-        return {"usage": usage([choice.done])}
+        held = {} if ttl_s is None else {"held": await self._hold(request, whole, ttl_s)}
+        return {"usage": usage([choice.done]), **held}
+
+    async def _hold(self, request: Request, body: GenerationBody, ttl_s: int) -> bool:
+        """Pins what was read for a while. False: nothing of it was kept."""
+        quota = None if principal_of(request).is_admin else self._pin_quota
+        with self._pool.lease(body.model) as lease:
+            served = await lease.ready()
+            submit = await self._submit(request, body, served)
+            answer = await served.supervisor.ask(m.HoldPrompt, submit=submit, ttl_s=float(ttl_s), pin_quota=quota)
+        return bool(answer["pinned"])
 
 
 def _typed(body: dict[str, Any], model: str | None) -> GenerationBody:

@@ -19,6 +19,7 @@ from everwarm.gateway.chat.chat_template import ChatTemplate, Continues, in_know
 from everwarm.gateway.chat.content import MARKER_PART, breakpoint_in
 from everwarm.gateway.chat.reply_memory import Remembered, restored
 from everwarm.gateway.openai.schema import ChatBody
+from everwarm.gateway.rewrite.rules import Rules, rewritten
 from everwarm.types import Json
 
 ImageMarker = Callable[[Json], str]  # the text that stands for an image, given its content part
@@ -37,6 +38,7 @@ class PreparedChat:
     bos: str = ""  # what of the text the tokenizer would add itself
     removed: tuple[str, ...] = ()  # the rule by which each line of noise was left out
     n_restored: int = 0  # replies of the model that the client had written otherwise
+    rewritten: tuple[str, ...] = ()  # rules that changed system text
 
     @property
     def continues(self) -> Continues:
@@ -51,19 +53,22 @@ def prepare_chat(
     adds_bos: bool,
     canonicalise: bool = True,
     remembered: Remembered = MappingProxyType({}),
+    rules: Rules = (),
 ) -> PreparedChat:
     """Renders the prompt of a chat; ``BadRequest`` if the template or the content is not usable. ``adds_bos``: the model's
     tokenizer does; ``canonicalise``: known noise at the head of system text is left out; ``remembered``: what the model
-    wrote in earlier turns takes the place of what the client made of it."""
+    wrote in earlier turns takes the place of what the client made of it; ``rules`` change lines of system text."""
     _require_sound(body.messages)
-    written = restored(body.messages, remembered)
+    changed = rewritten(body.messages, rules)
+    written = restored(changed.messages, remembered)
+    options: Json = {"adds_bos": adds_bos, "canonicalise": canonicalise, "rewritten_by": changed.rules}
     if written.n_replies:
         try:
-            found = _prepared(body, written.messages, template, marker, adds_bos=adds_bos, canonicalise=canonicalise)
+            found = _prepared(body, written.messages, template, marker, **options)
             return replace(found, n_restored=written.n_replies)
         except BadRequest:
             pass  # if the template refuses only what is remembered, the client's own messages stand
-    return _prepared(body, body.messages, template, marker, adds_bos=adds_bos, canonicalise=canonicalise)
+    return _prepared(body, changed.messages, template, marker, **options)
 
 
 def _prepared(
@@ -74,6 +79,7 @@ def _prepared(
     *,
     adds_bos: bool,
     canonicalise: bool,
+    rewritten_by: tuple[str, ...],
 ) -> PreparedChat:
     cleaned = canonical(sent) if canonicalise else Canonical(sent)
     messages, images = _with_markers(in_known_roles(cleaned.messages, template), marker)
@@ -81,7 +87,8 @@ def _prepared(
     rendered = template.conversation(messages, **options)
     bos = template.bos if adds_bos and rendered.text.startswith(template.bos) else ""
     add_special = adds_bos and not bos
-    return PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, cleaned.removed)
+    made = PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, cleaned.removed)
+    return replace(made, rewritten=rewritten_by)
 
 
 def _require_sound(messages: list[Json]) -> None:

@@ -27,6 +27,7 @@ from everwarm.gateway.client import Client
 from everwarm.gateway.explain.causes import hints
 from everwarm.gateway.explain.prompt_diff import Difference, Side, compare
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
+from everwarm.gateway.rewrite.rules import Rules
 from everwarm.prompt.prompt import Prompt
 from everwarm.prompt.tokenizer import Tokenizer, Tokens
 from everwarm.state.policy import CheckpointParams, Spacing
@@ -46,6 +47,7 @@ class PromptSource:
     template: ChatTemplate | None
     adds_bos: bool
     spacing: Spacing | None  # of its checkpoints; None: it needs none
+    rules: Rules = ()  # of ``serve --rewrite``
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _completion_side(body: CompletionBody, source: PromptSource) -> Side:
 def _chat_side(body: ChatBody, source: PromptSource) -> Side:
     if source.template is None:
         raise BadRequest(f"{source.name} has no chat template; compare completions, or give another model")
-    prepared = prepare_chat(body, source.template, _image_name, adds_bos=source.adds_bos)
+    prepared = prepare_chat(body, source.template, _image_name, adds_bos=source.adds_bos, rules=source.rules)
     count = partial(source.tokenizer.count_at, prepared.text, add_special=prepared.add_special)
     sure = partial(source.tokenizer.sure_counts_at, prepared.text, add_special=prepared.add_special)
     prompt = source.tokenizer.tokenize(prepared.text, add_special=prepared.add_special)

@@ -270,7 +270,7 @@ def cache(done: m.Done) -> Json:
         "checkpoint": done.checkpoint,
         "restored": None if why.restored is None else msgspec.structs.asdict(why.restored),
         "diverged": _diverged(why),
-        "restored_replies": done.n_restored,
+        **_notes(done.notes),
         "evicted": _evicted(why),
     }
 
@@ -291,9 +291,15 @@ def diagnostics(done: m.Done) -> Json:
         "read_tokens": done.n_prompt - done.n_cached,
         "known_tokens": max(done.n_shared, why.n_shared),
         "diverged": _diverged(why),
-        "restored_replies": done.n_restored,
+        **_notes(done.notes),
         "evicted": _evicted(why),
     }
+
+
+def _notes(notes: m.PromptNotes) -> Json:
+    """What the server made of the request; only what there is, but for replies."""
+    more = {"background": notes.background, "rewritten": list(notes.rewritten)}
+    return {"restored_replies": notes.n_restored, **{name: value for name, value in more.items() if value}}
 
 
 def _explanation(why: m.ReadReason) -> str:

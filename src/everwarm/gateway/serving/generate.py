@@ -79,12 +79,12 @@ class ChoiceRun:
     submit: m.Submit
     parser: OutputParser
     tracked: TrackedRequest
-    n_restored: int = 0  # replies in its prompt that are as the model wrote them, and not as the client did
+    notes: m.PromptNotes
 
     def event(self, message: m.ToGateway) -> ReplyEvent | None:
         """None if the message is not for the caller; raises the error of a failed request."""
         if isinstance(message, m.Done):
-            message = msgspec.structs.replace(message, n_restored=self.n_restored)
+            message = msgspec.structs.replace(message, notes=self.notes)
         if not self.tracked.is_for_caller(message):
             return None
         match message:
@@ -109,15 +109,14 @@ async def generate(
     follow: Callable[[int], TrackedRequest],
     lend: Lend | None = None,
     observe: Observe = lambda _: None,
-    n_restored: int = 0,
+    notes: m.PromptNotes = m.PromptNotes(),  # noqa: B008 - frozen
 ) -> AsyncGenerator[ReplyEvent, None]:
     """Runs all choices at once and yields their events as they come. The error of one ends them all; closing the generator
     cancels them all. ``follow`` begins the record of a choice; ``observe`` gets every event before the caller does, and
     what it returns is awaited."""
     with contextlib.ExitStack() as stack:
         runs = [
-            ChoiceRun(i, submit, parser(), stack.enter_context(follow(i)), n_restored)
-            for i, submit in enumerate(submits)
+            ChoiceRun(i, submit, parser(), stack.enter_context(follow(i)), notes) for i, submit in enumerate(submits)
         ]
         if len(runs) == 1:
             (run,) = runs

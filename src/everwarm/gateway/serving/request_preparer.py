@@ -44,7 +44,9 @@ from everwarm.gateway.openai.schema import MEDIA_MARKER, Body, ChatBody, Complet
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import kinds_of
+from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
+from everwarm.gateway.serving.background import background_kind
 from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import place_of
 from everwarm.gateway.settings import ServerSettings
@@ -74,8 +76,9 @@ class PreparedRequest:
     parser: Parser = OutputParser
     next_text: NextText | None = None
     keep_reply: KeepReply | None = None
-    n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
+    notes: m.PromptNotes = dataclasses.field(default_factory=m.PromptNotes)
     lend: Lend | None = None  # the pixels of its images; None: it has none
+    charge: Callable[[int], None] | None = None  # gets the tokens that were read, where system text had changed
 
     def with_lora(self, scales: tuple[float, ...]) -> PreparedRequest:
         """With other scales of LoRA adapters than the model's; the next turn is not read ahead, which would be without."""
@@ -92,6 +95,7 @@ class RequestPreparer:
         metrics: Metrics,
         replies: ReplyStore,
         scales: AdapterScales,
+        volatile: VolatileLines,
     ) -> None:
         self._settings = settings
         self._replies = replies
@@ -99,6 +103,7 @@ class RequestPreparer:
         self._bodies = bodies
         self._metrics = metrics
         self._scales = scales
+        self._volatile = volatile
         self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
         self._templates: dict[str, ChatTemplate] = {}  # by model id
 
@@ -148,6 +153,7 @@ class RequestPreparer:
             adds_bos=info.adds_bos,
             canonicalise=self._settings.canonicalise,
             remembered=self._remembered(body, template, namespace) if _has_memory(body) else {},
+            rules=self._settings.rewrite,
         )
 
     def _remembered(self, body: ChatBody, template: ChatTemplate, namespace: str) -> Remembered:
@@ -163,13 +169,16 @@ class RequestPreparer:
     ) -> PreparedRequest:
         syntax = ModelSyntax(template.source, self._settings.tool_format, self._settings.thinking_tags)
         namespace = namespace_of(request, body.cache_salt)
+        background = background_kind(request.headers, body)
 
-        def work() -> tuple[PreparedChat, Constraint | None, Parser]:
+        def work() -> tuple[PreparedChat, Constraint | None, Parser, tuple[VolatileLine, ...]]:
             prepared = self._prepared(body, template, info, lambda _: self._marker, namespace)
             begun = syntax.continued(prepared.continues)
-            return prepared, chat_constraint(body, begun, prepared.text), _parser(body, begun, prepared.text)
+            parser = _parser(body, begun, prepared.text)
+            changed = self._volatile.note(namespace, prepared.messages) if _is_learned(body, background) else ()
+            return prepared, chat_constraint(body, begun, prepared.text), parser, changed
 
-        prepared, constraint, parser = await self._bodies.for_request(request, work)
+        prepared, constraint, parser, changed = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
         if body.verbose:
             request.state.prompt = prepared.text
@@ -189,9 +198,9 @@ class RequestPreparer:
             thinking=_thinking_budget(body, syntax.continued(prepared.continues), template, prepared.text),
             marker=self._marker if images else "",
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+            least_priority=0 if background is None else 1,
         )
-        goes_on = not images and not body.deterministic and body.uses_cache and submit.max_tokens
-        lend = partial(lent_images, self._images, images, namespace) if images else None
+        goes_on = not images and _has_memory(body) and submit.max_tokens and not submit.priority
         style = syntax.thinking(prepared.text)
         recall = partial(_remembered_reply, body, prepared, template, style.closing if style else None)
         next_text = partial(_next_text, prepared, template, parser, recall) if goes_on else None
@@ -202,8 +211,9 @@ class RequestPreparer:
             parser,
             next_text,
             keep_reply if _has_memory(body) else None,
-            prepared.n_restored,
-            lend,
+            m.PromptNotes(prepared.n_restored, background, prepared.rewritten),
+            partial(lent_images, self._images, images, namespace) if images else None,
+            partial(self._volatile.charge, changed) if changed else None,
         )
 
     def _keep_reply(
@@ -222,6 +232,7 @@ class RequestPreparer:
         first = body.prompts()[0]
         if isinstance(first, MediaPrompt):
             return await self._media_completion(request, body, first, info, constraint)
+        background = background_kind(request.headers, body)
         submits: list[m.Submit] = []
         n_tokens = 0
         for text, tokens in body.texts_or_tokens():
@@ -230,10 +241,11 @@ class RequestPreparer:
             given: Any = {"text": text, "tokens": tokens, "n_probs": body.wanted_probs, "constraint": constraint}
             if isinstance(body, MarkedCompletion):
                 given["hints"] = CutHints(breakpoints=body.breakpoints)
+            given["least_priority"] = 0 if background is None else 1
             submits += _choices(_submit(request, body, info, sampling, **given), body)
             n_tokens += len(tokens) if tokens is not None else estimated_tokens(len(text or ""))
         _recount(request, n_tokens)
-        return PreparedRequest(tuple(submits))
+        return PreparedRequest(tuple(submits), notes=m.PromptNotes(background=background))
 
     async def _media_completion(
         self,
@@ -307,6 +319,11 @@ def session_of(headers: Mapping[str, str], body: Body) -> str | None:
     return None
 
 
+def _is_learned(body: ChatBody, background: str | None) -> bool:
+    """Whether volatile lines are learned from a request."""
+    return background is None and body.uses_cache and not body.deterministic
+
+
 def _has_memory(body: ChatBody) -> bool:
     """Whether replies are recognised. A deterministic prompt depends on its request alone."""
     return body.uses_cache and not body.deterministic
@@ -365,6 +382,7 @@ def _submit(
     thinking: ThinkingBudget | None = None,
     marker: str = "",
     images: tuple[m.SentImage, ...] = (),
+    least_priority: int = 0,
 ) -> m.Submit:
     slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
     if slot is not None and slot >= info.n_slots:
@@ -394,7 +412,7 @@ def _submit(
         marker=marker,
         images=images,
         constraint=constraint,
-        priority=max(0, body.priority or 0),  # nobody comes before those who do not give one
+        priority=max(least_priority, body.priority or 0),  # nobody comes before those who do not give one
         max_draft=body.max_draft,
     )
 

@@ -1,0 +1,5 @@
+"""``python -m bench.traces --help``."""
+
+from bench.traces.command import main
+
+main()
