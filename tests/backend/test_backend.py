@@ -15,6 +15,7 @@ import pytest
 
 from everwarm.backend import compiling, gpus, installed, source_archive
 from everwarm.backend.compiling import Tools, configure_command, share_done
+from everwarm.cli import backend as cli
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.abi import BUILD, WHEEL
 from everwarm.llama.lib import library_path
@@ -185,9 +186,10 @@ def program(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def path(tmp_path, monkeypatch) -> Path:
-    """A PATH with a compiler that nobody calls, and a cmake that copies the wheel's library to where it would build one."""
+    """A PATH with an unused compiler, and a cmake that copies the wheel's library to where it would build one."""
     folder = tmp_path / "bin"
     program(folder, "c++", "exit 1")
+    program(folder, "make", "exit 1")
     program(
         folder,
         "cmake",
@@ -244,6 +246,32 @@ def test_a_library_that_cannot_be_loaded_is_not_put_in_place(path, pinned):
     with pytest.raises(EverwarmError, match="what was built cannot be used"):
         compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
     assert installed.all_backends() == []
+
+
+def test_a_build_without_media_is_not_put_in_place(path, pinned):
+    lost = "sed s/mtmd_image_tokens_get_nx/mtmd_image_tokens_get_no/"
+    program(
+        path,
+        "cmake",
+        f'if test "$1" = --build; then mkdir -p "$2/bin"; {lost} "{library_path()}" > "$2/bin/libllama.so"; fi',
+    )
+    with pytest.raises(EverwarmError, match=r"cannot be used: .*has no function mtmd_image_tokens_get_nx"):
+        compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
+    assert installed.all_backends() == []
+
+
+@pytest.mark.parametrize("kind", ["native", "cuda"])
+def test_with_an_archive_and_the_tools_nothing_is_asked_of_the_network(path, pinned, monkeypatch, kind):
+    """Also where ninja is missing: make will do."""
+    program(path, "nvcc", "exit 1")
+
+    def no_network(*_: object) -> None:
+        raise AssertionError("pip was asked")
+
+    monkeypatch.setattr(source_archive, "_download", no_network)
+    monkeypatch.setattr(compiling, "_from_wheels", no_network)
+    cli.install(kind, archive=pinned, jobs=1)
+    assert library_path() == installed.folder_of(kind, BUILD) / "libllama.so"
 
 
 @pytest.mark.parametrize(
