@@ -16,7 +16,7 @@ USED_ELSEWHERE = {
     "cli.tiny.tiny": "cli.app registers the commands of some modules by their name",
     **{
         f"cli.models.{name}": "cli.app registers the commands of some modules by their name"
-        for name in ("list_models", "pull", "show_loaded")
+        for name in ("list_models", "show_loaded")
     },
     "ray.replica.Replica.check_health": "Ray Serve calls it",
     "ray.replica.Replica.forward": "the ingress calls it by name, through Ray",

@@ -116,6 +116,10 @@ def serve(
     if model is not None and models is None and Path(model).is_dir():
         model, models = None, model
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
+    require(
+        not options.allow_pull or (models == hub.PREFIX and not options.offline),
+        "--allow-pull needs --models hf:, which serves all of the Hugging Face cache, and no --offline",
+    )
     require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
     console = Console(stderr=True)
     _set_environment(options)
