@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from everwarm.cli import backend as cli
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.abi import BUILD, WHEEL
 from everwarm.llama.lib import library_path
+from everwarm.llama.system.devices import warn_of_blind_build
 from support.campaign import CAMPAIGN
 
 ROOT = Path(__file__).parents[2]
@@ -315,11 +317,18 @@ def machine(root: Path, nvidia: list[str] = [], amd: int = 0) -> Path:  # noqa: 
     return root
 
 
+@pytest.fixture
+def no_smi(monkeypatch) -> None:
+    """As on a machine without nvidia-smi, whatever this one has."""
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+
+
 def said_of(root: Path) -> str | None:
     found = (gpus.nvidia_gpus(root), gpus.amd_gpus(root))
     return gpus.unused_gpu(*found, installed.used_kind(), installed.all_backends())
 
 
+@pytest.mark.usefixtures("no_smi")
 def test_a_gpu_that_is_not_used_is_named_with_the_command(tmp_path):
     one = machine(tmp_path / "one", ["NVIDIA H200"])
     assert said_of(one) == "NVIDIA H200 found, but this libllama is a CPU build: `everwarm backend install cuda`"
@@ -330,6 +339,7 @@ def test_a_gpu_that_is_not_used_is_named_with_the_command(tmp_path):
     assert said_of(tmp_path / "none") is None
 
 
+@pytest.mark.usefixtures("no_smi")
 def test_a_gpu_without_a_name_is_seen_by_its_device(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidiactl"):
@@ -343,3 +353,32 @@ def test_a_build_that_is_there_only_has_to_be_chosen(tmp_path):
     assert re.search("backend use cuda", str(said_of(root)))
     installed.use("cuda", BUILD)
     assert said_of(root) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("echo NVIDIA H200; echo NVIDIA L4", ["NVIDIA H200", "NVIDIA L4"]),
+        ("echo 'Failed to initialize NVML'; exit 9", []),
+        ("kill -9 $$", []),
+    ],
+)
+def test_without_the_kernel_module_nvidia_smi_is_asked(path, tmp_path, text, found):
+    program(path, "nvidia-smi", text)
+    assert gpus.nvidia_gpus(tmp_path / "wsl") == found
+
+
+def test_a_build_for_gpus_that_sees_none_is_told():
+    assert "cuda build, but it sees no GPU" in str(gpus.blind_build("cuda", 0))
+    assert gpus.blind_build("cuda", 1) is None
+    assert gpus.blind_build("native", 0) is None and gpus.blind_build(None, 0) is None
+
+
+def test_a_library_that_is_the_cuda_build_and_has_no_gpu_is_warned_of(monkeypatch, caplog):
+    folder = put("cuda")
+    loaded = SimpleNamespace(path=folder / "libllama.so", ggml_backend_dev_count=lambda: 0)
+    warn_of_blind_build(loaded)
+    assert caplog.text == "", "another build is used"
+    installed.use("cuda", BUILD)
+    warn_of_blind_build(loaded)
+    assert "sees no GPU" in caplog.text

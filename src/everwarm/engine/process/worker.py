@@ -28,6 +28,7 @@ import msgspec
 
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
+from everwarm.engine.inspect.placement import placement_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.embedding_worker import EmbeddingHandler, info, open_embedder
@@ -332,6 +333,7 @@ def _info(core: Core) -> m.ModelInfo:
         adds_bos=vocab.adds_bos,
         build=BUILD,
         sees=core.images is not None,
+        placement=placement_of(core),
     )
 
 

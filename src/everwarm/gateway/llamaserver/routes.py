@@ -179,6 +179,7 @@ class LlamaServer:
                 "endpoint_props": False,
                 "endpoint_metrics": True,
                 "chat_template": served.spec.template or info.chat_template or "",
+                "placement": info.placement,
                 "checkpoint_every": info.every_n_tokens,
                 "max_checkpoints": info.max_checkpoints,
                 "adds_bos": info.adds_bos,
