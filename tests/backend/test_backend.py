@@ -10,14 +10,17 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from everwarm.backend import compiling, gpus, installed, source_archive
 from everwarm.backend.compiling import Tools, configure_command, share_done
+from everwarm.cli import backend as cli
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.abi import BUILD, WHEEL
 from everwarm.llama.lib import library_path
+from everwarm.llama.system.devices import warn_of_blind_build
 from support.campaign import CAMPAIGN
 
 ROOT = Path(__file__).parents[2]
@@ -185,9 +188,10 @@ def program(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def path(tmp_path, monkeypatch) -> Path:
-    """A PATH with a compiler that nobody calls, and a cmake that copies the wheel's library to where it would build one."""
+    """A PATH with an unused compiler, and a cmake that copies the wheel's library to where it would build one."""
     folder = tmp_path / "bin"
     program(folder, "c++", "exit 1")
+    program(folder, "make", "exit 1")
     program(
         folder,
         "cmake",
@@ -246,6 +250,32 @@ def test_a_library_that_cannot_be_loaded_is_not_put_in_place(path, pinned):
     assert installed.all_backends() == []
 
 
+def test_a_build_without_media_is_not_put_in_place(path, pinned):
+    lost = "sed s/mtmd_image_tokens_get_nx/mtmd_image_tokens_get_no/"
+    program(
+        path,
+        "cmake",
+        f'if test "$1" = --build; then mkdir -p "$2/bin"; {lost} "{library_path()}" > "$2/bin/libllama.so"; fi',
+    )
+    with pytest.raises(EverwarmError, match=r"cannot be used: .*has no function mtmd_image_tokens_get_nx"):
+        compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
+    assert installed.all_backends() == []
+
+
+@pytest.mark.parametrize("kind", ["native", "cuda"])
+def test_with_an_archive_and_the_tools_nothing_is_asked_of_the_network(path, pinned, monkeypatch, kind):
+    """Also where ninja is missing: make will do."""
+    program(path, "nvcc", "exit 1")
+
+    def no_network(*_: object) -> None:
+        raise AssertionError("pip was asked")
+
+    monkeypatch.setattr(source_archive, "_download", no_network)
+    monkeypatch.setattr(compiling, "_from_wheels", no_network)
+    cli.install(kind, archive=pinned, jobs=1)
+    assert library_path() == installed.folder_of(kind, BUILD) / "libllama.so"
+
+
 @pytest.mark.parametrize(
     ("kind", "gone", "said"),
     [("native", "c++", "no C.. compiler"), ("cuda", "", "nvcc was not found"), ("vulkan", "", "glslc was not found")],
@@ -287,11 +317,18 @@ def machine(root: Path, nvidia: list[str] = [], amd: int = 0) -> Path:  # noqa: 
     return root
 
 
+@pytest.fixture
+def no_smi(monkeypatch) -> None:
+    """As on a machine without nvidia-smi, whatever this one has."""
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+
+
 def said_of(root: Path) -> str | None:
     found = (gpus.nvidia_gpus(root), gpus.amd_gpus(root))
     return gpus.unused_gpu(*found, installed.used_kind(), installed.all_backends())
 
 
+@pytest.mark.usefixtures("no_smi")
 def test_a_gpu_that_is_not_used_is_named_with_the_command(tmp_path):
     one = machine(tmp_path / "one", ["NVIDIA H200"])
     assert said_of(one) == "NVIDIA H200 found, but this libllama is a CPU build: `everwarm backend install cuda`"
@@ -302,6 +339,7 @@ def test_a_gpu_that_is_not_used_is_named_with_the_command(tmp_path):
     assert said_of(tmp_path / "none") is None
 
 
+@pytest.mark.usefixtures("no_smi")
 def test_a_gpu_without_a_name_is_seen_by_its_device(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidiactl"):
@@ -315,3 +353,32 @@ def test_a_build_that_is_there_only_has_to_be_chosen(tmp_path):
     assert re.search("backend use cuda", str(said_of(root)))
     installed.use("cuda", BUILD)
     assert said_of(root) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("echo NVIDIA H200; echo NVIDIA L4", ["NVIDIA H200", "NVIDIA L4"]),
+        ("echo 'Failed to initialize NVML'; exit 9", []),
+        ("kill -9 $$", []),
+    ],
+)
+def test_without_the_kernel_module_nvidia_smi_is_asked(path, tmp_path, text, found):
+    program(path, "nvidia-smi", text)
+    assert gpus.nvidia_gpus(tmp_path / "wsl") == found
+
+
+def test_a_build_for_gpus_that_sees_none_is_told():
+    assert "cuda build, but it sees no GPU" in str(gpus.blind_build("cuda", 0))
+    assert gpus.blind_build("cuda", 1) is None
+    assert gpus.blind_build("native", 0) is None and gpus.blind_build(None, 0) is None
+
+
+def test_a_library_that_is_the_cuda_build_and_has_no_gpu_is_warned_of(monkeypatch, caplog):
+    folder = put("cuda")
+    loaded = SimpleNamespace(path=folder / "libllama.so", ggml_backend_dev_count=lambda: 0)
+    warn_of_blind_build(loaded)
+    assert caplog.text == "", "another build is used"
+    installed.use("cuda", BUILD)
+    warn_of_blind_build(loaded)
+    assert "sees no GPU" in caplog.text

@@ -7,6 +7,7 @@ from subprocess import CompletedProcess
 import pytest
 
 import everwarm
+from everwarm.cli.help_page import option_lines
 from everwarm.demo import EMBEDDED_MODEL
 from support.server import run_cli, serving, until
 
@@ -43,6 +44,36 @@ def toml(tmp_path) -> Path:
 
 
 # help
+
+
+def test_an_option_of_serve_takes_one_line_and_all_of_it_with_help_all(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    short, whole = here("serve", "--help").stdout, here("serve", "--help-all").stdout
+    (line,) = (line for line in short.splitlines() if line.lstrip().startswith("-c, --ctx-size"))
+    assert line.endswith("tokens of context, shared by all slots; 0: as trained [16384]")
+    wrapped = [line for line in short.splitlines() if line.startswith(" " * 30)]
+    assert len(wrapped) < 5 and "EVERWARM_SERVE" not in short
+    assert "quarter of the free memory" in " ".join(whole.split()) and len(whole) > len(short)
+
+
+def test_the_environment_variables_are_listed_when_they_are_asked_for(here):
+    listed = here("serve", "--help-env").stdout
+    assert "EVERWARM_SERVE_CTX_SIZE" in listed and "tokens of context" not in listed
+
+
+def test_clauses_that_do_not_fit_are_left_out_and_the_default_is_not():
+    text = "so much; a number of the machine that this is or of another one; and what else there is to say"
+    begin = "  --size INT                  so much"
+    assert option_lines("--size INT", text, " [1]", 60, shows_all=False) == [f"{begin} [1]"]
+    assert option_lines("--size INT", text, " [1]", 200, shows_all=False) == [
+        f"  --size INT                  {text} [1]"
+    ]
+    assert len(option_lines("--size INT", text, " [1]", 60, shows_all=True)) > 2
+
+
+def test_a_text_without_an_end_is_wrapped():
+    lines = option_lines("--a-name-that-is-longer-than-others STR", "word " * 30, "", 80, shows_all=False)
+    assert len(lines) > 2 and all(len(line) <= 80 for line in lines)
 
 
 def test_help_names_every_command(here):

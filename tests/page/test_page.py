@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from support.browser import Tab, opened, setup
+from support.fake_hub import FakeHub, Repo
 from support.image_files import data_url
-from support.models import tiny_model, tiny_vision
+from support.models import EMBEDDED, tiny_model, tiny_vision
 from support.server import Server, frozen, serving, serving_models, until, words
 
 ROOT = Path(__file__).parents[2]
@@ -542,6 +543,45 @@ def test_models_are_swapped_and_failures_are_told(browser, tmp_path):
         tab.go("models")
         card("one", "loaded").get_by_role("button").click()
         card("one", "unloaded")
+
+
+def test_a_model_is_downloaded_used_and_deleted_on_the_page(browser, tmp_path, monkeypatch):
+    repo = Repo({"Tiny-Q8_0.gguf": EMBEDDED.read_bytes()})
+    with FakeHub({"acme/Tiny": repo}).running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        with (
+            serving_models(Path("hf:"), "--allow-pull") as server,
+            opened(browser, server.url, setup=setup(""), path="/#models", refusals=(500,)) as tab,
+        ):
+            page = tab.page
+
+            def pull(name: str, said: str) -> None:
+                page.fill("#pull-name", name)
+                page.click("#pull")
+                page.wait_for_function(
+                    "said => document.getElementById('pull-said').innerText.includes(said)", arg=said
+                )
+
+            page.wait_for_selector(".pull:not([hidden])")
+            pull("acme/None", "there is no repository acme/None")
+            pull("acme/Tiny", "acme/Tiny is here.")
+            card = page.locator(".model[data-model='acme/Tiny:Q8_0']")
+            card.wait_for()
+            assert not page.locator("#pull-stop").is_visible() and page.locator("#pull-name").input_value() == ""
+            tab.go("chat")
+            tab.ask("What is the capital of France?")
+            tab.go("models")
+            card.get_by_role("button", name="Delete").click()
+            page.get_by_role("button", name="Delete its files?").click()
+            card.wait_for(state="detached")
+            assert server.get("/api/tags").json["models"] == []
+
+
+def test_where_it_is_not_allowed_no_download_is_offered(tab):
+    tab.go("models")
+    tab.page.wait_for_selector(".model")
+    assert not tab.page.locator(".pull").is_visible() and tab.page.locator(".model button").count() == 1
 
 
 # errors

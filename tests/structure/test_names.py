@@ -16,8 +16,9 @@ USED_ELSEWHERE = {
     "cli.tiny.tiny": "cli.app registers the commands of some modules by their name",
     **{
         f"cli.models.{name}": "cli.app registers the commands of some modules by their name"
-        for name in ("list_models", "pull", "show_loaded")
+        for name in ("list_models", "show_loaded")
     },
+    "cli.help_page.LineFormatter.render_usage": "cyclopts calls it",
     "ray.replica.Replica.check_health": "Ray Serve calls it",
     "ray.replica.Replica.forward": "the ingress calls it by name, through Ray",
     "ray.replica.Replica.record_autoscaling_stats": "Ray Serve calls it",

@@ -36,7 +36,7 @@ _ALWAYS = [
 ]
 _ALWAYS += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
 _ALWAYS += ["-DLLAMA_BUILD_MTMD=ON"]
-_TRIAL = "import sys, pathlib; from everwarm.llama.lib import Lib; Lib(pathlib.Path(sys.argv[1]))"
+_TRIAL = "import sys, pathlib; from everwarm.llama.lib import Lib; Lib(pathlib.Path(sys.argv[1])).mtmd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,15 @@ class Tools:
 
 
 def find_tools(kind: Kind, wheels: Path) -> Tools:
-    """From PATH; cmake and ninja are installed from their wheels into ``wheels`` where the system has none."""
+    """From PATH; cmake and ninja are installed from their wheels into ``wheels`` where the system has no cmake, or neither
+    ninja nor make. With both here nothing is asked of the network."""
     if not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))):
         raise EverwarmError("no C++ compiler was found: install g++ or clang, or name one in CXX")
     nvcc = _nvcc() if kind == "cuda" else None
     if kind == "vulkan" and shutil.which("glslc") is None:
         raise EverwarmError("glslc was not found: install the Vulkan SDK, or the packages libvulkan-dev and glslc")
     cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
-    if cmake is None:
+    if cmake is None or (ninja is None and shutil.which("make") is None):
         return _from_wheels(wheels, nvcc)
     return Tools(cmake, ninja, nvcc)
 
@@ -75,7 +76,9 @@ def _from_wheels(folder: Path, nvcc: str | None) -> Tools:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         done = subprocess.run([*command, "--target", str(folder), "cmake", "ninja"], capture_output=True, text=True)
         if done.returncode != 0 or not cmake.is_file():
-            raise EverwarmError("cmake was not found, and pip could not install it: install CMake 3.18 or newer")
+            raise EverwarmError(
+                "cmake with ninja or make was not found, and pip could not install them: install CMake 3.18 or newer"
+            )
     return Tools(str(cmake), str(ninja) if ninja.is_file() else None, nvcc)
 
 
@@ -154,7 +157,7 @@ def share_done(line: str) -> float | None:
 
 
 def _collect(built: Path, place: Path) -> Path:
-    """Copies the libraries; they get their place only if libllama can be loaded and is the right one."""
+    """Copies the libraries; they get their place only if libllama and libmtmd can be loaded and are the right ones."""
     unfinished = place.with_name(f".{place.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

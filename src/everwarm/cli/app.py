@@ -21,6 +21,7 @@ from rich.console import Console
 from everwarm import __version__
 from everwarm.cli.flags.llama_line import from_environment, our_line, unknown_variables
 from everwarm.cli.flags.option_groups import HELP_ALL
+from everwarm.cli.help_page import HELP_ENV, LineFormatter
 from everwarm.cli.serve_options import DEFAULTS, ServeOptions
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
@@ -42,6 +43,7 @@ app = cyclopts.App(
     `EVERWARM_CONFIG` (a `[serve]` table with `ctx-size = 32768`). Flags win over the environment, the environment over the
     file. `everwarm config` shows the result. llama-server's flags and variables are understood, too.
     """,
+    help_formatter=LineFormatter(),
 )
 
 
@@ -93,7 +95,8 @@ def serve(
 ) -> int:
     """Serve one model or many over HTTP, for clients of the OpenAI, Anthropic, Ollama and llama-server APIs.
 
-    Rarely needed flags are listed by --help-all. llama-server's flags are understood or refused with a sentence.
+    Rarely needed flags are listed by --help-all, environment variables by --help-env. llama-server's flags are understood
+    or refused with a sentence.
 
     Parameters
     ----------
@@ -116,6 +119,10 @@ def serve(
     if model is not None and models is None and Path(model).is_dir():
         model, models = None, model
     require((model is not None) + demo + (models is not None) == 1, "give a GGUF file, --models for many, or --demo")
+    require(
+        not options.allow_pull or (models == hub.PREFIX and not options.offline),
+        "--allow-pull needs --models hf:, which serves all of the Hugging Face cache, and no --offline",
+    )
     require(models is None or options.mmproj is None, "--mmproj is for one model; with --models give each its own")
     console = Console(stderr=True)
     _set_environment(options)
@@ -260,6 +267,12 @@ def chat(
         Which of the server's models, if it has several.
     system
         A system message.
+    api_key
+        The server's API key.
+    temperature
+        How freely the model chooses words; 0: always the likeliest.
+    max_tokens
+        The longest reply.
     """
     from everwarm.cli.chat.session import chat_locally, chat_with
     from everwarm.cli.models import DEFAULT_URL
@@ -314,9 +327,8 @@ def demo(*, model: Path | None = None) -> None:
 
 def _our_tokens(tokens: list[str]) -> list[str]:
     """The command line, with llama-server's flags of ``serve`` turned into ours."""
-    if tokens[:1] != ["serve"]:
-        return tokens
-    return ["serve", *("--help" if token == HELP_ALL else token for token in our_line(tokens[1:], ServeOptions))]
+    tokens = ["--help" if token in (HELP_ALL, HELP_ENV) else token for token in tokens]
+    return ["serve", *our_line(tokens[1:], ServeOptions)] if tokens[:1] == ["serve"] else tokens
 
 
 def main() -> None:

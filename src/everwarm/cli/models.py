@@ -104,6 +104,10 @@ def run(
         A GGUF file, or `hf:owner/repo[:quant]` for a model of the Hugging Face Hub.
     system
         A system message.
+    temperature
+        How freely the model chooses words; 0: always the likeliest.
+    max_tokens
+        The longest reply.
     """
     from everwarm.cli.chat.session import chat_locally
 

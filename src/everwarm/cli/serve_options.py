@@ -115,6 +115,10 @@ class ServeOptions:
     offline: Annotated[
         bool, Parameter(group=MODELS, negative=(), help="download nothing: take Hugging Face models from the cache")
     ] = False
+    allow_pull: Annotated[
+        bool,
+        Parameter(group=MODELS, negative=(), help="with --models hf:, admins may download and delete models over HTTP"),
+    ] = False
     models_max: Annotated[
         int | None, Parameter(group=MODELS, help="how many models may be in memory at once; 0: any number; default: 1")
     ] = None
@@ -539,6 +543,7 @@ class ServeOptions:
             embd_normalize=self.embd_normalize,
             strict=self.strict,
             web_ui=self.ui,
+            allow_pull=self.allow_pull,
             shows_slots=self.slots_endpoint,
             cors_origins=tuple(origin for text in self.cors_origins for origin in _listed(text)),
         )

@@ -36,6 +36,7 @@ from everwarm.gateway.images.image_download import RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from everwarm.gateway.llamaserver.adapter_routes import AdapterRoutes
 from everwarm.gateway.llamaserver.routes import LlamaServer
+from everwarm.gateway.ollama.pull import Pulls
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.response_store import ResponseStore
@@ -72,14 +73,14 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     limits = AdmissionLimits(settings, lambda: pool.backlogs())
     bodies = BodyReader(BODIES_AT_ONCE * settings.max_body_bytes)
     images = ImageLoader(IMAGES, RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None)
-    store = ResponseStore(settings.state_dir)
-    remembered = ReplyStore(settings.state_dir)
+    store, remembered = ResponseStore(settings.state_dir), ReplyStore(settings.state_dir)
     prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
     gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None, settings.strict)
     scales, volatile = AdapterScales(), VolatileLines()
     preparer = RequestPreparer(settings, images, bodies, metrics, remembered, scales, volatile)
     replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
     cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, volatile, settings)
+    pulls = Pulls(pool, allowed=settings.allow_pull)
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
     request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
@@ -88,11 +89,11 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Status(pool, metrics, lag).routes(),
         *OpenAI(pool, gate, replies).routes(),
         *Responses(pool, gate, replies, preparer, store).routes(),
-        *Models(pool, gate).routes(),
+        *Models(pool, gate, can_pull=settings.allow_pull).routes(),
         *LlamaServer(pool, gate, replies, preparer, settings).routes(),
         *Embeddings(pool, gate, settings.embd_normalize).routes(),
         *AdapterRoutes(pool, gate, scales).routes(),
-        *Ollama(pool, gate, replies).routes(),
+        *Ollama(pool, gate, replies, pulls).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),
         *CachePlanner(pool, gate, preparer, replies, settings.pin_quota).routes(),
@@ -107,7 +108,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         cache.hub.close()
         await pool.stop(settings.grace_s)
         await images.close()
-        for each in (bodies, store, remembered):
+        for each in (bodies, store, remembered, pulls):
             each.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)

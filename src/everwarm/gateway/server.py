@@ -19,6 +19,7 @@ import uvicorn
 from rich.console import Console
 
 from everwarm import __version__
+from everwarm.engine.process.messages import Placement
 from everwarm.engine.settings import DISK_FREE_SHARE
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
@@ -33,7 +34,7 @@ from everwarm.router.supervise.supervisor import State
 
 log = logging.getLogger("everwarm.gateway")
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 RESERVED_FILES = 128  # for engines, image decoders and files: connections never take these
 
 
@@ -262,8 +263,22 @@ def _about(standing: Standing) -> str:
         f"{info.kv_bytes_per_token:,} bytes of KV per token, {info.state_bytes / _MIB:.1f} MiB per recurrent state\n"
         f"  checkpoints: up to {info.max_checkpoints} per conversation, every {info.every_n_tokens} tokens; "
         f"{info.n_spares} on the device, {info.ram_bytes / _MIB:,.0f} MiB of RAM\n"
-        f"  disk: {_disk(standing)}"
+        f"  disk: {_disk(standing)}{gpu_line(info.placement)}"
     )
+
+
+def gpu_line(placement: Placement | None) -> str:
+    """What lies on GPUs, what memory is left there, and how much context would fit; empty without a GPU. Pure."""
+    if placement is None or not placement.gpus:
+        return ""
+    layers = "all" if placement.n_gpu_layers == placement.n_layers else f"{placement.n_gpu_layers} of"
+    gpus = ", ".join(
+        f"{gpu.name} ({gpu.free_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB left for KV and states)"
+        for gpu in placement.gpus
+    )
+    fits = placement.n_ctx_fits
+    room = "" if fits is None else f"; about {fits:,} tokens of context would fit"
+    return f"\n  GPU: {layers} {placement.n_layers} layers on {gpus}{room}"
 
 
 def _disk(standing: Standing) -> str:

@@ -57,6 +57,7 @@ class ServerSettings:
     embd_normalize: int = 2  # how vectors are scaled: 2 euclidean, -1 not at all; see ``gateway.embeddings.encode``
     strict: bool = False  # refuse bodies with unknown fields instead of naming those in a header
     web_ui: bool = True
+    allow_pull: bool = False  # whether admins may download and delete models of the Hub
     shows_slots: bool = True  # GET /slots
     cors_origins: tuple[str, ...] = ()  # pages that may call this server besides those of this machine; "*": any
 

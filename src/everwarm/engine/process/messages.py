@@ -302,6 +302,22 @@ class FillIn(msgspec.Struct, frozen=True):
     bos: int | None = None  # only where every text begins with it
 
 
+class Gpu(msgspec.Struct, frozen=True):
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where the model lies, and what memory is left beside it and its context."""
+
+    gpus: tuple[Gpu, ...]  # that it may use; none: this libllama has none, or sees none
+    n_layers: int
+    n_gpu_layers: int
+    host_free_bytes: int
+    n_ctx_fits: int | None  # about the largest context that there is memory for; None: any
+
+
 class ModelInfo(Message, frozen=True, tag=True):
     """The model is loaded, and this is what the gateway, which never loads it, needs to know of it."""
 
@@ -329,6 +345,7 @@ class ModelInfo(Message, frozen=True, tag=True):
     fill_in: FillIn | None = None  # None: the model does not know how
     n_batch: int = 2048
     eog: tuple[int, ...] = ()  # tokens that end a reply
+    placement: Placement | None = None
 
 
 class Fatal(Message, frozen=True, tag=True):

@@ -28,6 +28,7 @@ import msgspec
 
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
+from everwarm.engine.inspect.placement import placement_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.embedding_worker import EmbeddingHandler, info, open_embedder
@@ -336,6 +337,7 @@ def _info(core: Core) -> m.ModelInfo:
         fill_in=_fill_in(vocab),
         n_batch=core.settings.n_batch,
         eog=tuple(sorted(vocab.eog)),
+        placement=placement_of(core),
     )
 
 

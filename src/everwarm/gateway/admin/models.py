@@ -27,8 +27,9 @@ _SHOWN = {  # llama-server's words
 
 
 class Models:
-    def __init__(self, pool: Pool, gate: RequestGate) -> None:
+    def __init__(self, pool: Pool, gate: RequestGate, *, can_pull: bool) -> None:
         self._pool = pool
+        self._can_pull = can_pull
         self._gate = gate
 
     def routes(self) -> builtins.list[Route]:
@@ -48,8 +49,11 @@ class Models:
             self._pool.refresh(now=True)
         models = self._models()
         first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
-        listed = {"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last}
-        return json_response({**listed, "models": [_capable(standing) for standing in self._pool.standings()]})
+        answer = {"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last}
+        answer["models"] = [_capable(standing) for standing in self._pool.standings()]
+        if self._can_pull:  # the page then offers it
+            answer["can_pull"] = principal_of(request).is_admin
+        return json_response(answer)
 
     async def show(self, request: Request) -> Response:
         """One model of the list, by its id or an alias."""

@@ -250,6 +250,7 @@ class LlamaServer:
                 "endpoint_props": True,
                 "endpoint_metrics": True,
                 "chat_template": served.spec.template or info.chat_template or "",
+                "placement": info.placement,
                 "checkpoint_every": info.every_n_tokens,
                 "max_checkpoints": info.max_checkpoints,
                 "adds_bos": info.adds_bos,

@@ -13,10 +13,11 @@ from starlette.routing import Route
 from everwarm import __version__
 from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.access.auth import admin_only, principal_of
-from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.http.sse import EventStream, json_response, unless_gone
 from everwarm.gateway.ollama import model_list
 from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, ReplyFields, chat_fields, generate_fields, line
-from everwarm.gateway.ollama.schema import NamedBody, OllamaChat, OllamaGenerate
+from everwarm.gateway.ollama.pull import SUCCESS, Pulls
+from everwarm.gateway.ollama.schema import NamedBody, OllamaChat, OllamaGenerate, PullBody
 from everwarm.gateway.serving.replies import GenerationBody, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
@@ -28,16 +29,16 @@ OllamaRequest = OllamaChat | OllamaGenerate
 
 
 class Ollama:
-    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies) -> None:
+    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies, pulls: Pulls) -> None:
         self._pool = pool
+        self._pulls = pulls
         self._gate = gate
         self._replies = replies
 
     def routes(self) -> list[Route]:
         refused = {
-            "POST": ("pull", "push", "create", "copy", "blobs/{digest}"),
+            "POST": ("push", "create", "copy", "blobs/{digest}"),
             "HEAD": ("blobs/{digest}",),
-            "DELETE": ("delete",),
         }
         return [
             Route("/api/chat", self.chat, methods=["POST"]),
@@ -46,6 +47,8 @@ class Ollama:
             Route("/api/show", self.show, methods=["POST"]),
             Route("/api/ps", self.ps, methods=["GET"]),
             Route("/api/version", self.version, methods=["GET"]),
+            Route("/api/pull", self.pull, methods=["POST"]),
+            Route("/api/delete", self.delete, methods=["DELETE"]),
             *(
                 Route(f"/api/{name}", self.refuse, methods=[method])
                 for method, names in refused.items()
@@ -73,13 +76,38 @@ class Ollama:
 
     async def show(self, request: Request) -> Response:
         body, _ = await self._gate.read(request, NamedBody)
-        name = body.model or body.name
-        if not name:
-            raise BadRequest("model is missing; name one from /api/tags")
+        name = _name_of(body)
         served = self._pool.find(name)
         info = served.supervisor.info
         sees = served.spec.mmproj is not None if info is None else info.sees
         return json_response(await asyncio.to_thread(model_list.details, served.spec, sees))
+
+    async def pull(self, request: Request) -> Response:
+        self._pulls.require_allowed()
+        body, _ = await self._gate.read(request, PullBody)
+        lines = self._pulls.pull(_name_of(body))
+        if body.stream:
+            return EventStream(
+                lines,
+                contextlib.nullcontext(),
+                lambda error: line({"error": str(error)}),
+                media_type=MEDIA_TYPE,
+                keep_alive_frame=line({"status": "pulling manifest"}),
+            )
+
+        async def all_of_it() -> None:
+            async with contextlib.aclosing(lines):
+                async for _ in lines:
+                    pass
+
+        await unless_gone(request.receive, all_of_it())
+        return json_response(SUCCESS)
+
+    async def delete(self, request: Request) -> Response:
+        self._pulls.require_allowed()
+        body, _ = await self._gate.read(request, NamedBody)
+        await self._pulls.delete(_name_of(body))
+        return Response(status_code=200)
 
     async def refuse(self, request: Request) -> Response:
         raise NotSupported(f"{request.url.path} is not offered here; models are files that the server finds")
@@ -128,3 +156,10 @@ class Ollama:
         finally:
             if unloads:
                 self._pool.unload(model)
+
+
+def _name_of(body: NamedBody) -> str:
+    name = body.model or body.name
+    if not name:
+        raise BadRequest("model is missing; name one from /api/tags")
+    return name

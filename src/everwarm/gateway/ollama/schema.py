@@ -161,6 +161,11 @@ class NamedBody(msgspec.Struct, frozen=True):
     name: Name | None = None
 
 
+class PullBody(NamedBody, frozen=True):
+    stream: bool = True
+    insecure: bool = False  # the Hub is always asked as it is set up
+
+
 def messages_of(given: list[OllamaMessage]) -> list[Json]:
     """OpenAI's messages. Calls and their results are matched: by id, by the tool's name, else in order."""
     messages: list[Json] = []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from everwarm.backend import gpus, installed
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.lib import Lib
+
+log = logging.getLogger("everwarm.llama")
 
 
 class Device(NamedTuple):
@@ -30,6 +34,15 @@ def devices(lib: Lib) -> Iterator[Device]:
             about = _text(lib.ggml_backend_dev_description(handle))
             name = _text(lib.ggml_backend_dev_name(handle))
             yield Device(handle, name, about, kind == abi.DEVICE_GPU, free.value, total.value)
+
+
+def warn_of_blind_build(lib: Lib) -> None:
+    """A build for GPUs that sees none computes on the CPU, which is slow and easily overlooked."""
+    used = installed.used_kind()
+    if used is not None and lib.path == installed.folder_of(used, abi.BUILD) / installed.LIBRARY:
+        told = gpus.blind_build(used, sum(device.is_gpu for device in devices(lib)))
+        if told is not None:
+            log.warning("%s", told)
 
 
 def device_named(lib: Lib, name: str) -> int:

@@ -18,7 +18,7 @@ from everwarm.llama import abi
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
-from everwarm.llama.system.devices import devices
+from everwarm.llama.system.devices import Device, devices
 from everwarm.memory_limits import tightest_limit
 from everwarm.types import SeqId
 
@@ -103,8 +103,10 @@ def limited_bytes() -> int | None:
 
 
 def gpu_free_bytes(lib: Lib, options: ModelOptions) -> int:
-    """Of the GPUs that a model opened so may use."""
+    return sum(gpu.free_bytes for gpu in usable_gpus(lib, options))
+
+
+def usable_gpus(lib: Lib, options: ModelOptions) -> list[Device]:
+    """The GPUs that a model opened so may use."""
     gpus = [gpu for gpu in devices(lib) if gpu.is_gpu and (not options.devices or gpu.name in options.devices)]
-    if options.split_mode == "none":
-        gpus = gpus[options.main_gpu : options.main_gpu + 1]
-    return sum(gpu.free_bytes for gpu in gpus)
+    return gpus[options.main_gpu : options.main_gpu + 1] if options.split_mode == "none" else gpus

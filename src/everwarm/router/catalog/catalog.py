@@ -67,22 +67,24 @@ class Catalog:
         """
         if name is None and self.default is None:
             return next(iter(self.specs.values())) if len(self.specs) == 1 else None
-        found = None if name is None else self._named(name)
+        found = None if name is None else self.named(name)
         if found is None and self.default is not None and self.find_broken(name) is None:
-            return self._named(self.default)
+            return self.named(self.default)
         return found
 
     def find_broken(self, name: str | None) -> UnusableFile | None:
         wanted = set() if name is None else {name, name.removesuffix(LATEST)}
         return next((model for model in self.broken if wanted & {model.id, *model.aliases}), None)
 
-    def _named(self, name: str) -> ModelSpec | None:
-        """``name:latest`` is ``name``, unless a model is called just that."""
-        for wanted in dict.fromkeys((name, name.removesuffix(LATEST))):
+    def named(self, name: str) -> ModelSpec | None:
+        """By id or alias. ``name:latest`` is ``name``, unless a model is called just that; a model of the Hub may be called
+        as it was downloaded, with ``hf:`` or the Hub's host before it, and without its quant if it is there in one."""
+        for wanted in dict.fromkeys((name, name.removesuffix(LATEST), hub.without_prefix(name).removesuffix(LATEST))):
             found = self.specs.get(wanted) or next((s for s in self.specs.values() if wanted in s.aliases), None)
             if found is not None:
                 return found
-        return None
+        versions = [s for s in self.specs.values() if s.source == "hub" and s.id.startswith(f"{wanted}:")]
+        return versions[0] if len(versions) == 1 else None
 
 
 def makes_embeddings(header: GgufHeader) -> bool:

@@ -22,13 +22,14 @@ from typing import Any, cast
 
 from everwarm.config import require
 from everwarm.errors import ModelFileError
-from everwarm.router.catalog.gguf_names import Group, choose, groups, is_gguf, is_projector, projector_for
+from everwarm.router.catalog.gguf_names import LATEST, Group, choose, groups, is_gguf, is_projector, projector_for
 
 log = logging.getLogger("everwarm.router")
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; an exception ends the download
 
 PREFIX = "hf:"
+_HOSTS = (PREFIX, "hf.co/", "huggingface.co/")  # as Ollama's clients write them
 ANSWER_S = 30.0
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w.-]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -58,12 +59,16 @@ class HubName:
 
 
 def parse_name(name: str) -> HubName:
-    """``owner/repo`` or ``owner/repo:QUANT``, with or without ``hf:`` before it."""
-    found = _NAME.fullmatch(name.removeprefix(PREFIX))
+    """``owner/repo`` or ``owner/repo:QUANT``, with or without ``hf:`` or the Hub's host before it."""
+    found = _NAME.fullmatch(without_prefix(name).removesuffix(LATEST))
     usable = found is not None and not re.search(r"--|\.\.|\.git$", found["repo"])
     require(usable, f"{name!r} is not a model on the Hub; give owner/repo or owner/repo:QUANT")
     assert found is not None
     return HubName(found["repo"], found["quant"])
+
+
+def without_prefix(name: str) -> str:
+    return next((name.removeprefix(start) for start in _HOSTS if name.startswith(start)), name)
 
 
 def resolve(

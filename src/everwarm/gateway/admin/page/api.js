@@ -26,10 +26,11 @@ let kept = (() => { try { return sessionStorage.getItem(KEY) ?? ""; } catch { re
 
 export async function ask(path, { method = "GET", body, signal } = {}) {
   const headers = kept ? { Authorization: `Bearer ${kept}` } : {};
-  if (method === "POST") headers["Content-Type"] = "application/json";
+  const isSent = method === "POST" || body !== undefined;
+  if (isSent) headers["Content-Type"] = "application/json";
   let answer;
   try {
-    const data = method === "POST" ? JSON.stringify(body ?? {}) : undefined;
+    const data = isSent ? JSON.stringify(body ?? {}) : undefined;
     answer = await fetch(path, { method, headers, body: data, signal, cache: "no-store", credentials: "omit" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -39,7 +40,8 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => ({}));
   if (answer.status === 401) notify("locked");
-  throw new Trouble(answer.status, problem.error?.message ?? `the server answered ${answer.status}`, problem.error);
+  const said = typeof problem.error === "string" ? problem.error : problem.error?.message; // Ollama's routes answer with a string
+  throw new Trouble(answer.status, said ?? `the server answered ${answer.status}`, problem.error);
 }
 
 export const json = async (path, options) => (await ask(path, options)).json();
@@ -63,6 +65,15 @@ export const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
 /** Server-sent events of an answer: `{event, data}` with data parsed; comments as `{event: ""}`. */
 export async function* events(answer) {
+  for await (const frame of pieces(answer, "\n\n")) yield parsed(frame);
+}
+
+/** The lines of an answer, each parsed. */
+export async function* lines(answer) {
+  for await (const line of pieces(answer, "\n")) if (line) yield JSON.parse(line);
+}
+
+async function* pieces(answer, between) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -70,9 +81,9 @@ export async function* events(answer) {
       const { done, value } = await reader.read();
       if (done) return;
       rest += value;
-      const frames = rest.split("\n\n");
-      rest = frames.pop();
-      for (const frame of frames) yield parsed(frame);
+      const whole = rest.split(between);
+      rest = whole.pop();
+      yield* whole;
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;

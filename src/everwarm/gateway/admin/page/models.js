@@ -1,8 +1,9 @@
-// The models as cards: what they are, what is warm of them, and buttons to load and unload them.
+// The models as cards: what they are, what is warm of them, and buttons to load, unload and delete them.
 
-import { json, link } from "./api.js";
-import { button, find, h, say } from "./dom.js";
+import { ask, json, link } from "./api.js";
+import { button, find, h, say, twice } from "./dom.js";
 import { countEnds, layout } from "./layout.js";
+import { PullForm } from "./pull.js";
 import { bytes, count, trouble } from "./words.js";
 
 const KEEP_LOOKING_MS = 400;
@@ -21,9 +22,11 @@ export class Models extends EventTarget {
     this.feed = feed;
     this.limits = h("p", { class: "about", id: "models-limits", hidden: true }, "This key may use models; loading and unloading needs an admin key. ",
       button("Use another key", { id: "other-key" }, () => link.dispatchEvent(new Event("locked"))));
+    this.pull = new PullForm();
+    this.pull.addEventListener("change", () => this.refresh());
     this.select = find("model");
     this._again = 0;
-    root.append(h("div", { class: "page-inner" }, h("h2", {}, "Models"), this.limits, this.wrong, this.list));
+    root.append(h("div", { class: "page-inner" }, h("h2", {}, "Models"), this.limits, this.wrong, this.pull.root, this.list));
     this.select.addEventListener("change", () => this.choose(this.select.value));
     feed.addEventListener("model", () => this.refresh());
     feed.addEventListener("stats", () => { if (feed.role !== this._role) { this._role = feed.role; this._show(); } });
@@ -37,7 +40,9 @@ export class Models extends EventTarget {
 
   async refresh() {
     try {
-      this._took((await json("/v1/models")).data);
+      const { data, can_pull } = await json("/v1/models");
+      this.pull.root.hidden = !can_pull;
+      this._took(data);
       if (this.isShown) await this._look();
     } catch (error) {
       if (error.status !== 0) this.wrong.textContent = trouble(error);
@@ -105,17 +110,26 @@ export class Models extends EventTarget {
     const bar = value === "loading" ? h("div", { class: "bar", role: "progressbar", "aria-label": `loading ${model.id}`, "aria-valuenow": Math.round(100 * (progress ?? 0)) },
       h("i", { style: { width: `${100 * (progress ?? 0)}%` } })) : null;
     const facts = about(model, this._files.get(model.id), this._kept.get(model.id));
+    const gone = this.pull.root.hidden ? null : twice("Delete", "Delete its files?", { class: "plain", disabled: this._isLost, "data-key": `delete ${model.id}` }, () => this._delete(model.id));
     return h("li", { class: "card model", "data-status": state, "data-model": model.id },
       h("div", {}, h("h3", { class: "name" }, model.id, h("span", { class: "state" }, this._isLost ? `last seen ${state}` : state === "loading" ? `loading ${Math.round(100 * (progress ?? 0))} %` : state))),
-      act, bar, h("dl", { class: "facts about" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: "number" }, value)))), failed ? h("p", { class: "wrong" }, reason ?? "could not be loaded") : null);
+      h("div", { class: "orders" }, gone, act), bar, h("dl", { class: "facts about" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: "number" }, value)))), failed ? h("p", { class: "wrong" }, reason ?? "could not be loaded") : null);
   }
 
-  async _order(order, model) {
+  _order(order, model) {
+    return this._tell(`${order} ${model}`, () => json(`/models/${order}`, { method: "POST", body: { model } }));
+  }
+
+  _delete(model) {
+    return this._tell(`${model} is deleted`, () => ask("/api/delete", { method: "DELETE", body: { model } }));
+  }
+
+  async _tell(said, send) {
     this.wrong.textContent = "";
     this._expectingUntil = performance.now() + 3000;
     try {
-      await json(`/models/${order}`, { method: "POST", body: { model } });
-      say(`${order} ${model}`);
+      await send();
+      say(said);
     } catch (error) {
       this.wrong.textContent = trouble(error);
     }
