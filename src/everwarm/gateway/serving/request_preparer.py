@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -182,9 +182,7 @@ class RequestPreparer:
         self._count_noise(prepared)
         if body.verbose:
             request.state.prompt = prepared.text
-        if prepared.images and not info.sees:
-            raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
-        images = await self._images.from_parts(prepared.images, namespace) if prepared.images else []
+        images = await self._images_of(prepared.images, info, namespace)
         submit = _submit(
             request,
             body,
@@ -215,6 +213,12 @@ class RequestPreparer:
             partial(lent_images, self._images, images, namespace) if images else None,
             partial(self._volatile.charge, changed) if changed else None,
         )
+
+    async def _images_of(self, parts: Sequence[Json], info: m.ModelInfo, namespace: str) -> list[ImageInfo]:
+        """The images of a prompt, if the model can see any."""
+        if parts and not info.sees:
+            raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
+        return await self._images.from_parts(parts, namespace) if parts else []
 
     def _keep_reply(
         self, template: ChatTemplate, namespace: str, asked: Json, recall: Recall, reply: Json, text: str
@@ -259,15 +263,13 @@ class RequestPreparer:
         data, text = prompt.multimodal_data, prompt.prompt_string
         if len(body.prompts()) > 1:
             raise BadRequest("a prompt with multimodal_data is sent alone")
-        if not info.sees:
-            raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
         if (n_places := text.count(MEDIA_MARKER)) != len(data) or len(text) > MAX_PROMPT_CHARS:
             raise BadRequest(
                 f"the prompt has {n_places} places {MEDIA_MARKER} for {len(data)} pictures; give one for each"
             )
         namespace = namespace_of(request, body.cache_salt)
         parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in data]
-        images = await self._images.from_parts(parts, namespace)
+        images = await self._images_of(parts, info, namespace)
         submit = _submit(
             request,
             body,
