@@ -23,6 +23,11 @@ from everwarm.llama.vocab import Vocab
 
 FACTORS = (b"rope_factors_long.weight", b"rope_factors_short.weight")
 GGUF_MAGIC = b"GGUF"
+HEAD_ARCHITECTURES = (
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+)  # whose heads are one block of attention beside a hybrid memory
 
 
 def rope_limit_of(path: Path) -> int | None:
@@ -174,8 +179,9 @@ class Model(Closing):
         return MemoryKind.WINDOW if self.n_swa > 0 else MemoryKind.ATTENTION
 
     def _has_usable_head(self) -> bool:
-        """A model with a sliding window verifies no drafts, so it needs none."""
-        return int(self.lib.model_n_layer_nextn(self.ptr)) > 0 and not self.memory_kind.has_window
+        """libllama may abort on the head of an architecture that it has no graph for."""
+        is_known = self.metadata("general.architecture") in HEAD_ARCHITECTURES
+        return is_known and int(self.lib.model_n_layer_nextn(self.ptr)) > 0
 
     @functools.cached_property
     def description(self) -> str:

@@ -7,6 +7,7 @@ sequence's end is counted here; libllama's own counters are used only to assert.
 from __future__ import annotations
 
 import ctypes
+import logging
 
 from everwarm.config import ContextOptions, RopeOptions
 from everwarm.errors import ContextTooBig, TrimRefused
@@ -16,6 +17,8 @@ from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
 from everwarm.llama.mtp.head import Head
 from everwarm.types import START, Mark, SeqId
+
+log = logging.getLogger("everwarm.llama")
 
 
 class Sequences(Closing):
@@ -41,13 +44,14 @@ class Sequences(Closing):
         self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
         self.head = self._open_head(n_seqs) if model.has_head else None
 
-    def _open_head(self, n_seqs: int) -> Head:
+    def _open_head(self, n_seqs: int) -> Head | None:
+        """None: there is no room for it, and the model works without."""
         assert self._ptr is not None
         try:
             ptr = open_context(self.model, self.options, n_seqs, abi.CONTEXT_MTP)
-        except ContextTooBig:
-            self.close()
-            raise
+        except ContextTooBig as error:
+            log.warning("the MTP head of %s is not used: %s", self.model.path.name, error)
+            return None
         return Head(self._lib, ptr, self._ptr, n_seqs, self.n_batch, self.model.vocab.n_tokens)
 
     # questions
