@@ -45,27 +45,27 @@ def _is_of(name: str, files: list[str]) -> bool:
     return not files or name.split("::")[0] in files
 
 
-def run(side: str, names: list[str], chosen: list[str], *, n_workers: int = 2) -> dict[str, str]:
-    """The outcome of every test."""
+def run(side: str, names: list[str], chosen: list[str], *, n_workers: int = 2, record: str = "") -> dict[str, str]:
+    """The outcome of every test. ``record``: the name of its files, where it is not the server's."""
     launcher = FOLDER / f"run-{side}"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m bench.compat.launch {side} "$@"\n')
     launcher.chmod(0o755)
     print(f"{side} …", flush=True)
-    record = FOLDER / f"{side}.jsonl"
-    record.unlink(missing_ok=True)
+    outcomes, log_file = FOLDER / f"{record or side}.jsonl", FOLDER / f"{record or side}.log"
+    outcomes.unlink(missing_ok=True)
     (TESTS / "tmp").mkdir(exist_ok=True)  # for slot files
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         "LLAMA_SERVER_BIN_PATH": str(launcher),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "COMPAT_RECORD": str(record),
+        "COMPAT_RECORD": str(outcomes),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.compat.plugin", "-p", "no:cacheprovider"]
     command += ["-n", str(n_workers), "--dist=loadfile", "--timeout", TIMEOUT_S, "-m", "not slow", *chosen, *names]
-    with (FOLDER / f"{side}.log").open("w") as log:
+    with log_file.open("w") as log:
         subprocess.run(command, cwd=TESTS, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
-    return dict(map(json.loads, record.read_text().splitlines())) if record.exists() else {}
+    return dict(map(json.loads, outcomes.read_text().splitlines())) if outcomes.exists() else {}
 
 
 def report(results: dict[str, dict[str, str]]) -> None:

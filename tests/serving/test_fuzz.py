@@ -48,7 +48,10 @@ def assert_no_accident(server: Server, path: str, body: bytes) -> None:
     assert reply.status in (200, 400), f"{reply.status} {reply.data!r}"
     if reply.status == 400:
         error = reply.json["error"]
-        assert error["message"] and error["code"] in ("invalid_request_error", "exceed_context_size_error")
+        assert error["message"] and error.get("reason", error["code"]) in (
+            "invalid_request_error",
+            "exceed_context_size_error",
+        )
 
 
 @pytest.mark.parametrize("path", KINDS)

@@ -263,7 +263,7 @@ def test_told_to_stop_by_ctrl_c_it_exits_quietly():
 def test_a_request_takes_no_longer_than_allowed():
     with serving("--request-timeout", "0.5") as server:
         reply = server.post("/completion", ENDLESS)
-        assert reply.status == 504 and reply.json["error"]["code"] == "timeout"
+        assert reply.status == 504 and reply.json["error"]["reason"] == "timeout"
         until(server.is_idle, "the slot is free")
 
 

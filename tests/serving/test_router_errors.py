@@ -107,7 +107,7 @@ def test_an_unknown_name_is_a_404_with_the_list(server):
     for stream in (False, True):
         for name, told in (("nobody", "no model 'nobody'"), (None, "no model was named"), ("", "no model was named")):
             reply = post(server, name, stream=stream)
-            assert reply.status == 404 and reply.json["error"]["code"] == "model_not_found"
+            assert reply.status == 404 and reply.json["error"]["reason"] == "model_not_found"
             assert told in message(reply) and "there are: other, small" in message(reply)
     for path in ("/slots", "/slots?model=nobody", "/props?model=nobody", "/metrics?model=nobody"):
         assert server.get(path).status == 404
@@ -277,7 +277,7 @@ def test_a_model_that_is_larger_than_the_limit_is_refused_with_both_sizes(folder
     with serving_models(folder, "--memory-limit", "1MiB") as server:
         for stream in (False, True):
             reply = post(server, "small", stream=stream)
-            assert reply.status == 503 and reply.json["error"]["code"] == "no_room_for_model"
+            assert reply.status == 503 and reply.json["error"]["reason"] == "no_room_for_model"
             found = re.search(r"'small' needs ([0-9.]+) MiB; all together may take 1.0 MiB", message(reply))
             assert found and float(found[1]) > 1
         assert "may take 1.0 MiB" in server.listed("small")["status"]["reason"] and not server.engine_pids

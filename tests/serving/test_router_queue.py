@@ -89,7 +89,7 @@ def test_a_load_that_fails_after_the_first_comment_is_an_event(server, folder):
     rest = response.read()
     connection.close()
     (event,) = (json.loads(line[6:]) for line in rest.splitlines() if line.startswith(b"data: "))
-    assert event["error"]["code"] == "unavailable_error" and "file bounds" in event["error"]["message"]
+    assert event["error"]["reason"] == "unavailable_error" and "file bounds" in event["error"]["message"]
     (folder / "cut.gguf").unlink()
     server.get("/models?reload=1")
 

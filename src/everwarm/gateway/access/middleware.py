@@ -172,6 +172,6 @@ def _may_be_json(headers: dict[bytes, str]) -> bool:
 
 
 def _preflight(headers: dict[bytes, str]) -> Response:
-    response = Response(status_code=204)
+    response = Response(status_code=200)
     response.raw_headers += preflight_headers(headers)
     return response

@@ -52,10 +52,11 @@ def error_body(error: EverwarmError, request_id: str, path: str) -> Json:
 
 
 def _llama_server(error: EverwarmError, request_id: str) -> Json:
-    """OpenAI's, but that the code is the status, and the type is llama-server's."""
+    """OpenAI's, but that the code is the status, and the type is llama-server's; what is the code there is the reason."""
     about = _openai(error, request_id)["error"]
     known = _LLAMA_SERVER_TYPES.get(error.status, about["type"])
-    return {"error": {**about, "code": error.status, "type": about["type"] if "n_ctx" in about else known}}
+    kind = about["type"] if "n_ctx" in about else known
+    return {"error": {**about, "code": error.status, "reason": error.code, "type": kind}}
 
 
 def _openai(error: EverwarmError, request_id: str) -> Json:

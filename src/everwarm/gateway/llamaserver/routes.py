@@ -316,7 +316,7 @@ def _asleep(served: Served, params: Json) -> Json:
     """What the catalog knows of a model that is not loaded. As in llama-server, this does not load it."""
     settings = served.spec.settings
     return {
-        "default_generation_settings": {"id": 0, "n_ctx": settings.n_ctx, "params": params},
+        "default_generation_settings": {"id": 0, "n_ctx": settings.n_ctx_of_request(settings.n_ctx), "params": params},
         "total_slots": settings.n_slots,
         "model_alias": served.id,
         "modalities": _TEXT_ONLY | {"vision": served.spec.mmproj is not None},
