@@ -102,10 +102,10 @@ def random_tokens(seed: int, n: int) -> list[int]:
 
 
 @contextmanager
-def ours(model: Path, rate: float | None, **settings: Any) -> Iterator[Engine]:
+def ours(path: Path, rate: float | None, **settings: Any) -> Iterator[Engine]:
     """``rate``: None: without drafts."""
     wanted = EngineSettings(n_slots=1, speculate="off" if rate is None else "mtp", **settings)
-    with Engine(model, wanted) as engine:
+    with Engine(path, wanted) as engine:
         if rate is not None:
             engine.call(
                 lambda core: setattr(core.speculator, "computing", ImposedHead(core.speculator.computing, rate))
