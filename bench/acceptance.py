@@ -79,6 +79,9 @@ class ImposedHead:
 class AlwaysThree(Pacing):
     """Drafts as llama-server does: always so many tokens."""
 
+    def is_plain(self) -> bool:
+        return False
+
     def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:  # noqa: ARG002
         record.above = self.record
         return min(n_most, N_DRAFT)

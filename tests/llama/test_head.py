@@ -138,8 +138,19 @@ def test_a_feed_that_is_not_for_the_head_is_a_gap(context):
     assert context.capture_segment(A, START, mark(60)) is not None
     assert split(context.capture_segment(A, START, mark(60)))[1] is None
     assert split(context.capture_segment(A, START, mark(40)))[1] is not None
+    context.park(A, B)  # while tokens before the gap wait
+    context.drop(B)
     read(context, A, TEXT[60:80])
     assert context.head._tracks[A].start == 60
+
+
+def test_a_gap_right_after_tokens_that_wait_is_no_trouble(context):
+    read(context, A, TEXT[:40])
+    read(context, A, TEXT[40:48])
+    context.decode([Feed(A, TEXT[48:60], context.end(A), wants_logits=True, is_for_head=False)])
+    context.park(A, B)
+    context.check()
+    assert context.head._tracks[B].known == 48
 
 
 def test_a_head_without_cells_forgets_and_goes_on(context):

@@ -35,6 +35,9 @@ def tokens_of_model(model: Model, question: str) -> Tokens:
 class EveryStep(Pacing):
     """Verifies all of every draft, whatever it costs: what happens must not depend on how fast the machine is."""
 
+    def is_plain(self) -> bool:
+        return False
+
     def may_look(self, n_rows: int) -> bool:  # noqa: ARG002
         return True
 

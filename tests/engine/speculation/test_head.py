@@ -85,7 +85,7 @@ def test_a_head_that_does_not_pay_reads_nothing_more(monkeypatch):
     """Every row costs as much as a decode here: nothing can be gained. After a while it is tried again."""
     monkeypatch.setattr(pacing, "SLEEP_AFTER", 20)
     monkeypatch.setattr(pacing, "WAKE_AFTER", 60)
-    with embedded() as core:
+    with embedded(n_spares=4) as core:
         for n_rows in (1, 2, 3, 4, 8):
             for _ in range(8):
                 core.speculator.pacing.cost.learn(n_rows, 0.01 * n_rows)

@@ -14,6 +14,10 @@ LOOK_SHARE = 0.002  # of a step's time, for looking for drafts
 TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
 COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
+N_PLAIN, PLAIN_EVERY = (
+    6,
+    64,
+)  # the first steps that write are without drafts, and so is one of so many: all is compared to them
 SLEEP_AFTER = 256  # decisions in a row against computing a draft: then the drafter is left alone, and reads nothing
 WAKE_AFTER = 32_768  # decisions, after which it is asked again
 _MEMORY = 0.9
@@ -28,8 +32,14 @@ class Pacing:
         self._look_s = 2e-5
         self._draft_s: float | None = None  # for each token of a draft that is computed
         self._n_unused = 0  # decisions in a row against computing
+        self._n_steps = 0  # that could have had drafts
         self._n_skipped = 0  # steps since drafts were last looked for
         self._is_paying = False  # the last draft was right, at least in part
+
+    def is_plain(self) -> bool:
+        """Whether the next step has no drafts, so that it is known what such a step costs."""
+        self._n_steps += 1
+        return self._n_steps <= N_PLAIN or self._n_steps % PLAIN_EVERY == 0
 
     def may_look(self, n_rows: int) -> bool:
         """Whether a step of so many rows may look for drafts. Where steps are very short, not every one does."""

@@ -11,6 +11,7 @@ _EXACT = 17  # so many rows are measured one by one, more in groups
 _GROUP = 8
 _UP, _DOWN = 0.1, 0.4  # the weight of a new measurement: a step is often disturbed, and never too fast
 _SPIKE = 2.0  # a step that takes so many times longer than expected was disturbed
+_FIRST_SPIKE = 4.0  # the same where only a guess is known
 
 
 class StepCost:
@@ -18,6 +19,7 @@ class StepCost:
         self._one_s: float | None = None  # for a step with one row
         self._multiples: dict[int, float] = {1: 1.0}  # by rows
         self._rows: list[int] = [1]  # the same, sorted
+        self._n_seen: dict[int, int] = {}  # measurements, by rows
 
     def learn(self, n_rows: int, seconds: float) -> None:
         if n_rows > MOST_ROWS:
@@ -31,7 +33,9 @@ class StepCost:
             known = self._multiple(rows)
             if rows not in self._multiples:
                 insort(self._rows, rows)
-            self._multiples[rows] = _mixed(known, seconds / self._one_s)
+            n_seen = self._n_seen.get(rows, 0)
+            self._multiples[rows] = _mixed(known, seconds / self._one_s, n_seen)
+            self._n_seen[rows] = n_seen + 1
 
     def seconds(self, n_rows: float) -> float | None:
         """None: no step was measured yet."""
@@ -50,6 +54,7 @@ class StepCost:
         return (1 - share) * self._multiples[low] + share * self._multiples[high]
 
 
-def _mixed(known: float, new: float) -> float:
-    weight = _UP if new > known else _DOWN
-    return known + weight * (min(new, _SPIKE * known) - known)
+def _mixed(known: float, new: float, n_seen: int = 1 << 10) -> float:
+    """The first measurements count more: before them there is only a guess."""
+    weight = max(_UP if new > known else _DOWN, 1 / (n_seen + 1))
+    return known + weight * (min(new, (_SPIKE if n_seen else _FIRST_SPIKE) * known) - known)

@@ -109,8 +109,9 @@ class Head(Closing):
         parts = []
         for seq, pos in wanted:
             track = self._tracks[seq]
-            for at in range(track.end, min(pos, track.known), self._n_batch):
-                n, first = min(self._n_batch, pos - at), at - track.end
+            stop = min(pos, track.known)  # the model may have read more that was not for the head
+            for at in range(track.end, stop, self._n_batch):
+                n, first = min(self._n_batch, stop - at), at - track.end
                 parts.append(_Part(seq, at, track.tokens[first : first + n], track.rows[first : first + n], False))
         while parts:
             n_parts, n = 0, 0
