@@ -1,12 +1,13 @@
 """Several cold prompts at once, and a short one behind them: when do first tokens come? Beside llama-server.
 
 Servers take turns, and another one begins in every round. Read one after the other, all prompts but the last are done
-sooner than side by side; a short prompt must not wait for long ones.
+sooner than side by side; a short prompt must not wait for long ones. Cold subagents with one head should read it once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from bench.server import Server, ask, everwarm
 from everwarm.config import default_threads
 
 N_LONG, N_PROMPTS, N_SHORT = 4700, 6, 20
+N_HEAD, N_TASK, N_SUBAGENTS = 6000, 60, 8
 N_ROUNDS = 5
 N_CTX = 65536
 
@@ -32,6 +34,8 @@ class Seen:
     all_s: list[float] = field(default_factory=list)
     mean_s: list[float] = field(default_factory=list)
     short_s: list[float] = field(default_factory=list)
+    subagents_s: list[float] = field(default_factory=list)  # until all had their first token
+    subagents_read: list[int] = field(default_factory=list)  # tokens, together
 
 
 def run() -> None:
@@ -43,6 +47,7 @@ def run() -> None:
             at = repeat % len(servers)
             for server in (*servers[at:], *servers[:at]):
                 _round(server, repeat, seen[server.name])
+                _subagents(server, repeat, seen[server.name])
     rows = [
         (name, *(f"{statistics.median(each):.2f} s" for each in (found.all_s, found.mean_s, found.short_s)))
         for name, found in seen.items()
@@ -53,6 +58,13 @@ def run() -> None:
         head,
         rows,
     )
+    read = [
+        (name, f"{statistics.median(found.subagents_read):,.0f}", f"{statistics.median(found.subagents_s):.2f} s")
+        for name, found in seen.items()
+    ]
+    title = f"{N_SUBAGENTS} cold subagents at once, {N_HEAD} tokens in common and {N_TASK} of their own"
+    table(f"{title}, medians of {N_ROUNDS} rounds", ("", "tokens read", "last first token"), read)
+    print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
 
 
 def _servers(stack: contextlib.ExitStack, threads: int) -> Iterator[Server]:
@@ -77,3 +89,14 @@ def _round(server: Server, repeat: int, seen: Seen) -> None:
         seen.short_s.append(last.result().first_s)
     seen.all_s.append(max(firsts))
     seen.mean_s.append(statistics.mean(firsts))
+
+
+def _subagents(server: Server, repeat: int, seen: Seen) -> None:
+    time.sleep(1.0)
+    rng = np.random.default_rng(5000 + repeat)
+    head = rng.integers(12, 2000, N_HEAD).tolist()
+    prompts = [[*head, *rng.integers(12, 2000, N_TASK).tolist()] for _ in range(N_SUBAGENTS)]
+    with ThreadPoolExecutor(N_SUBAGENTS) as pool:
+        replies = list(pool.map(lambda tokens: ask(server, tokens, 4), prompts))
+    seen.subagents_s.append(max(reply.first_s for reply in replies))
+    seen.subagents_read.append(sum(reply.timings["prompt_n"] for reply in replies))

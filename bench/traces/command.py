@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("files", nargs="*", type=Path, help="recordings; without: the samples, in both forms")
     parser.add_argument("--url", help="HOST:PORT of another OpenAI server, instead of both; it is not disturbed")
     parser.add_argument("--model", default="", help="the model's name, for --url")
+    parser.add_argument("--size", type=float, default=1.0, help="of the samples")
     parser.add_argument("--clients", type=int, default=2, help="sessions at a time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of blocks that are known by their hash only")
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(given: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers must go, too
-    samples = {"messages.jsonl": sample.messages_recording(), "blocks.json": sample.blocks_recording()}
+    samples = {"messages.jsonl": sample.messages_recording(size=given.size), "blocks.json": sample.blocks_recording()}
     if given.write_samples is not None:
         for name, text in samples.items():
             (given.write_samples / name).write_text(text)

@@ -1,4 +1,4 @@
-"""aider, a real agent, without a network: a question about a file, and a turn after the engine was killed; nothing is read twice.
+"""aider, a real agent, without a network: a question about a file, and a turn after the engine was killed.
 
 The program is the one from PyPI (``make agents``), in an environment of its own; the server and the engine are real; what
 the model says is scripted.
