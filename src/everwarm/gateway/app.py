@@ -89,7 +89,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Responses(pool, gate, replies, preparer, store).routes(),
         *Models(pool, gate).routes(),
         *LlamaServer(pool, gate, replies, preparer, settings).routes(),
-        *Embeddings(pool, gate, settings.embd_normalize).routes(),
+        *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
         *AdapterRoutes(pool, gate, scales).routes(),
         *Ollama(pool, gate, replies).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
