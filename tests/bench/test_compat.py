@@ -17,7 +17,7 @@ NEED_THE_REAL_MODEL = {"test_tokenize::test_tokenize_with_bos"}  # they fail on 
 def test_a_few_of_llama_servers_own_tests_pass() -> None:
     found = run("everwarm", [f"unit/{file}.py" for file in FILES], [], n_workers=0, record="short")
     failed = {name for name, outcome in found.items() if outcome == "failed"}
-    assert sum(outcome == "passed" for outcome in found.values()) >= 12, found
+    assert sum(outcome == "passed" for outcome in found.values()) >= 11, found
     assert failed <= explained().keys() | NEED_THE_REAL_MODEL
 
 

@@ -223,7 +223,6 @@ def test_what_is_not_theirs_passes_unchanged() -> None:
     [
         ("-c", "-c needs a value"),
         ("--tools all", "let the client run them"),
-        ("--no-kv-unified", "give `-c` for all of them"),
         ("--poll 0", "leave it out"),
         ("--spec-draft-p-min 0.5", "leave it out"),
     ],
@@ -258,7 +257,7 @@ def test_their_variables_are_read() -> None:
     assert unknown_variables(["LLAMA_ARG_CTX_SIZ", "LLAMA_ARG_CTX_SIZE", "PATH"]) == ["LLAMA_ARG_CTX_SIZ"]
 
 
-@pytest.mark.parametrize("variable", ["LLAMA_ARG_CONTEXT_SHIFT", "LLAMA_ARG_TOOLS", "LLAMA_ARG_NO_KV_UNIFIED"])
+@pytest.mark.parametrize("variable", ["LLAMA_ARG_CONTEXT_SHIFT", "LLAMA_ARG_TOOLS"])
 def test_a_variable_may_be_refused(variable: str) -> None:
     with pytest.raises(BadRequest, match=variable):
         from_environment({variable: "1"})

@@ -91,7 +91,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Responses(pool, gate, replies, preparer, store).routes(),
         *Models(pool, gate, can_pull=settings.allow_pull).routes(),
         *LlamaServer(pool, gate, replies, preparer, settings).routes(),
-        *Embeddings(pool, gate, settings.embd_normalize).routes(),
+        *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
         *AdapterRoutes(pool, gate, scales).routes(),
         *Ollama(pool, gate, replies, pulls).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),

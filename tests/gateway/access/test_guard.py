@@ -247,7 +247,7 @@ def test_a_wrong_method_is_not_allowed(server):
     for path in POSTS:
         assert_refused(server.get(path), 405)
         assert_refused(server.call("DELETE", path), 405)
-    for path in (*GETS, *OPEN):
+    for path in {*GETS, *OPEN} - {"/props"}:  # which llama-server takes, too
         assert_refused(server.post(path, {}), 405)
 
 

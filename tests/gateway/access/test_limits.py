@@ -264,7 +264,7 @@ def test_a_reply_that_is_taken_too_slowly_is_ended_and_says_so(server):
             more = sock.recv(1 << 20)
             assert more, got[-300:]
             got += more
-    assert b'"code":"client_too_slow"' in got and b"bytes behind" in got and 10 < got.count(b"data: ") < 3000
+    assert b'"reason":"client_too_slow"' in got and b"bytes behind" in got and 10 < got.count(b"data: ") < 3000
     assert server.get("/ready").json["restarts"] == 0
 
 

@@ -19,7 +19,7 @@ from everwarm.gateway.embeddings.encode import normalized
 from everwarm.llama.abi import POOLING
 from support.bert import N_CTX, TOKENS, WIDTH, write_bert
 from support.models import tiny_model
-from support.server import Server, run_cli, serving, serving_models
+from support.server import Server, metric, run_cli, serving, serving_models
 
 TEXTS = ["the river is a stone", "machine learning", "paris", "a lamp and the garden of the city"]
 
@@ -200,3 +200,11 @@ def test_texts_among_tokens_are_one_input(server):
     body = {"model": "embeds", "input": [["the", *tokens], [*tokens, *tokens]]}
     assert len(server.ask("/v1/embeddings", body)["data"]) == 2
     assert len(server.ask("/v1/embeddings", {"model": "embeds", "input": [*tokens, "river"]})["data"]) == 1
+
+
+def test_texts_that_become_vectors_are_counted(server):
+    name = "llamacpp:prompt_tokens_total"
+    before = metric(server.get("/metrics?model=embeds").data.decode(), name)
+    used = server.ask("/v1/embeddings", {"model": "embeds", "input": "the river"})["usage"]["prompt_tokens"]
+    text = server.get("/metrics?model=embeds").data.decode()
+    assert metric(text, name) == before + used and metric(text, "llamacpp:n_decode_total") > 0

@@ -200,7 +200,7 @@ def test_every_endpoint_that_reads_a_body_is_tried_here():
     nobody = cast(Any, None)
     dialects = [kind(*[nobody] * 3) for kind in (OpenAI, Ollama)]
     dialects += [Anthropic(*[nobody] * 4), Responses(*[nobody] * 5), LlamaServer(*[nobody] * 5), Models(*[nobody] * 2)]
-    dialects += [Embeddings(*[nobody] * 3), AdapterRoutes(*[nobody] * 3), CachePlanner(*[nobody] * 4)]
+    dialects += [Embeddings(*[nobody] * 4), AdapterRoutes(*[nobody] * 3), CachePlanner(*[nobody] * 4)]
     routes = [route for dialect in dialects for route in dialect.routes()]
     reading = [route for route in routes if "POST" in (route.methods or ()) and route.name != "not_offered"]
     taking = {route.path for route in reading if "refuse" not in route.name} | {"/render"}

@@ -156,3 +156,18 @@ def test_a_swap_keeps_what_was_seen(tmp_path: Path, golden):
         say(server, [{"role": "user", "content": "hello"}], model="other")
         answer = say(server, TALK, model="seer")
         assert read(answer)[1] <= NEW + GUARD and text_of(answer) == golden
+
+
+def test_a_completion_may_have_pictures_in_its_prompt(server):
+    """llama-server's form. The picture makes a difference, and a prompt that has too few places for it is refused."""
+    first, second = (data_url(i).partition(",")[2] for i in (1, 2))
+
+    def complete(text: str, *data: str) -> Any:
+        prompt = {"prompt_string": text, "multimodal_data": list(data)}
+        return server.post("/completion", {"prompt": prompt, "n_predict": 4, "temperature": 0, "n_probs": 1})
+
+    seen, other = (complete("What is <__media__> this?", data).json for data in (first, second))
+    assert seen["tokens_evaluated"] > 20 and seen["tokens_predicted"] > 0
+    assert seen["completion_probabilities"] != other["completion_probabilities"]
+    for text, data in (("no place", [first]), ("<__media__>", [first, second]), ("<__media__>", ["!"])):
+        assert complete(text, *data).status == 400

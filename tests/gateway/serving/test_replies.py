@@ -48,7 +48,7 @@ def test_a_token_passes_three_generators_between_the_engine_and_the_socket(path,
     ("path", "ending"),
     [
         ("/v1/chat/completions", 'data: {"error":{"message":"broken","type":"server_error","param":null,"code":"oops"'),
-        ("/completion", 'data: {"error":{"message":"broken","type":"server_error","param":null,"code":"oops"'),
+        ("/completion", 'data: {"error":{"message":"broken","type":"server_error","param":null,"code":500'),
         ("/v1/responses", "event: response.failed\ndata: {"),
         ("/v1/messages", 'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"broken"}'),
         ("/api/chat", '{"error":"broken"}\n'),

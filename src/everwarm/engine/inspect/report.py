@@ -83,6 +83,8 @@ def counts(core: Core) -> dict[str, Any]:
         "n_cells": core.context.n_ctx,
         "n_decodes": core.context.n_decodes,
         "n_fed": core.context.n_fed,
+        "n_running": sum(slot.request is not None and not slot.request.ask.ahead for slot in core.slots),
+        "n_queued": len(core.queue),
         **dataclasses.asdict(core.speculator.counts),
         "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
         **core.ram.stats(),

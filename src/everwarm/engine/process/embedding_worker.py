@@ -24,7 +24,7 @@ from everwarm.llama.model import Progress
 log = logging.getLogger("everwarm.worker")
 
 LEAST_TEXT = 2048  # tokens of a text that can be read in any case, if the model was trained with as many
-NOTHING: dict[str, object] = {"counts": {}, "slots": [], "cache": None}  # what there is to inspect
+NOTHING: dict[str, object] = {"slots": [], "cache": None}  # what there is to inspect
 
 Read = Callable[[], m.ToEngine | None]
 Send = Callable[[m.Message], None]
@@ -44,6 +44,7 @@ class EmbeddingHandler:
         self._send = send
         self._waiting: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
+        self._n_read = 0  # texts, each in one decode
 
     def run(self, read: Read, gone: Callable[[], None]) -> None:
         """Until ``Stop``; ``gone`` is called when there is no gateway any more. ``ModelChanged`` if a file of the model
@@ -89,6 +90,8 @@ class EmbeddingHandler:
                 return m.Tokenized(tokens.astype("<i4").tobytes(), sizes, b"".join(pieces))
             case m.Detokenize(tokens=tokens):
                 return vocab.detokenize(tokens)
+            case m.Inspect(what="counts"):
+                return {"n_decodes": self._n_read, "n_fed": self._n_read}
             case m.Inspect(what=what) if what in NOTHING:
                 return NOTHING[what]
         raise BadRequest("this model makes embeddings: it writes no text and keeps no cache")
@@ -102,6 +105,7 @@ class EmbeddingHandler:
             files = self._embedder.model.files
             before = files.before_use()
             rows.append([row.astype("<f4").tobytes() for row in self._embedder.embed(tokens)])
+            self._n_read += 1
             if files.look() != before and files.is_changed:
                 raise ModelChanged(files.reason)
         return m.Embedded(rows, [len(tokens) for tokens in inputs])

@@ -178,6 +178,10 @@ class Metrics:
         self._write_s += done.decode_s
         self._n_longest = max(self._n_longest, done.n_prompt + done.n_reply)
 
+    def embedded(self, n_tokens: int) -> None:
+        """Texts became vectors."""
+        self._prompt.inc(n_tokens)
+
     def removed_noise(self, rule: str, n_lines: int = 1) -> None:
         self._noise.labels(rule).inc(n_lines)
 

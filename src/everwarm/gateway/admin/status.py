@@ -91,7 +91,7 @@ class Status:
             supervisor = served.supervisor
             with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
                 engine = await supervisor.ask(m.Inspect, what="counts") if supervisor.is_ready else {}
-            gauges |= _engine_gauges(served)
+            gauges |= _engine_gauges(served, engine)
             counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
             by_cause = {cause.value: float(supervisor.died_of[cause]) for cause in Cause}
             counters["everwarm_engine_deaths"] = ("Times the engine died, by cause", by_cause)
@@ -115,12 +115,15 @@ def _condition(one: Standing) -> dict[str, Any]:
     }
 
 
-def _engine_gauges(served: Served) -> dict[str, tuple[str, float]]:
+def _engine_gauges(served: Served, counts: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    """``counts``: of the engine, now; without them what its last heartbeat said."""
     supervisor, load, retry = served.supervisor, served.supervisor.load, served.retry
+    n_running = counts.get("n_running", load.n_running if load else 0)
+    n_queued = counts.get("n_queued", load.n_queued if load else 0)
     waits_s = 0.0 if retry is None or retry.at is None else max(0.0, retry.at - time.monotonic())
     return {
-        "llamacpp:requests_processing": ("Requests being read or written", float(load.n_running if load else 0)),
-        "llamacpp:requests_deferred": ("Requests waiting for a slot", float(load.n_queued if load else 0)),
+        "llamacpp:requests_processing": ("Requests being read or written", float(n_running)),
+        "llamacpp:requests_deferred": ("Requests waiting for a slot", float(n_queued)),
         "everwarm_engine_ready": ("1 if the engine is ready", float(supervisor.is_ready)),
         "everwarm_engine_failed_tries": (
             "Failed attempts in a row to start the engine again",

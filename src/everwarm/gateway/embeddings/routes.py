@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, NotSupported
+from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.embeddings import encode
 from everwarm.gateway.embeddings.encode import Vector
 from everwarm.gateway.embeddings.schema import EmbeddingBody, Input, RerankBody
@@ -20,7 +21,8 @@ from everwarm.router.pool import Pool
 
 
 class Embeddings:
-    def __init__(self, pool: Pool, gate: RequestGate, normalize: int) -> None:
+    def __init__(self, pool: Pool, gate: RequestGate, normalize: int, metrics: Metrics) -> None:
+        self._metrics = metrics
         """``normalize``: how vectors are scaled where a request does not say it."""
         self._pool = pool
         self._gate = gate
@@ -93,7 +95,9 @@ class Embeddings:
                 info = await served.supervisor.wait_ready()
                 _require(info, ranks=query is not None)
                 found = await served.supervisor.ask(m.Embed, inputs=inputs, query=query)
-                return served.id, msgspec.convert(found, m.Embedded)
+                embedded = msgspec.convert(found, m.Embedded)
+                self._metrics.embedded(sum(embedded.n_tokens))
+                return served.id, embedded
 
         with self._gate.admitted(request, n_bytes):
             return await self._gate.within_time(request, answer())
