@@ -762,6 +762,7 @@ class Core:
             n_passed=brought.n_passed,
             n_spoilt=brought.n_spoilt,
             n_elsewhere=brought.n_elsewhere,
+            first=policy.first_message(ask.opening, ask.boundaries),
             forgotten=None if is_known else self.tree.forgotten.parting(ask.namespace, ask.prompt),
             use_cache=ask.use_cache,
             deterministic=ask.deterministic,
