@@ -354,7 +354,7 @@ class Core:
         return False
 
     def _drafts(self, grants: list[Grant]) -> dict[int, Draft]:
-        """What the replies of this step may go on with, by slot. Drafts take only rows and cells that nobody needs."""
+        """What the replies of this step may go on with, by slot. Drafts take only rows and cells that are free."""
         n_rows = sum(grant.n_tokens for grant in grants)
         n_left = self.step_budget.n_step - n_rows
         if self.context.kind.has_attention:

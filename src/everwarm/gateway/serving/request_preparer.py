@@ -345,7 +345,7 @@ def _submit(
         marker=marker,
         images=images,
         constraint=constraint,
-        priority=max(0, body.priority or 0),  # nobody comes before those who do not give one
+        priority=max(0, body.priority or 0),  # none comes before those without one
         max_draft=body.max_draft,
     )
 
