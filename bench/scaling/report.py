@@ -135,7 +135,14 @@ def _time(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} µs"
 
 
+def _count(n: float) -> str:
+    """``8k`` for powers of two, thousands for other numbers."""
+    if n >= 1024 and n % 1024 == 0 and n % 1000:
+        return f"{n / 1024:g}k"
+    return f"{n:,.0f}"
+
+
 def _plot(name: str, curves: Sequence[Curve]) -> str:
     series = [Series(curve.name, tuple((n, 1e3 * max(s, 1e-7)) for n, s in curve.points)) for curve in curves]
-    x = Axis(AXES[name], is_log=True, show=lambda n: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
-    return line_chart(f"Costs by {AXES[name]}", x, Axis("ms", is_log=True), series)
+    x = Axis(AXES[name], is_log=True, show=_count)
+    return line_chart(f"Costs by {AXES[name]}", x, Axis("milliseconds", is_log=True), series)

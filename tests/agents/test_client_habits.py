@@ -15,6 +15,7 @@ import pytest
 from everwarm.demo.tiny import TinySpec, write_tiny
 from everwarm.gateway.anthropic.client_tools import client_function
 from support.loops import FUNCTION
+from support.openai_client import openai_client
 from support.server import Server, serving, words
 
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -28,7 +29,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
 
 

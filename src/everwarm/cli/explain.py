@@ -19,6 +19,7 @@ from rich.text import Text
 
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
+from everwarm.engine.process.messages import Reason
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
@@ -160,7 +161,7 @@ def show(console: Console, found: Explained) -> None:
     console.print(f"first     {it.n_first} tokens", _kept(it), sep="\n")
     console.print(f"second    {it.n_second} tokens, of which the first {it.n_common} are the same", style="bold")
     console.print(_continues(it))
-    console.print(f"reads     {it.n_read} tokens: {it.reason.value}, {it.reason.words}")
+    console.print(_reads(it))
     if it.again is not None and it.again is not it.reason:
         console.print(f"          {it.n_known_read} of them were known: {it.again.value}, {it.again.words}")
     if found.known or found.given:
@@ -198,6 +199,12 @@ def _continues(it: Difference) -> str:
     if it.n_resume == 0:
         return "continues from the very beginning"
     return f"continues from {it.n_resume}" + (f" ({it.resume.kind.value})" if it.resume else "")
+
+
+def _reads(it: Difference) -> str:
+    if it.reason is Reason.HIT and it.n_read:
+        return f"reads     {it.n_read} tokens again, from there to its end: {it.reason.value}, {it.reason.words}"
+    return f"reads     {it.n_read} tokens: {it.reason.value}, {it.reason.words}"
 
 
 def _line(text: str) -> str:

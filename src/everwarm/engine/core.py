@@ -368,7 +368,7 @@ class Core:
         return False
 
     def _drafts(self, grants: list[Grant]) -> dict[int, Draft]:
-        """What the replies of this step may go on with, by slot. Drafts take only rows and cells that nobody needs."""
+        """What the replies of this step may go on with, by slot. Drafts take only rows and cells that are free."""
         n_rows = sum(grant.n_tokens for grant in grants)
         n_left = self.step_budget.n_step - n_rows
         if self.context.kind.has_attention:
@@ -796,6 +796,7 @@ class Core:
             n_passed=brought.n_passed,
             n_spoilt=brought.n_spoilt,
             n_elsewhere=brought.n_elsewhere,
+            first=policy.first_message(ask.opening, ask.boundaries),
             forgotten=None if is_known else self.tree.forgotten.parting(ask.namespace, ask.prompt),
             use_cache=ask.use_cache,
             deterministic=ask.deterministic,

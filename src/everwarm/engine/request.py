@@ -35,7 +35,8 @@ _ids = itertools.count(1)
 class Ask:
     """What a caller wants. ``boundaries`` (message ends), ``stable`` (what the next turn will share), ``stables`` (what
     some next turns will), ``breakpoints`` (what the caller insists on), ``volatile`` (where the text is likely to change)
-    and ``joints`` (where it may) are cut hints in items; they change speed, never results."""
+    and ``joints`` (where it may) are cut hints in items; they change speed, never results. ``opening`` (what all chats with
+    this system text begin with) only changes what is said about the request."""
 
     prompt: Prompt
     sampling: Sampling = field(default_factory=Sampling)
@@ -56,6 +57,7 @@ class Ask:
     ahead: bool = False  # no client has requested it yet: see ``prewarm``
     volatile: tuple[int, ...] = ()
     joints: tuple[int, ...] = ()
+    opening: int | None = None
     priority: int = 0  # the larger, the later
     lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
     stop: tuple[str, ...] = ()  # its reader ends the reply at one of these texts; no draft is verified beyond
@@ -81,7 +83,7 @@ class Ask:
             *self.breakpoints,
             *self.volatile,
             *self.joints,
-            *(() if self.stable is None else (self.stable,)),
+            *(hint for hint in (self.stable, self.opening) if hint is not None),
         ):
             if not 0 <= hint <= n:
                 raise BadRequest(f"a cut hint is at {hint}; the prompt has {n} items")

@@ -95,7 +95,7 @@ def _tcp_socket(host: str, settings: ServerSettings) -> socket.socket:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """Only the server's own user may connect. A socket that nobody listens on is replaced, any other file is not."""
+    """Only the server's own user may connect. A socket without a listener is replaced, any other file is not."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Recurrent states in fewer bytes: half floats, or blocks of 32 bytes with a scale. Lossy, so nobody gets one unasked.
+"""Recurrent states in fewer bytes: half floats, or blocks of 32 bytes with a scale. Lossy, so only on request.
 
 A blob of libllama's is a head and then records: a type, the bytes of a row, the row. Records of floats are packed, and
 what has no finite packed form stays as it is. A packed blob says so at its beginning. Pure.

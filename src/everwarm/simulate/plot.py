@@ -14,6 +14,8 @@ RIGHT = 150
 TOP = 40
 BOTTOM = 60
 COLOURS = ("#0b7285", "#d9480f", "#5f3dc4", "#2b8a3e", "#a61e4d", "#495057", "#1864ab", "#e67700")
+GRID = "#e9ecef"
+MANY_DECADES = 100
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
@@ -36,16 +38,15 @@ def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     """An SVG document. Without a single point the frame is empty."""
     points = [point for each in series for point in each.points]
     to_x = _scale([p[0] for p in points], x.is_log, LEFT, WIDTH - RIGHT)
-    to_y = _scale(
-        [p[1] for p in points] if y.is_log else [0.0, *(p[1] for p in points)], y.is_log, HEIGHT - BOTTOM, TOP
-    )
+    ticks = _ticks([p[1] for p in points], y.is_log)
+    to_y = _scale([*ticks, *(p[1] for p in points)], y.is_log, HEIGHT - BOTTOM, TOP)
     width = max([WIDTH, *(WIDTH - RIGHT + 45 + 7 * len(each.name) for each in series)])  # room for the longest name
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
         _text(WIDTH / 2, TOP / 2, title, 'text-anchor="middle" font-size="15"'),
         *_x_axis(x, sorted({p[0] for p in points}), to_x),
-        *_y_axis(y, [p[1] for p in points], to_y),
+        *_y_axis(y, ticks, to_y),
     ]
     for i, each in enumerate(series):
         parts += _line(each, i, to_x, to_y)
@@ -71,26 +72,36 @@ def _x_axis(x: Axis, values: Sequence[float], to_x: Callable[[float], float]) ->
     return [*parts, _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 15, x.label, 'text-anchor="middle"')]
 
 
-def _y_axis(y: Axis, values: Sequence[float], to_y: Callable[[float], float]) -> list[str]:
+def _y_axis(y: Axis, ticks: Sequence[float], to_y: Callable[[float], float]) -> list[str]:
     parts = [_rule(LEFT, TOP, LEFT, HEIGHT - BOTTOM)]
-    for value in _ticks(values, y.is_log):
+    for value in ticks:
         at = to_y(value)
-        parts += [_rule(LEFT - 5, at, LEFT, at), _text(LEFT - 8, at + 4, y.show(value), 'text-anchor="end"')]
+        parts += [_rule(LEFT, at, WIDTH - RIGHT, at, GRID), _rule(LEFT - 5, at, LEFT, at)]
+        parts += [_text(LEFT - 8, at + 4, y.show(value), 'text-anchor="end"')]
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return [*parts, _text(18, middle, y.label, f'text-anchor="middle" transform="rotate(-90 18 {middle:g})"')]
 
 
 def _ticks(values: Sequence[float], is_log: bool) -> list[float]:
+    """Round numbers; on a logarithmic axis they enclose all values."""
     top = max(values, default=0.0)
     if top <= 0:
-        return [0.0]
+        return [] if is_log else [0.0]
     if is_log:
-        low = min(values)
-        inside = [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(top)) + 1)]
-        return [tick for tick in inside if low <= tick <= top] or [low, top]
+        return _log_ticks(min(values), top)
     step = 10 ** math.floor(math.log10(top))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s <= 6)
     return [i * step for i in range(int(top / step) + 1)]
+
+
+def _log_ticks(low: float, top: float) -> list[float]:
+    """Powers of ten, with their 2 and 5 where few of them are between ``low`` and ``top``."""
+    digits = (1,) if top / low > MANY_DECADES else (1, 2, 5)
+    exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(top)) + 2)
+    all_of_them = [float(f"{digit}e{exponent}") for exponent in exponents for digit in digits]
+    first = max(tick for tick in all_of_them if tick <= low)
+    last = min(tick for tick in all_of_them if tick >= top)
+    return [tick for tick in all_of_them if first <= tick <= last]
 
 
 def _line(series: Series, number: int, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> list[str]:
@@ -105,8 +116,8 @@ def _line(series: Series, number: int, to_x: Callable[[float], float], to_y: Cal
     return [f'<polyline points="{path}" {style}/>', *dots, sample, key]
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#868e96"/>'
+def _rule(x1: float, y1: float, x2: float, y2: float, colour: str = "#868e96") -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

@@ -114,6 +114,25 @@ class CutKind(enum.Enum):
         return next((cut for cut in cls if cut.value == value), cls.BOUNDARY)
 
 
+def first_message(opening: int | None, boundaries: Iterable[int]) -> range | None:
+    """The items of the first message after the system text; None: it is not known."""
+    if opening is None:
+        return None
+    end = min((at for at in boundaries if at > opening), default=None)
+    return None if end is None else range(opening, end)
+
+
+def is_new_conversation(n_known: int, n_prompt: int, first: range | None, *, parts: bool) -> bool:
+    """Whether only the template's tokens, or they and all of the system text, were known: that is no conversation.
+    ``parts``: what is known goes on otherwise. A difference inside of the system text is an edit, and so is one after the
+    first message."""
+    if not parts:
+        return n_known == 0 or n_known <= GUARD < n_prompt - n_known
+    if first is None:
+        return n_known <= GUARD
+    return n_known < first.stop and (n_known <= GUARD or first.start <= n_known <= first.start + GUARD)
+
+
 MESSAGE_ENDS = (CutKind.BOUNDARY, CutKind.BREAKPOINT)
 PROVISIONAL = (CutKind.PREWARM, CutKind.BACKGROUND)  # evicted first, until a request continues from them
 

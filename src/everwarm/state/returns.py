@@ -427,7 +427,7 @@ class Returns:
         return 0
 
     def _forget_oldest(self) -> None:
-        """Nobody's many requests make the few of another namespace forgotten."""
+        """Many requests of one namespace do not make the few of another forgotten."""
         while len(self.visits) > MAX_VISITS:
             self._give_up(_most(Counter(visit.root for visit in self.visits.values())))
         while self.n_items > MAX_ITEMS:

@@ -14,7 +14,7 @@ from everwarm.engine.process.reply_text import items_text
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
 from everwarm.state.ghosts import MAX_EVICTIONS, MAX_ITEMS, MAX_LINEAGES, Eviction, Ghosts, Parting
-from everwarm.state.policy import CheckpointParams, CutKind
+from everwarm.state.policy import CheckpointParams, CutKind, first_message, is_new_conversation
 from everwarm.state.store.object import Damaged
 from everwarm.state.tree import Checkpoint, Segment, Tree
 from everwarm.types import Position, TokenCount
@@ -423,3 +423,31 @@ def test_a_reason_costs_nothing_where_nothing_is_missing(monkeypatch):
         run(core, HISTORY)
         monkeypatch.setattr(Ghosts, "parting", lambda *_: pytest.fail("it was looked up"))
         assert reason(core, HISTORY) is Reason.HIT
+
+
+SYSTEM = range(148, 163)  # the first message after a system text
+
+
+@pytest.mark.parametrize(
+    ("n_known", "n_prompt", "first", "parts", "is_new"),
+    [
+        (0, 100, None, False, True),
+        (3, 24, None, True, True),  # the template's own tokens
+        (3, 24, range(14), True, True),
+        (14, 40, range(14), True, False),  # the same short question: what follows it was edited
+        (151, 168, SYSTEM, True, True),  # the system text, and the beginning of every question
+        (163, 400, SYSTEM, True, False),  # the first question, too
+        (180, 400, SYSTEM, True, False),
+        (22, 236, SYSTEM, True, False),  # a date in the system text
+        (151, 168, None, True, False),  # without a system text so much is a conversation
+        (148, 168, SYSTEM, False, False),  # the system text was read ahead: it goes on from there
+        (100, 120, None, False, False),
+    ],
+)
+def test_what_all_chats_begin_with_is_no_conversation(n_known, n_prompt, first, parts, is_new):
+    assert is_new_conversation(n_known, n_prompt, first, parts=parts) is is_new
+
+
+def test_the_first_message_is_between_the_system_text_and_the_next_end():
+    assert first_message(148, (148, 163, 200)) == SYSTEM
+    assert first_message(None, (3, 5)) is None and first_message(5, (3, 5)) is None

@@ -101,6 +101,13 @@ def own_match(history: np.ndarray) -> tuple[int, int] | None:
     return longest_match(history[:-1], history)
 
 
+def test_a_text_that_is_shorter_than_the_longest_match_is_searched_to_its_beginning():
+    """As texts of other conversations are: the match ends two tokens into a text of 21."""
+    text = np.array([7, 8, *range(100, 119)])
+    history = np.array([*range(200, 240), 7, 8])
+    assert longest_match(text, history) == (2, 2)
+
+
 def test_the_longest_match_wins_and_of_equals_the_latest():
     assert own_match(tokens(1, 2, 3, 9, 2, 3, 8, 1, 2, 3)) == (3, 3)
     assert own_match(tokens(2, 3, 7, 2, 3, 8, 2, 3)) == (5, 2)

@@ -114,7 +114,7 @@ def test_diagnostics_whole_and_streamed(server):
     part = chat(server, story, "Something else entirely, please.", prompt_cache_diagnostics=True)
     found = [answer["prompt_cache_diagnostics"] for answer in (miss, hit, part)]
     assert [each["status"] for each in found] == ["miss", "hit", "partial"]
-    assert [each["reason"] for each in found] == ["new", "hit", "edited_at"]
+    assert [each["reason"] for each in found] == ["new", "hit", "new"], "the system text alone is no conversation"
     for answer in (miss, hit, part):
         usage, told = answer["usage"], answer["prompt_cache_diagnostics"]
         assert told["cached_tokens"] + told["read_tokens"] == usage["prompt_tokens"]
@@ -219,7 +219,7 @@ def test_explain_agrees_with_a_server_that_has_read_the_first(server, tmp_path):
     answer = server.ask("/v1/chat/completions", second | limits)
     assert answer["timings"]["cache_n"] == local["second"]["n_cached"] > 100
     assert answer["timings"]["prompt_n"] == local["second"]["n_read"]
-    assert cache(answer)["reason"] == local["reason"] == "edited_at"
+    assert cache(answer)["reason"] == local["reason"] == "new", "the system text alone is no conversation"
     assert cache(answer)["diverged"]["at"] == local["diverged"]["at"] == local["n_common"]
     assert cache(answer)["diverged"]["given"] == local["diverged"]["given"]
 
@@ -308,3 +308,9 @@ def test_explain_without_files_models_or_servers(tmp_path):
 def test_explain_says_what_is_wrong_with_a_server(url, said):
     with pytest.raises(EverwarmError, match=said), source_for(None, url, None, None, CheckpointParams()):
         pass
+
+
+def test_explain_does_not_read_again_what_it_calls_known(tmp_path):
+    same = messages(words(120, 43), "Hello there.")
+    told = explain_json(tmp_path, same, same)
+    assert told["reason"] == "hit" and told["second"]["n_read"] == 0 and told["diverged"] is None

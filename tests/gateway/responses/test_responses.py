@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from everwarm.gateway.responses.schema import ResponsesBody, chat_body, offered, own_items
+from support.openai_client import openai_client
 from support.prompts import responses_tokens
 from support.server import GUARD, Server, is_alive, serving, until, words
 
@@ -34,7 +35,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
 
 
@@ -294,7 +295,7 @@ def test_all_that_developers_say_reaches_the_model(server):
 
 
 def test_an_engine_that_dies_fails_the_response():
-    with serving() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as other:
+    with serving() as server, openai_client(server) as other:
         endless = {"ignore_eos": True}
         seen = []
         for event in ask(other, "Tell me a story.", max_output_tokens=3000, stream=True, extra_body=endless):

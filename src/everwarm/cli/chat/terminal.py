@@ -53,7 +53,7 @@ def history_file() -> Path:
 
 
 class PipedTerminal:
-    def ask(self, prefill: str = "") -> str | None:  # noqa: ARG002 - nobody is there to edit it
+    def ask(self, prefill: str = "") -> str | None:  # noqa: ARG002 - there is no one to edit it
         line = sys.stdin.readline()
         return line.strip() if line else None
 

@@ -22,7 +22,7 @@ from everwarm.state.tree import Node
 
 MAX_WAITING = 8  # conversations; the one that waits longest is forgotten
 MAX_TRIES = 4  # how often one may be interrupted
-MIN_UNREAD = 256  # tokens; less is not worth reading for nobody
+MIN_UNREAD = 256  # tokens; less is not worth reading ahead
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class PrewarmQueue:
 
 def unread_rest(request: Request, n_fed: int) -> Ask | None:
     """The prompt of a request that was cancelled while it was read, to be read in idle time; None: little is left of it,
-    or nobody could use it."""
+    or it could not be reused."""
     ask = request.ask
     is_reusable = ask.use_cache and not ask.deterministic and not ask.prompt.media
     if not is_reusable or request.n_prompt - n_fed < MIN_UNREAD:

@@ -14,7 +14,7 @@ import msgspec
 from everwarm.engine.process.messages import N_SHOWN, Diverged, Evicted, ReadReason, Reason
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.ghosts import Eviction, Parting
-from everwarm.state.policy import GUARD
+from everwarm.state.policy import GUARD, is_new_conversation
 from everwarm.state.tree import Match
 
 _GIB = 1 << 30
@@ -33,6 +33,7 @@ class ReadFacts:
     n_passed: int = 0  # on disk, but reading them again is faster
     n_spoilt: int = 0  # on disk, but they could not be used
     n_elsewhere: int = 0  # on disk for another fingerprint
+    first: range | None = None  # the first message after the system text
     forgotten: Parting | None = None
     use_cache: bool = True
     deterministic: bool = False
@@ -101,8 +102,8 @@ def _main_reason(seen: ReadFacts, again: Reason | None, parting: Parting | None)
         return Reason.FINGERPRINT
     if n_known == n_prompt:
         return Reason.HIT
-    if n_known == 0 or (n_known <= GUARD and (parting is not None or n_prompt - n_known > GUARD)):
-        return Reason.NEW  # what all prompts of a template begin with is no conversation
+    if is_new_conversation(n_known, n_prompt, seen.first, parts=parting is not None):
+        return Reason.NEW
     return Reason.EXTENDED if parting is None else Reason.EDITED
 
 

@@ -60,7 +60,8 @@ class CutHints(msgspec.Struct, frozen=True):
 
     ``boundaries`` are ends of messages, ``stables`` are where likely next turns part from this one, ``stable`` is what
     all of them share, and ``breakpoints`` are what the client marked. ``volatile`` are where the text is likely to
-    change, ``joints`` where a long message may be changed.
+    change, ``joints`` where a long message may be changed. Before ``opening`` there is only what all chats with the same
+    system text and tools begin with.
     """
 
     boundaries: tuple[int, ...] = ()
@@ -69,13 +70,16 @@ class CutHints(msgspec.Struct, frozen=True):
     breakpoints: tuple[int, ...] = ()
     volatile: tuple[int, ...] = ()
     joints: tuple[int, ...] = ()
+    opening: int | None = None
 
     def counted(self, count: CountItems, sure: CountItems) -> CutHints:
         """The same points in items. ``count`` gives the items before ends of messages, ``sure`` those before any
         character that no later text can change."""
         known = dict(zip(self.boundaries, count(self.boundaries), strict=True))
         stable = () if self.stable is None else (self.stable,)
-        others = sorted({*self.stables, *self.breakpoints, *stable, *self.volatile, *self.joints} - known.keys())
+        opening = () if self.opening is None else (self.opening,)
+        places = {*self.stables, *self.breakpoints, *stable, *self.volatile, *self.joints, *opening}
+        others = sorted(places - known.keys())
         known |= dict(zip(others, sure(others), strict=True))
         return CutHints(
             tuple(known[at] for at in self.boundaries),
@@ -84,6 +88,7 @@ class CutHints(msgspec.Struct, frozen=True):
             tuple(known[at] for at in self.breakpoints),
             tuple(known[at] for at in self.volatile),
             tuple(known[at] for at in self.joints),
+            None if self.opening is None else known[self.opening],
         )
 
 
@@ -456,7 +461,7 @@ _REASON_WORDS = {
     Reason.HIT: "everything was known",
     Reason.EXTENDED: "it goes on where what is known ends",
     Reason.EDITED: "it differs from what is known",
-    Reason.NEW: "nothing like it was ever read",
+    Reason.NEW: "no conversation like it was read before",
     Reason.NO_CHECKPOINT: "no checkpoint was kept inside the shared part",
     Reason.EVICTED: "its KV or its checkpoints were evicted",
     Reason.FINGERPRINT: "it is kept for another model, build or KV type only",

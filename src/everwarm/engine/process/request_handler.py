@@ -241,6 +241,7 @@ class RequestHandler:
             None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),
             volatile=hints.volatile,
             joints=hints.joints,
+            opening=hints.opening,
             priority=message.priority,
             lora=message.lora,
             stop=message.stop,

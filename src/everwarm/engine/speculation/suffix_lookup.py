@@ -42,7 +42,7 @@ def longest_match(text: Tokens, history: Tokens) -> tuple[int, int] | None:
         return None
     back = np.arange(min(MAX_MATCH, last + 1))
     before = ends[:, None] - back
-    is_same = (text[before] == history[last - back]) & (before >= 0)
+    is_same = (text[np.maximum(before, 0)] == history[last - back]) & (before >= 0)
     lengths = np.where(is_same.all(axis=1), len(back), is_same.argmin(axis=1))
     n_match = int(lengths.max())
     return int(ends[lengths == n_match][-1]) + 1, n_match

@@ -99,7 +99,9 @@ class ChatTemplate:
         )
         last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
         volatile, joints = volatile_text.places_in(layout, plain)
-        return Rendered(layout.text, CutHints(ends, points[0] if points else None, points, last, volatile, joints))
+        opening = next((at for i, at in layout.starts if plain[i].get("role") not in _INSTRUCTING), None)
+        stable = points[0] if points else None
+        return Rendered(layout.text, CutHints(ends, stable, points, last, volatile, joints, opening))
 
     def after_reply(
         self,

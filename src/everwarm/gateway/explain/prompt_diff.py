@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from everwarm.engine.process.messages import CutHints, Reason
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
-from everwarm.state.policy import GUARD, Cut, Spacing
+from everwarm.state.policy import GUARD, Cut, Spacing, is_new_conversation
 
 N_UBATCH = 512
 
@@ -55,12 +55,15 @@ def compare(
     most = min(n_common, len(second.prompt) - 1) if use_cache else 0
     resume = max((cut for cut in kept if cut.at <= most), key=lambda cut: cut.at, default=None)
     n_resume = most if spacing is None else 0 if resume is None else resume.at
+    if kept and use_cache and n_common == len(first.prompt) == len(second.prompt):
+        resume, n_resume = None, n_common  # the end is kept, too, with its logits
     again = None
     if n_common - n_resume > GUARD:
         off = spacing is not None and spacing.max_checkpoints == 0
         again = Reason.CHECKPOINTS_OFF if off else Reason.NO_CHECKPOINT
     sizes = len(first.prompt), len(second.prompt), n_common
-    reason = _reason(sizes, n_resume, again) if use_cache else Reason.CACHE_OFF
+    first_message = policy.first_message(second.hints.opening, second.hints.boundaries)
+    reason = _reason(sizes, n_resume, again, first_message) if use_cache else Reason.CACHE_OFF
     return Difference(*sizes, kept, resume, n_resume, reason, again if use_cache else Reason.CACHE_OFF)
 
 
@@ -79,12 +82,12 @@ def _kept(side: Side, spacing: Spacing) -> tuple[Cut, ...]:
     )
 
 
-def _reason(sizes: tuple[int, int, int], n_resume: int, again: Reason | None) -> Reason:
+def _reason(sizes: tuple[int, int, int], n_resume: int, again: Reason | None, first: range | None) -> Reason:
     n_first, n_second, n_common = sizes
     if again is not None and n_common - n_resume >= n_second - n_common:
         return again
-    if n_common == 0 or n_common <= GUARD < n_second - n_common:
-        return Reason.NEW
     if n_common == n_second:
         return Reason.HIT
+    if is_new_conversation(n_common, n_second, first, parts=n_common < n_first):
+        return Reason.NEW
     return Reason.EXTENDED if n_common == n_first else Reason.EDITED

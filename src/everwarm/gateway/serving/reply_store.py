@@ -1,6 +1,6 @@
 """What models wrote, kept for ``chat.reply_memory``: SQLite, in a file if the server has a state directory, else in memory.
 
-A reply belongs to one namespace and one chat template; nobody else finds it. Bounded: the namespace that holds most
+A reply belongs to one namespace and one chat template; no other finds it. Bounded: the namespace that holds most
 loses what it used least recently. Knows rows; knows no messages.
 """
 
@@ -101,7 +101,7 @@ class ReplyStore:
 
 
 def _own(namespace: str, template: str, keys: Sequence[str]) -> list[str]:
-    """The keys as they are stored: nobody finds those of another namespace or template."""
+    """The keys as they are stored: those of another namespace or template are never found."""
     scope = hashlib.blake2b(f"{namespace}\0{template}".encode(), digest_size=16).hexdigest()
     return [f"{scope} {key}" for key in keys]
 

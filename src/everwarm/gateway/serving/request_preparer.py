@@ -414,7 +414,7 @@ def _submit(
         marker=marker,
         images=images,
         constraint=constraint,
-        priority=max(least_priority, body.priority or 0),  # nobody comes before those who do not give one
+        priority=max(least_priority, body.priority or 0),  # none comes before those without one
         max_draft=body.max_draft,
     )
 

@@ -1,4 +1,4 @@
-"""A pass over many files on a thread of its own, which works half of the time until somebody waits for it.
+"""A pass over many files on a thread of its own, which works half of the time until it is waited for.
 
 Knows nothing of what is done to a file.
 """

@@ -513,7 +513,7 @@ class Disk:
         return BackgroundPass(self._unopened_names(), self._look, partial(self._end_pass, content.gone))
 
     def _unopened_names(self) -> Iterator[str]:
-        """Those first that the index does not know: nobody can find them yet."""
+        """Those first that the index does not know: they cannot be found yet."""
         names = sorted(self._objects.unopened())
         yield from (name for name in names if self._objects.remembered(name) is None)
         yield from names
@@ -538,13 +538,13 @@ class Disk:
         self._pass.join()
 
     def _read_all_headers(self) -> None:
-        """Before that, nobody knows which KV is needed."""
+        """Before that it is not known which KV is needed."""
         self._pass.finish()
         for name in self._objects.unopened():  # what could not be opened then
             self._look(name)
 
     def _look(self, name: str) -> None:
-        """Reads the header of a file, unless somebody else did that before."""
+        """Reads the header of a file, unless another thread did that before."""
         if self._objects.is_unopened(name):
             with contextlib.suppress(Damaged), self._verified(name) as opened:
                 self._admit(name, opened)
@@ -553,7 +553,7 @@ class Disk:
         """From now on the table has what the header of this file says."""
         with self._lock:
             if not self._objects.is_unopened(name) or name == self._in_hand or self._is_replaced(name, opened.stat):
-                return  # somebody else has seen to it, or will
+                return  # another thread has seen to it, or will
             before = self._objects.remembered(name)
             now = time.time()
             use = (now, 0) if before is None else (min(before.used_at, now), before.hits)

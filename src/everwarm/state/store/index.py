@@ -58,7 +58,7 @@ class IndexedObject(msgspec.Struct, frozen=True, gc=False):
 
 
 class RememberedObject(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What the index says of a file that nobody has opened yet; a row of ``_LOAD``."""
+    """What the index says of a file that was not opened yet; a row of ``_LOAD``."""
 
     name: str
     n_items: _Count

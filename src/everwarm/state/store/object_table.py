@@ -24,7 +24,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
         self._kept: dict[str, IndexedObject] = {}
         self._unopened: dict[str, RememberedObject | None] = {}  # None: the index says nothing of it
         self._n_users: Counter[str] = Counter()  # how many objects need each name, also names that are not here
-        self._users: dict[str, set[str]] | None = None  # which these are; found when somebody asks
+        self._users: dict[str, set[str]] | None = None  # which these are; found when it is asked for
         self._lengths: Counter[int] = Counter()  # of states, in items
         self._stranded: OrderedDict[str, None] = OrderedDict()  # in the order in which they became so
         self._stranded_in: dict[str, OrderedDict[str, None]] = {}  # by space
