@@ -209,7 +209,7 @@ def test_no_tokens_wanted_reads_the_prompt_and_writes_nothing(server):
 
 
 def test_a_reply_that_fills_the_context_ends_there(server):
-    prompt = words(1100, 10)
+    prompt = words(1500, 10)
     answer = complete(server, prompt, n_predict=-1, ignore_eos=True)
     assert answer["stop_type"] == "limit" and answer["truncated"] is True
     assert answer["tokens_evaluated"] + answer["tokens_predicted"] == 4096
