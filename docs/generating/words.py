@@ -138,7 +138,7 @@ FIELDS = {
     "options": "sampling, below",
     "keep_alive": "0: the model sleeps after the reply; other durations change nothing",
     "thread": "refused: the client sends the whole conversation then",
-    "priority": "the larger, the later it is admitted and read; below 0 counts as 0",
+    "priority": "the larger, the later it is admitted and read; below 0 counts as 0, above 0 it is a background call",
     "raw": "the prompt as it is, without a template",
     "images": "images as base64",
     "suffix": "refused",

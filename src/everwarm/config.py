@@ -43,6 +43,7 @@ CELLS_STEP = 256  # a context has a multiple of this
 MAX_CONSTRAINT_CHARS = 1 << 20
 MAX_BATCH = 1 << 16
 MAX_LOGIT_BIASES = 4096
+MAX_BIAS = 1e6  # beyond all logits, and far from what overflows
 MAX_SAMPLERS = 32
 MAX_SCALE = 1e3  # of a LoRA adapter
 MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 40  # libllama looks for each in every token of the vocabulary
@@ -310,7 +311,8 @@ class Sampling:
         n_biases = len(self.logit_bias)
         require(n_biases <= MAX_LOGIT_BIASES, f"logit_bias has {n_biases} entries; give at most {MAX_LOGIT_BIASES}")
         for token, bias in self.logit_bias.items():
-            require(not math.isnan(bias) and bias < math.inf, f"logit_bias of token {token} is {bias}; give a number")
+            is_bounded = abs(bias) <= MAX_BIAS or bias == -math.inf
+            require(is_bounded, f"logit_bias of token {token} is {bias}; give -{MAX_BIAS:,.0f} to {MAX_BIAS:,.0f}")
         require(len(self.samplers) <= MAX_SAMPLERS, f"samplers has {len(self.samplers)}; give at most {MAX_SAMPLERS}")
         breakers = self.dry_sequence_breakers
         require(

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.engine.process.reply_text import ReplyText
+from everwarm.engine.process.reply_text import LEAST_LOG, ReplyText, left_probabilities
+from everwarm.engine.request import Probs
 
 OWL = "🦉".encode()
 
@@ -125,3 +126,11 @@ def test_no_more_is_held_back_than_a_stop_string_could_need(n):
     reply = ReplyText(("x" * n,))
     sent = "".join(reply.feed(b"x" * (n - 1) + b"y").text for _ in range(5))
     assert len(sent) == 5 * n
+
+
+def test_a_pick_without_a_share_has_the_least_probability_and_no_other_ones():
+    """Shares are lost where numbers overflow."""
+    nan = float("nan")
+    assert left_probabilities(5, [(5, nan), (7, nan)]) == Probs(LEAST_LOG, ())
+    assert left_probabilities(5, [(5, 0.0), (7, 1.0)]) == Probs(LEAST_LOG, ((7, 0.0),))
+    assert left_probabilities(None, [(5, 1.0)]) is None

@@ -8,7 +8,7 @@ import pytest
 
 from everwarm.engine.process.messages import FillIn
 from everwarm.errors import BadRequest
-from everwarm.gateway.llamaserver.infill import InfillTokens, infill_prompt
+from everwarm.gateway.llamaserver.infill import ExtraText, InfillBody, InfillTokens, infill_prompt
 from support.changed_gguf import write_changed
 from support.models import EMBEDDED
 from support.server import GUARD, Server, serving, words
@@ -28,6 +28,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def fill(server: Server, above: str, line: str, below: str, **more: Any) -> dict[str, Any]:
     body = {"input_prefix": above, "prompt": line, "input_suffix": below, "n_predict": 4, "temperature": 0}
     return dict(server.ask("/infill", body | more))
+
+
+def test_all_texts_together_are_bounded():
+    body = InfillBody(input_prefix="x" * 600_000, input_suffix="", input_extra=[ExtraText("y" * 600_000)])
+    with pytest.raises(BadRequest, match="characters around the cursor"):
+        body.texts()
 
 
 # the prompt
@@ -79,6 +85,8 @@ def test_the_middle_is_filled_in(server):
         {"input_extra": [{"filename": "a"}]},
         {"input_extra": [{"filename": 1, "text": "a"}]},
         {"prompt": [1]},
+        {"n": 3},
+        {"n": 3, "stream": True},
     ],
 )
 def test_what_cannot_be_filled_in_is_refused(server, wrong):

@@ -72,3 +72,19 @@ def test_what_is_held_is_bounded():
     assert lines._texts.n_bytes <= 16 << 20
     assert lines.note("ours", [{"role": "system", "content": "x" * (1 << 20)}]) == ()
     assert lines.note("ours", [{"role": "system", "content": None}, {"role": "user", "content": "hi"}]) == ()
+
+
+def test_aligning_takes_few_lines_however_alike_all_of_them_are():
+    """Where one line repeats itself, aligning all of them would take minutes."""
+    known = ["}" if i % 2 else f"known {i}" for i in range(4000)]
+    given = ["}" if i % 2 else f"given {i}" for i in range(3998)]
+    assert changed_lines(known, given) is None
+    near = [*known[:2011], "added", *known[2011:]]
+    near[1999] = "} // changed"
+    assert changed_lines(known, near) == [LineChange(2000, "}", "")], "the control: near each other"
+
+
+def test_a_line_of_which_much_stays_the_same_is_not_kept():
+    long = "x" * 2000
+    assert changed_lines(["a", f"{long} 1", "c", "d"], ["a", f"{long} 2", "c", "d"]) is None
+    assert changed_lines(["a", "short 1", "c", "d"], ["a", "short 2", "c", "d"]) is not None

@@ -16,6 +16,7 @@ from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
 
 FIRST_TOKENS, LAST_TOKENS = 64, 32
+LEAST_LOG = -1e4  # the log-probability of a token that has none
 IMAGE = b"[picture]"
 
 
@@ -90,8 +91,9 @@ def left_probabilities(token: int | None, candidates: Sequence[tuple[int, float]
     """Log-probabilities among what the samplers left: of the one that was picked, which comes first, and of others."""
     if token is None or not candidates:
         return None
-    (_, own), *top = ((id, math.log(share)) for id, share in candidates if share > 0.0)
-    return Probs(own, tuple(top))
+    (_, own), *others = candidates
+    top = tuple((id, math.log(share)) for id, share in others if share > 0.0)
+    return Probs(math.log(own) if own > 0.0 else LEAST_LOG, top)
 
 
 def probabilities(logits: NDArray[np.float32], token: int | None, n_top: int | None) -> Probs | None:

@@ -22,8 +22,8 @@ from everwarm.router.pool import Pool
 
 class Embeddings:
     def __init__(self, pool: Pool, gate: RequestGate, normalize: int, metrics: Metrics) -> None:
-        self._metrics = metrics
         """``normalize``: how vectors are scaled where a request does not say it."""
+        self._metrics = metrics
         self._pool = pool
         self._gate = gate
         self._normalize = normalize

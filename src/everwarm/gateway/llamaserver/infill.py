@@ -45,6 +45,11 @@ class InfillBody(Body, frozen=True, kw_only=True):
     def texts(self) -> list[str]:
         """Everything that must be tokenized, in the order of ``InfillTokens``."""
         extras = [text for extra in self.input_extra for text in (f"{extra.filename}\n", extra.text)]
+        n_chars = sum(map(len, (self.input_prefix, self.prompt, self.input_suffix, *extras)))
+        if n_chars > MAX_TOKENIZED_CHARS:
+            raise BadRequest(
+                f"there are {n_chars:,} characters around the cursor; send at most {MAX_TOKENIZED_CHARS:,}"
+            )
         return [PROJECT, FILE, SNIPPET, self.input_prefix, self.prompt, self.input_suffix, *extras]
 
     def completion(self, prompt: InfillPrompt) -> MarkedCompletion:

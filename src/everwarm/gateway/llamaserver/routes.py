@@ -122,6 +122,8 @@ class LlamaServer:
 
     async def infill(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, InfillBody)
+        if (body.n or 1) > 1:
+            raise BadRequest("one text is filled in: n must be 1")
         about = self._about(body)
         source = partial(self._filled, request, body)
         if body.stream:
@@ -226,13 +228,17 @@ class LlamaServer:
             return json_response({"role": "router", "models": models, "modalities": _TEXT_ONLY})
         served = self._pool.look(name)
         if not served.supervisor.is_running:
-            return json_response(_asleep(served, self._default_params()))
+            return json_response(_asleep(served, self._default_params(), self._endpoints))
         shows_path = principal_of(request).is_admin
         return await self._gate.within_time(request, self._props(served, shows_path=shows_path))
 
     def _default_params(self) -> Json:
         defaults = self._settings.defaults
         return generation_settings(Body(), defaults.sampling, defaults.max_tokens)
+
+    @property
+    def _endpoints(self) -> Json:
+        return {"endpoint_slots": self._settings.shows_slots, "endpoint_props": True, "endpoint_metrics": True}
 
     async def _props(self, served: Served, *, shows_path: bool) -> Response:
         info = await served.supervisor.wait_ready()
@@ -246,9 +252,7 @@ class LlamaServer:
                 "memory_kind": info.memory_kind,
                 "modalities": _TEXT_ONLY | {"vision": info.sees},
                 "media_marker": MEDIA_MARKER,
-                "endpoint_slots": self._settings.shows_slots,
-                "endpoint_props": True,
-                "endpoint_metrics": True,
+                **self._endpoints,
                 "chat_template": served.spec.template or info.chat_template or "",
                 "placement": info.placement,
                 "checkpoint_every": info.every_n_tokens,
@@ -312,7 +316,7 @@ class LlamaServer:
         return await self._gate.within_time(request, answer())
 
 
-def _asleep(served: Served, params: Json) -> Json:
+def _asleep(served: Served, params: Json, endpoints: Json) -> Json:
     """What the catalog knows of a model that is not loaded. As in llama-server, this does not load it."""
     settings = served.spec.settings
     return {
@@ -320,9 +324,7 @@ def _asleep(served: Served, params: Json) -> Json:
         "total_slots": settings.n_slots,
         "model_alias": served.id,
         "modalities": _TEXT_ONLY | {"vision": served.spec.mmproj is not None},
-        "endpoint_slots": True,
-        "endpoint_props": False,
-        "endpoint_metrics": True,
+        **endpoints,
         "chat_template": served.spec.template or "",
         "is_sleeping": True,
     }

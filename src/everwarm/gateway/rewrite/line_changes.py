@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 MAX_CHANGED = 8  # lines; more is another text
 MIN_SHARE = 0.5  # of lines that are the same, else it is another text
+MAX_ALIGNED = 100  # lines between the first difference and the last: aligning takes their third power
+MAX_AROUND = 1000  # characters of what stays the same in a line
 _WORD_END = re.compile(r"[\w.:/\\+-]+$")
 _WORD_START = re.compile(r"^[\w.:/\\+-]+")
 _SPECIAL = re.compile(r"([.^$*+?{}\[\]\\|()])")
@@ -56,16 +58,28 @@ def changed_lines(known: Sequence[str], given: Sequence[str]) -> list[LineChange
     n_most = max(len(known), len(given))
     if not pairs or len(pairs) > MAX_CHANGED or (n_most - len(pairs)) / n_most < MIN_SHARE:
         return None
-    return [_change(number, known[i], given[number - 1]) for i, number in pairs]
+    changes = [_change(number, known[i], given[number - 1]) for i, number in pairs]
+    return changes if all(len(change.before) + len(change.after) <= MAX_AROUND for change in changes) else None
 
 
 def _pairs(known: Sequence[str], given: Sequence[str]) -> list[tuple[int, int]] | None:
-    """Where lines differ: the index in the one, and the number in the other. None: lines were added or left out, too."""
+    """Where lines differ: the index in the one, and the number in the other. None: they are too many to be aligned."""
     if len(known) == len(given):
         return [(i, i + 1) for i, (a, b) in enumerate(zip(known, given, strict=True)) if a != b]
-    matcher = difflib.SequenceMatcher(None, known, given, autojunk=False)
+    n_first = _n_same(known, given)
+    n_last = _n_same(known[n_first:][::-1], given[n_first:][::-1])
+    inner, other = known[n_first : len(known) - n_last], given[n_first : len(given) - n_last]
+    if max(len(inner), len(other)) > MAX_ALIGNED:
+        return None
+    matcher = difflib.SequenceMatcher(None, inner, other, autojunk=False)
     codes = [code for code in matcher.get_opcodes() if code[0] == "replace" and code[2] - code[1] == code[4] - code[3]]
-    return [(i1 + k, j1 + k + 1) for _, i1, i2, j1, _ in codes for k in range(i2 - i1)]
+    return [(n_first + i1 + k, n_first + j1 + k + 1) for _, i1, i2, j1, _ in codes for k in range(i2 - i1)]
+
+
+def _n_same(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many lines both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _change(number: int, known: str, given: str) -> LineChange:

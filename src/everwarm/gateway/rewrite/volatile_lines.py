@@ -7,9 +7,11 @@ to their own namespace only, and forgotten with it.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from everwarm.gateway.rewrite.line_changes import LineChange, changed_lines
 from everwarm.gateway.rewrite.rules import SYSTEM_ROLES
@@ -32,7 +34,7 @@ class VolatileLine:
 
 @dataclass(slots=True)
 class VolatileLines:
-    _texts: NamespacedLru[list[str]] = field(default_factory=lambda: NamespacedLru(MAX_TEXT_BYTES))
+    _texts: NamespacedLru[str] = field(default_factory=lambda: NamespacedLru(MAX_TEXT_BYTES))
     _lines: NamespacedLru[VolatileLine] = field(default_factory=lambda: NamespacedLru(1 << 20, MAX_LINES_KEPT))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -41,13 +43,16 @@ class VolatileLines:
         lines = system_lines(messages)
         if lines is None:
             return ()
-        key = hashlib.sha256("\n".join(lines).encode("utf-8", "replace")).digest()
+        text = "\n".join(lines)
+        key = hashlib.sha256(text.encode("utf-8", "replace")).digest()
         with self._lock:
             if self._texts.get(namespace, key) is not None:
                 return ()
-            like = (changed_lines(known, lines) for known in self._newest(namespace))
-            found = next((changes for changes in like if changes is not None), [])
-            self._texts.put(namespace, key, lines, sum(map(len, lines)) + len(lines))
+            newest = self._newest(namespace)
+        like = (changed_lines(known.split("\n"), lines) for known in newest)
+        found = next((changes for changes in like if changes is not None), [])
+        with self._lock:
+            self._texts.put(namespace, key, text, sys.getsizeof(text))
             return tuple(self._counted(namespace, change) for change in found)
 
     def charge(self, lines: Sequence[VolatileLine], n_tokens: int) -> None:
@@ -69,8 +74,8 @@ class VolatileLines:
                 for name in [name for name in lru.namespaces() if name.startswith(reach)]:
                     lru.remove_all(name)
 
-    def _newest(self, namespace: str) -> Iterator[list[str]]:
-        return (text for _, text in zip(range(MAX_COMPARED), self._texts.values(namespace), strict=False))
+    def _newest(self, namespace: str) -> list[str]:
+        return list(islice(self._texts.values(namespace), MAX_COMPARED))
 
     def _counted(self, namespace: str, change: LineChange) -> VolatileLine:
         for line in self._lines.values(namespace):
@@ -80,7 +85,8 @@ class VolatileLines:
                 line.n_changes += 1
                 return line
         new = VolatileLine(change, 1)
-        self._lines.put(namespace, (change.number, change.before, change.after), new, 128 + len(change.before))
+        n_bytes = 512 + 4 * (len(change.before) + len(change.after))
+        self._lines.put(namespace, (change.number, change.before, change.after), new, n_bytes)
         return new
 
 

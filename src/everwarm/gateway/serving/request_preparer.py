@@ -267,7 +267,7 @@ class RequestPreparer:
             raise BadRequest(
                 f"the prompt has {n_places} places {MEDIA_MARKER} for {len(data)} pictures; give one for each"
             )
-        namespace = namespace_of(request, body.cache_salt)
+        namespace, background = namespace_of(request, body.cache_salt), background_kind(request.headers, body)
         parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in data]
         images = await self._images_of(parts, info, namespace)
         submit = _submit(
@@ -280,9 +280,11 @@ class RequestPreparer:
             constraint=constraint,
             marker=self._marker,
             images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+            least_priority=0 if background is None else 1,
         )
         _recount(request, estimated_tokens(len(text)))
-        return PreparedRequest(_choices(submit, body), lend=partial(lent_images, self._images, images, namespace))
+        lend, notes = partial(lent_images, self._images, images, namespace), m.PromptNotes(background=background)
+        return PreparedRequest(_choices(submit, body), notes=notes, lend=lend)
 
     async def count(self, request: Request, body: ChatBody, served: Served) -> int:
         """The tokens of a chat's prompt."""
