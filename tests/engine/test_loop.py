@@ -41,7 +41,15 @@ def test_idle_work_waits_until_nobody_has_asked_for_a_while(rest_s, order):
 
     def first(_core) -> None:
         core.done.append("first")
-        threading.Timer(0.02, loop.post, [second]).start()
+        if rest_s:
+            threading.Timer(0.02, loop.post, [second]).start()
+        else:
+            core.tidy = tidy_then_second
+
+    def tidy_then_second() -> bool:
+        core.done.append("tidy")
+        loop.post(second)
+        return False
 
     loop.post(first)
     loop.run()

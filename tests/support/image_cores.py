@@ -21,7 +21,8 @@ from support.models import tiny_vision
 def seeing_core(arch="qwen35", *, memory=None, mmproj=None, mtp=False, **settings):
     """``mmproj``: a projector other than the model's own file; ``mtp``: the model has an MTP head."""
     model, own = tiny_vision(arch, mtp=mtp)
-    wanted = {"n_slots": 2, "n_ctx": 4096, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20} | settings
+    usual = {"n_slots": 2, "n_ctx": 4096, "n_spares": 0, "n_threads": 1, "ram_bytes": 256 << 20, "speculate": "off"}
+    wanted = usual | settings
     given = None if memory is None else os.dup(memory)
     core = assemble(model, EngineSettings(mmproj=str(mmproj or own), **wanted), memory=given)
     try:

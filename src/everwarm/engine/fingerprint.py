@@ -222,6 +222,7 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
     "finish_prefill_s": ParameterRow(_NONE, "what is read in idle time"),
     "max_step_ms": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others, by their speed"),
     "speculate": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),
+    "kv_unified": ParameterRow(_NONE, "how many tokens a request may have; the context is the same"),
     "draft_model": ParameterRow(_BITS, "it only guesses: how many tokens of a reply are decoded together"),
     "max_draft": ParameterRow(_BITS, "how many tokens of a reply are decoded together; the chunks are recorded"),
     "idle_cells": ParameterRow(_BITS, "whose cells lie beside a running sequence's"),
