@@ -199,7 +199,12 @@ def asked(server: Server, path: str, data: bytes) -> int:
 def test_every_endpoint_that_reads_a_body_is_tried_here():
     nobody = cast(Any, None)
     dialects: list[Any] = [OpenAI(*[nobody] * 3), Ollama(*[nobody] * 4)]
-    dialects += [Anthropic(*[nobody] * 4), Responses(*[nobody] * 5), LlamaServer(*[nobody] * 5), Models(*[nobody] * 2)]
+    dialects += [
+        Anthropic(*[nobody] * 4),
+        Responses(*[nobody] * 5),
+        LlamaServer(*[nobody] * 5),
+        Models(*[nobody] * 2, can_pull=False),
+    ]
     dialects += [Embeddings(*[nobody] * 4), AdapterRoutes(*[nobody] * 3), CachePlanner(*[nobody] * 4)]
     routes = [route for dialect in dialects for route in dialect.routes()]
     reading = [route for route in routes if "POST" in (route.methods or ()) and route.name != "not_offered"]
