@@ -250,6 +250,16 @@ def test_llama_server_gets_a_state_without_what_the_head_keeps_behind_it(tmp_pat
             assert tail.split(point.state)[1] is None
 
 
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_a_state_is_restored_without_a_copy_although_checkpoints_follow_it(tmp_path, in_arena):
+    with open_core("qwen35") as core:
+        talk(core)
+        assert save(core, tmp_path / "a.bin").appended
+        arena = core.ram.arena if in_arena else None
+        saved, _ = slot_io.read(tmp_path / "a.bin", CLAIM, core.context.n_ctx, arena)
+        assert np.shares_memory(blobs.with_header(saved.state, 0), saved.state)
+
+
 def test_a_slots_content_is_its_last_conversation():
     with open_core() as core:
         run(core, HISTORY, slot=0)
