@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from everwarm.llama.blobs import describes_end
+from everwarm.llama.blobs import HEADER_BYTES, describes_end, with_header
 from everwarm.llama.model import MemoryKind
 from support.blob_cases import with_position
 from support.steps import KINDS, SLOT, WITH_STATE, WITHOUT_TRIM, mark, open_context, read, text
@@ -73,3 +73,25 @@ def test_a_blob_too_short_to_say_anything_describes_nothing(kind: MemoryKind) ->
     assert describes_end(whole, kind, mark(30))
     for n in range(16):
         assert not describes_end(whole[:n].copy(), kind, mark(30))
+
+
+@pytest.mark.parametrize("n_behind", [0, 1, 1000])
+def test_a_header_is_written_into_the_room_before_the_data_whatever_is_behind_it(n_behind: int) -> None:
+    room = np.arange(HEADER_BYTES + 500 + n_behind, dtype=np.uint32).astype(np.uint8)
+    whole = room.copy()
+    data = whole[HEADER_BYTES:][:500]
+    found = with_header(data, 3)
+    assert np.shares_memory(found, whole) and found.ctypes.data == whole.ctypes.data
+    assert found.tobytes() == struct.pack("<Ii", MAGIC, 3) + room[HEADER_BYTES:][:500].tobytes()
+    assert (whole[HEADER_BYTES:] == room[HEADER_BYTES:]).all()
+
+
+@pytest.mark.parametrize("n_before", [0, HEADER_BYTES - 1, HEADER_BYTES + 1])
+def test_data_with_another_room_before_it_is_copied(n_before: int) -> None:
+    whole = np.ones(n_before + 500, np.uint8)
+    for data in (whole[n_before:], whole[n_before:].copy(), np.frombuffer(bytes(HEADER_BYTES + 500), np.uint8)[8:]):
+        before = data.tobytes()
+        found = with_header(data, 3)
+        assert not np.shares_memory(found, data)
+        assert found.tobytes() == struct.pack("<Ii", MAGIC, 3) + before
+    assert (whole == 1).all()

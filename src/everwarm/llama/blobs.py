@@ -75,13 +75,24 @@ def describes_end(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:
 
 def with_header(data: Blob, seq: int) -> Blob:
     """A sequence from a file, in the layout that libllama reads from memory. Makes no copy if there is room for the
-    header right before the data."""
+    header right before the data, also where more follows the data."""
     header = np.frombuffer(_HEADER.pack(MAGIC, seq), np.uint8)
-    room = data.base
-    if isinstance(room, np.ndarray) and room.dtype == np.uint8 and room.nbytes == HEADER_BYTES + data.nbytes:
-        room[:HEADER_BYTES] = header
-        return room
-    return np.concatenate([header, data])
+    room = _room_before(data)
+    if room is None:
+        return np.concatenate([header, data])
+    room[:HEADER_BYTES] = header
+    return room
+
+
+def _room_before(data: Blob) -> Blob | None:
+    """The data with the room for a header right before it, if its array begins there."""
+    whole = data.base
+    if not isinstance(whole, np.ndarray) or whole.dtype != np.uint8 or not whole.flags.writeable:
+        return None
+    is_after_room = data.ctypes.data - whole.ctypes.data == HEADER_BYTES
+    if not is_after_room or not data.flags.c_contiguous or not whole.flags.c_contiguous:
+        return None
+    return whole[: HEADER_BYTES + data.nbytes]
 
 
 def begins_sequence(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:

@@ -13,12 +13,15 @@ from everwarm.engine.slotfile import slot_io
 from everwarm.errors import BadRequest
 from everwarm.llama import blobs
 from everwarm.llama.model import MemoryKind
+from everwarm.llama.mtp import tail
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.store.object import Damaged, ObjectReader
-from everwarm.state.store.slot_file import VERSION, Claim, read_main
+from everwarm.state.store.slot_file import VERSION, Claim, read_main, split_appendix
 from everwarm.state.store.slot_names import COMPANION, checked_name
 from everwarm.types import token_mark
+from support.drafts import always_draft, drafting_core
 from support.drive import EVERY_KIND, HYBRIDS, check, open_core, run, text
+from support.models import EMBEDDED
 
 ARCHITECTURES = tuple(dict.fromkeys((*HYBRIDS, *EVERY_KIND)))
 HISTORY, NEW = text(1, 400), text(2, 30)
@@ -232,6 +235,29 @@ def test_llama_servers_packed_token_list_is_understood(tmp_path):
     path.write_bytes(struct.pack("<III", 0x67677371, VERSION, 1 << 31) + packed)
     with pytest.raises(Damaged):
         read_main(path, 100)
+
+
+def test_llama_server_gets_a_state_without_what_the_head_keeps_behind_it(tmp_path):
+    with drafting_core(path=EMBEDDED, speculate="mtp", n_slots=1, n_ctx=1024) as core:
+        always_draft(core)
+        talk(core)
+        saved = save(core, tmp_path / "a.bin")
+        kept = {found.point.n_items: found.state for found in saved.points}
+        _, appended = split_appendix(read_main(tmp_path / "a.bin", 1024)[1])
+        assert any(tail.split(kept[point.n_tokens])[1] is not None for point in appended), "this test could not fail"
+        for point in appended:
+            assert point.state.tobytes() == tail.trunk(kept[point.n_tokens]).tobytes()
+            assert tail.split(point.state)[1] is None
+
+
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_a_state_is_restored_without_a_copy_although_checkpoints_follow_it(tmp_path, in_arena):
+    with open_core("qwen35") as core:
+        talk(core)
+        assert save(core, tmp_path / "a.bin").appended
+        arena = core.ram.arena if in_arena else None
+        saved, _ = slot_io.read(tmp_path / "a.bin", CLAIM, core.context.n_ctx, arena)
+        assert np.shares_memory(blobs.with_header(saved.state, 0), saved.state)
 
 
 def test_a_slots_content_is_its_last_conversation():

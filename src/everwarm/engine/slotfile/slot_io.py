@@ -27,6 +27,7 @@ from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault
 from everwarm.llama.blobs import HEADER_BYTES
 from everwarm.llama.model import MemoryKind
+from everwarm.llama.mtp.tail import trunk
 from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.state.namespace import is_adapted, is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind
@@ -119,13 +120,13 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
 
 
 def _for_llama_server(core: Core, slot: Slot, points: list[SavedPoint]) -> tuple[Appended, ...]:
-    """What it can read: recurrent states as libllama writes them, at positions that are counts of tokens."""
+    """What it can read: recurrent states as libllama writes them, without what the head keeps behind them, at positions
+    that are counts of tokens."""
     is_readable = core.context.kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT) and core.settings.state_type == "f32"
     if not is_readable or slot.items.first(slot.n_fed).media:
         return ()
-    return tuple(Appended(point.n_items, state) for point, state, _ in points if point.n_items < slot.n_fed)[
-        -MAX_APPENDED:
-    ]
+    before = [saved_point for saved_point in points if saved_point.point.n_items < slot.n_fed]
+    return tuple(Appended(point.n_items, trunk(state)) for point, state, _ in before[-MAX_APPENDED:])
 
 
 def _bring_back(core: Core, slot: Slot) -> None:

@@ -1,8 +1,9 @@
 """Drafts by a second, smaller model of the same vocabulary, in a context of its own.
 
-It reads a reply's text when it is asked to continue it, and remembers what it has read for each sequence. Attention is cut
-where texts part; a recurrent state is not, so such a model drafts from a second name of its sequence, and reads a text anew
-that has been changed.
+It reads a reply's text when it is asked to continue it, and remembers what it has read for each sequence. A step reads one
+batch at most, so that no reply waits for another's long prompt; a text that does not fit beside the others rests a while.
+Attention is cut where texts part; a recurrent state is not, so such a model drafts from a second name of its sequence, and
+reads a text anew that has been changed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from everwarm.config import ContextOptions
 from everwarm.engine.speculation.drafter import Tokens, Wanted
-from everwarm.errors import MemoryFault, ModelFileError
+from everwarm.errors import ContextFull, MemoryFault, ModelFileError
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
@@ -22,6 +23,9 @@ from everwarm.llama.vocab import Vocab
 from everwarm.types import Mark, Position, SeqId, TokenCount
 
 MOST_MORE = 128  # tokens that only one of two vocabularies has, at its end: padding
+REST = (
+    64  # steps that a text which did not fit is left unread, and after which one that is not asked for may be dropped
+)
 
 
 class ModelDrafter(Closing):
@@ -37,42 +41,79 @@ class ModelDrafter(Closing):
         self._is_cut = not model.memory_kind.needs_checkpoints
         n_seqs = n_slots if self._is_cut else 2 * n_slots
         self._context = Context(model, replace(options, n_seq_max=n_seqs))
-        self._read: dict[SeqId, Tokens] = {}
+        self._read: dict[SeqId, Tokens] = {}  # the beginning of its text that is in the context
+        self._n_reads = 0
+        self._wanted_at: dict[SeqId, int] = {}  # the last read that asked for it
+        self._rests_until: dict[SeqId, int] = {}  # the first read that may try it again
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """Brings its sequences up to the token before the last one."""
-        for each in wanted:
+        """Brings its sequences towards the token before the last one, by one batch in all: what misses least comes
+        first, and nothing is drafted for the others yet."""
+        self._n_reads += 1
+        self._wanted_at |= {each.seq: self._n_reads for each in wanted}
+        n_left, n_drafted = self._context.options.n_ubatch, sum(each.n for each in wanted)
+        for each in sorted(filter(self._follow, wanted), key=self._n_missing):
             try:
-                self._read_one(each)
+                n_left -= self._read_on(each, n_left, n_drafted)
             except MemoryFault:
-                self.forget()  # idle texts may fill the context
+                self._rest(each.seq)
 
-    def _read_one(self, wanted: Wanted) -> None:
-        seq, text = wanted.seq, wanted.history[:-1]
+    def _follow(self, wanted: Wanted) -> bool:
+        """Cuts what was read to what the text begins with; returns whether more of it may be read."""
+        seq = wanted.seq
         if not self._can_read(wanted):
-            return self._drop(seq)
+            self._drop(seq)
+            return False
         known = self._read.get(seq)
-        n = 0 if known is None else _n_common(known, text)
-        if known is not None and n < len(known):
-            n = self._cut(seq, n)
-        while n < len(text):
-            tokens = text[n : n + self._context.options.n_ubatch]
-            self._context.decode([Feed(seq, tokens, self._context.end(seq), wants_logits=False)])
-            n += len(tokens)
-        self._read[seq] = text.copy()
-        return None
+        if known is not None:
+            n = _n_common(known, wanted.history[:-1])
+            if n < len(known):
+                self._cut(seq, n)
+        return self._n_reads >= self._rests_until.get(seq, 0)
+
+    def _n_missing(self, wanted: Wanted) -> int:
+        return len(wanted.history) - 1 - len(self._read.get(wanted.seq, ()))
+
+    def _read_on(self, wanted: Wanted, n_most: int, n_drafted: int) -> int:
+        """Reads at most so many tokens, if the whole text has room beside the drafts of a step; returns how many."""
+        seq, n_missing = wanted.seq, self._n_missing(wanted)
+        self._make_room(n_missing + n_drafted)
+        n = min(n_missing, n_most)
+        if n > 0:
+            stop = len(wanted.history) - 1 - n_missing + n
+            feed = Feed(seq, wanted.history[stop - n : stop], self._context.end(seq), wants_logits=False)
+            self._context.decode([feed])
+            self._read[seq] = wanted.history[:stop].copy()
+        return n
+
+    def _make_room(self, n_cells: int) -> None:
+        """Drops texts that nobody has asked about for a while, if there is no room otherwise."""
+        cells = self._context.cells
+        if n_cells > cells.free:
+            for seq in [seq for seq in self._read if self._wanted_at[seq] <= self._n_reads - REST]:
+                self._drop(seq)
+        if n_cells > cells.free:
+            raise ContextFull(f"a text and its draft need {n_cells} cells but {cells.free} are free")
+
+    def _rest(self, seq: SeqId) -> None:
+        """Leaves its room to the others, and the sequence unread for a while: reading it again at once would fail again."""
+        self._drop(seq)
+        self._rests_until[seq] = self._n_reads + REST
 
     def _can_read(self, wanted: Wanted) -> bool:
         text = wanted.history
         is_known = bool((text >= 0).all()) and int(text.max(initial=0)) < self._n_vocab  # an image is no token
         return is_known and len(text) + wanted.n < self._context.n_ctx
 
-    def _cut(self, seq: SeqId, n: int) -> int:
-        if self._is_cut and n:
+    def _cut(self, seq: SeqId, n: int) -> None:
+        if not self._is_cut or not n:
+            return self._drop(seq)
+        try:
             self._context.trim(seq, Mark(TokenCount(n), Position(n)))
-            return n
-        self._drop(seq)
-        return 0
+            self._read[seq] = self._read[seq][:n]
+        except MemoryFault:
+            self._drop(seq)
+        return None
 
     def _drop(self, seq: SeqId) -> None:
         self._context.drop(seq)
@@ -92,8 +133,8 @@ class ModelDrafter(Closing):
                     found[each.seq].append(last[each.seq])
                 going = [each for each in going if len(found[each.seq]) < each.n]
         except MemoryFault:
-            for seq in list(found):
-                self._drop(seq)
+            for seq in found:
+                self._rest(seq)
         for seq, place in seqs.items():
             self._take_back(seq, place)
         return {seq: tokens for seq, tokens in found.items() if tokens}
@@ -124,6 +165,7 @@ class ModelDrafter(Closing):
         """Texts were erased: nothing of them stays here."""
         for seq in list(self._read):
             self._drop(seq)
+        self._rests_until.clear()
 
     def close(self) -> None:
         self._context.close()

@@ -12,8 +12,8 @@ its directory, and a symbolic link is never followed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import re
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
@@ -32,6 +32,9 @@ from everwarm.types import Blob, Place, heap
 
 MAGIC, VERSION = 0x67677371, 4
 NO_FILE = "there is no file of that name that you have saved"  # the same for a file of another namespace
+SEARCHED_BYTES = 4 << 20  # of a state at once
+MAX_MARKS = 16  # places in a state that look like the beginning of an appendix
+MAX_POINTS = 4096  # of an appendix; llama-server keeps 32 unless it is told otherwise
 
 _HEAD = struct.Struct("<III")
 _PACKED = struct.Struct("<iII")  # −1, version, tokens
@@ -76,12 +79,24 @@ def main_digest(tokens: Codes, state: Blob, points: Sequence[Appended] = ()) -> 
 
 
 def split_appendix(state: Blob) -> tuple[Blob, tuple[Appended, ...]]:
-    """The state alone, and what llama-server appended to it. Only what can be read up to the end of the file counts."""
-    for found in re.finditer(re.escape(_APPENDIX.pack(_APPENDIX_MAGIC, _APPENDIX_VERSION)), state.data):
-        points = _appended(state[found.end() :])
+    """The state alone, and what llama-server appended to it. Only what can be read up to the end of the file counts, and
+    only if few places before it look like the beginning: by chance hardly one does."""
+    for at in itertools.islice(_marks(state), MAX_MARKS):
+        points = _appended(state[at + _APPENDIX.size :])
         if points is not None:
-            return state[: found.start()], points
+            return state[:at], points
     return state, ()
+
+
+def _marks(state: Blob) -> Iterator[int]:
+    """Where an appendix may begin. Looked for in pieces, because other threads wait while one is searched."""
+    mark = _APPENDIX.pack(_APPENDIX_MAGIC, _APPENDIX_VERSION)
+    for start in range(0, len(state), SEARCHED_BYTES):
+        piece = state[start : start + SEARCHED_BYTES + len(mark) - 1].tobytes()
+        at = piece.find(mark)
+        while at >= 0:
+            yield start + at
+            at = piece.find(mark, at + 1)
 
 
 def _appended(data: Blob) -> tuple[Appended, ...] | None:
@@ -89,6 +104,8 @@ def _appended(data: Blob) -> tuple[Appended, ...] | None:
     points: list[Appended] = []
     try:
         (count,) = _COUNT.unpack_from(data.data)
+        if count > MAX_POINTS:
+            return None
         at = _COUNT.size
         for _ in range(count):
             n_tokens, _, _ = _POINT.unpack_from(data.data, at)
