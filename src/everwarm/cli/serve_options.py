@@ -176,6 +176,13 @@ class ServeOptions:
             help="when idle, read the prefix of the next turn in advance (work after each reply)",
         ),
     ] = True
+    workspace: Annotated[
+        str | None,
+        Parameter(
+            group=MEMORY,
+            help="folder of files to read ahead when a tool call names one (own key, no cache_salt; off)",
+        ),
+    ] = None
     canonicalise: Annotated[
         bool,
         Parameter(group=NETWORK, help="leave out lines of system text that are known to change and break prefixes"),
@@ -533,6 +540,7 @@ class ServeOptions:
             thinking_tags=self.thinking_tags,
             otel_endpoint=self.otel_endpoint,
             prewarm=self.prewarm,
+            workspace=self.workspace,
             canonicalise=self.canonicalise,
             rewrite=() if self.rewrite is None else read_rules(Path(self.rewrite)),
             state_dir=self.state_dir if parse_bytes(self.disk_cache) else None,

@@ -831,14 +831,16 @@ class Core:
             joints=request.ask.joints if self._may_guess(request) else (),
             kept=0 if request.ask.deterministic else self._n_kept(match, restored),
         )
-        needed = self.context.kind.needs_checkpoints and not request.ask.ahead  # of that only the end is kept
+        needed = self.context.kind.needs_checkpoints
         if request.chunks:
             found = request.cuts  # as before it was suspended
         elif request.ask.deterministic:
             request.cuts = tuple(found)
         n_passed = max(restored.n_items, n_items_of(request.chunks))
         ahead = [cut for cut in reversed(found) if needed and cut.at > n_passed]
-        if request.ask.is_background and not request.ask.deterministic:
+        if request.ask.ahead:  # of that only the end is kept, and where a guess begins
+            ahead = [Cut(cut.at, CutKind.PREWARM) for cut in ahead if cut.at == request.ask.stable]
+        elif request.ask.is_background and not request.ask.deterministic:
             ahead = [Cut(cut.at, CutKind.BACKGROUND) for cut in ahead if cut.kind is CutKind.STABLE]
         return [cut for cut in ahead if request.ask.deterministic or self.checkpointer.is_worth_a_cut(cut.kind)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from everwarm.config import require
 from everwarm.gateway.access.auth import Access, Key, check_keys
@@ -46,6 +47,9 @@ class ServerSettings:
     thinking_tags: ThinkingTags = "auto"
     otel_endpoint: str | None = None  # the OpenTelemetry collector; None: no traces
     prewarm: bool = True  # read in idle time what the next turn will begin with
+    workspace: str | None = (
+        None  # the folder whose files are read ahead when a tool call names them; None: no files are
+    )
     canonicalise: bool = True  # remove known noise at the head of system text
     rewrite: Rules = ()  # of the operator, for lines of system text that clients change without need
     cache_text: bool = False  # whether the cache API shows text of cached prompts
@@ -72,6 +76,7 @@ class ServerSettings:
         require(self.client_timeout_s > 0, f"client_timeout_s is {self.client_timeout_s}; give more than 0")
         require(self.grace_s >= 0, f"grace_s is {self.grace_s}; give 0 or more")
         require(0.0 <= self.pin_quota <= 1.0, f"pin_quota is {self.pin_quota}; give a share from 0 to 1")
+        self._check_workspace()
         check_keys(self.api_keys, self.admin_key, self.keys)
         for host in self.hosts:
             require(bool(host), "the address to listen on is empty; give one like 127.0.0.1")
@@ -85,6 +90,18 @@ class ServerSettings:
         )
         for origin in self.cors_origins:
             check_origin(origin)
+
+    def _check_workspace(self) -> None:
+        folder = self.workspace
+        require(folder is None or Path(folder).is_dir(), f"workspace is {folder}; give a folder that exists")
+        require(
+            folder is None or not self.cache_text,
+            "workspace is given beside cache_text, which would show text of its files; give only one",
+        )
+        require(
+            folder is None or not self.keys or self.api_key is not None,
+            "workspace is for callers with the API key, and there is none; give --api-key beside the key file",
+        )
 
     def access(self) -> Access:
         return Access(self.api_keys, self.admin_key, self.keys, self.key_file)

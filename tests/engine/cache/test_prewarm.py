@@ -60,6 +60,25 @@ def test_the_next_request_reads_only_what_is_new(arch, n_spares):
     assert result.tokens == without.tokens
 
 
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_where_a_guess_begins_is_kept_as_well(arch):
+    """So a wrong guess costs idle time alone. A recurrent state exists only where it was kept."""
+    guess = [*SHOWN, *text(5, 120)]
+    read = {}
+    for stable in (len(SHOWN), None):
+        with open_core(arch) as core:
+            talk(core)
+            offer(core, guess, stable=stable)
+            idle(core)
+            assert core.counts.n_prewarms == 1
+            wrong = run(core, NEXT)
+            right = run(core, [*guess, *NEW])
+            assert right.n_processed <= len(NEW) + GUARD
+            read[stable] = wrong.n_processed
+    assert read[len(SHOWN)] <= len(NEW) + GUARD
+    assert read[None] >= len(ANSWER), "this test could not fail"
+
+
 def test_it_is_counted_apart_and_counts_as_used_once_it_was():
     with open_core() as core:
         talk(core)

@@ -16,6 +16,7 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.ollama.model_list import capabilities, size_text
 from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate, OllamaMessage, messages_of
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
+from support.changed_gguf import write_changed
 from support.fuzz import FUZZ, TEXT, Json, bodies
 from support.image_files import data_url
 from support.models import EMBEDDED, tiny_vision
@@ -165,6 +166,28 @@ def test_nothing_asked_is_an_order_to_load_or_unload(server, client):
     assert "15" in chat(client, SUM, stream=True, keep_alive="0s").message.content
     until(lambda: server.status_of(NAME) == "unloaded", "the model is asleep")
     assert "15" in chat(client, SUM, keep_alive="5m").message.content and server.status_of(NAME) == "loaded"
+
+
+# filling in the middle
+
+
+def test_the_middle_is_filled_in_as_llama_server_would(tmp_path):
+    above, line, below = "import os\n\n\ndef main(path: str) -> None:\n", "    print(", ")\n"
+    asked = {"model": "fills-in", "prompt": above + line, "options": {"temperature": 0, "num_predict": 8}}
+    model = write_changed(tmp_path / "fills-in.gguf", EMBEDDED, fills_in=True)
+    with serving(model=model) as server, ollama.Client(server.url) as client:
+        body = {"input_prefix": above, "prompt": line, "input_suffix": below, "n_predict": 8, "temperature": 0}
+        wanted = server.ask("/infill", body)
+        whole = client.generate(**asked, suffix=below)
+        assert whole.response == wanted["content"] and whole.prompt_eval_count == wanted["tokens_evaluated"]
+        parts = list(client.generate(**asked, suffix=below, stream=True))
+        assert "".join(part.response for part in parts) == whole.response and parts[-1].done_reason == "length"
+        first = client.generate(**{**asked, "prompt": ""}, suffix=below)
+        assert first.done_reason == "length", "a cursor at the beginning of a file is no question for the model alone"
+        assert client.generate(**asked).prompt_eval_count != whole.prompt_eval_count, "without it, a chat"
+        for wrong in ({"system": "Be brief."}, {"format": "json"}, {"context": [1]}):
+            error = refusal(client.generate, **asked, suffix=below, **wrong)
+            assert error.status_code == 400 and next(iter(wrong)) in error.error
 
 
 # refusals

@@ -93,7 +93,7 @@ def unread_rest(request: Request, n_fed: int) -> Ask | None:
     is_reusable = ask.use_cache and not ask.deterministic and not ask.prompt.media
     if not is_reusable or request.n_prompt - n_fed < MIN_UNREAD:
         return None
-    return replace(ask, max_tokens=0, n_probs=None, slot=None, constraint=None, ahead=True)
+    return replace(ask, max_tokens=0, n_probs=None, slot=None, constraint=None, ahead=True, stable=None)
 
 
 def is_worth_prewarming(ask: Ask, restorer: Restorer, context: Context) -> bool:

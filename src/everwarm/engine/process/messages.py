@@ -133,6 +133,7 @@ class Prewarm(Message, frozen=True, tag=True):
     add_special: bool = True
     namespace: str = ""
     session: str | None = None
+    n_sure: int | None = None  # characters; what follows them is a guess. None: there is none
 
 
 class Cancel(Message, frozen=True, tag=True):

@@ -265,7 +265,17 @@ class RequestHandler:
         n = tokenizer.sure_count_at(message.text, len(message.text), add_special=special)
         if n < 2:
             return None
-        return Ask(prompt.first(n), max_tokens=0, namespace=message.namespace, session=message.session, ahead=True)
+        stable = None
+        if message.n_sure is not None:
+            stable = min(n, tokenizer.sure_count_at(message.text, message.n_sure, add_special=special))
+        return Ask(
+            prompt.first(n),
+            max_tokens=0,
+            stable=stable,
+            namespace=message.namespace,
+            session=message.session,
+            ahead=True,
+        )
 
     # on the loop's thread
 

@@ -124,6 +124,24 @@ class ChatTemplate:
             reply = joined_reply(plain.pop(), reply)
         return stable_points.after_reply(plain, without_breakpoints(reply), self._next_text(self._given(tools, kwargs)))
 
+    def after_results(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        calls: Message,
+        results: Sequence[str],
+        /,
+        *,
+        tools: Tools | None = None,
+        **options: Any,
+    ) -> str | None:
+        """The text that the next request begins with, if these are the results of the reply's first calls. Options are
+        those of the prompt itself."""
+        plain = list(map(without_breakpoints, messages))
+        kwargs = {k: v for k, v in options.items() if k not in ("add_generation_prompt", "continues")}
+        render = self._next_text(self._given(tools, kwargs))
+        return stable_points.after_results(plain, without_breakpoints(reply), calls, results, render)
+
     def _given(self, tools: Tools | None, kwargs: Mapping[str, Any]) -> Given:
         thinking = self._template.forms.thinking
         thinks = bool(thinking.opening or thinking.closing)

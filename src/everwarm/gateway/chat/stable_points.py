@@ -195,6 +195,26 @@ def after_reply(messages: Sequence[Message], reply: Message, render: Render) -> 
     return texts[0][: min(common_prefix(texts[0], text) for text in texts)] or None
 
 
+def after_results(
+    messages: Sequence[Message], reply: Message, calls: Message, results: Sequence[str], render: Render
+) -> str | None:
+    """The text that the next request begins with, if the first calls of a reply have these results. ``calls``: the reply
+    with its calls, where ``reply`` has them as text. More may follow the last result, or less white space."""
+    texts = []
+    for ending in ("", *WORDS):
+        last = results[-1] + ending if ending else results[-1].rstrip()
+        known = [*results[:-1], last]
+        following = [
+            {**message, "content": known[i] if i < len(known) else ending or WORDS[0]}
+            for i, message in enumerate(results_of(calls, ""))
+        ]
+        text = render([*messages, reply, *following])
+        if text is None:
+            return None
+        texts.append(text)
+    return texts[0][: min(common_prefix(texts[0], text) for text in texts)] or None
+
+
 # long conversations
 
 

@@ -7,7 +7,7 @@ is too long its beginning is dropped in large steps: the next request then begin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -56,7 +56,7 @@ class InfillBody(Body, frozen=True, kw_only=True):
         """The completion that this is."""
         own = ("input_prefix", "input_suffix", "prompt", "input_extra")
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
-        return MarkedCompletion(prompt=list(prompt.tokens), breakpoints=prompt.breakpoints, **fields)
+        return prompt.completion(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,16 @@ class InfillTokens:
 class InfillPrompt:
     tokens: tuple[int, ...]
     breakpoints: tuple[int, ...]  # where the line of the cursor begins and ends
+
+    def completion(self, fields: Mapping[str, Any]) -> MarkedCompletion:
+        """``fields``: those of the completion besides its prompt."""
+        return MarkedCompletion(**{**fields, "prompt": list(self.tokens), "breakpoints": self.breakpoints})
+
+
+def texts_around(above: str, below: str) -> list[str]:
+    """What ``InfillBody.texts`` would be for a text above the cursor whose last line is that of the cursor."""
+    before, newline, line = above.rpartition("\n")
+    return InfillBody(input_prefix=before + newline, prompt=line, input_suffix=below).texts()
 
 
 def infill_prompt(

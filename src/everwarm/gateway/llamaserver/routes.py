@@ -29,7 +29,7 @@ from everwarm.gateway.llamaserver.encode import (
     generation_settings,
     tokenized,
 )
-from everwarm.gateway.llamaserver.infill import InfillBody, InfillTokens, infill_prompt
+from everwarm.gateway.llamaserver.infill import InfillBody, InfillPrompt, InfillTokens, infill_prompt, texts_around
 from everwarm.gateway.openai.schema import (
     MEDIA_MARKER,
     Body,
@@ -137,14 +137,22 @@ class LlamaServer:
 
     async def _filled(self, request: Request, body: InfillBody) -> CompletionBody:
         """The completion that fills in what is missing at the cursor."""
+        return body.completion(await self._infill_prompt(request, body, body.texts()))
+
+    async def fill_in(self, request: Request, body: CompletionBody, below: str) -> CompletionBody:
+        """For other dialects: the completion of a text that another text follows."""
+        prompt = await self._infill_prompt(request, body, texts_around(str(body.prompt), below))
+        return prompt.completion(msgspec.structs.asdict(body))
+
+    async def _infill_prompt(self, request: Request, body: Body, given: list[str]) -> InfillPrompt:
         with self._pool.lease(body.model) as lease:
             info = await (await lease.ready()).supervisor.wait_ready()
         if info.fill_in is None:
             raise NotSupported("this model has no tokens for fill-in-the-middle; send a prompt to /completion")
         ask = partial(self._tokens, request, body.model, add_special=False, parse_special=False)
-        texts = await asyncio.gather(*map(ask, body.texts()))
+        texts = await asyncio.gather(*map(ask, given))
         defaults = self._settings.defaults
-        prompt = infill_prompt(
+        return infill_prompt(
             InfillTokens.of(texts),
             info.fill_in,
             n_batch=info.n_batch,
@@ -152,7 +160,6 @@ class LlamaServer:
             n_predict=body.reply_tokens(-1 if defaults.max_tokens is None else defaults.max_tokens),
             suffix_first=defaults.spm_infill,
         )
-        return body.completion(prompt)
 
     async def _all_completed(self, request: Request, body: CompletionBody, prompts: list[Prompt]) -> list[Choice]:
         """The replies to all prompts, which run at once; the error of one ends them all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from everwarm.gateway.ollama import model_list
 from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, ReplyFields, chat_fields, generate_fields, line
 from everwarm.gateway.ollama.pull import SUCCESS, Pulls
 from everwarm.gateway.ollama.schema import NamedBody, OllamaChat, OllamaGenerate, PullBody
+from everwarm.gateway.openai.schema import CompletionBody
 from everwarm.gateway.serving.replies import GenerationBody, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
@@ -26,14 +27,16 @@ from everwarm.types import Json
 DIALECT = "0.12.0"  # the version of Ollama that we claim: clients check it before they use new features
 
 OllamaRequest = OllamaChat | OllamaGenerate
+FillIn = Callable[[Request, CompletionBody, str], Awaitable[CompletionBody]]  # the prompt with the text that follows it
 
 
 class Ollama:
-    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies, pulls: Pulls) -> None:
+    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies, pulls: Pulls, fill_in: FillIn) -> None:
         self._pool = pool
         self._pulls = pulls
         self._gate = gate
         self._replies = replies
+        self._fill_in = fill_in
 
     def routes(self) -> list[Route]:
         refused = {
@@ -122,6 +125,8 @@ class Ollama:
         encoder = OllamaEncoder(model, reply_fields)
 
         async def generation_body() -> GenerationBody:
+            if isinstance(body, OllamaGenerate) and body.suffix:
+                return await self._filled(request, body.as_completion(), body.suffix)
             if isinstance(body, OllamaGenerate) and body.raw:
                 return body.as_completion()
             return await self._gate.bodies.for_request(request, body.as_chat)
@@ -139,6 +144,14 @@ class Ollama:
             fields = await self._gate.within_time(request, work)
         answer = encoder.dated({**reply_fields(""), **fields}) if body.only_loads else fields
         return Response(line(answer), media_type=MEDIA_TYPE) if body.streams else json_response(answer)
+
+    async def _filled(self, request: Request, body: CompletionBody, suffix: str) -> CompletionBody:
+        try:
+            return await self._fill_in(request, body, suffix)
+        except NotSupported:
+            raise BadRequest(
+                "suffix cannot be used: this model has no tokens for fill-in-the-middle; put everything into prompt"
+            ) from None
 
     async def _load(self, body: OllamaRequest, model: str, unloads: bool) -> Json:
         """For a request without a prompt: loads the model, or unloads it."""

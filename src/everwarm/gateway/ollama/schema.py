@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.openai.schema import MAX_MESSAGES, ChatBody, CompletionBody, Name
+from everwarm.gateway.openai.schema import MAX_MESSAGES, MAX_TOKENIZED_CHARS, ChatBody, CompletionBody, Name
 from everwarm.types import Json
 
 Think = bool | Literal["low", "medium", "high", "max"] | None
@@ -118,19 +118,19 @@ class OllamaChat(OllamaBody, frozen=True, kw_only=True):
 
 
 class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
-    """One prompt. With ``raw`` the model reads it without a template."""
+    """One prompt. With ``raw`` the model reads it without a template; with ``suffix`` it fills in what is between them."""
 
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
     images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARS)] | None = None
     template: str | None = None
     context: list[int] | None = None
 
     @property
     def only_loads(self) -> bool:
-        return not self.prompt and not self.images
+        return not self.prompt and not self.images and not self.suffix
 
     def as_chat(self) -> ChatBody:
         self._check()
@@ -140,14 +140,16 @@ class OllamaGenerate(OllamaBody, frozen=True, kw_only=True):
     def as_completion(self) -> CompletionBody:
         self._check()
         if self.images or self.system or self.format:
-            raise BadRequest("system, images and format need the model's template; leave out raw: true")
+            raise BadRequest("system, images and format need the model's template; leave out raw: true and suffix")
+        if self.suffix and len(self.prompt or "") > MAX_TOKENIZED_CHARS:
+            raise BadRequest(
+                f"prompt is too long to be filled in after it; give at most {MAX_TOKENIZED_CHARS} characters"
+            )
         probs = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
         return _converted({**self.common(), **probs, "prompt": self.prompt or ""}, CompletionBody)
 
     def _check(self) -> None:
         """Refuses fields that would change the prompt in ways that are not supported."""
-        if self.suffix:
-            raise BadRequest("suffix is not supported: no model here fills in the middle; put everything into prompt")
         if self.template:
             raise BadRequest("template is not supported: send raw: true and the prompt as the model shall read it")
         if self.context:

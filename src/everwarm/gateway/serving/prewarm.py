@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from everwarm.engine.process import messages as m
 from everwarm.gateway.access.limits import AdmissionLimits
@@ -19,13 +20,24 @@ log = logging.getLogger("everwarm.gateway")
 SETTLE_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """What the next prompt begins with. ``n_sure``: so many characters whatever is sent; None: all of them."""
+
+    text: str
+    n_sure: int | None = None
+
+
+NextText = Callable[[], NextTurn | None]
+
+
 class NextTurnPrewarmer:
     def __init__(self, limits: AdmissionLimits, *, is_on: bool) -> None:
         self._limits = limits
         self._is_on = is_on
         self._tasks: dict[asyncio.Task[None], str] = {}  # with the namespaces they are for
 
-    def offer(self, supervisor: Supervisor, submit: m.Submit, next_text: Callable[[], str | None]) -> None:
+    def offer(self, supervisor: Supervisor, submit: m.Submit, next_text: NextText) -> None:
         """``submit``: the request that was answered; ``next_text`` renders, so it runs on a thread."""
         if self._is_on:
             task = asyncio.create_task(self._offer(supervisor, submit, next_text))
@@ -37,14 +49,15 @@ class NextTurnPrewarmer:
         for task in [task for task, own in self._tasks.items() if own.startswith(namespace)]:
             task.cancel()
 
-    async def _offer(self, supervisor: Supervisor, submit: m.Submit, next_text: Callable[[], str | None]) -> None:
+    async def _offer(self, supervisor: Supervisor, submit: m.Submit, next_text: NextText) -> None:
         await asyncio.sleep(SETTLE_S)
         if self._limits.n_requests:
             return
         try:
-            text = await asyncio.to_thread(next_text)
+            turn = await asyncio.to_thread(next_text)
         except Exception:
             log.exception("the beginning of the next turn could not be rendered")
             return
-        if text and not self._limits.n_requests:
-            supervisor.tell(m.Prewarm(text, submit.add_special, submit.namespace, submit.session))
+        if turn is not None and not self._limits.n_requests:
+            about = submit.add_special, submit.namespace, submit.session, turn.n_sure
+            supervisor.tell(m.Prewarm(turn.text, *about))

@@ -23,7 +23,7 @@ from everwarm.config import Constraint, Sampling, ThinkingBudget
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest, NotSupported
-from everwarm.gateway.access.auth import namespace_of
+from everwarm.gateway.access.auth import namespace_of, own_namespace
 from everwarm.gateway.access.limits import estimated_tokens
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.chat.chat_template import CHATML, ChatTemplate
@@ -47,8 +47,10 @@ from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.background import background_kind
+from everwarm.gateway.serving.prewarm import NextTurn
 from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import place_of
+from everwarm.gateway.serving.workspace import Workspace
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Served
 from everwarm.router.supervise.supervisor import Lend
@@ -61,9 +63,7 @@ log = logging.getLogger("everwarm.gateway")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
 Parser = Callable[[], OutputParser]
-NextText = Callable[
-    [str], str | None
-]  # from a reply to what the next turn is sure to begin with; None: it is not known
+NextText = Callable[[str], NextTurn | None]  # from a reply to what the next turn begins with; None: it is not known
 Recall = Callable[[Json, str], RememberedReply | None]
 KeepReply = Callable[[Json, str], None]  # remembers a reply: the message that the client got, and what the model wrote
 
@@ -85,6 +85,11 @@ class PreparedRequest:
         submits = tuple(msgspec.structs.replace(submit, lora=scales) for submit in self.submits)
         return dataclasses.replace(self, submits=submits, next_text=None)
 
+    def without_quotes(self) -> PreparedRequest:
+        """Where its prompt leaves what is cached is told by the place alone: what is cached may have been guessed."""
+        submits = tuple(msgspec.structs.replace(submit, wants_diagnostics=False) for submit in self.submits)
+        return dataclasses.replace(self, submits=submits)
+
 
 class RequestPreparer:
     def __init__(
@@ -105,6 +110,8 @@ class RequestPreparer:
         self._scales = scales
         self._volatile = volatile
         self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
+        folder = settings.workspace
+        self._workspace = None if folder is None else Workspace(folder, own_namespace(settings.api_key))
         self._templates: dict[str, ChatTemplate] = {}  # by model id
 
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
@@ -119,6 +126,8 @@ class RequestPreparer:
             prepared = await self._chat(request, body, self._template(served, info), info)
         else:
             prepared = await self._completion(request, body, info)
+        if self._workspace_of(namespace_of(request, body.cache_salt)) is not None:
+            prepared = prepared.without_quotes()
         return prepared if lora is None else prepared.with_lora(lora)
 
     async def prompt(self, request: Request, body: ChatBody, served: Served, marker: ImageMarker) -> PreparedChat:
@@ -201,7 +210,8 @@ class RequestPreparer:
         goes_on = not images and _has_memory(body) and submit.max_tokens and not submit.priority
         style = syntax.thinking(prepared.text)
         recall = partial(_remembered_reply, body, prepared, template, style.closing if style else None)
-        next_text = partial(_next_text, prepared, template, parser, recall) if goes_on else None
+        about = prepared, template, parser, recall, self._workspace_of(namespace)
+        next_text = partial(_next_text, *about) if goes_on else None
         keep_reply = partial(self._keep_reply, template, namespace, body.messages[-1], recall)
         _recount(request, estimated_tokens(len(prepared.text)))
         return PreparedRequest(
@@ -213,6 +223,10 @@ class RequestPreparer:
             partial(lent_images, self._images, images, namespace) if images else None,
             partial(self._volatile.charge, changed) if changed else None,
         )
+
+    def _workspace_of(self, namespace: str) -> Workspace | None:
+        found = self._workspace
+        return found if found is not None and found.serves(namespace) else None
 
     async def _images_of(self, parts: Sequence[Json], info: m.ModelInfo, namespace: str) -> list[ImageInfo]:
         """The images of a prompt, if the model can see any."""
@@ -350,13 +364,39 @@ def _remembered_reply(
     return remembered_reply(reply, text, closing_tag, render if got_all else lambda _: None)
 
 
-def _next_text(chat: PreparedChat, template: ChatTemplate, parser: Parser, recall: Recall, text: str) -> str | None:
+def _next_text(
+    chat: PreparedChat,
+    template: ChatTemplate,
+    parser: Parser,
+    recall: Recall,
+    workspace: Workspace | None,
+    text: str,
+) -> NextTurn | None:
     reply = parser().message(text)
     found = recall(reply, text)
-    if found is not None and found.as_text is not None:
-        return None  # after calls nothing is sure but that results follow, and those come at once
-    message = reply if found is None else found.message(with_reasoning=True)
-    return template.after_reply(chat.messages, message, **chat.options)
+    sure = None
+    if found is None or found.as_text is None:  # after calls as text nothing is sure, and results come at once
+        message = reply if found is None else found.message(with_reasoning=True)
+        sure = template.after_reply(chat.messages, message, **chat.options)
+    guess = None
+    if workspace is not None and found is not None and chat.continues is None:
+        guess = _guess(chat, template, reply, found, workspace)
+    if guess is None:
+        return NextTurn(sure) if sure else None
+    return NextTurn(guess, len(sure) if sure and guess.startswith(sure) else None)
+
+
+def _guess(
+    chat: PreparedChat, template: ChatTemplate, reply: Json, found: RememberedReply, workspace: Workspace
+) -> str | None:
+    """The next prompt up to the end of the results that are probable. Thinking comes back if it did before."""
+    results = workspace.results(chat.messages, reply.get("tool_calls") or ())
+    if not results:
+        return None
+    earlier = [message for message in chat.messages if message.get("role") == "assistant"]
+    thinks = not earlier or any(message.get("reasoning_content") for message in earlier)
+    message = found.message(with_reasoning=thinks)
+    return template.after_results(chat.messages, message, reply, results, **chat.options)
 
 
 def _parser(body: ChatBody, syntax: ModelSyntax, text: str) -> Parser:

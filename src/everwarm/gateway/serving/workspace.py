@@ -1,0 +1,120 @@
+"""The probable results of tool calls that name a file: what ``--workspace`` reads ahead while a client runs its tools.
+
+A guess changes speed, never results: the next prompt is compared with it token by token. Only files below one folder are
+opened, and only for one namespace. Choosing names and the look of a result is pure; ``read_below`` opens the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from everwarm.gateway.chat.content import parts_as_text
+from everwarm.types import Json
+
+MAX_CALLS = 4  # of a reply; the results of more are not guessed
+MAX_FILE_BYTES = 256 << 10
+MAX_ARGUMENTS = 16 << 10  # characters of JSON
+MAX_NAMES = 8  # texts among the arguments of a call that may be the name of a file
+MAX_NAME = 4096  # characters
+_NUMBERED = re.compile(r"( *)1(\t|→)[^\n]*(?:\n *2\2|\s*\Z)")
+
+
+class Workspace:
+    def __init__(self, folder: str, namespace: str) -> None:
+        self._root = os.path.realpath(folder)
+        self._namespace = namespace
+
+    def serves(self, namespace: str) -> bool:
+        return namespace == self._namespace
+
+    def results(self, messages: Sequence[Json], calls: Sequence[Json]) -> list[str]:
+        """What the first of these calls will probably give, as far as each of them names a file."""
+        found = []
+        for call in calls[:MAX_CALLS]:
+            function = call["function"]
+            texts = (read_below(self._root, name) for name in file_names(function["arguments"]))
+            text = next((text for text in texts if text is not None), None)
+            if text is None:
+                break
+            found.append(as_shown(text, latest_result(messages, function["name"])))
+        return found
+
+
+def file_names(arguments: str) -> list[str]:
+    """Texts that may be the name of the file that a call is about. None if it has numbers, which choose a part of one."""
+    if len(arguments) > MAX_ARGUMENTS:
+        return []
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return []
+    values = list(given.values()) if isinstance(given, dict) else []
+    if any(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return []
+    texts = (value for value in values if isinstance(value, str) and 0 < len(value) <= MAX_NAME)
+    return [text for text in texts if not {"\0", "\n"} & set(text)][:MAX_NAMES]
+
+
+def latest_result(messages: Sequence[Json], tool: str) -> str | None:
+    """What this tool gave last in the conversation."""
+    ids = set()
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and function.get("name") == tool and isinstance(call.get("id"), str):
+                ids.add(call["id"])
+    for message in reversed(messages):
+        id = message.get("tool_call_id")
+        if message.get("role") == "tool" and isinstance(id, str) and id in ids:
+            content = message.get("content")
+            return str(parts_as_text({}, content)["content"]) if isinstance(content, list) else str(content or "")
+    return None
+
+
+def as_shown(text: str, earlier: str | None) -> str:
+    """The text of a file as a tool shows it: with numbered lines, if that is how its earlier result looked."""
+    found = None if earlier is None else _NUMBERED.match(earlier)
+    if found is None:
+        return text
+    width, separator = len(found[1]) + 1, found[2]
+    lines = text.removesuffix("\n").split("\n")
+    return "\n".join(f"{i:>{width}}{separator}{line}" for i, line in enumerate(lines, 1))
+
+
+def read_below(root: str, name: str) -> str | None:
+    """The text of a regular file below a folder, which is a real path; None if there is none, it is too large, or no text.
+    A link may lead to another place below the folder, and never out of it."""
+    try:
+        parts = Path(os.path.realpath(os.path.join(root, name), strict=True)).relative_to(root).parts
+        with _opened(root, parts) as file:
+            about = os.fstat(file)
+            if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_FILE_BYTES:
+                return None
+            with os.fdopen(os.dup(file), "rb") as reader:
+                data = reader.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
+    except (OSError, ValueError):
+        return None
+    return None if len(data) > MAX_FILE_BYTES or "\0" in text else text
+
+
+@contextlib.contextmanager
+def _opened(root: str, parts: Sequence[str]) -> Iterator[int]:
+    """Opens folder by folder and follows no link: what was a folder when the path was resolved may be one by now."""
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for i, part in enumerate(parts):
+            kind = os.O_NONBLOCK | os.O_NOCTTY if i == len(parts) - 1 else os.O_DIRECTORY
+            below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=at)
+            os.close(at)
+            at = below
+        yield at
+    finally:
+        os.close(at)
