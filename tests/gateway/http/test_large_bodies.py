@@ -5,6 +5,7 @@ measures and prints how late the event loop was: at most 20 ms of the gateway's 
 """
 
 import contextlib
+import inspect
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -197,20 +198,13 @@ def asked(server: Server, path: str, data: bytes) -> int:
 
 
 def test_every_endpoint_that_reads_a_body_is_tried_here():
-    nobody = cast(Any, None)
-    dialects: list[Any] = [OpenAI(*[nobody] * 3), Ollama(*[nobody] * 4)]
-    dialects += [
-        Anthropic(*[nobody] * 4),
-        Responses(*[nobody] * 5),
-        LlamaServer(*[nobody] * 5),
-        Models(*[nobody] * 2, can_pull=False),
-    ]
-    dialects += [Embeddings(*[nobody] * 4), AdapterRoutes(*[nobody] * 3), CachePlanner(*[nobody] * 4)]
+    kinds = (OpenAI, Ollama, Anthropic, Responses, LlamaServer, Models, Embeddings, AdapterRoutes, CachePlanner)
+    dialects = [kind(**dict.fromkeys(inspect.signature(kind).parameters)) for kind in kinds]
     routes = [route for dialect in dialects for route in dialect.routes()]
     reading = [route for route in routes if "POST" in (route.methods or ()) and route.name != "not_offered"]
     taking = {route.path for route in reading if "refuse" not in route.name} | {"/render"}
     tried = {path.partition("?")[0].replace("/slots/0", "/slots/{id}") for path in (*MESSAGES, *TEXTS, *VECTORS)}
-    assert taking == tried
+    assert taking - {"/api/pull"} == tried, "a pull is refused unread, unless an admin of this server may"
 
 
 @pytest.mark.parametrize("path", [*MESSAGES, *TEXTS, *VECTORS])
