@@ -50,7 +50,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 
 # Three on two cores, because tests of servers wait a lot; in the order of folders, because the longest files have few tests.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-test: $(STAMP) browser tmux ## all tests but those of `check`, about 13 minutes on two cores
+test: $(STAMP) browser tmux ## all tests but those of `check`, about 15 minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
 	@$(MAKE) --silent build/compat/.fetched >/dev/null 2>&1 || echo "llama-server's own tests could not be fetched: those that run some of them are skipped"
 	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/scale --ignore tests/structure --durations 20

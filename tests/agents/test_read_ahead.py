@@ -55,7 +55,7 @@ def asked(
 ) -> dict[str, Any]:
     """A turn that ends with a call, until the server has read ahead what it will; the body of the next turn, for a
     result to be added. Nothing but a question of its own is shared with other conversations."""
-    body: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, **more}
+    body: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, "speculative.n_max": 0, **more}
     content = question or f"{words(20, next(SEEDS))} Look at {name}."
     messages: list[Any] = [{"role": "user", "content": content}]
     n_before = counted(server, "prewarms")
@@ -63,8 +63,7 @@ def asked(
     assert json.loads(message["tool_calls"][0]["function"]["arguments"])["path"]
     if reads_ahead:
         until(lambda: counted(server, "prewarms") > n_before, "what is probable is read")
-    else:
-        until(lambda: server.is_settled("everwarm-tiny"), "there was time to read ahead")
+    until(lambda: server.is_settled("everwarm-tiny"), "there was time to read ahead")
     return body | {"messages": [*messages, message]}
 
 

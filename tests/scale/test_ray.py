@@ -255,7 +255,7 @@ def test_every_dialect_and_every_error_arrives(cluster: Fleet) -> None:
     assert cluster.get("/ready").status == 200
     assert cluster.get("/nowhere").status == 404
     gone = cluster.of("nobody", "/slots")
-    assert gone.status == 404 and gone.json["error"]["code"] == "replica_not_found"
+    assert gone.status == 404 and gone.json["error"]["reason"] == "replica_not_found"
 
 
 def test_a_kept_response_goes_on_where_it_is_kept(cluster: Fleet) -> None:
