@@ -7,7 +7,6 @@ the model says is scripted.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.programs import output_of
 from support.prompts import n_new
 from support.recording import recorded
 from support.server import GUARD, Server, until
@@ -52,18 +52,7 @@ def aider(home: Path, work: Path, url: str, message: str) -> str:
     )
     options = ["--model", f"openai/{MODEL}", "--edit-format", "ask", "--yes-always", "--restore-chat-history"]
     options += [f"--no-{switch}" for switch in switches]
-    ran = subprocess.run(
-        [str(AIDER), *options, "--message", message, "note.txt"],
-        cwd=work,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    return output_of([str(AIDER), *options, "--message", message, "note.txt"], work, env)
 
 
 def test_an_agent_reads_only_what_is_new_though_the_engine_was_killed(server, tmp_path, work):

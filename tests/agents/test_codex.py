@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.programs import output_of
 from support.prompts import n_common, responses_tokens
 from support.recording import Exchange, compare, neutral, recorded, shortened
 from support.server import GUARD, Server, metric
@@ -65,18 +65,7 @@ def codex(home: Path, work: Path, *arguments: str) -> str:
     """What it says in the end. It finds nothing of its user's and nothing outside this machine."""
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     env |= {"HTTP_PROXY": OUTSIDE, "HTTPS_PROXY": OUTSIDE}
-    ran = subprocess.run(
-        [str(CODEX), "exec", *arguments, *FLAGS],
-        cwd=work,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return output_of([str(CODEX), "exec", *arguments, *FLAGS], work, env, timeout_s=120)
 
 
 def test_codex_reads_only_what_is_new(server, tmp_path, work):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.programs import output_of
 from support.prompts import n_new
 from support.recording import Exchange, compare, neutral, recorded
 from support.server import GUARD, Server, metric
@@ -67,12 +67,7 @@ def opencode(home: Path, work: Path, url: str, *arguments: str) -> str:
     }
     env |= {f"XDG_{kind}_HOME": str(home / kind.lower()) for kind in ("DATA", "CONFIG", "CACHE", "STATE")}
     env |= {f"OPENCODE_DISABLE_{name}": "1" for name in SWITCHES}
-    command = [str(OPENCODE), "run", *arguments]
-    ran = subprocess.run(
-        command, cwd=work, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return output_of([str(OPENCODE), "run", *arguments], work, env, timeout_s=120)
 
 
 def test_an_agent_reads_only_what_is_new(server, tmp_path, work):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from support.programs import output_of
 from support.prompts import n_new
 from support.recording import recorded
 from support.server import GUARD, Server, until, words
@@ -70,18 +70,7 @@ def qwen(home: Path, work: Path, url: str, *arguments: str) -> str:
         "--system-prompt",
         "You are an agent.",
     ]
-    ran = subprocess.run(
-        [str(QWEN), *options, *arguments],
-        cwd=work,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    return output_of([str(QWEN), *options, *arguments], work, env)
 
 
 def test_an_agent_reads_only_what_is_new_though_the_engine_was_killed(server, tmp_path, work):

@@ -515,7 +515,7 @@ class PromptNotes(msgspec.Struct, frozen=True):
     """What the gateway made of a request; the engine leaves it as it is."""
 
     n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
-    background: str | None = None  # what the call is for, if nobody waits for it
+    background: str | None = None  # what a background call is for
     rewritten: tuple[str, ...] = ()  # rules by which text of the client was changed
 
 

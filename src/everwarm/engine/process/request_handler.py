@@ -352,7 +352,7 @@ class RequestHandler:
         if event.probs is not None:
             reply.probs.append(self._prob(event.token, event.probs))
         self._gathering[reply.id] = reply
-        if not reply.has_spoken or event.probs is not None:  # whoever wants probabilities gets them token by token
+        if not reply.has_spoken or event.probs is not None:  # probabilities are sent token by token
             reply.has_spoken = True
             self._send_tokens(reply)
         reply.has_new_line |= b"\n" in piece

@@ -23,9 +23,7 @@ from everwarm.llama.vocab import Vocab
 from everwarm.types import Mark, Position, SeqId, TokenCount
 
 MOST_MORE = 128  # tokens that only one of two vocabularies has, at its end: padding
-REST = (
-    64  # steps that a text which did not fit is left unread, and after which one that is not asked for may be dropped
-)
+REST = 64  # steps that a text which did not fit is left unread; one that was not asked for so long may be dropped
 
 
 class ModelDrafter(Closing):
@@ -87,7 +85,7 @@ class ModelDrafter(Closing):
         return n
 
     def _make_room(self, n_cells: int) -> None:
-        """Drops texts that nobody has asked about for a while, if there is no room otherwise."""
+        """Drops texts that were not asked for in a while, if there is no room otherwise."""
         cells = self._context.cells
         if n_cells > cells.free:
             for seq in [seq for seq in self._read if self._wanted_at[seq] <= self._n_reads - REST]:

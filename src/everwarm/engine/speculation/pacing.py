@@ -14,10 +14,8 @@ LOOK_SHARE = 0.002  # of a step's time, for looking for drafts
 TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
 COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
-N_PLAIN, PLAIN_EVERY = (
-    6,
-    64,
-)  # the first steps that write are without drafts, and so is one of so many: all is compared to them
+N_PLAIN = 6  # steps without drafts at first
+PLAIN_EVERY = 64  # later one of so many has none: all others are compared to them
 SLEEP_AFTER = 256  # decisions in a row against computing a draft: then the drafter is left alone, and reads nothing
 WAKE_AFTER = 32_768  # decisions, after which it is asked again
 _MEMORY = 0.9

@@ -1,7 +1,7 @@
 """``/infill``: the text between what stands above an editor's cursor and what stands below it. Pure: tokens in, a prompt
 out.
 
-The text above the cursor grows while somebody types, so it comes before everything that changes with it, and where it
+The text above the cursor grows while a user types, so it comes before everything that changes with it, and where it
 is too long its beginning is dropped in large steps: the next request then begins with the same tokens.
 """
 

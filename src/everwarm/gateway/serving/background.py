@@ -1,4 +1,4 @@
-"""Background calls: titles, tags and the like, which a client sends beside a conversation and nobody waits for.
+"""Background calls: titles, tags and the like, which a client sends beside a conversation; no user waits for them.
 
 A header or a ``priority`` says so; without either, what real clients send is recognised by how its text begins. What is
 recognised runs later, and what it leaves is evicted first: a wrong guess costs time and changes no reply. Pure.
@@ -36,7 +36,7 @@ _PURPOSE = re.compile(r"\b(?:generate|write|create|produce|output|suggest)\b[^\n
 
 
 def background_kind(headers: Mapping[str, str], body: ChatBody | CompletionBody) -> str | None:
-    """What a request is for, if nobody waits for it; None: somebody does. A header decides alone."""
+    """What a background call is for; None: a user waits for this request. A header decides alone."""
     marked = headers.get(HEADER, "").strip().lower()
     if marked:
         return None if marked in ("0", "false", "no") else "marked"

@@ -22,13 +22,13 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import blake3
 import numpy as np
 
 from everwarm.state.store.arena_file import FIRST_EXTENT, N_ROWS, PAGE, ROW_BYTES, Super, read_super, write_super
+from everwarm.state.store.files import in_shares
 from everwarm.types import Blob, heap
 
 ALIGN = 256
@@ -384,9 +384,7 @@ def _size_for(budget_bytes: int) -> int:
 def _touched(n_bytes: int) -> Blob:
     """Memory whose pages exist already, made on several threads: a device's copy to new pages waits for each of them."""
     blob = heap(n_bytes)
-    share = max(TOUCHED_BYTES, -(-n_bytes // N_TOUCHING))
-    with ThreadPoolExecutor(N_TOUCHING, "everwarm-touch") as threads:
-        list(threads.map(lambda at: blob[at : at + share].fill(0), range(0, n_bytes, share)))
+    in_shares(n_bytes, TOUCHED_BYTES, N_TOUCHING, lambda start, stop: blob[start:stop].fill(0))
     return blob
 
 

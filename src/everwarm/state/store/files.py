@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,11 +79,8 @@ class Files:
         """The same on several threads, because one does not saturate the memory."""
         if len(data) < 2 * SHARE:
             return self.append(fd, data)
-        at, share = os.lseek(fd, 0, os.SEEK_CUR), max(SHARE, -(-len(data) // MAX_WRITERS))
-        with ThreadPoolExecutor(MAX_WRITERS, "everwarm-write") as writers:
-            starts = range(0, len(data), share)
-            for done in [writers.submit(_write_at, fd, data[i : i + share], at + i) for i in starts]:
-                done.result()
+        at = os.lseek(fd, 0, os.SEEK_CUR)
+        in_shares(len(data), SHARE, MAX_WRITERS, lambda start, stop: _write_at(fd, data[start:stop], at + start))
         os.lseek(fd, at + len(data), os.SEEK_SET)
         return len(data)
 
@@ -112,6 +109,15 @@ class Files:
 
     def free_bytes(self, path: Path) -> int:
         return shutil.disk_usage(path).free
+
+
+def in_shares(n_bytes: int, least: int, n_threads: int, work: Callable[[int, int], None]) -> None:
+    """Does work on a range of bytes, from ``start`` to ``stop``, on several threads: each gets at least ``least`` of it."""
+    share = max(least, -(-n_bytes // n_threads))
+    with ThreadPoolExecutor(n_threads, "everwarm-share") as threads:
+        starts = range(0, n_bytes, share)
+        for done in [threads.submit(work, start, min(start + share, n_bytes)) for start in starts]:
+            done.result()
 
 
 def _write_at(fd: int, data: memoryview, at: int) -> None:

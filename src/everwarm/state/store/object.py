@@ -13,7 +13,6 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -22,6 +21,7 @@ import msgspec
 
 from everwarm.errors import EverwarmError
 from everwarm.state.lineage import short_key
+from everwarm.state.store.files import in_shares
 from everwarm.types import Blob, Place, heap
 
 Kind = Literal["kv", "state", "slot"]
@@ -300,11 +300,8 @@ def fill(fd: int, view: memoryview, offset: int) -> None:
     memory."""
     if len(view) < 2 * SHARE:
         return _fill(fd, view, offset)
-    share = max(SHARE, -(-len(view) // MAX_READERS))
-    with ThreadPoolExecutor(MAX_READERS, "everwarm-read") as readers:
-        starts = range(0, len(view), share)
-        for done in [readers.submit(_fill, fd, view[at : at + share], offset + at) for at in starts]:
-            done.result()
+    in_shares(len(view), SHARE, MAX_READERS, lambda start, stop: _fill(fd, view[start:stop], offset + start))
+    return None
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> None:
