@@ -343,7 +343,9 @@ def on_gpu(model: Path, program: Path) -> None:
         gpu = {"model": ModelOptions(n_gpu_layers=99), "n_ctx": 16_384, "n_ubatch": 512}
         with ours(model, rate, **gpu) as engine:
             for seed in range(N_ROUNDS + 1):
-                speeds.setdefault(("ours", rate), []).append(_ours(engine, seed, N_PROMPT_GPU, is_wall=True))
+                row = _ours(engine, seed, N_PROMPT_GPU, is_wall=True)
+                print(f"{rate} Everwarm {row[0]:.1f} tokens/s, {row[1]:.2f} per decode", flush=True)
+                speeds.setdefault(("ours", rate), []).append(row)
         flags = ["-c", "16384", "-np", "1"]
         if rate is not None:
             given = ",".join(f"{p:.4f}" for p in rates_of(rate))
@@ -354,6 +356,7 @@ def on_gpu(model: Path, program: Path) -> None:
                 post(server, "/completion", body | {"n_predict": 1})
                 timings = post(server, "/completion", body | {"n_predict": N_REPLY})["timings"]
                 row = float(timings["predicted_per_second"]), per_decode(timings)
+                print(f"{rate} llama-server {row[0]:.1f} tokens/s, {row[1]:.2f} per decode", flush=True)
                 speeds.setdefault(("theirs", rate), []).append(row)
     show(speeds, f"{model.name}, {N_PROMPT_GPU} tokens of prompt, replies of {N_REPLY}, tokens per second")
 

@@ -7,8 +7,8 @@ Same layers, widths, heads and vocabulary, hence the same work, the same KV (64 
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -137,7 +137,11 @@ def _delta_net(i: int) -> list[Tensor]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m bench.big_model")
+    parser.add_argument("path", type=Path, help="the file to write: 28.6 GB with all layers")
+    parser.add_argument("n_layers", type=int, nargs="?", default=N_LAYERS)
+    parser.add_argument("--mtp", action="store_true", help="with an MTP head")
+    given = parser.parse_args()
     began = time.monotonic()
-    given = [word for word in sys.argv[1:] if word != "--mtp"]
-    n_bytes = write(Path(given[0]), int(given[1]) if len(given) > 1 else N_LAYERS, mtp="--mtp" in sys.argv)
+    n_bytes = write(given.path, given.n_layers, mtp=given.mtp)
     print(f"{n_bytes / 1e9:.1f} GB in {time.monotonic() - began:.0f} s")

@@ -208,6 +208,7 @@ class ContextOptions:
     n_batch: int = 2048
     n_ubatch: int = 512
     n_seq_max: int = 1
+    n_snapshots: int = 0  # earlier states of every sequence: so many tokens of its last decode can be taken back
     n_threads: int = field(default_factory=default_threads)
     n_threads_batch: int = field(default_factory=default_threads)
     cache_type_k: CacheType = "f16"
@@ -223,6 +224,7 @@ class ContextOptions:
         require(1 <= self.n_ubatch <= self.n_batch, f"n_ubatch is {self.n_ubatch}; give 1 to n_batch ({self.n_batch})")
         require(self.n_batch <= MAX_BATCH, f"n_batch is {self.n_batch}; give at most {MAX_BATCH}")
         require(1 <= self.n_seq_max <= 255, f"n_seq_max is {self.n_seq_max}; give 1 to 255 (one more is needed inside)")
+        require(0 <= self.n_snapshots <= 15, f"n_snapshots is {self.n_snapshots}; give 0 to 15")
         require(1 <= self.n_threads <= 1024, f"n_threads is {self.n_threads}; give 1 to 1024")
         require(1 <= self.n_threads_batch <= 1024, f"n_threads_batch is {self.n_threads_batch}; give 1 to 1024")
         require(self.state_type in get_args(StateType), f"state_type is {self.state_type!r}; give f32, f16 or q8_0")

@@ -10,6 +10,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.speculation.draft_length import Record, StepShape
 from everwarm.engine.speculation.drafter import ComputingDrafter, Proposal, Tokens
 from everwarm.engine.speculation.pacing import Pacing
+from everwarm.llama.context import Feed
 from everwarm.llama.model import Model
 from support.drive import open_core
 
@@ -87,3 +88,16 @@ def always_draft(core: Core, *drafters: Scripted) -> Core:
         core.speculator.drafters = list(drafters)
         core.speculator.computing = None
     return core
+
+
+def recorded_drafts(core: Core) -> list[Feed]:
+    """Every feed with a draft that is decoded from now on."""
+    found: list[Feed] = []
+    decode = core.context.decode
+
+    def recording(feeds: list[Feed]) -> None:
+        found.extend(feed for feed in feeds if feed.n_draft)
+        decode(feeds)
+
+    core.context.decode = recording
+    return found

@@ -23,6 +23,7 @@ _FLAGS = {
     "n_ubatch": "--ubatch-size",
     "n_threads": "--threads",
     "n_spares": "--spares",
+    "n_snapshots": "--snapshots",
     "ram_bytes": "--cache-ram",
     "disk_bytes": "--disk-cache",
     "write_bytes_per_day": "--disk-write-budget",

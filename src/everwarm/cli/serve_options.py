@@ -283,6 +283,14 @@ class ServeOptions:
     remote_wait: Annotated[
         float, Parameter(group=MEMORY, help="the most seconds that a request waits for the remote store")
     ] = 0.25
+    snapshots: Annotated[
+        int | None,
+        Parameter(
+            group=MEMORY,
+            help="earlier states of every sequence on the device, so that the rest of a wrong draft is cut off; default: 3 "
+            "for a model with an MTP head on a GPU with much free memory, else 0",
+        ),
+    ] = None
     spares: Annotated[
         int | None,
         Parameter(group=MEMORY, help="checkpoints kept on the device; default: from the free memory, up to 16"),
@@ -426,6 +434,7 @@ class ServeOptions:
             remote=self._remote(),
             namespace_share=self.namespace_share,
             n_spares=self.spares,
+            n_snapshots=self.snapshots,
             ram_bytes=None if self.cache_ram is None else parse_mib(self.cache_ram),
             embedding=self._pooling(),
             pin_ram=self.pin_ram,

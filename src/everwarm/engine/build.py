@@ -33,6 +33,7 @@ from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speculation.drafter import Drafter
 from everwarm.engine.speculation.head_drafter import HeadDrafter
 from everwarm.engine.speculation.model_drafter import ModelDrafter, require_drafts_for
+from everwarm.engine.speculation.pacing import Pacing
 from everwarm.engine.speculation.rollback import Rollback
 from everwarm.engine.speculation.speculator import Speculator
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
@@ -105,7 +106,8 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
             ram = _take_up(left, tree, model, is_right, undo)
         _warn_of_limits(left.arena.budget_bytes, sizes)
         _warn_of_context(model.n_ctx_train, settings.n_ctx)
-        context = Context(model, settings.context(sizes.n_spares + sizes.n_rollback), ram.place)
+        options = settings.context(sizes.n_spares + sizes.n_rollback, sizes.n_snapshots)
+        context = Context(model, options, ram.place)
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
@@ -204,7 +206,15 @@ def _speculator(opened: _Opened) -> Speculator:
     # processor time where that is what is spent: other programs on the machine do not make a row look cheap or dear
     has_gpu = settings.model.n_gpu_layers != 0 and gpu_free_bytes(opened.model.lib, settings.model) > 0
     clock = time.monotonic if has_gpu else time.thread_time
-    return Speculator(rollback, drafters, frozenset(opened.model.vocab.eog), settings.max_draft, computing, clock)
+    return Speculator(
+        rollback,
+        drafters,
+        frozenset(opened.model.vocab.eog),
+        settings.max_draft,
+        computing,
+        clock,
+        Pacing(opened.context.n_snapshots),
+    )
 
 
 def _open_drafter(model: Model, settings: EngineSettings) -> ModelDrafter | None:

@@ -380,7 +380,7 @@ class Core:
         if self.speculator.is_on and all(map(self._is_writing, grants)):
             self.context.logits(0)  # a GPU has not computed them before
             n_rows = sum(len(feed.tokens) for feed in feeds)
-            self.speculator.pacing.cost.learn(n_rows, self.speculator.clock() - worked)
+            self.speculator.pacing.has_stepped(n_rows, self.speculator.clock() - worked)
 
     def _is_writing(self, grant: Grant) -> bool:
         """Whether the step brings this reply up to date."""

@@ -70,7 +70,7 @@ CONTEXT_PARAMS: Mapping[str, ParameterRow] = {
     "n_seq_max": ParameterRow(
         _BITS, "the number of slots and spares: where cells lie, and the size of a window's ring"
     ),
-    "n_rs_seq": _DEFAULT,
+    "n_rs_seq": ParameterRow(_BITS, "earlier states of a sequence, kept by another form of the same kernels"),
     "n_outputs_max": _DEFAULT,
     "n_outputs_max_per_seq": _DEFAULT,
     "n_threads": ParameterRow(_BITS, "the order of sums"),
@@ -201,6 +201,7 @@ CONTEXT_OPTIONS: Mapping[str, ParameterRow] = {
     "n_batch": CONTEXT_PARAMS["n_batch"],
     "n_ubatch": CONTEXT_PARAMS["n_ubatch"],
     "n_seq_max": CONTEXT_PARAMS["n_seq_max"],
+    "n_snapshots": CONTEXT_PARAMS["n_rs_seq"],
     "n_threads": CONTEXT_PARAMS["n_threads"],
     "n_threads_batch": CONTEXT_PARAMS["n_threads_batch"],
     "cache_type_k": CONTEXT_PARAMS["type_k"],
@@ -217,6 +218,7 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
     "mmproj": OTHERS["projector"],
     "n_slots": CONTEXT_PARAMS["n_seq_max"],
     "n_spares": CONTEXT_PARAMS["n_seq_max"],
+    "n_snapshots": CONTEXT_PARAMS["n_rs_seq"],
     "checkpoints": ParameterRow(_BITS, "where a prompt is cut into chunks; the chunks of a state are recorded in it"),
     "prefill_beside_decode": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others"),
     "finish_prefill_s": ParameterRow(_NONE, "what is read in idle time"),

@@ -105,6 +105,7 @@ class EngineSettings:
     speculate: Speculate = "auto"  # where drafts of replies come from; they change speed, never which tokens are likely
     draft_model: str | None = None  # a smaller model of the same vocabulary, that drafts in place of an MTP head
     max_draft: int = 32  # tokens that are drafted in one step
+    n_snapshots: int | None = None  # earlier states of every sequence: so many drafted tokens are taken back at once
     embedding: Pooling | None = None  # how the model's vectors are made of its tokens; None: it writes text
     kv_unified: bool = True  # one request may use the whole context; False: at most a slot's share of it
     idle_cells: int = 256  # cells that idle conversations may keep, per running request; docs/log.md has the curve
@@ -129,7 +130,7 @@ class EngineSettings:
         require(1 <= self.max_draft <= MAX_DRAFT, f"max_draft is {self.max_draft}; give 1 to {MAX_DRAFT}")
         require(self.idle_cells >= 0, f"idle_cells is {self.idle_cells}; give 0 or more")
         require(self.embedding is None or self.embedding in get_args(Pooling), f"embedding is {self.embedding!r}")
-        self.context(0)  # the same limits as the context's own
+        self.context(0, self.n_snapshots or 0)  # the same limits as the context's own
 
     @property
     def drafts_with_model(self) -> bool:
@@ -153,12 +154,13 @@ class EngineSettings:
         """What kept states of an engine with these settings are recognised by."""
         return state_fingerprint(model, self.context(0), rope_limit, os.environ)
 
-    def context(self, n_spares: int) -> ContextOptions:
+    def context(self, n_spares: int, n_snapshots: int = 0) -> ContextOptions:
         return ContextOptions(
             n_ctx=self.n_ctx,
             n_batch=self.n_batch,
             n_ubatch=self.n_ubatch,
             n_seq_max=self.n_slots + n_spares,
+            n_snapshots=n_snapshots,
             n_threads=self.n_threads,
             n_threads_batch=self.n_threads if self.n_threads_batch is None else self.n_threads_batch,
             cache_type_k=self.cache_type_k,

@@ -239,6 +239,7 @@ FUNCTIONS: dict[str, Signature] = {
     "llama_n_batch": (c.c_uint32, (handle,)),
     "llama_n_ubatch": (c.c_uint32, (handle,)),
     "llama_n_seq_max": (c.c_uint32, (handle,)),
+    "llama_n_rs_seq": (c.c_uint32, (handle,)),
     "llama_get_memory": (handle, (handle,)),
     "llama_get_model": (handle, (handle,)),
     "llama_set_causal_attn": (None, (handle, c.c_bool)),

@@ -189,6 +189,7 @@ class Context(Sequences):
         self._rows = [_LAST_ROW] if wants_logits else []
         alone = self.cells.append(seq, n, clean=self._is_trusted(seq)) if self._has_attention else True
         self._state_clean[seq] &= alone
+        self._is_taken_back[seq] = False
         if not alone:
             self._disturb_windows()
         self._end[seq] = end
@@ -221,10 +222,12 @@ class Context(Sequences):
 
     def _advance(self, feed: Feed, alone: bool) -> None:
         n = len(feed.tokens)
+        if 0 < feed.n_draft <= self.n_snapshots or (feed.n_draft > 0 and not self.kind.needs_checkpoints):
+            alone = False  # it may be cut: then no chunk tells how it was decoded
         if self._has_attention:
-            can_be_cut = feed.n_draft > 0 and not self.kind.needs_checkpoints  # then no chunk tells how it was decoded
-            alone = self.cells.append(feed.seq, n, clean=alone and not can_be_cut and self._is_trusted(feed.seq))
+            alone = self.cells.append(feed.seq, n, clean=alone and self._is_trusted(feed.seq))
         self._state_clean[feed.seq] &= alone
+        self._is_taken_back[feed.seq] = False
         if not alone:
             self._disturb_windows()
         self._end[feed.seq] = Mark(TokenCount(feed.start.n_tokens + n), Position(feed.start.pos + n))

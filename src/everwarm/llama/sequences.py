@@ -20,6 +20,8 @@ from everwarm.types import START, Mark, SeqId
 
 log = logging.getLogger("everwarm.llama")
 
+_BEYOND_ALL = (1 << 31) - 2  # a position that no cell has
+
 
 class Sequences(Closing):
     """``n_seq_max`` for the caller, and one more inside for moving KV ranges in and out."""
@@ -42,6 +44,8 @@ class Sequences(Closing):
         self._end = [START] * n_seqs
         self._state_clean = [True] * n_seqs
         self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
+        self._is_taken_back = [False] * n_seqs  # its state is a snapshot
+        self.n_snapshots = int(self._lib.n_rs_seq(self._ptr))  # 0 where the architecture has none
         self.head = self._open_head(n_seqs) if model.has_head else None
 
     def _open_head(self, n_seqs: int) -> Head | None:
@@ -102,6 +106,23 @@ class Sequences(Closing):
         if self.head is not None:
             self.head.trim(seq, mark.pos)
 
+    def take_back(self, seq: SeqId, mark: Mark) -> None:
+        """Cut a recurrent sequence back into its last decode, to one of its snapshots. It can be decoded, captured and
+        dropped then, but gets no second name before: libllama would give that the state from before the cut."""
+        self._check_seq(seq)
+        n = self._end[seq].n_tokens - mark.n_tokens
+        assert 0 < n <= self.n_snapshots, f"sequence {seq} has {self.n_snapshots} snapshots, not {n}"
+        if not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise TrimRefused(f"the last {n} tokens of sequence {seq} could not be taken back")
+        self._set_end(seq, mark)
+        self._is_taken_back[seq] = True
+        if self.head is not None:
+            self.head.trim(seq, mark.pos)
+
+    def can_be_parked(self, seq: SeqId) -> bool:
+        """Whether it may have a second name now."""
+        return self.kind.can_share_cells and not self._is_taken_back[seq]
+
     def _window_is_gone(self, seq: SeqId, mark: Mark) -> bool:
         """A sliding-window cache cuts anywhere without complaint, also where it no longer holds the window."""
         if not self.kind.has_window:
@@ -110,25 +131,40 @@ class Sequences(Closing):
 
     def park(self, slot: SeqId, spare: SeqId) -> None:
         """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
-        self.name_again(slot, spare)
+        self._check_seq(slot)
+        self._check_seq(spare)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert not self._is_taken_back[slot], f"sequence {slot} stands at a snapshot: decode it first"
+        assert slot != spare, "a sequence cannot be parked in itself"
+        self._lib.memory_seq_rm(self._mem, spare, -1, -1)
+        self._forget(spare)
+        self._lib.memory_seq_cp(self._mem, slot, spare, -1, -1)
+        self.cells.share(slot, spare, self.cells.count(slot))
+        self._end[spare] = self._end[slot]
+        self._state_clean[spare] = self._state_clean[slot]
+        self._stateless[spare] = self._stateless[slot]
         if self.head is not None:
             self.head.park(slot, spare, self._end[slot].pos)
 
     unpark = park
 
-    def name_again(self, seq: SeqId, name: SeqId) -> None:
-        """The same without the head, which goes its own way while a draft is verified: it is cut to what was accepted."""
+    def hold_state(self, seq: SeqId, holder: SeqId) -> None:
+        """Make ``holder``, which is empty, a second name for the recurrent state of ``seq`` alone. Copies nothing, and
+        takes no time for the cells of attention, however many there are. Only to be put back, or dropped."""
         self._check_seq(seq)
-        self._check_seq(name)
-        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
-        assert seq != name, "a sequence cannot be parked in itself"
-        self._lib.memory_seq_rm(self._mem, name, -1, -1)
-        self._forget(name)
-        self._lib.memory_seq_cp(self._mem, seq, name, -1, -1)
-        self.cells.share(seq, name, self.cells.count(seq))
-        self._end[name] = self._end[seq]
-        self._state_clean[name] = self._state_clean[seq]
-        self._stateless[name] = self._stateless[seq]
+        self._check_seq(holder)
+        assert self.can_be_parked(seq), f"the state of sequence {seq} cannot be held"
+        self._lib.memory_seq_cp(self._mem, seq, holder, _BEYOND_ALL, -1)  # states are shared whatever the range
+        self._state_clean[holder] = self._state_clean[seq]
+
+    def put_state_back(self, holder: SeqId, seq: SeqId, mark: Mark) -> None:
+        """The state that ``holder`` holds, of ``mark``, becomes that of ``seq`` again, and its cells are cut to it. The
+        head goes its own way: it is cut to what was accepted."""
+        self._lib.memory_seq_cp(self._mem, holder, seq, _BEYOND_ALL, -1)
+        if not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise TrimRefused(f"sequence {seq} could not be cut to {mark.n_tokens} tokens after a draft")
+        self._set_end(seq, mark)
+        self._state_clean[seq] = self._state_clean[holder]
 
     def share_kv(self, src: SeqId, dst: SeqId, mark: Mark) -> None:
         """Give ``dst`` the KV of ``src`` up to ``mark``. A state must be restored before it can be decoded."""
@@ -174,13 +210,13 @@ class Sequences(Closing):
         if self.kind.has_attention:
             self.cells.trim(seq, mark.n_tokens)
         self._end[seq] = mark
-        self._stateless[seq] = False
+        self._stateless[seq] = self._is_taken_back[seq] = False
 
     def _forget(self, seq: SeqId) -> None:
         self.cells.drop(seq)
         self._end[seq] = START
         self._state_clean[seq] = True
-        self._stateless[seq] = False
+        self._stateless[seq] = self._is_taken_back[seq] = False
 
     def check(self) -> None:
         """Compare these counters with libllama's, in tests and while debugging."""
@@ -209,6 +245,7 @@ def open_context(model: Model, options: ContextOptions, n_seqs: int, kind: int =
     params.n_batch = max(options.n_batch, n_seqs)  # libllama asserts room for one output per sequence
     params.n_ubatch = max(options.n_ubatch, n_seqs)
     params.n_seq_max = n_seqs
+    params.n_rs_seq = options.n_snapshots if kind == abi.CONTEXT_DEFAULT else 0
     params.ctx_type = kind
     params.n_threads = options.n_threads
     params.n_threads_batch = options.n_threads_batch

@@ -1,5 +1,7 @@
 """How long drafts are: from what was accepted and what a step costs. No clock, no model."""
 
+from math import inf
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from everwarm.engine.speculation.pacing import LOOK_SHARE, TRY_AFTER, Pacing
 from everwarm.engine.speculation.step_cost import SLOPE, StepCost
 from everwarm.engine.speculation.suffix_lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, confidence_of, longest_match
 
-ALONE = StepShape(n_rows=1, n_replies=1, is_cut=False, overhead_s=0.0)
+ALONE = StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)
 
 
 def cost(slope: float):
@@ -31,18 +33,18 @@ def test_unlikely_drafts_are_passed_over_and_likely_ones_are_longer():
 
 
 def test_where_memory_is_cut_drafts_may_be_longer_because_nothing_is_decoded_again():
-    cut = StepShape(1, 1, is_cut=True, overhead_s=0.0)
+    cut = StepShape(1, 1, n_cut=inf, overhead_s=0.0)
     assert best_length(16, 0.7, cut, cost(0.15)) >= best_length(16, 0.7, ALONE, cost(0.15)) > 0
 
 
 def test_beside_many_replies_a_row_must_bring_more():
     """With 32 rows a step is already as good as it gets: another row costs its full price."""
-    crowded = StepShape(32, 32, is_cut=True, overhead_s=0.0)
+    crowded = StepShape(32, 32, n_cut=inf, overhead_s=0.0)
     assert best_length(4, 0.5, crowded, lambda rows: rows) == 0
 
 
 def test_the_overhead_of_verifying_counts():
-    slow = StepShape(1, 1, is_cut=True, overhead_s=5.0)
+    slow = StepShape(1, 1, n_cut=inf, overhead_s=5.0)
     assert best_length(4, 0.9, slow, cost(0.05)) == 0
 
 

@@ -7,7 +7,7 @@ from everwarm.config import Constraint, Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken
 from everwarm.llama.constraints.matcher import ConstraintCompiler
-from support.drafts import Scripted, always_draft, drafting_core
+from support.drafts import Scripted, always_draft, drafting_core, recorded_drafts
 from support.drive import (
     NEAR_TIE,
     STATEFUL,
@@ -131,20 +131,7 @@ def test_a_request_may_ask_for_no_drafts_or_fewer():
             always_draft(core, Scripted([[*prompt, *alone.tokens]], [99], 4))
             feeds = recorded_drafts(core)
             run(core, prompt, 20, max_draft=most)
-            assert max(feeds, default=0) == n
-
-
-def recorded_drafts(core: Core) -> list[int]:
-    """The tokens of every draft that is decoded from now on."""
-    sizes: list[int] = []
-    decode = core.context.decode
-
-    def recording(feeds):
-        sizes.extend(feed.n_draft for feed in feeds if feed.n_draft)
-        decode(feeds)
-
-    core.context.decode = recording
-    return sizes
+            assert max((feed.n_draft for feed in feeds), default=0) == n
 
 
 # where a reply ends
@@ -231,12 +218,12 @@ def test_many_requests_verify_their_drafts_in_one_batch(arch):
     texts = [[*prompt, *result.tokens] for prompt, result in zip(prompts, alone, strict=True)]
     with drafting_core(arch, n_slots=3) as core:
         always_draft(core, Scripted(texts, [2, 99, 0, 1], 4))
-        sizes = recorded_drafts(core)
+        feeds = recorded_drafts(core)
         requests = [submit(core, prompt, 24) for prompt in prompts]
         results = drain(core)
         for request, prompt in zip(requests, prompts, strict=True):
             assert regrets(core, prompt, results[request.id].tokens).max() < NEAR_TIE
-        assert core.context.n_decodes < len(sizes) + 20  # several drafts in a decode
+        assert core.context.n_decodes < len(feeds) + 20  # several drafts in a decode
 
 
 def test_a_context_that_is_nearly_full_has_no_cells_for_drafts():
@@ -247,8 +234,8 @@ def test_a_context_that_is_nearly_full_has_no_cells_for_drafts():
         result = run(core, prompt, 400)
         assert result.finish is Finish.LENGTH and result.tokens == alone.tokens[: len(result.tokens)]
         assert len(result.tokens) >= 256 - 60
-        sizes = recorded_drafts(core)
-        assert run(core, prompt, 400).tokens == result.tokens and sizes
+        feeds = recorded_drafts(core)
+        assert run(core, prompt, 400).tokens == result.tokens and feeds
 
 
 def test_suspended_requests_continue_with_what_they_had_written():
@@ -325,14 +312,8 @@ def test_a_constraint_binds_drafts():
         digits = compiler.compile(Constraint(kind="regex", text="[0-9]{24}"))
         always_draft(core, Scripted([[*prompt, *alone.tokens]], [2, 99, 0], 4, n_vocab=256))
         allowed = set(core.model.vocab.tokenize("0123456789", add_special=False, parse_special=False).tolist())
-        drafted: list[int] = []
-        decode = core.context.decode
-
-        def recording(feeds):
-            drafted.extend(t for feed in feeds if feed.n_draft for t in feed.tokens[-feed.n_draft :].tolist())
-            decode(feeds)
-
-        core.context.decode = recording
+        feeds = recorded_drafts(core)
         result = run(core, prompt, 40, constraint=digits)
+        drafted = [token for feed in feeds for token in feed.tokens[-feed.n_draft :].tolist()]
         assert result.tokens == alone.tokens and result.n_draft_accepted > 0
         assert drafted and set(drafted) <= allowed

@@ -65,7 +65,7 @@ class Checkpointer:
             node.checkpoint.used_at = now
             self._upgrade(node, node.checkpoint, kind, logits)
             return
-        spare = self._spare_at_hand(kind)
+        spare = self._spare_at_hand(kind) if self._context.can_be_parked(slot.seq) else None
         if kind is CutKind.END and spare is None:
             return
         if node.checkpoint is not None:
@@ -114,8 +114,6 @@ class Checkpointer:
 
     def _spare_at_hand(self, kind: CutKind) -> SeqId | None:
         """A free spare, or one whose checkpoint can be dropped without a copy; a guess drops none."""
-        if not self._context.kind.can_share_cells:
-            return None
         spare = self._spares.free()
         if spare is not None or kind is CutKind.GUESS:
             return spare

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 MARGIN = 1.05  # a draft must promise so much more speed: estimates are only estimates
+NO_MARGIN = 1.0  # where the step before had one
 PRIOR_WEIGHT = 4.0  # tokens that a drafter's own confidence counts for
 _ENGINE_WEIGHT = 12.0  # tokens that all earlier requests together count for
 _FORGET = 0.9  # a request's record, for each draft
+_STEADY_WEIGHT, _STEADY_FORGET = 24.0, 0.97  # the same where changing one's mind costs time
 _MOST_KNOWN = 400.0  # tokens, of the engine's record
 N_FIRST = 2  # tokens that are tried before any step was measured
 
@@ -39,6 +41,7 @@ class Record:
     """What was accepted of drafts of one kind of confidence. ``above``: the record of all requests, for one of them."""
 
     above: Record | None = None
+    is_steady: bool = False
     n_passed: int = 0  # drafts in a row that were not worth it
     n_not_computed: int = 0  # the same of those that would have had to be computed
     _tallies: dict[Key, Tally] = field(default_factory=dict)
@@ -47,7 +50,8 @@ class Record:
         """That a token of such a draft is accepted if all before it were."""
         weight, expected = PRIOR_WEIGHT, confidence
         if self.above is not None:
-            weight, expected = _ENGINE_WEIGHT, self.above.chance(source, confidence)
+            weight = _STEADY_WEIGHT if self.is_steady else _ENGINE_WEIGHT
+            expected = self.above.chance(source, confidence)
         tally = self._tallies.get(_key(source, confidence))
         if tally is None:
             return expected
@@ -58,11 +62,16 @@ class Record:
         tally = self._tallies.setdefault(_key(source, confidence), Tally())
         if self.above is not None:
             self.n_passed = self.n_not_computed = 0
-            tally.scale(_FORGET)
+            tally.scale(_STEADY_FORGET if self.is_steady else _FORGET)
             self.above.note(source, confidence, n_tried, n_accepted)
         elif tally.n > _MOST_KNOWN:
             tally.scale(0.5)
         tally.add(n_tried, n_accepted)
+
+    def fade(self, by: float) -> None:
+        """What was noted until now counts less."""
+        for tally in self._tallies.values():
+            tally.scale(by)
 
 
 def _key(source: str, confidence: float) -> Key:
@@ -75,20 +84,28 @@ class StepShape:
 
     n_rows: int
     n_replies: int
-    is_cut: bool  # memory is cut back after a rejection; otherwise what was accepted is decoded again
+    n_cut: (
+        float  # drafts up to this length are cut after a rejection; of longer ones what was accepted is decoded again
+    )
     overhead_s: float  # of verifying anything
 
 
 def best_length(
-    n_most: int, chance: float, shape: StepShape, seconds: Callable[[float], float | None], draft_s: float = 0.0
+    n_most: int,
+    chance: float,
+    shape: StepShape,
+    seconds: Callable[[float], float | None],
+    draft_s: float = 0.0,
+    n_least: int = 1,
+    margin: float = MARGIN,
 ) -> int:
     """How many tokens of a draft to verify; 0: none, it would cost more time than it saves. ``seconds``: of a step with so
     many rows; ``draft_s``: what each token costs before it is verified."""
     plain_s = seconds(shape.n_rows)
     if plain_s is None or plain_s <= 0.0:
-        return min(n_most, N_FIRST)
-    best, best_rate = 0, MARGIN * shape.n_replies / plain_s
-    for n in range(1, n_most + 1):
+        return max(n_least, min(n_most, N_FIRST))
+    best, best_rate = 0, margin * shape.n_replies / plain_s
+    for n in range(n_least, n_most + 1):
         rate = rate_of(n, chance, shape, seconds, draft_s)
         if rate > best_rate:
             best, best_rate = n, rate
@@ -104,7 +121,7 @@ def rate_of(
     plain_s, step_s = seconds(shape.n_rows), seconds(shape.n_rows + n)
     if plain_s is None or step_s is None:
         return shape.n_replies + expected
-    again_s = 0.0 if shape.is_cut else (1 - survives) * _again(seconds, shape.n_rows, plain_s, expected + 1)
+    again_s = 0.0 if n <= shape.n_cut else (1 - survives) * _again(seconds, shape.n_rows, plain_s, expected + 1)
     return (shape.n_replies + expected) / (step_s + again_s + shape.overhead_s + n * draft_s)
 
 

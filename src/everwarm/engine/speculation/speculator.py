@@ -78,7 +78,7 @@ class Speculator:
         may_look = bool(self.drafters) and self.pacing.may_look(n_rows)
         if not may_look and self.computing is None:
             return {}
-        shape = StepShape(n_rows, max(1, _n_replies(grants, slots)), self.rollback.is_cut, self.pacing.overhead_s)
+        shape = StepShape(n_rows, max(1, _n_replies(grants, slots)), self.rollback.n_cut, self.pacing.overhead_s)
         chosen = self._chosen(grants, slots, shape, n_rows_left, may_look=may_look)
         computed = self._compute([choice for choice in chosen if choice.proposal is None])
         found: dict[int, Draft] = {}
@@ -86,34 +86,35 @@ class Speculator:
             proposal = choice.proposal or computed.get(choice.slot.seq)
             if proposal is not None:
                 found[choice.grant.slot] = Draft(proposal.tokens[: choice.n], proposal)
-        for i in found:
-            self.rollback.begin(slots[i].seq)
+        for i, draft in found.items():
+            self.rollback.begin(slots[i].seq, len(draft.tokens))
         return found
 
     def _chosen(
         self, grants: Sequence[Grant], slots: Sequence[Slot], shape: StepShape, n_rows_left: int, *, may_look: bool
     ) -> list[_Choice]:
-        began, chosen = time.thread_time(), []
+        began = time.thread_time()
+        chosen: list[_Choice] = []
         for grant in grants:
-            choice = self._choice(slots[grant.slot], grant, shape, n_rows_left, may_look=may_look)
+            n_held = sum(choice.n > self.rollback.n_cut for choice in chosen)
+            n_most = int(min(n_rows_left, self.rollback.n_most(slots[grant.slot].seq, n_held)))
+            choice = self._choice(slots[grant.slot], grant, shape, n_most, may_look=may_look)
             if choice is not None:
                 chosen.append(choice)
                 n_rows_left -= choice.n
-            if n_rows_left < 1 or len(chosen) == self.rollback.n_free:
+            if n_rows_left < 1:
                 break
         if may_look:
             has_found = any(choice.proposal is not None for choice in chosen)
             self.pacing.has_looked(time.thread_time() - began, has_found=has_found)
         return chosen
 
-    def _choice(
-        self, slot: Slot, grant: Grant, shape: StepShape, n_rows_left: int, *, may_look: bool
-    ) -> _Choice | None:
+    def _choice(self, slot: Slot, grant: Grant, shape: StepShape, n_most: int, *, may_look: bool) -> _Choice | None:
         """What a reply may go on with: what was found, or what a drafter would compute if that promises more."""
         request = slot.request
         if request is None or not _may_draft(slot, request, grant):
             return None
-        n_most = min(self.max_draft, request.n_most_drafted, n_rows_left, request.n_left - 1)
+        n_most = min(self.max_draft, request.n_most_drafted, n_most, request.n_left - 1)
         if n_most < 1:
             return None
         record, pacing = request.draft_record, self.pacing

@@ -39,7 +39,7 @@ class MemoryShape:
 @functools.lru_cache(maxsize=8)
 def measure(model: Model, options: ContextOptions) -> MemoryShape:
     """Decode two tokens in a small context and look at what they left behind. Warms the weights up as well."""
-    probe = replace(options, n_ctx=256, n_batch=32, n_ubatch=32, n_seq_max=1)
+    probe = replace(options, n_ctx=256, n_batch=32, n_ubatch=32, n_seq_max=1, n_snapshots=0)
     token = np.array([model.vocab.bos or 0], np.int32)
     with Context(model, probe) as context:
         sizes = []
@@ -57,7 +57,8 @@ def measure(model: Model, options: ContextOptions) -> MemoryShape:
 
 def require_fit(model: Model, options: ContextOptions) -> None:
     """Refuse a context that this machine cannot hold, before the kernel kills the process."""
-    needed = measure(model, options).context_bytes(options.n_ctx, options.n_seq_max + 1)
+    n_states = (options.n_seq_max + 1) * (1 + options.n_snapshots)
+    needed = measure(model, options).context_bytes(options.n_ctx, n_states)
     free = free_bytes(model)
     if needed > free:
         raise ContextTooBig(

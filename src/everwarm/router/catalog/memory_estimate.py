@@ -78,10 +78,11 @@ def loaded_bytes(header: GgufHeader, n_file_bytes: int, settings: EngineSettings
 
 
 def n_sequences(shape: ModelShape, settings: EngineSettings) -> int:
-    """Slots, the spares an engine parks checkpoints in, and the one that moves KV in and out."""
+    """Slots, the spares an engine parks checkpoints in, and the one that moves KV in and out, with their snapshots."""
     parks = shape.state_bytes > 0 and shape.n_window == 0 and settings.checkpoints.max_checkpoints > 0
     n_spares = MAX_SPARES if settings.n_spares is None else settings.n_spares
-    return settings.n_slots + (n_spares if parks else 0) + 1
+    n_states = 1 + (settings.n_snapshots or 0)
+    return n_states * (settings.n_slots + (n_spares if parks else 0) + 1)
 
 
 def shape_of(header: GgufHeader, n_file_bytes: int, settings: EngineSettings) -> ModelShape:

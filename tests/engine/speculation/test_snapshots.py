@@ -1,0 +1,253 @@
+"""Drafts that are cut back to snapshots: the same replies, no token decoded twice, and the cache as it is without."""
+
+import numpy as np
+import pytest
+
+from everwarm.engine.memory_plan import N_SNAPSHOTS, _snapshots
+from everwarm.engine.settings import EngineSettings
+from everwarm.engine.speculation import pacing as pacing_module
+from everwarm.engine.speculation.draft_length import Record, StepShape, best_length
+from everwarm.engine.speculation.pacing import N_PLAIN, Pacing
+from everwarm.llama.system.memory_fit import MemoryShape
+from support.drafts import CODE, STORY, Scripted, always_draft, drafting_core, recorded_drafts, tokens_of
+from support.drive import NEAR_TIE, check, drain, regrets, run, submit, text, tidy
+from support.models import EMBEDDED
+
+WITH_SNAPSHOTS = ("qwen35", "nemotron_h", "lfm2")
+PATTERNS = {"right": [99], "wrong": [0], "mixed": [2, 0, 99, 1, 99, 0]}
+
+
+def snapshot_core(arch: str = "qwen35", **settings):
+    return drafting_core(arch, **{"n_slots": 1, "n_snapshots": 3} | settings)
+
+
+def plain(arch: str, prompt: list[int], n: int):
+    with drafting_core(arch, n_slots=1, speculate="off") as core:
+        return run(core, prompt, n)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("arch", WITH_SNAPSHOTS)
+def test_a_reply_is_that_of_plain_decoding_and_no_token_is_decoded_twice(arch, pattern):
+    prompt, n = text(1, 60), 40
+    alone = plain(arch, prompt, n)
+    with snapshot_core(arch) as core:
+        always_draft(core, Scripted([[*prompt, *alone.tokens]], PATTERNS[pattern], 3))
+        feeds = recorded_drafts(core)
+        drafted = run(core, prompt, n)
+        assert regrets(core, prompt, drafted.tokens).max() < NEAR_TIE
+        assert drafted.tokens == alone.tokens and drafted.n_drafted > 0
+        assert {len(feed.tokens) - feed.n_draft for feed in feeds} == {
+            1
+        }  # without snapshots the accepted ones come again after a rejection
+        slot = core.slots[0]
+        assert slot.resident().codes.tolist() == [*prompt, *alone.tokens[:-1]]
+        assert core.context.end(slot.seq).n_tokens == len(prompt) + n - 1
+
+
+@pytest.mark.parametrize("arch", WITH_SNAPSHOTS)
+def test_the_next_turn_continues_from_the_end_of_the_reply(arch):
+    """Also where the last draft was taken back in part, and another conversation had the slot in between."""
+    prompt = text(1, 60)
+    with drafting_core(arch, n_slots=1, speculate="off") as core:
+        reply = run(core, prompt, 30).tokens
+        following = [*prompt, *reply, *text(2, 10)]
+        expected = run(core, following, 12).tokens
+    for between in ([], text(5, 80)):
+        for n_spares in (0, 4):
+            with snapshot_core(arch, n_spares=n_spares) as core:
+                always_draft(core, Scripted([[*prompt, *reply], [*following, *expected]], [1, 0, 2], 3))
+                run(core, prompt, 30)
+                tidy(core)
+                if between:
+                    run(core, between, 3)
+                again = run(core, following, 12)
+                assert again.n_cached == len(prompt) + 29
+                assert again.tokens == expected
+                check(core)
+
+
+def test_a_draft_that_ends_the_reply_leaves_a_state_that_can_be_kept():
+    prompt = text(1, 60)
+    with drafting_core(n_slots=1, speculate="off") as core:
+        core.model.vocab.eog = frozenset()
+        alone = run(core, prompt, 30)
+    end = alone.tokens[7]
+    at = alone.tokens.index(end)
+    with snapshot_core(n_spares=4) as core:
+        core.model.vocab.eog = frozenset({end})
+        core.speculator.eog = frozenset()
+        always_draft(core, Scripted([[*prompt, *alone.tokens]], [99], 3))
+        result = run(core, prompt, 30, ignore_eos=False)
+        assert result.tokens == alone.tokens[:at]
+        assert core.slots[0].resident().codes.tolist() == [*prompt, *alone.tokens[:at]]
+        tidy(core)
+        following = [*prompt, *alone.tokens[:at], *text(2, 10)]
+        again = run(core, following, 8)
+        assert again.n_cached == len(prompt) + at
+        assert regrets(core, following, again.tokens).max() < NEAR_TIE
+
+
+def test_replies_with_drafts_are_not_called_clean():
+    prompt = text(1, 60)
+    alone = plain("qwen35", prompt, 20)
+    for n_drafted, is_clean in ((0, True), (3, False)):
+        with snapshot_core() as core:
+            always_draft(core, Scripted([[*prompt, *alone.tokens]], [1, 0], n_drafted))
+            run(core, prompt, 20)
+            assert core.context.is_clean(0) == is_clean
+
+
+def test_many_requests_are_cut_in_one_step():
+    prompts = [text(seed, 40) for seed in (1, 2, 3)]
+    alone = [plain("qwen35", prompt, 24) for prompt in prompts]
+    texts = [[*prompt, *result.tokens] for prompt, result in zip(prompts, alone, strict=True)]
+    with snapshot_core(n_slots=3) as core:
+        always_draft(core, Scripted(texts, [2, 99, 0, 1], 3))
+        requests = [submit(core, prompt, 24) for prompt in prompts]
+        results = drain(core)
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert regrets(core, prompt, results[request.id].tokens).max() < NEAR_TIE
+
+
+def test_a_draft_longer_than_the_snapshots_is_taken_back_as_without_them():
+    prompt = text(1, 60)
+    alone = plain("qwen35", prompt, 40)
+    with snapshot_core() as core:
+        always_draft(core, Scripted([[*prompt, *alone.tokens]], [5, 1, 99, 2], 8))
+        feeds = recorded_drafts(core)
+        result = run(core, prompt, 40)
+        assert result.tokens == alone.tokens and max(feed.n_draft for feed in feeds) == 8
+        check(core)
+
+
+def test_a_suspended_request_continues_from_a_state_that_was_taken_back():
+    prompts = [text(seed, 60) for seed in (1, 2)]
+    alone = [plain("qwen35", prompt, 120) for prompt in prompts]
+    texts = [[*prompt, *result.tokens] for prompt, result in zip(prompts, alone, strict=True)]
+    with snapshot_core(n_slots=2, n_ctx=256) as core:
+        always_draft(core, Scripted(texts, [1, 99, 0], 3))
+        requests = [submit(core, prompt, 120) for prompt in prompts]
+        results = drain(core)
+        assert core.counts.n_suspended > 0
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert len(results[request.id].tokens) == 120
+            assert regrets(core, prompt, results[request.id].tokens).max() < NEAR_TIE
+
+
+@pytest.mark.parametrize("question", [STORY, CODE])
+def test_a_head_drafts_with_snapshots(question):
+    settings = {"path": EMBEDDED, "n_ctx": 1024, "n_slots": 1}
+    with drafting_core(**settings, speculate="off") as core:
+        alone = run(core, tokens_of(core, question), 60)
+    with drafting_core(**settings, speculate="mtp", n_snapshots=3) as core:
+        always_draft(core)
+        prompt = tokens_of(core, question)
+        drafted = run(core, prompt, 60)
+        assert regrets(core, prompt, drafted.tokens).max() < NEAR_TIE
+        assert drafted.tokens == alone.tokens
+        assert drafted.n_draft_accepted > 0.6 * drafted.n_drafted > 0
+        tidy(core)
+        check(core)
+
+
+# how many, and how long drafts are
+
+
+def test_snapshots_are_taken_only_where_memory_is_plenty():
+    shape, settings = MemoryShape(kv_bytes_per_token=1, state_bytes=100), EngineSettings(n_slots=4)
+    needed = N_SNAPSHOTS * 5 * 100
+    assert _snapshots(settings, shape, 10 * needed, is_wanted=True) == N_SNAPSHOTS
+    assert _snapshots(settings, shape, 10 * needed - 10, is_wanted=True) == 0
+    assert _snapshots(settings, shape, 10 * needed, is_wanted=False) == 0
+    told = EngineSettings(n_slots=4, n_snapshots=2)
+    assert _snapshots(told, shape, 0, is_wanted=False) == 2
+
+
+class Head:
+    source, confidence, n_most = "mtp", 0.75, 8
+
+
+def test_computed_drafts_are_alike_where_steps_should_be():
+    pacing, shape = Pacing(n_even=3), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
+    for n_rows, seconds in ((1, 1.0), (4, 1.2)):
+        for _ in range(20):
+            pacing.has_stepped(n_rows, seconds)
+    lengths = {pacing.computed_length(Head(), n_most, Record(), shape) for n_most in (3, 5, 20)}
+    assert lengths == {3}
+    assert pacing.computed_length(Head(), 2, Record(), shape) == 2  # the end of a reply
+    for _ in range(pacing_module.N_LEARN):
+        pacing.has_computed(0.1, 3)
+    hopeless = Record()
+    for _ in range(40):
+        hopeless.above = pacing.record
+        hopeless.note("mtp", Head.confidence, 1, 0)
+    assert pacing.computed_length(Head(), 20, hopeless, shape) == 0
+
+
+def test_a_slow_first_draft_is_not_held_against_the_drafter():
+    """A GPU takes long for what it does for the first time."""
+    pacing, shape = Pacing(n_even=3), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
+    for _ in range(6):
+        pacing.has_stepped(1, 1.0)
+    record = Record()
+    for seconds in (30.0, 9.0, 0.3, 0.3, 0.3, 0.3):
+        assert pacing.computed_length(Head(), 20, record, shape) == 3
+        pacing.has_computed(seconds, 3)
+        pacing.has_stepped(4, 1.2)
+        record.note("mtp", Head.confidence, 2, 1)
+    assert pacing.computed_length(Head(), 20, record, shape) == 3
+    dear = Pacing(n_even=3)
+    for _ in range(6):
+        dear.has_stepped(1, 1.0)
+    for _ in range(pacing_module.N_LEARN):
+        dear.computed_length(Head(), 20, Record(), shape)
+        dear.has_computed(30.0, 3)
+    assert dear.computed_length(Head(), 20, Record(), shape) == 0  # the control: it is always so slow
+
+
+def test_a_drafter_that_does_not_pay_is_asked_again_ever_more_seldom():
+    pacing, shape = Pacing(), StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)
+    for n_rows in (1, 2, 3, 4, 8):
+        for _ in range(8):
+            pacing.has_stepped(n_rows, float(n_rows))
+    awake = []
+    for i in range(8000):
+        if pacing.is_computing:
+            awake.append(i)
+        assert pacing.computed_length(Head(), 8, Record(), shape) == 0
+    gaps = [gap for gap in np.diff(awake).tolist() if gap > 1]
+    assert awake[: pacing_module.SLEEP_AFTER] == list(range(pacing_module.SLEEP_AFTER))
+    assert gaps == [pacing_module.FIRST_SLEEP * 2**i + 1 for i in range(len(gaps))] and len(gaps) >= 3
+    for _ in range(400):
+        pacing.has_stepped(2, 1.0)
+        pacing.has_stepped(3, 1.0)
+    assert any(pacing.computed_length(Head(), 8, Record(), shape) for _ in range(12_000))  # rows are cheap now
+
+
+def test_a_step_unlike_the_one_before_teaches_nothing():
+    even, uneven = Pacing(n_even=3), Pacing()
+    for pacing in (even, uneven):
+        for n_rows, seconds in ((1, 1.0), (1, 1.0), (4, 9.0), (1, 9.0), (4, 9.0)):
+            pacing.has_stepped(n_rows, seconds)
+    assert even.cost.seconds(1) == 1.0 and even.cost.seconds(4) < 2.0
+    assert uneven.cost.seconds(1) > 1.0
+
+
+def test_plain_steps_come_several_in_a_row():
+    pacing = Pacing(n_even=3)
+    plain_steps = [i for i in range(600) if pacing.is_plain()]
+    later = [i for i in plain_steps if i >= N_PLAIN]
+    assert plain_steps[:N_PLAIN] == list(range(N_PLAIN))
+    assert later and len(later) % 3 == 0 and np.diff(later).min() == 1 and len(later) < 600 / 64
+
+
+def test_what_can_be_cut_costs_nothing_again():
+    cost = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}
+    seconds = lambda n: cost.get(int(n), 0.9 + 0.1 * n)  # noqa: E731
+    with_snapshots = StepShape(1, 1, n_cut=3, overhead_s=0.0)
+    assert best_length(8, 0.6, with_snapshots, seconds) >= 3
+    dear = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.2}
+    steep = lambda n: dear.get(int(n), 1.0 + 0.4 * n)  # noqa: E731
+    without = StepShape(1, 1, n_cut=0, overhead_s=0.0)
+    assert best_length(3, 0.75, without, steep) <= best_length(3, 0.75, with_snapshots, steep)
