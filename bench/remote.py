@@ -81,7 +81,7 @@ def _restore(where: Path, model: Path) -> None:
 
 
 def _measure(engine: Engine, url: str, prompt: Prompt, cold_s: float, first_s: float) -> None:
-    writer, loader = engine.core.tier_writer, engine.core.loader
+    writer, loader = engine.core.cache.tier_writer, engine.core.cache.loader
     assert writer.remote.is_on
     remote, bucket = writer.remote, Bucket(url)
     post = remote.find(root_key(writer.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)

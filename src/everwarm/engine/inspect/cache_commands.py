@@ -31,12 +31,12 @@ log = logging.getLogger("everwarm.engine")
 
 class CacheCommands:
     def __init__(self, core: Core, send: Callable[[m.Message], None], number: Number) -> None:
-        self._writer = core.tier_writer
-        self._ram_bytes = core.ram_budget.n_bytes
+        self._writer = core.cache.tier_writer
+        self._ram_bytes = core.cache.ram_budget.n_bytes
         self._vocab = core.model.vocab
         self._send = send
         self._number = number
-        self._disk_view = DiskView(core.tier_writer)
+        self._disk_view = DiskView(core.cache.tier_writer)
         self._aside = ThreadPoolExecutor(1, "everwarm-look")
 
     def handle(self, message: m.CacheQuestion, loop: Loop) -> None:
@@ -54,7 +54,7 @@ class CacheCommands:
         before it."""
 
         def copy(core: Core) -> None:
-            if self._disk_view.copy_places(core.tree):
+            if self._disk_view.copy_places(core.cache.tree):
                 work(core)
             else:
                 loop.post(copy)
@@ -90,7 +90,7 @@ class CacheCommands:
 
     def _turn_page(self, core: Core, question: m.AskTree) -> None:
         with self._reporting(question.id):
-            core.timed_pins.expire(time.monotonic())
+            core.cache.timed_pins.expire(time.monotonic())
             page = turn_page(core, question, self._number)
             self._aside.submit(self._answer, question.id, lambda: finish_page(page, self._disk_view, self._vocab))
 
@@ -103,9 +103,9 @@ class CacheCommands:
                     raise BadRequest(
                         "what is only on disk cannot be pinned for a while: prefetch its prompt, with ttl_s"
                     )
-                self._aside.submit(self._pin_on_disk, order, view_of(core.tree))
+                self._aside.submit(self._pin_on_disk, order, view_of(core.cache.tree))
             elif order.action == "pin" and order.pin_quota is not None and not (node := _find(core, order)).is_pinned:
-                namespace, n_bytes = core.tree.namespace(node), self._new_bytes(core, order, node)
+                namespace, n_bytes = core.cache.tree.namespace(node), self._new_bytes(core, order, node)
                 self._aside.submit(self._pin_if_allowed, order, namespace, n_bytes, loop)
             else:
                 self._pin(core, order)
@@ -113,7 +113,7 @@ class CacheCommands:
     def hold(self, core: Core, question: m.HoldPrompt, prompt: Prompt, loop: Loop) -> None:
         """Pins the deepest point of a prompt that a request could continue from, for a while."""
         namespace = question.submit.namespace
-        match = core.restorer.match(prompt, namespace, core.restorer.sources(prompt, namespace))
+        match = core.cache.restorer.match(prompt, namespace, core.cache.restorer.sources(prompt, namespace))
         usable = match.usable
         if not core.context.kind.needs_checkpoints:
             usable = tuple(node for node in match.path if 0 < node.n_items <= match.n_kv)[-1:]
@@ -132,14 +132,14 @@ class CacheCommands:
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when the pin is durable."""
-        node, writer = _find(core, order), core.tier_writer
+        node, writer = _find(core, order), core.cache.tier_writer
         if node.parent is None:
             raise _is_root()
         if order.ttl_s is not None:
-            core.timed_pins.hold(node, time.monotonic() + order.ttl_s)
+            core.cache.timed_pins.hold(node, time.monotonic() + order.ttl_s)
             return self._send(m.Answer(order.id, {"id": node.id, "pinned": True, "bytes": _weight(node)}))
-        core.timed_pins.release(node)
-        (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
+        core.cache.timed_pins.release(node)
+        (core.cache.ram.pin if order.action == "pin" else core.cache.ram.unpin)(node)
         answer = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
         writer.keep_pinned(node) if order.action == "pin" else writer.after_all(writer.pins.strike(node))
         return writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
@@ -223,18 +223,18 @@ class DropPlan:
 def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     """Drops nodes from RAM, and the texts that could quote them: these are forgotten in the whole namespace."""
     is_in_ram = order.node is not None and order.node >= 0
-    namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
+    namespace = core.cache.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
     core.forget_ahead(namespace)
-    view = view_of(core.tree)
+    view = view_of(core.cache.tree)
     if order.node is not None and order.node < 0:
-        core.dropper.forget_words(namespace)
+        core.cache.dropper.forget_words(namespace)
         return DropPlan(namespace, view, [order.node], [], Dropped())
-    roots = [root for name, root in core.tree.namespaces().items() if name.startswith(order.namespace)]
+    roots = [root for name, root in core.cache.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
     on_prompts = [_on_prompts(core, node) for node in nodes]
-    dropped = sum((core.dropper.drop(node) for node in nodes), Dropped())
-    core.dropper.forget_words(namespace)
+    dropped = sum((core.cache.dropper.drop(node) for node in nodes), Dropped())
+    core.cache.dropper.forget_words(namespace)
     return DropPlan(namespace, view, ids, on_prompts, dropped)
 
 
@@ -242,7 +242,7 @@ def _on_prompts(core: Core, node: Node) -> Callable[[], Selection]:
     """Selects every state that is on disk at or below a node. Called on another thread: the fingerprint may take long."""
     ends = [n for n in node.below() if not n.children]
     prompts = tuple(n.path.first(n.n_items) for n in ends)
-    return partial(core.tier_writer.on_prompts, core.tree.namespace(node), prompts, node.start)
+    return partial(core.cache.tier_writer.on_prompts, core.cache.tree.namespace(node), prompts, node.start)
 
 
 def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def _is_root() -> BadRequest:
 
 def _find(core: Core, order: m.CacheOrder) -> Node:
     """``NotFound`` also for a node of another namespace, so that its existence is not revealed."""
-    node = None if order.node is None else core.tree.census.by_id.get(order.node)
-    if node is None or not core.tree.namespace(node).startswith(order.namespace):
+    node = None if order.node is None else core.cache.tree.census.by_id.get(order.node)
+    if node is None or not core.cache.tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)
     return node
 

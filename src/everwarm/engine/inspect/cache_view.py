@@ -72,19 +72,21 @@ class _Snapshot:
 
 def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     """``TreeChanged``: the starting node is not in the tree any more."""
-    census, moment = core.tree.census, _moment(core, number)
+    census, moment = core.cache.tree.census, _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
     first = None if question.after is None else census.by_id.get(question.after)
-    is_hidden = first is not None and not core.tree.namespace(first).startswith(question.namespace)
+    is_hidden = first is not None and not core.cache.tree.namespace(first).startswith(question.namespace)
     if question.after is not None and (first is None or is_hidden) and not is_on_disk:
         raise tree_changed()
-    shown = {name: root for name, root in core.tree.namespaces().items() if root.children or root.id in moment.running}
-    view = view_of(core.tree, shown)
-    n_total = len(census.by_id) - (len(core.tree.roots()) - len(shown))
+    shown = {
+        name: root for name, root in core.cache.tree.namespaces().items() if root.children or root.id in moment.running
+    }
+    view = view_of(core.cache.tree, shown)
+    n_total = len(census.by_id) - (len(core.cache.tree.roots()) - len(shown))
     roots = [root for name, root in shown.items() if name.startswith(question.namespace)]
     nodes = [] if is_on_disk else list(islice(walk(roots, first), question.limit + 1))
     following = nodes.pop().id if len(nodes) > question.limit else None
-    name, rows = "" if first is None else core.tree.namespace(first), []
+    name, rows = "" if first is None else core.cache.tree.namespace(first), []
     for node in nodes:
         name = view.names.get(node.id, name)
         with_words = question.words_of is not None and name.startswith(question.words_of)
@@ -126,7 +128,7 @@ def walk(roots: Iterable[Node], first: Node | None = None) -> Iterator[Node]:
 
 def _moment(core: Core, number: Number) -> _Snapshot:
     ends = [slot.node for slot in core.slots if slot.n_fed]
-    ends += [node for _, node in core.spares.parked()]
+    ends += [node for _, node in core.cache.residents.spares.parked()]
     running = {}
     for slot in core.slots:
         request = slot.request

@@ -9,7 +9,7 @@ from everwarm.prompt.prompt import Prompt
 
 def prompt_cost(core: Core, prompt: Prompt, namespace: str) -> PromptCost:
     """What is only on disk or in the remote store counts as to be read."""
-    match = core.restorer.match(prompt, namespace, core.restorer.sources(prompt, namespace))
+    match = core.cache.restorer.match(prompt, namespace, core.cache.restorer.sources(prompt, namespace))
     n_known = match.n_kv
     if core.context.kind.needs_checkpoints:
         n_known = max((node.n_items for node in match.usable), default=0)

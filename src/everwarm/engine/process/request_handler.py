@@ -172,7 +172,7 @@ class RequestHandler:
             log.exception("what the next turn begins with could not be prepared")
             return
         if ahead is not None:
-            loop.post(lambda core: core.prewarm.offer(core.unverified.route(ahead)))
+            loop.post(lambda core: core.offer_prewarm(ahead))
 
     def _answer(self, question: m.Tokenize | m.Count | m.Detokenize) -> None:
         vocab = self._vocab
@@ -374,7 +374,7 @@ class RequestHandler:
 
     def _finished(self, event: Finished, reply: Reply) -> None:
         """The last frame leaves when the turn would outlive this engine, or is known not to. No other request waits."""
-        receipt, offload, last = event.receipt, self._core.offload, self._last_frame(event.result, reply)
+        receipt, offload, last = event.receipt, self._core.cache.offload, self._last_frame(event.result, reply)
         if receipt is None or offload is None:
             return self._send(last)
 
