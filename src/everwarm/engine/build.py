@@ -292,6 +292,7 @@ def _take_up(left: Memory, tree: Tree, model: Model, files: WatchedFiles, undo: 
     """Adds what an earlier engine left to the tree, within the budget."""
     ram = Ram(left.arena, tree, model.memory_kind, left.pinning, files.is_right)
     undo.callback(ram.close)
+    tree.tell(ram)
     ram.adopt()
     ram.shrink(FIRST_GUESS_S)
     return ram

@@ -277,8 +277,12 @@ class Tree:
         self._roots: dict[str, Node] = {}
         self.ram_bytes = 0
         self.forgotten = Ghosts()
-        self.watcher: TreeListener | None = None
+        self._listener: TreeListener | None = None
         self.census: NodeIndex[Node] = NodeIndex()
+
+    def tell(self, listener: TreeListener) -> None:
+        """Tells a listener, which knows the tree and so is made after it, of everything that comes from now on."""
+        self._listener = listener
 
     def _add_bytes(self, node: Node, n_bytes: int, *, n_states: int = 0, n_segments: int = 0) -> None:
         self.census.changed(n_states, n_segments)
@@ -376,15 +380,15 @@ class Tree:
         self._tell_of_state(node)
 
     def _tell_of_state(self, node: Node) -> None:
-        if node.checkpoint is not None and node.checkpoint.state is not None and (watcher := self._watcher_of(node)):
-            watcher.on_state(node)
+        if node.checkpoint is not None and node.checkpoint.state is not None and (listener := self._listener_of(node)):
+            listener.on_state(node)
 
     def _tell_of_segment(self, node: Node) -> None:
-        if watcher := self._watcher_of(node):
-            watcher.on_segment(node)
+        if listener := self._listener_of(node):
+            listener.on_segment(node)
 
-    def _watcher_of(self, node: Node) -> TreeListener | None:
-        return None if node.root().is_volatile else self.watcher
+    def _listener_of(self, node: Node) -> TreeListener | None:
+        return None if node.root().is_volatile else self._listener
 
     def add_logits(self, node: Node, logits: NDArray[np.float32]) -> None:
         assert node.checkpoint is not None and node.checkpoint.logits is None

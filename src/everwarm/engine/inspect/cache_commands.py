@@ -139,9 +139,15 @@ class CacheCommands:
             core.cache.timed_pins.hold(node, time.monotonic() + order.ttl_s)
             return self._send(m.Answer(order.id, {"id": node.id, "pinned": True, "bytes": _weight(node)}))
         core.cache.timed_pins.release(node)
-        (core.cache.ram.pin if order.action == "pin" else core.cache.ram.unpin)(node)
+        if order.action == "pin":
+            core.cache.ram.pin(node)
+        else:
+            core.cache.ram.unpin(node)
         answer = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
-        writer.keep_pinned(node) if order.action == "pin" else writer.after_all(writer.pins.strike(node))
+        if order.action == "pin":
+            writer.keep_pinned(node)
+        else:
+            writer.drop_pin(node)
         return writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:

@@ -11,17 +11,15 @@ import logging
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
 from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.packing import PartReader, object_size
+from everwarm.engine.tiers.packing import object_size
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import StateRejected
@@ -33,6 +31,7 @@ from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
+from everwarm.state.tier import ObjectSource, PartReader
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, SegmentPiece, Tree
 
 log = logging.getLogger("everwarm.archive")
@@ -115,12 +114,6 @@ class LoadRequest:
 def _n_here(request: LoadRequest, found: IndexedObject | Brought) -> int:
     """Items up to the deepest state that can be restored without the remote store."""
     return found.n_items if isinstance(found, IndexedObject) else request.n_have
-
-
-class PointStore(Protocol):
-    """Where objects are read from."""
-
-    def reading(self, name: str) -> AbstractContextManager[PartReader]: ...
 
 
 class Loader:
@@ -237,7 +230,7 @@ class Loader:
             node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
-        self._tier_writer.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
+        self._tier_writer.renew_pins(fetch.namespace, fetch.prompt, loaded.n_items)
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
         log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
@@ -268,6 +261,7 @@ class Loader:
     def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
         """Loads from the remote store if it has more than the disk, else from the disk."""
         remote = self._tier_writer.remote
+        disk = self._tier_writer.disk
         root = root_key(self._tier_writer.fingerprint, request.namespace)
         pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
         if pointer is None:
@@ -284,7 +278,7 @@ class Loader:
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._speed.seconds_per_token / 2
         )
         try:
-            with remote.fetching(pointer, request.n_kv, patience_s, self._tier_writer.disk) as store:
+            with remote.fetching(pointer, request.n_kv, patience_s, disk, disk.names()) as store:
                 loaded = self._load(store, pointer.name, pointer.n_items, request)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
@@ -300,7 +294,7 @@ class Loader:
     def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
         return self._load(self._tier_writer, kept.name, kept.n_items, request)
 
-    def _load(self, store: PointStore, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
+    def _load(self, store: ObjectSource, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._context.kind
@@ -334,7 +328,7 @@ class Loader:
             return group
 
     def _load_segment(
-        self, store: PointStore, request: LoadRequest, n_kv: int, name: str, reach: int
+        self, store: ObjectSource, request: LoadRequest, n_kv: int, name: str, reach: int
     ) -> tuple[Segment, int] | None:
         """None: its KV is in RAM already."""
         if reach <= n_kv:

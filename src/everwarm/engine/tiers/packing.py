@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
@@ -22,19 +22,11 @@ from everwarm.state.store.object import (
     size_of,
     state_name,
 )
+from everwarm.state.tier import PartReader
 from everwarm.state.tree import Node, Segment, SegmentPiece, Tree
 from everwarm.types import Blob, Place, heap
 
 Segments = list[tuple[Segment, int]]  # each with up to which item it is used
-
-
-class PartReader(Protocol):
-    """An object whose parts can be read, from a file or from the queue of those to be written."""
-
-    @property
-    def header(self) -> ObjectHeader: ...
-
-    def read(self, name: str, place: Place = heap) -> Blob: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,6 @@ class Ram:
         pinning: Pinning | None = None,
         is_right: Callable[[], bool] = lambda: True,
     ) -> None:
-        tree.watcher = self
         self.arena = arena
         self._tree = tree
         self._kind = kind

@@ -24,9 +24,9 @@ from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.settings import DISK_FREE_SHARE, RemoteSettings, StoreSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.disk_pins import PinBoard, pinned_below
+from everwarm.engine.tiers.disk_pins import PinJob, pin_again, pin_job, pinned_below, unpin_job
 from everwarm.engine.tiers.model_folder import ModelFolder
-from everwarm.engine.tiers.packing import Job, Packing, PartReader
+from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.errors import EngineStopped, EverwarmError
@@ -40,7 +40,7 @@ from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import are_sound, name_of
-from everwarm.state.tier import Dropped, OnPrompts, Selection, Tier
+from everwarm.state.tier import Dropped, OnPrompts, PartReader, Selection, Tier
 from everwarm.state.tree import Node, Tree
 from everwarm.types import Blob
 
@@ -100,7 +100,6 @@ class TierWriter:
         self._returns = returns
         self._is_right = is_right
         self._packing = Packing(context, tree, words)
-        self.pins = PinBoard(tree, ram, self)
         self._is_always = settings is not None and settings.restore_policy == "always"
         self.fingerprint: str = ""  # until the model's digest is known
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
@@ -328,7 +327,7 @@ class TierWriter:
             return None
         disk = self.disk
         if disk.is_on:
-            self.pins.renew(self._tree.namespace(end), end.path, end.n_items)
+            self.renew_pins(self._tree.namespace(end), end.path, end.n_items)
         name = self._known_point(turn)
         node = self._worth_writing(turn, end) if name is None else None
         if node is not None:
@@ -386,15 +385,26 @@ class TierWriter:
         """Stores the pin, and the point itself if its state is in RAM."""
         if node.root().is_volatile:
             return
-        self._jobs.put(self.pins.note(node))
+        self._write_pin(pin_job(self._tree, node))
         state = None if node.checkpoint is None else node.checkpoint.state
         if self.disk.is_on and (state is not None or not self._context.kind.needs_checkpoints):
             self._keep(node)
 
+    def drop_pin(self, node: Node) -> None:
+        """Removes the stored pin of a node."""
+        self._write_pin(unpin_job(self._tree, node))
+
+    def renew_pins(self, namespace: str, prompt: Prompt, n_items: int) -> None:
+        """Pins those nodes again that were pinned before, once these items are in the tree."""
+        pin_again(self._tree, self._ram, self.disk, self.fingerprint, namespace, prompt, n_items)
+
+    def _write_pin(self, job: PinJob) -> None:
+        self._jobs.put(lambda: job(self.disk, self.fingerprint))
+
     def _keep(self, node: Node) -> str | None:
         """Returns the name of the state's object. None: it cannot be kept."""
         for pinned in pinned_below(node):
-            self._jobs.put(self.pins.note(pinned))  # this point is part of its lineage
+            self._write_pin(pin_job(self._tree, pinned))  # this point is part of its lineage
         name = self._packing.state_name(node)
         self._names[node.id] = name
         while len(self._names) > MAX_NAMES:
