@@ -145,7 +145,8 @@ class _Opened:
 
 def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     """``outlives_us``: a later engine may take over the RAM tier's memory."""
-    settings, context = opened.settings, opened.context
+    settings = opened.settings
+    context = opened.context
     residents = _residents(opened)
     speed = Speed()
     counts = RequestStats()
@@ -182,8 +183,13 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
 
 
 def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: bool) -> PrefixCache:
-    settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
-    kv_bytes, state_bytes = sizes.shape.kv_bytes_per_token, sizes.shape.state_bytes
+    settings = opened.settings
+    sizes = opened.sizes
+    context = opened.context
+    tree = opened.tree
+    ram = opened.ram
+    kv_bytes = sizes.shape.kv_bytes_per_token
+    state_bytes = sizes.shape.state_bytes
     stats = CheckpointStats(sizes.spacing.max_checkpoints)
     returns = Returns(tree)
     below = BelowRam()
@@ -218,7 +224,8 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
 
 
 def _speculator(opened: _Opened) -> Speculator:
-    settings, sizes = opened.settings, opened.sizes
+    settings = opened.settings
+    sizes = opened.sizes
     first = settings.n_slots + sizes.n_spares
     rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
     looks_up = settings.speculate in ("auto", "lookup")
@@ -245,7 +252,9 @@ def _open_drafter(model: Model, settings: EngineSettings) -> ModelDrafter | None
 
 
 def _residents(opened: _Opened) -> Residents:
-    tree, context, n_slots = opened.tree, opened.context, opened.settings.n_slots
+    tree = opened.tree
+    context = opened.context
+    n_slots = opened.settings.n_slots
     slots = [Slot(SeqId(i), tree, context) for i in range(n_slots)]
     return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
@@ -269,7 +278,8 @@ def _tier_writer(opened: _Opened, returns: Returns, ram_writer: RamWriter, speed
 
 
 def _planner(opened: _Opened, slots: list[Slot], speed: Speed) -> StepPlanner:
-    settings, model = opened.settings, opened.model
+    settings = opened.settings
+    model = opened.model
     gpu_s = GPU_STEP_S if is_on_gpu(model) else 0.0
     budget = Budget(min(settings.n_ubatch, opened.context.n_batch), settings.prefill_beside_decode, gpu_s)
     max_step_s = settings.max_step_ms / 1e3

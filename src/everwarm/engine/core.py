@@ -270,7 +270,8 @@ class Core:
         may_draft = True
         while grants := self._with_room(self.planner.plan(), events):
             drafts = self._drafts(grants) if may_draft else {}
-            started, worked = time.monotonic(), self.speculator.clock()
+            started = time.monotonic()
+            worked = self.speculator.clock()
             feeds = [self._feed(grant, drafts.get(grant.slot)) for grant in grants]
             try:
                 self._use_scales(self.slots[grants[0].slot])

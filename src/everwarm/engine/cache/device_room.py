@@ -113,7 +113,8 @@ class DeviceRoom:
 
     def _idle_by_worth(self) -> list[Slot]:
         """Those that are least likely to be continued first, of equals the oldest."""
-        idle, now = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed], time.monotonic()
+        idle = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed]
+        now = time.monotonic()
 
         def worth(slot: Slot) -> tuple[float, float]:
             return self._returns.worth(slot.node, now - slot.used_at) * slot.n_fed, slot.used_at

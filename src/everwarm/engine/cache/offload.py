@@ -120,7 +120,10 @@ class Offload:
     def _copy_rest(self, slot: Slot, n_prompt: int) -> list[Node]:
         """Returns the points that a request may continue from."""
         kind = self.kind
-        points = needed_points(slot, n_prompt) if kind.needs_checkpoints else [slot.node] if slot.n_fed else []
+        if kind.needs_checkpoints:
+            points = needed_points(slot, n_prompt)
+        else:
+            points = [slot.node] if slot.n_fed else []
         for node in points:
             if node.checkpoint is not None and node.checkpoint.parked is not None:
                 self.writer.copy_state(node)
@@ -159,7 +162,8 @@ class Offload:
         self.ram.keep_now(receipt.notes, receipt.blobs, is_in_ram)
 
     def _when_on_disk(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
-        tier_writer, name = self.tier_writer, receipt.on_disk
+        tier_writer = self.tier_writer
+        name = receipt.on_disk
         if name is None:
             return done(Where.NOWHERE)
         once = _Once(done)
@@ -184,7 +188,8 @@ class _Once:
 
     def __call__(self, where: Where) -> None:
         with self._lock:
-            is_done, self._is_done = self._is_done, True
+            is_done = self._is_done
+            self._is_done = True
         if not is_done:
             self._function(where)
 

@@ -114,7 +114,8 @@ class RamBudget:
 
     def _shrink(self, root: Node | None, weight: Callable[[], int], budget: int) -> None:
         """Evicts below a root, or anywhere. Of a large tree no more is evicted than must be, part by part."""
-        goal, most = int(budget * LOW_WATER), budget
+        goal = int(budget * LOW_WATER)
+        most = budget
         n_left = 1 + self._hand.n_parts  # parts with nothing to evict
         while weight() > most and n_left > 0:
             part = self._hand.part(root)

@@ -105,7 +105,8 @@ class CacheCommands:
                     )
                 self._aside.submit(self._pin_on_disk, order, view_of(core.cache.tree))
             elif order.action == "pin" and order.pin_quota is not None and not (node := _find(core, order)).is_pinned:
-                namespace, n_bytes = core.cache.tree.namespace(node), self._new_bytes(core, order, node)
+                namespace = core.cache.tree.namespace(node)
+                n_bytes = self._new_bytes(core, order, node)
                 self._aside.submit(self._pin_if_allowed, order, namespace, n_bytes, loop)
             else:
                 self._pin(core, order)
@@ -132,7 +133,8 @@ class CacheCommands:
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when the pin is durable."""
-        node, writer = _find(core, order), core.cache.tier_writer
+        node = _find(core, order)
+        writer = core.cache.tier_writer
         if node.parent is None:
             raise _is_root()
         if order.ttl_s is not None:
@@ -280,6 +282,7 @@ def _weight(node: Node) -> int:
 
 def _full_weight(core: Core, nodes: Iterable[Node]) -> int:
     """Bytes that these nodes will take in RAM; some may be only on the device now."""
-    shape, kept = core.sizes.shape, [node for node in nodes if node.parent is not None]
+    shape = core.sizes.shape
+    kept = [node for node in nodes if node.parent is not None]
     n_tokens = sum(int(n.mark.n_tokens) - int(n.parent.mark.n_tokens) for n in kept if n.parent is not None)
     return n_tokens * shape.kv_bytes_per_token + shape.state_bytes * sum(n.checkpoint is not None for n in kept)

@@ -215,7 +215,8 @@ class DiskView:
 
     def rows(self, snapshot: DiskSnapshot, question: m.AskTree, most: int) -> list[m.NodeSeen] | None:
         """At most so many rows, from ``after`` on or from the beginning. None: there is no such node."""
-        nodes, after = snapshot.tree.nodes, question.after
+        nodes = snapshot.tree.nodes
+        after = question.after
         at = 0
         if after is not None and after < 0:
             if after not in snapshot.tree.place:
@@ -252,7 +253,8 @@ class DiskView:
 
 
 def _files(disk: DiskTier) -> StoredFiles:
-    version, kept = disk.version, {each.name: each for each in disk.objects()}
+    version = disk.version
+    kept = {each.name: each for each in disk.objects()}
     states = [
         each
         for each in with_pauses(kept.values(), LONG_PAUSE_EVERY)

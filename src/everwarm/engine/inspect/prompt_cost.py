@@ -13,6 +13,7 @@ def prompt_cost(core: Core, prompt: Prompt, namespace: str) -> PromptCost:
     n_known = match.n_kv
     if core.context.kind.needs_checkpoints:
         n_known = max((node.n_items for node in match.usable), default=0)
-    n_prompt, n_cached = int(prompt.n_tokens(len(prompt))), int(prompt.n_tokens(min(n_known, len(prompt))))
+    n_prompt = int(prompt.n_tokens(len(prompt)))
+    n_cached = int(prompt.n_tokens(min(n_known, len(prompt))))
     read_s = (n_prompt - n_cached) * core.speed.seconds_per_token
     return PromptCost(n_prompt, n_cached, read_s, n_prompt < core.context.n_ctx)

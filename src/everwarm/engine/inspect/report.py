@@ -94,7 +94,8 @@ def counts(core: Core) -> dict[str, Any]:
 
 
 def summary(core: Core) -> dict[str, Any]:
-    census, stats = core.cache.tree.census, core.cache.checkpoint_stats
+    census = core.cache.tree.census
+    stats = core.cache.checkpoint_stats
     n_parked = len(core.cache.residents.spares.parked())
     ram = {
         "bytes": core.cache.tree.ram_bytes,

@@ -45,7 +45,8 @@ class Starter:
 
     def start(self, request: Request) -> Seated:
         """Admission has said that it may start."""
-        cache, ask = self.cache, request.ask
+        cache = self.cache
+        ask = request.ask
         cache.ram_budget.awaited.pop(request.id, None)
         is_first = request.started_at is None
         request.started_at = request.started_at or time.monotonic()
@@ -88,7 +89,8 @@ class Starter:
 
     def _why(self, request: Request, match: Match, restored: Restored, brought: Brought) -> ReadReason:
         """Why a request read what it read. Looks up only what the reason may depend on."""
-        ask, forgotten = request.ask, self.cache.tree.forgotten
+        ask = request.ask
+        forgotten = self.cache.tree.forgotten
         is_known = request.n_prompt - match.n_shared <= policy.GUARD
         facts = ReadFacts(
             ask.prompt,

@@ -56,7 +56,9 @@ def pin_again(
 
 def pin_job(tree: Tree, node: Node) -> PinJob:
     """Stores the pin of this node."""
-    namespace, path, at = tree.namespace(node), node.path, node.n_items
+    namespace = tree.namespace(node)
+    path = node.path
+    at = node.n_items
     ends = sorted(n.n_items for n in node.lineage())
 
     def write(disk: DiskTier, fingerprint: str) -> None:
@@ -70,7 +72,9 @@ def pin_job(tree: Tree, node: Node) -> PinJob:
 
 def unpin_job(tree: Tree, node: Node) -> PinJob:
     """Removes the stored pin of this node."""
-    namespace, path, at = tree.namespace(node), node.path, node.n_items
+    namespace = tree.namespace(node)
+    path = node.path
+    at = node.n_items
 
     def write(disk: DiskTier, fingerprint: str) -> None:
         disk.unpin(keys(root_key(fingerprint, namespace), path, (at,)).values())

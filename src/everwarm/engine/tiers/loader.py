@@ -219,7 +219,8 @@ class Loader:
             return Brought(n_spoilt=fetch.n_items)
         if isinstance(loaded, Brought):
             return loaded
-        tree, root = self._tree, self._tree.root(fetch.namespace)
+        tree = self._tree
+        root = self._tree.root(fetch.namespace)
         for segment, reach in loaded.segments:
             for end in (piece.n_stop for piece in segment.pieces if piece.n_stop < reach):
                 tree.grow(root, fetch.prompt, end)  # where turns ended; the disk may have a state there
@@ -250,7 +251,8 @@ class Loader:
         return n_bytes / self._read_rate if self._tier_writer.stores(node) else None
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
-        load_s, read_s = n_bytes / rate, n_saved * self._speed.seconds_per_token
+        load_s = n_bytes / rate
+        read_s = n_saved * self._speed.seconds_per_token
         if self._policy == "auto" and load_s > read_s:
             log.debug("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
             return False
@@ -357,7 +359,8 @@ class Loader:
 
     def _checked(self, reader: PartReader, prompt: Prompt, stop: int) -> ObjectHeader:
         """Compares the items themselves, as far as they are used: a hash alone never decides."""
-        head, stored = reader.header, self._own_items(reader)
+        head = reader.header
+        stored = self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
         if len(stored) != head.n_items - start or head.fingerprint != self._tier_writer.fingerprint:
             raise Damaged("it is not what the index says")

@@ -150,11 +150,14 @@ class Packing:
     def _part(self, segment: Segment, path: Prompt, n_start: int, n_stop: int) -> ObjectPart:
         if (n_start, n_stop) == (segment.n_start, segment.n_stop):
             return segment.blob
-        context, whole, marks = self._context, segment.blob, (path.mark(n_start), path.mark(n_stop))
+        context = self._context
+        whole = segment.blob
+        marks = (path.mark(n_start), path.mark(n_stop))
         return KvCut(whole, context.cut_bytes(whole, *marks), lambda: context.cut_segment(whole, *marks))
 
     def state_job(self, root: str, node: Node, kv: Kv) -> Job:
-        n, checkpoint = node.n_items, node.checkpoint
+        n = node.n_items
+        checkpoint = node.checkpoint
         key = keys(root, node.path, (n,))[n]
         header = ObjectHeader(
             kind="state",

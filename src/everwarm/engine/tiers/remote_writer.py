@@ -57,7 +57,8 @@ class RemoteWriter:
 
     def _parcel(self, node: Node, *, is_hinted: bool) -> Parcel | None:
         """None: it is in the store already, or not all of it is here."""
-        root, n = self._packing.root(node), node.n_items
+        root = self._packing.root(node)
+        n = node.n_items
         cells = {} if is_hinted else grid_points(n)
         named = keys(root, node.path, {n, *cells.values()})
         if self.remote.has(Pointer(named[n], n, 1).name):

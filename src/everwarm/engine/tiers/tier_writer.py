@@ -95,7 +95,8 @@ class TierWriter:
         self._namespace_share = namespace_share
         self._tree = tree
         self._context = context
-        self._writer, self._ram = writer, ram
+        self._writer = writer
+        self._ram = ram
         self._speed = speed
         self._returns = returns
         self._is_right = is_right
@@ -535,7 +536,8 @@ class TierWriter:
     def _retry_in_s(self) -> float | None:
         """None: all is well."""
         if self.degraded is None:
-            self._retry_at, self._retry_wait_s = None, RETRY_S[0]
+            self._retry_at = None
+            self._retry_wait_s = RETRY_S[0]
             return None
         if self._retry_at is None:
             self._retry_at = time.monotonic() + self._retry_wait_s
@@ -548,7 +550,8 @@ class TierWriter:
             self.trouble = self._try("on disk", self._open, fingerprint)
         else:
             self.disk.probe()
-        self._retry_at, self._retry_wait_s = None, min(2 * self._retry_wait_s, RETRY_S[1])
+        self._retry_at = None
+        self._retry_wait_s = min(2 * self._retry_wait_s, RETRY_S[1])
         if self.degraded is None:
             log.info("the disk tier is in order again")
             self._has_healed.set()

@@ -104,7 +104,8 @@ class Download:
         return _Fetched(self, name, mac)
 
     def fill(self, view: memoryview, offset: int) -> None:
-        into, done = np.frombuffer(view, np.uint8), 0
+        into = np.frombuffer(view, np.uint8)
+        done = 0
         while done < len(into):
             at = (offset + done) // PIECE * PIECE
             data = np.frombuffer(self._answer(at).data, np.uint8)[offset + done - at :]
@@ -168,7 +169,9 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         """The store has answered, to a trial or to a request."""
-        self.is_open, self.n_failures, self._open_s = False, 0, FIRST_OPEN_S
+        self.is_open = False
+        self.n_failures = 0
+        self._open_s = FIRST_OPEN_S
 
     def _wait(self, luck: float) -> float:
         return self._open_s * (1 + JITTER * (2 * luck - 1))
@@ -213,7 +216,8 @@ class RemoteTier:
         self._writing: set[Future[None]] = set()
         self._packer = ThreadPoolExecutor(1, "everwarm-remote-pack")
         self._loop = asyncio.new_event_loop()
-        self._pieces, self._writers = asyncio.Semaphore(N_PIECES), asyncio.Semaphore(N_WRITERS)
+        self._pieces = asyncio.Semaphore(N_PIECES)
+        self._writers = asyncio.Semaphore(N_WRITERS)
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="everwarm-remote", daemon=True)
         self._thread.start()
