@@ -202,7 +202,7 @@ def finish_page(page: NodePage, disk: DiskView, vocab: Vocab) -> m.TreeSeen:
 
 def _with_disk(row: NodeRow, snapshot: DiskSnapshot, disk: DiskView) -> NodeRow:
     seen = row.seen
-    kept = snapshot.state_at(seen.id)
+    kept = snapshot.here.get(seen.id)
     changes: dict[str, Any] = {"n_children": seen.n_children + snapshot.tree.n_children[seen.id]}
     if kept is not None and seen.kind is not None:
         changes["state_tiers"] = (*seen.state_tiers, "disk")

@@ -95,9 +95,6 @@ class DiskSnapshot:
     spaces: dict[str, str]  # known namespaces, by the names that headers have for them
     fingerprint: str
 
-    def state_at(self, id: int) -> IndexedObject | None:
-        return self.here.get(id)
-
     def is_pinned(self, kept: IndexedObject) -> bool:
         return point_of(kept.key, kept.n_items) in self.files.marked
 
